@@ -1,0 +1,45 @@
+"""The errors a user can meet. Each says what was given, what was needed and what to do."""
+
+from __future__ import annotations
+
+
+class MonetError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class UsageError(MonetError, ValueError):
+    """An argument is wrong: a typo, a number out of range, a path that cannot be used."""
+
+
+class CaptureError(MonetError):
+    """The model cannot be turned into a program of operators."""
+
+
+class ProfileError(MonetError):
+    """An operator could not be measured, or a profile lacks an operator."""
+
+
+class InfeasibleError(MonetError):
+    """No schedule fits the memory budget.
+
+    Attributes:
+        smallest_bytes: a budget for which a schedule is known, or None.
+        step: the step of the training iteration that needs the most, in words.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int | None = None, step: str = "") -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+        self.step = step
+
+
+class SolverError(MonetError):
+    """The solver is missing, failed, or stopped without a usable plan."""
+
+
+class ScheduleError(MonetError):
+    """A schedule breaks a rule of the program it claims to run (found by the simulator)."""
+
+
+class ScheduleFileError(MonetError):
+    """A schedule or profile file is unreadable, hostile, or made for something else."""

@@ -1,0 +1,265 @@
+"""The program: what one training step computes, as values and tasks.
+
+A **value** is a piece of storage. A **task** reads values and writes values. The forward is a list of
+tasks in execution order, of which any subset may be run, now or again later; a value may be written by
+several of them (a batch norm and its cheaper recompute). The backward is a list of **slots** in autograd
+order; every slot is done once, in one of its **ways**, each a task that may read other forward values.
+
+Everything a planner may do is a choice among these tasks: keeping, recomputing, repacking and choosing an
+operator's implementation are not different mechanisms. This module is plain data: it imports neither torch
+nor a solver, so a program can be planned, simulated and tested anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from .errors import MonetError
+
+ValueKind = Literal["parameter", "buffer", "input", "forward", "backward"]
+Runs = Literal["both", "first", "again"]
+
+#: Kinds whose storage exists during the whole step, whatever the schedule does.
+RESIDENT_KINDS = frozenset({"parameter", "buffer", "input"})
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A piece of storage.
+
+    Attributes:
+        name: unique within the program.
+        bytes: size of the storage as the device's allocator counts it.
+        kind: ``parameter``, ``buffer`` and ``input`` are resident throughout; ``forward`` values are written
+            by forward tasks, ``backward`` values (gradients) by slots.
+        spec: dtype and shape for people, such as ``float32[184, 64, 112, 112]``.
+    """
+
+    name: str
+    bytes: int
+    kind: ValueKind
+    spec: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor argument of a `Call`: a value's own tensor (an ``int``) or a temporary of the task (a ``str``)."""
+
+    name: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator call of a task.
+
+    Attributes:
+        op: an operator's qualified name, such as ``aten.convolution.default``.
+        args, kwargs: literals, and `Ref` for tensors, in tuples or lists.
+        outs: what receives the results: one `Ref`, or one per result (None: not wanted) when ``unpack``.
+        unpack: the operator returns a tuple that is taken apart.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outs: tuple[Ref | None, ...]
+    unpack: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Work that reads values and writes values.
+
+    Attributes:
+        name: for people; unique within the program.
+        reads, writes: value indices. Resident values may be read; only forward values are written by
+            forward tasks, only backward values by slots.
+        cost: key of this task's `Cost` in the profile; "" costs nothing.
+        variant: which implementation this is; ``aten`` is PyTorch's own.
+        word: the mode word that admits it (``conv``, ``multiway``, ``newnode``, ``inplace``); "" always.
+        overwrites: a value among ``reads`` whose storage becomes that of ``writes[0]``. After the task that
+            value no longer exists.
+        runs: ``first`` only in the forward, ``again`` only during the backward, or ``both``.
+        calls: the operator calls, in order. Planners never look at them.
+    """
+
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    cost: str = ""
+    variant: str = "aten"
+    word: str = ""
+    overwrites: int | None = None
+    runs: Runs = "both"
+    calls: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one run of a task takes.
+
+    Attributes:
+        seconds: time.
+        workspace_bytes: peak of what the task allocates beyond the values it writes. (A task that
+            overwrites a value allocates nothing for ``writes[0]``; that is not part of the workspace.)
+    """
+
+    seconds: float
+    workspace_bytes: int = 0
+
+
+FREE = Cost(0.0, 0)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step.
+
+    Attributes:
+        values: all values; tasks refer to them by index.
+        tasks: forward tasks in the only order in which they may run within one stage. Producers of a value
+            stand before all its readers.
+        slots: the backward, in order; each slot is the tuple of its ways. All ways of a slot read and write
+            the same backward values; they may read different forward values.
+        outputs: forward values that must exist at the end of the forward and then stay to the end of the
+            step, because the caller holds them. Side effects (batch-norm statistics) are outputs of 0 bytes.
+        tangents: backward values that exist when the backward starts; each is read by some slot.
+        gradients: backward values that stay to the end of the step once written: what ends up in ``.grad``.
+    """
+
+    values: tuple[Value, ...]
+    tasks: tuple[Task, ...]
+    slots: tuple[tuple[Task, ...], ...]
+    outputs: tuple[int, ...]
+    tangents: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes of parameters, buffers and inputs."""
+        return sum(value.bytes for value in self.values if value.kind in RESIDENT_KINDS)
+
+    @cached_property
+    def producers(self) -> tuple[tuple[int, ...], ...]:
+        """For every value, the forward tasks that write it, in order."""
+        found: list[list[int]] = [[] for _ in self.values]
+        for index, task in enumerate(self.tasks):
+            for value in task.writes:
+                found[value].append(index)
+        return tuple(map(tuple, found))
+
+    def forward_reads(self, task: Task) -> tuple[int, ...]:
+        """The forward values among a task's reads: those that must be kept or made."""
+        return tuple(v for v in task.reads if self.values[v].kind == "forward")
+
+    @cached_property
+    def slot_reads(self) -> tuple[bool, ...]:
+        """For every slot, whether any way reads a forward value.
+
+        Only before such slots may forward tasks be run again: at the others nothing is needed that was not
+        needed later as well.
+        """
+        return tuple(any(self.forward_reads(way) for way in slot) for slot in self.slots)
+
+    @cached_property
+    def backward_alive(self) -> tuple[tuple[int, ...], ...]:
+        """For every slot, the backward values alive while it runs, its own results included.
+
+        The order of the backward is fixed, so this does not depend on the schedule: a gradient lives from
+        the slot that writes it to the last that reads it; tangents from the start; ``gradients`` to the end.
+        """
+        count = len(self.slots)
+        first = {value: 0 for value in self.tangents}
+        last: dict[int, int] = {value: 0 for value in self.tangents}
+        for index, slot in enumerate(self.slots):
+            for value in slot[0].writes:
+                first.setdefault(value, index)
+                last.setdefault(value, index)
+            for value in slot[0].reads:
+                if self.values[value].kind == "backward":
+                    last[value] = index
+        last.update((value, count - 1) for value in self.gradients)
+        alive: list[list[int]] = [[] for _ in range(count)]
+        for value, start in first.items():
+            for index in range(start, last[value] + 1):
+                alive[index].append(value)
+        return tuple(map(tuple, alive))
+
+    def restrict(self, words: frozenset[str], *, rerun: bool = True) -> Program:
+        """The program with only the variants that ``words`` admit; without ``rerun``, nothing is run again."""
+        tasks = tuple(
+            replace(task, runs="first") if not rerun and task.runs == "both" else task
+            for task in self.tasks
+            if (not task.word or task.word in words) and (rerun or task.runs != "again")
+        )
+        slots = tuple(tuple(way for way in slot if not way.word or way.word in words) for slot in self.slots)
+        return replace(self, tasks=tasks, slots=slots)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over names, reads, writes and operators, but no sizes: equal for the same model at another batch."""
+        digest = hashlib.sha256()
+        for value in self.values:
+            digest.update(f"{value.name}:{value.kind};".encode())
+        for group in (self.tasks, *self.slots):
+            for task in group:
+                calls = ",".join(call.op for call in task.calls)
+                digest.update(
+                    f"{task.name}|{task.reads}|{task.writes}|{task.variant}|{task.overwrites}|{task.runs}|{calls};".encode()
+                )
+            digest.update(b"/")
+        digest.update(f"{self.outputs}{self.tangents}{self.gradients}".encode())
+        return digest.hexdigest()
+
+    def check(self) -> None:
+        """Verify the invariants that planners rely on.
+
+        Raises:
+            MonetError: with the first broken rule. Only a bug in this package, or a hand-made program, can cause it.
+        """
+        position: dict[int, int] = {}
+        for index, task in enumerate(self.tasks):
+            for value in task.writes:
+                _require(self.values[value].kind == "forward", task, f"writes {value}, which is no forward value")
+                position[value] = index
+        for index, task in enumerate(self.tasks):
+            for value in task.reads:
+                kind = self.values[value].kind
+                _require(kind != "backward", task, f"is a forward task and reads gradient {self.values[value].name}")
+                if kind == "forward":
+                    _require(value in position, task, f"reads {self.values[value].name}, which no task writes")
+                    _require(position[value] < index, task, f"stands before a producer of {self.values[value].name}")
+            _check_overwrite(self, task, "forward")
+        for slot in self.slots:
+            _require(bool(slot), None, "a slot has no way")
+            reads = {v for v in slot[0].reads if self.values[v].kind == "backward"}
+            for way in slot:
+                _require(way.writes == slot[0].writes, way, "writes other values than its slot's first way")
+                mine = {v for v in way.reads if self.values[v].kind == "backward"}
+                _require(mine == reads, way, "reads other gradients than its slot's first way")
+                for value in way.writes:
+                    _require(self.values[value].kind == "backward", way, "is a slot's way and writes a forward value")
+                for value in self.forward_reads(way):
+                    _require(value in position, way, f"reads {self.values[value].name}, which no task writes")
+                _check_overwrite(self, way, "backward")
+        read = {value for slot in self.slots for value in slot[0].reads}
+        for value in self.tangents:
+            _require(value in read, None, f"tangent {self.values[value].name} is read by no slot")
+        for value in self.outputs:
+            _require(value in position, None, f"output {self.values[value].name} has no producer")
+
+
+def _check_overwrite(program: Program, task: Task, kind: str) -> None:
+    if task.overwrites is None:
+        return
+    _require(task.overwrites in task.reads, task, "overwrites a value that it does not read")
+    _require(program.values[task.overwrites].kind == kind, task, "overwrites a value that is not its own to overwrite")
+    _require(task.overwrites not in (*program.outputs, *program.gradients), task, "overwrites an output")
+
+
+def _require(condition: bool, task: Task | None, rule: str) -> None:
+    if not condition:
+        raise MonetError(f"malformed program: {'task ' + task.name + ' ' if task else ''}{rule}")

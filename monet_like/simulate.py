@@ -1,0 +1,200 @@
+"""The independent judge: replays a schedule on paper and counts every byte and second.
+
+It shares no code with any planner and needs neither torch nor a solver. Its rules are those of the replay:
+
+* Tasks run in the order of the schedule. A task needs every forward value it reads to exist.
+* A forward value exists from the run that writes it until its last read before it is written anew (for
+  outputs: to the end of the step). Then its storage is freed at once.
+* A task that overwrites a value takes over its storage: nobody may read that value afterwards.
+* The memory of a run is: resident bytes, plus all values that exist before it and are still needed by it or
+  later, plus what it writes, plus its workspace, minus the storage it takes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import ProfileError, ScheduleError
+from .program import FREE, Cost, Program, Task
+from .schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One run of a task.
+
+    Attributes:
+        task: its name.
+        slot: None in the forward, else the backward slot that it belongs to or prepares.
+        bytes: memory while it runs: everything the step has allocated, workspace included.
+        seconds: its time.
+        again: a forward task run again.
+    """
+
+    task: str
+    slot: int | None
+    bytes: int
+    seconds: float
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a schedule takes: its peak, its time and every step of the way."""
+
+    peak_bytes: int
+    seconds: float
+    rerun_seconds: float
+    steps: tuple[Step, ...]
+
+    @property
+    def peak_step(self) -> Step:
+        """The step that needs the most memory."""
+        return max(self.steps, key=lambda step: step.bytes)
+
+
+@dataclass(slots=True)
+class _Run:
+    task: Task
+    slot: int | None
+    again: bool
+
+
+def cost_of(task: Task, costs: Mapping[str, Cost]) -> Cost:
+    """The task's cost; tasks with an empty key are free.
+
+    Raises:
+        ProfileError: the profile lacks it.
+    """
+    if not task.cost:
+        return FREE
+    try:
+        return costs[task.cost]
+    except KeyError:
+        raise ProfileError(
+            f"the profile has no entry for {task.name} ({task.cost}); profile this model again on this device"
+        ) from None
+
+
+def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *, extra_bytes: int = 0) -> Report:
+    """Replay ``schedule`` on paper.
+
+    Args:
+        program: the training step.
+        schedule: what to run.
+        costs: seconds and workspace of every task.
+        extra_bytes: resident memory beyond the program's, such as optimizer state.
+
+    Raises:
+        ScheduleError: the schedule breaks a rule; says which task and value.
+    """
+    runs = _flatten(program, schedule)
+    last_read = _last_reads(program, runs)
+    values = program.values
+    alive: dict[int, int] = {}
+    memory = program.resident_bytes + extra_bytes
+    steps: list[Step] = []
+    for index, run in enumerate(runs):
+        if index == len(schedule.forward):  # the backward starts: its incoming gradients appear
+            alive.update((value, values[value].bytes) for value in program.tangents)
+            memory += sum(values[value].bytes for value in program.tangents)
+        task = run.task
+        cost = cost_of(task, costs)
+        taken = values[task.overwrites].bytes if task.overwrites is not None else 0
+        written = sum(values[value].bytes for value in task.writes)
+        steps.append(Step(task.name, run.slot, memory + written + cost.workspace_bytes - taken, cost.seconds, run.again))
+        if task.overwrites is not None:
+            memory -= alive.pop(task.overwrites)
+        for value in task.writes:
+            memory += values[value].bytes - alive.get(value, 0)
+            alive[value] = values[value].bytes
+        for value in {*task.reads, *task.writes}:
+            if value in alive and last_read.get((value, index)) == index:
+                memory -= alive.pop(value)
+    return Report(
+        peak_bytes=max((step.bytes for step in steps), default=memory),
+        seconds=sum(step.seconds for step in steps),
+        rerun_seconds=sum(step.seconds for step in steps if step.again),
+        steps=tuple(steps),
+    )
+
+
+def _flatten(program: Program, schedule: Schedule) -> list[_Run]:
+    """All runs in order, after checking that the schedule speaks about this program."""
+    slots = len(program.slots)
+    if len(schedule.again) != slots or len(schedule.ways) != slots:
+        raise ScheduleError(f"the schedule has {len(schedule.ways)} backward slots, the program {slots}")
+    runs: list[_Run] = []
+    for slot, tasks in ((None, schedule.forward), *enumerate(schedule.again)):
+        previous = -1
+        for index in tasks:
+            if not previous < index < len(program.tasks):
+                raise ScheduleError(f"task {index} is out of order or out of range in {_stage(slot)}")
+            previous = index
+            task = program.tasks[index]
+            if task.runs == ("again" if slot is None else "first"):
+                raise ScheduleError(f"{task.name} may not run in {_stage(slot)}")
+            runs.append(_Run(task, slot, slot is not None))
+        if slot is not None:
+            if tasks and not program.slot_reads[slot]:
+                raise ScheduleError(f"tasks run again before slot {slot}, which reads no forward value")
+            if not 0 <= schedule.ways[slot] < len(program.slots[slot]):
+                raise ScheduleError(f"slot {slot} has no way {schedule.ways[slot]}")
+            runs.append(_Run(program.slots[slot][schedule.ways[slot]], slot, False))
+    return runs
+
+
+def _last_reads(program: Program, runs: list[_Run]) -> dict[tuple[int, int], int]:
+    """For (value, run that touches it): the run after which the value's current storage is free.
+
+    Also checks that every read finds its value, and that nothing reads an overwritten one.
+    """
+    kept = {*program.outputs, *program.gradients}
+    born: dict[int, int] = {value: -1 for value in program.tangents}
+    touched: dict[int, list[int]] = {value: [] for value in program.tangents}
+    dead: dict[int, str] = {}
+    made_in_forward: set[int] = set()
+    result: dict[tuple[int, int], int] = {}
+
+    def close(value: int) -> None:
+        """The current storage of ``value`` ends: it was last touched by the last entry of its list."""
+        touches = touched[value]
+        result.update(((value, touch), touches[-1]) for touch in touches)
+
+    for index, run in enumerate(runs):
+        for value in run.task.reads:
+            if program.values[value].kind in ("forward", "backward"):
+                if value in dead:
+                    raise ScheduleError(
+                        f"{run.task.name} reads {program.values[value].name} in {_stage(run.slot)}, "
+                        f"after {dead[value]} took over its storage"
+                    )
+                if value not in born:
+                    raise ScheduleError(
+                        f"{run.task.name} reads {program.values[value].name} in {_stage(run.slot)}, but nothing has made it"
+                    )
+                touched[value].append(index)
+        if run.task.overwrites is not None:
+            dead[run.task.overwrites] = run.task.name
+        for value in run.task.writes:
+            if value in kept and value in born:
+                raise ScheduleError(f"{run.task.name} writes {program.values[value].name} a second time; the caller holds it")
+            if value in born and touched[value]:
+                close(value)
+            born[value] = index
+            touched[value] = [index]
+            dead.pop(value, None)
+            if run.slot is None:
+                made_in_forward.add(value)
+    missing = [program.values[value].name for value in program.outputs if value not in made_in_forward]
+    if missing:
+        raise ScheduleError(f"the forward does not make its output {missing[0]}")
+    for value in born:
+        if value not in kept and touched[value]:
+            close(value)
+    return result
+
+
+def _stage(slot: int | None) -> str:
+    return "the forward" if slot is None else f"backward slot {slot}"
