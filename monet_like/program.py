@@ -13,6 +13,7 @@ nor a solver, so a program can be planned, simulated and tested anywhere.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -67,6 +68,17 @@ class Call:
     kwargs: tuple[tuple[str, Any], ...]
     outs: tuple[Ref | None, ...]
     unpack: bool = False
+
+
+def refs(call: Call) -> Iterator[Ref]:
+    """The refs among a call's arguments, nested ones included."""
+    pending: list[Any] = [*call.args, *(value for _, value in call.kwargs)]
+    while pending:
+        item = pending.pop(0)
+        if isinstance(item, Ref):
+            yield item
+        elif isinstance(item, tuple | list):
+            pending[:0] = item
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,672 @@
+"""Capture: an unmodified ``nn.Module`` and example inputs become a `Program`.
+
+PyTorch traces the joint forward and backward graph under fake tensors, so nothing is allocated or computed.
+The graph is functional: no operator writes into its inputs. This module folds views onto the storage they
+alias, separates the forward from the backward, and gives back the few places where eager PyTorch does write
+in place: batch-norm statistics, and gradients that meet.
+
+Interpreting the captured calls one by one is bit-equal to running the model eagerly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .errors import CaptureError
+from .program import Call, Program, Ref, Runs, Task, Value, refs
+
+#: The CUDA caching allocator hands out multiples of this.
+CUDA_GRANULARITY_BYTES = 512
+
+_SKIPPED_VIEWS = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """What a tensor looks like: enough to make a like one.
+
+    Attributes:
+        dtype, device: as torch's.
+        shape, stride: in elements.
+        offset: first element within its storage.
+        storage_bytes: the size of the storage it lies in.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    storage_bytes: int = 0
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorMeta:
+        """The description of ``tensor``, real or fake."""
+        return TensorMeta(
+            tensor.dtype,
+            tensor.device,
+            tuple(map(int, tensor.shape)),
+            tuple(map(int, tensor.stride())),
+            int(tensor.storage_offset()),
+            tensor.untyped_storage().nbytes(),
+        )
+
+    def __str__(self) -> str:
+        text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+        return text if self.stride == _contiguous(self.shape) else f"{text}/{','.join(map(str, self.stride))}"
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * max(extent, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor that leaves the program: a value, seen through the view calls that lead to it.
+
+    Attributes:
+        ref: a value, or the last temporary of ``calls``.
+        value: the value whose storage it lies in.
+        calls: view calls, usually none.
+        tangents: positions (among the outputs) of the incoming gradients this gradient depends on.
+    """
+
+    ref: Ref
+    value: int
+    calls: tuple[Call, ...] = ()
+    tangents: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A program and what ties it to the module it came from.
+
+    Attributes:
+        program: the values and tasks.
+        metas: for every value, its own tensor.
+        parameters, buffers: (qualified name, value) of the module's tensors that the program reads.
+        inputs: value of every tensor among the flattened arguments, by position.
+        outputs: the tensors among the flattened results.
+        output_spec, output_leaves: how the results were nested, and the flattened results with ``None`` in
+            place of tensors.
+        output_positions: for each of ``outputs``, its position in ``output_leaves``.
+        tangents: for every output, the backward value its incoming gradient is, or None.
+        parameter_gradients: (index into ``parameters``, tensor), in the order in which they become ready.
+        input_gradients: (position among ``inputs``, tensor).
+        device: where the program runs.
+    """
+
+    program: Program
+    metas: tuple[TensorMeta, ...]
+    parameters: tuple[tuple[str, int], ...]
+    buffers: tuple[tuple[str, int], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[Tensor, ...]
+    output_spec: pytree.TreeSpec
+    output_leaves: tuple[Any, ...]
+    output_positions: tuple[int, ...]
+    tangents: tuple[int | None, ...]
+    parameter_gradients: tuple[tuple[int, Tensor], ...]
+    input_gradients: tuple[tuple[int, Tensor], ...]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class _Flat(nn.Module):
+    """The model as aot_export wants it: tensors in, tensors out; everything else is a constant."""
+
+    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.model = model
+        self.leaves, self.spec = leaves, spec
+        self.out_leaves: list[Any] = []
+        self.out_spec: pytree.TreeSpec | None = None
+        self.out_positions: list[int] = []
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        supply = iter(tensors)
+        leaves = [next(supply) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        flat, self.out_spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        self.out_positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+        if not self.out_positions:
+            raise CaptureError(f"{type(self.model).__name__} returned no tensor, so there is nothing to train")
+        for leaf in flat:
+            if not isinstance(leaf, torch.Tensor | int | float | bool | str | type(None)):
+                raise CaptureError(
+                    f"{type(self.model).__name__} returned a {type(leaf).__name__}, which PyTorch's pytree cannot look into; "
+                    "return tensors in tuples, lists, dicts or registered dataclasses (for Hugging Face models: use_cache=False)"
+                )
+        self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        # An output that is an input or another output would be one storage with two owners: give it a view of its own.
+        return tuple(flat[i] for i in self.out_positions)
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Captured:
+    """Trace one training step of ``model(*args, **kwargs)`` into a `Captured` program.
+
+    The model's train/eval flags, frozen parameters and the caller's autocast state are taken as they are.
+
+    Args:
+        model: any module whose training step PyTorch can trace without data-dependent control flow.
+        args, kwargs: example inputs, real or fake; only shapes, dtypes and ``requires_grad`` matter.
+
+    Raises:
+        CaptureError: what cannot be captured, with the operator or line that is the reason.
+    """
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
+    flat = _Flat(model, leaves, spec)
+    flat.training = model.training
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    graph, mode = _trace(flat, tensors, type(model).__name__)
+    return _Builder(flat, graph, mode).build()
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode under which tensors have shapes but no storage: make example inputs for `capture` in it."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _trace(flat: _Flat, tensors: tuple[torch.Tensor, ...], name: str) -> tuple[fx.Graph, FakeTensorMode]:
+    modes = [t.fake_mode for t in tensors if isinstance(t, torch._subclasses.FakeTensor)]
+    mode = modes[0] if modes else fake_mode()
+    fakes = tuple(
+        t if isinstance(t, torch._subclasses.FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors
+    )
+    try:
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            joint = aot_export_joint_with_descriptors(stack, flat, fakes)
+            return joint.graph_module.graph, mode
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever the user's forward or the tracer raises: say where, keep the cause
+        raise CaptureError(f"{name} cannot be captured: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The user's line, or the operator, that stopped the trace."""
+    message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    internal = ("/torch/", "/monet_like/capture.py", "/contextlib.py")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in internal)]
+    where = f" (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    if "data-dependent" in str(error) or "aten._local_scalar_dense" in str(error) or "aten.nonzero" in str(error):
+        message = f"its computation depends on the values of a tensor, not only on shapes: {message}"
+    elif "requires grad" in str(error) or "require grad" in str(error):
+        message = f"nothing in it requires a gradient: {message}"
+    return f"{type(error).__name__}: {message}{where}"
+
+
+@dataclass(slots=True)
+class _Node:
+    """What is known of a graph node: its fake result, and the value it is the own tensor of."""
+
+    result: Any
+    backward: bool
+    tangents: frozenset[int]
+    value: int | None = None  # set for the tensor that owns a storage; None for views and tuples
+
+
+class _Builder:
+    """Turns the joint graph into values and tasks, node by node in execution order."""
+
+    def __init__(self, flat: _Flat, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self.flat, self.graph, self.mode = flat, graph, mode
+        self.values: list[Value] = []
+        self.metas: list[TensorMeta] = []
+        self.storages: dict[int, int] = {}  # storage identity -> value
+        self.nodes: dict[fx.Node, _Node] = {}
+        self.tasks: list[Task] = []
+        self.late: list[Task] = []  # computed from forward values only, but by the backward
+        self.slots: list[Task] = []
+        self.parameters: list[tuple[str, int]] = []
+        self.buffers: list[tuple[str, int]] = []
+        self.inputs: dict[int, int] = {}
+        self.tangent_of: dict[int, int] = {}  # output position -> value
+        self.effects: list[int] = []
+        self.noises: dict[fx.Node, int] = {}  # CPU dropout: node -> the value that replaces its mask
+        self.in_backward = False
+
+    def build(self) -> Captured:
+        with self.mode, torch.no_grad():
+            for node in self.graph.nodes:
+                if node.op == "placeholder":
+                    self._placeholder(node)
+                elif node.op == "call_function":
+                    self._call(node)
+                elif node.op == "output":
+                    return self._finish(node)
+                else:
+                    raise CaptureError(f"the traced graph holds a {node.op} ({node.target}), which is not supported")
+        raise AssertionError("the traced graph has no output")
+
+    # Values ---------------------------------------------------------------------------------------------------
+
+    def _value(self, name: str, kind: Any, tensor: torch.Tensor) -> int:
+        """A new value for the storage of ``tensor``."""
+        meta = TensorMeta.of(tensor)
+        count = meta.storage_bytes
+        if tensor.device.type == "cuda":
+            count = -(-count // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
+        index = len(self.values)
+        self.values.append(Value(name, count, kind, str(meta)))
+        self.metas.append(meta)
+        self.storages[_storage(tensor)] = index
+        return index
+
+    def _pseudo_value(self, name: str, count: int) -> int:
+        """A forward value that is no tensor of the graph: a side effect, or a random generator's state."""
+        self.values.append(Value(name, count, "forward", "state"))
+        self.metas.append(TensorMeta(torch.uint8, torch.device("cpu"), (count,), (1,), 0, count))
+        return len(self.values) - 1
+
+    def _placeholder(self, node: fx.Node) -> None:
+        desc = node.meta["desc"]
+        fake = node.meta["val"]
+        kind = type(desc).__name__
+        if not isinstance(fake, torch.Tensor):
+            raise CaptureError(f"input {node.name} is a {type(fake).__name__}; only tensors may vary between steps")
+        if kind in ("ParamAOTInput", "BufferAOTInput"):
+            value = self._value(desc.target.removeprefix("model."), "parameter" if kind[0] == "P" else "buffer", fake)
+            (self.parameters if kind[0] == "P" else self.buffers).append((self.values[value].name, value))
+            self.nodes[node] = _Node(fake, False, frozenset(), value)
+        elif kind == "PlainAOTInput":
+            value = self._value(f"input{desc.idx}", "input", fake)
+            self.inputs[desc.idx] = value
+            self.nodes[node] = _Node(fake, False, frozenset(), value)
+        elif kind == "TangentAOTInput" and type(desc.output).__name__ == "PlainAOTOutput":
+            position = desc.output.idx
+            value = self._value(f"tangent{position}", "backward", fake)
+            self.tangent_of[position] = value
+            self.nodes[node] = _Node(fake, True, frozenset({position}), value)
+        else:
+            raise CaptureError(f"the traced graph has an input of a kind that is not supported: {desc}")
+
+    # Calls ----------------------------------------------------------------------------------------------------
+
+    def _call(self, node: fx.Node) -> None:
+        parents = [self.nodes[n] for n in node.all_input_nodes]
+        tangents = frozenset().union(*(p.tangents for p in parents)) if parents else frozenset()
+        backward = any(p.backward for p in parents)
+        self.in_backward |= backward
+        if node.target is operator.getitem:
+            source, index = node.args
+            self._getitem(node, self.nodes[source], index, backward, tangents)
+            return
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise CaptureError(f"{node.target} at {_user_line(node)} is not an ATen operator and cannot be scheduled")
+        if _is_dropout(node, self.nodes):
+            self._dropout(node)
+            return
+        if node.target is torch.ops.aten.native_dropout_backward.default and node.args[1] in self.noises:
+            self._dropout_backward(node, tangents)
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.nodes[n].result)
+        result = node.target(*args, **kwargs)
+        if node.target is torch.ops.aten._native_batch_norm_legit_functional.default and self._owns(node.args[3], "buffer"):
+            # The statistics are updated where they live, as in eager mode: the new ones are the buffers.
+            result = (*result[:3], args[3], args[4])
+        self.nodes[node] = info = _Node(result, backward, tangents)
+        fresh = [t for t in _tensors(result) if _storage(t) not in self.storages]
+        if not fresh:
+            return  # a view, or a list of views: re-emitted by each task that uses it
+        self._task(node, info)
+
+    def _getitem(self, node: fx.Node, source: _Node, index: Any, backward: bool, tangents: frozenset[int]) -> None:
+        result = source.result[index]
+        info = self.nodes[node] = _Node(result, backward, tangents)
+        value = self.storages.get(_storage(result)) if isinstance(result, torch.Tensor) else None
+        if value is not None and TensorMeta.of(result) == self.metas[value]:
+            info.value = value
+
+    def _owns(self, arg: Any, kind: str) -> bool:
+        value = self.nodes[arg].value if isinstance(arg, fx.Node) else None
+        return value is not None and self.values[value].kind == kind
+
+    def _task(self, node: fx.Node, info: _Node) -> None:
+        """The task of a node that makes new storages."""
+        kind = "backward" if info.backward else "forward"
+        calls, args, kwargs = self._emit_args(node)
+        unpack = not isinstance(info.result, torch.Tensor)
+        outs: list[Ref | None] = []
+        writes: list[int] = []
+        used = {n.args[1] for n in node.users if n.target is operator.getitem} if unpack else {0}
+        for index, tensor in enumerate(info.result if unpack else (info.result,)):
+            if index not in used or not isinstance(tensor, torch.Tensor) or _storage(tensor) in self.storages:
+                outs.append(None)
+                continue
+            value = self._value(node.name if not unpack else f"{node.name}.{index}", kind, tensor)
+            outs.append(Ref(value))
+            writes.append(value)
+        if not unpack:
+            info.value = writes[0]
+        op = str(node.target)
+        if op == "aten._native_batch_norm_legit_functional.default" and len(_tensors(info.result)) == 5:
+            self._batch_norm(node, calls, args, outs, writes)
+            return
+        call = Call(op, args, kwargs, tuple(outs), unpack)
+        if info.backward:
+            self.slots.append(self._make(node.name, (*calls, call), writes))
+        elif self.in_backward:
+            self.late.append(self._make(node.name, (*calls, call), writes, runs="again"))
+        elif _is_random(node):
+            self._random(node, (*calls, call), writes)
+        else:
+            runs: Runs = "first" if self._reads_updated_buffer(node) else "both"
+            self.tasks.append(self._make(node.name, (*calls, call), writes, runs=runs))
+
+    def _make(self, name: str, calls: Sequence[Call], writes: Sequence[int], **options: Any) -> Task:
+        return make_task(name, calls, writes, self.metas, **options)
+
+    def _batch_norm(self, node: fx.Node, calls: list[Call], args: tuple[Any, ...], outs: list[Any], writes: list[int]) -> None:
+        """Training-mode batch norm: statistics move in the forward only; a rerun normalises by the batch again."""
+        x, weight, bias, mean, var, _, momentum, eps = args
+        effect = self._pseudo_value(f"{node.name}.statistics", 0)
+        self.effects.append(effect)
+        update = Call("aten.native_batch_norm.default", (x, weight, bias, mean, var, True, momentum, eps), (), tuple(outs[:3]), True)
+        again = Call("aten._native_batch_norm_legit.no_stats", (x, weight, bias, True, momentum, eps), (), (outs[0], None, None), True)
+        self.tasks.append(self._make(node.name, (*calls, update), (*writes, effect), runs="first"))
+        if outs[0] is not None:
+            self.tasks.append(self._make(f"{node.name}.again", (*calls, again), writes[:1], runs="again"))
+
+    def _random(self, node: fx.Node, calls: Sequence[Call], writes: Sequence[int]) -> None:
+        """A random operator draws once. Run again, it starts from the generator state of the first time."""
+        device = str(self.metas[writes[0]].device)
+        bytes_ = 5056 if device == "cpu" else 0  # the CPU generator's state; CUDA's is a few bytes on the host
+        state = self._pseudo_value(f"{node.name}.rng_state", bytes_)
+        get = Call("monet_like.get_rng_state", (device,), (), (Ref(state),))
+        now = Call("monet_like.get_rng_state", (device,), (), (Ref("rng_now"),))
+        rewind = Call("monet_like.set_rng_state", (device, Ref(state)), (), ())
+        restore = Call("monet_like.set_rng_state", (device, Ref("rng_now")), (), ())
+        self.tasks.append(self._make(node.name, (get, *calls), (*writes, state), runs="first"))
+        self.tasks.append(self._make(f"{node.name}.again", (now, rewind, *calls, restore), writes, runs="again"))
+
+    def _dropout(self, node: fx.Node) -> None:
+        """Dropout on a CPU as eager mode does it: x * noise, where noise is 0 or 1 / (1 - p).
+
+        The trace has ``native_dropout`` (the CUDA kernel, with a boolean mask) instead, whose scaling rounds
+        differently. As two tasks, the product can be recomputed without drawing again.
+        """
+        x, p, _ = node.args
+        like = self.nodes[x].result
+        keep = 1.0 - p
+        meta = TensorMeta.of(like)
+        noise = self._value(f"{node.name}.noise", "forward", torch.empty_like(like))
+        options = (("dtype", meta.dtype), ("device", meta.device))
+        draw = (
+            Call("aten.empty_strided.default", (meta.shape, self.metas[noise].stride), options, (Ref(noise),)),
+            Call("aten.bernoulli_.float", (Ref(noise), keep), (), ()),
+            Call("aten.div_.Scalar", (Ref(noise), keep), (), ()),
+        )
+        self._random(node, draw, (noise,))
+        calls: list[Call] = []
+        source = self._emit(x, calls)
+        result = torch.empty_like(like)
+        value = self._value(f"{node.name}.0", "forward", result)
+        multiply = Call("aten.mul.Tensor", (source, Ref(noise)), (), (Ref(value),))
+        self.tasks.append(self._make(f"{node.name}.scale", (*calls, multiply), (value,)))
+        mask = torch.empty_like(like, dtype=torch.bool)
+        self.nodes[node] = _Node((result, mask), False, frozenset())
+        self.noises.update((user, noise) for user in node.users if user.args[1] == 1)
+
+    def _dropout_backward(self, node: fx.Node, tangents: frozenset[int]) -> None:
+        grad, mask, _ = node.args
+        calls: list[Call] = []
+        source = self._emit(grad, calls)
+        result = torch.empty_like(self.nodes[grad].result)
+        value = self._value(node.name, "backward", result)
+        multiply = Call("aten.mul.Tensor", (source, Ref(self.noises[mask])), (), (Ref(value),))
+        self.nodes[node] = _Node(result, True, tangents, value)
+        self.slots.append(self._make(node.name, (*calls, multiply), (value,)))
+
+    def _reads_updated_buffer(self, node: fx.Node) -> bool:
+        """Whether a node reads a buffer that the step changes: such a node must not run a second time."""
+        updated = self._updated_buffers()
+        return any(self.storages.get(_storage(t)) in updated for n in node.all_input_nodes for t in _tensors(self.nodes[n].result))
+
+    def _updated_buffers(self) -> set[int]:
+        if not hasattr(self, "_updated"):
+            output = next(iter(reversed(self.graph.nodes)))
+            names = {
+                d.mutated_input.target.removeprefix("model.")
+                for d in output.meta["desc"]
+                if type(d).__name__ == "InputMutationAOTOutput" and hasattr(d.mutated_input, "target")
+            }
+            self._updated = {value for name, value in self.buffers if name in names}
+        return self._updated
+
+    # Views ----------------------------------------------------------------------------------------------------
+
+    def _emit_args(self, node: fx.Node) -> tuple[list[Call], tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+        """The node's arguments with refs for tensors, and the view calls that make them."""
+        calls: list[Call] = []
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self._emit(n, calls))
+        return calls, tuple(args), tuple(kwargs.items())
+
+    def _emit(self, node: fx.Node, calls: list[Call]) -> Ref:
+        """A ref to the tensor of ``node``, after appending to ``calls`` the views that lead to it."""
+        info = self.nodes[node]
+        if info.value is not None:
+            return Ref(info.value)
+        if isinstance(info.result, torch.Tensor):
+            base = self.storages[_storage(info.result)]
+            if TensorMeta.of(info.result) == self.metas[base]:
+                return Ref(base)  # detach, or views that undo one another
+        if str(node.target) in _SKIPPED_VIEWS:
+            return self._emit(node.args[0], calls)
+        name = Ref(f"t_{node.name}")
+        if all(name not in call.outs for call in calls):
+            op = "operator.getitem" if node.target is operator.getitem else str(node.target)
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self._emit(n, calls))
+            calls.append(Call(op, tuple(args), tuple(kwargs.items()), (name,)))
+        return name
+
+    def _tensor(self, node: fx.Node) -> Tensor:
+        calls: list[Call] = []
+        ref = self._emit(node, calls)
+        info = self.nodes[node]
+        return Tensor(ref, self.storages[_storage(info.result)], tuple(calls), info.tangents)
+
+    # The end --------------------------------------------------------------------------------------------------
+
+    def _finish(self, node: fx.Node) -> Captured:
+        outputs: list[Tensor] = []
+        gradients: list[tuple[Any, fx.Node]] = []
+        for target, desc in zip(node.args[0], node.meta["desc"], strict=True):
+            kind = type(desc).__name__
+            if target is None:
+                continue  # no gradient is wanted there
+            if kind == "InputMutationAOTOutput":
+                self._update(desc.mutated_input, target)
+            elif kind == "PlainAOTOutput":
+                outputs.append(self._tensor(target))
+            elif kind == "GradAOTOutput":
+                gradients.append((desc.grad_of, target))
+            else:
+                raise CaptureError(f"the traced graph has an output of a kind that is not supported: {desc}")
+        parameter_gradients, input_gradients = self._gradients(gradients)
+        self._accumulate_in_place({t.value for _, t in (*parameter_gradients, *input_gradients)})
+        read = {value for slot in self.slots for value in slot.reads}
+        held = {t.value for t in outputs if self.values[t.value].kind == "forward"}
+        program = Program(
+            values=tuple(self.values),
+            tasks=tuple((*self.tasks, *self.late)),
+            slots=tuple((slot,) for slot in self.slots),
+            outputs=tuple(sorted({*held, *self.effects})),
+            tangents=tuple(v for v in self.tangent_of.values() if v in read),
+            gradients=tuple(dict.fromkeys(t.value for _, t in (*parameter_gradients, *input_gradients))),
+        )
+        program.check()
+        assert self.flat.out_spec is not None
+        return Captured(
+            program=program,
+            metas=tuple(self.metas),
+            parameters=tuple(self.parameters),
+            buffers=tuple(self.buffers),
+            inputs=tuple(self.inputs[i] for i in sorted(self.inputs)),
+            outputs=tuple(outputs),
+            output_spec=self.flat.out_spec,
+            output_leaves=tuple(self.flat.out_leaves),
+            output_positions=tuple(self.flat.out_positions),
+            tangents=tuple(self.tangent_of.get(i) for i in range(len(outputs))),
+            parameter_gradients=tuple(parameter_gradients),
+            input_gradients=tuple(input_gradients),
+            device=self.metas[self.parameters[0][1]].device if self.parameters else torch.device("cpu"),
+        )
+
+    def _update(self, target: Any, node: fx.Node) -> None:
+        """A buffer's new contents, copied in when the forward ends."""
+        if type(target).__name__ != "BufferAOTInput":
+            raise CaptureError(f"the model changes {target} in place; only its buffers may change in a forward")
+        name = target.target.removeprefix("model.")
+        buffer = dict(self.buffers)[name]
+        tensor = self._tensor(node)
+        if tensor.ref == Ref(buffer):
+            return  # batch-norm statistics: updated where they live
+        effect = self._pseudo_value(f"{name}.update", 0)
+        self.effects.append(effect)
+        calls = (*tensor.calls, Call("aten.copy_.default", (Ref(buffer), tensor.ref), (), ()))
+        for index, task in enumerate(self.tasks):
+            if task.writes == (tensor.value,) and not any(tensor.value in other.reads for other in (*self.tasks, *self.slots)):
+                maker = self.tasks.pop(index)
+                only = maker.calls[0]
+                if only.op == "aten.add.Tensor" and only.args[0] == Ref(buffer) and len(maker.calls) == 1:
+                    calls = (Call("aten.add_.Tensor", only.args, only.kwargs, ()),)  # num_batches_tracked
+                else:
+                    calls = (*maker.calls, *calls)
+                break
+        self.tasks.append(self._make(f"{name}.update", calls, (effect,), runs="first"))
+
+    def _gradients(self, found: list[tuple[Any, fx.Node]]) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
+        """Parameter and input gradients in the order in which the slots make them, each with a storage of its own."""
+        position = {name: index for index, (name, _) in enumerate(self.parameters)}
+        owned: set[int] = set()
+        parameters: list[tuple[int, Tensor]] = []
+        inputs: list[tuple[int, Tensor]] = []
+        for target, node in found:
+            tensor = self._tensor(node)
+            value = tensor.value
+            if value in owned or self.values[value].kind != "backward" or value in self.tangent_of.values():
+                tensor = self._cloned(node, tensor)
+            owned.add(tensor.value)
+            if type(target).__name__ == "ParamAOTInput":
+                parameters.append((position[target.target.removeprefix("model.")], tensor))
+            else:
+                inputs.append((target.idx, tensor))
+        made = {value: index for index, slot in enumerate(self.slots) for value in slot.writes}
+        return sorted(parameters, key=lambda g: made[g[1].value]), sorted(inputs, key=lambda g: made[g[1].value])
+
+    def _cloned(self, node: fx.Node, tensor: Tensor) -> Tensor:
+        """Two gradients must not share a storage, nor be the caller's own: the second is a copy."""
+        value = self._value(f"{node.name}.copy{len(self.values)}", "backward", torch.empty_like(self.nodes[node].result))
+        clone = Call("aten.clone.default", (tensor.ref,), (), (Ref(value),))
+        self.slots.append(self._make(self.values[value].name, (*tensor.calls, clone), (value,)))
+        return Tensor(Ref(value), value, (), self.nodes[node].tangents)
+
+    def _accumulate_in_place(self, gradients: set[int]) -> None:
+        """Gradients that meet are added in place, as the autograd engine does, where one of them ends there."""
+        last = {value: index for index, slot in enumerate(self.slots) for value in slot.reads}
+        keep = {*gradients, *self.tangent_of.values()}
+        for index, slot in enumerate(self.slots):
+            call = slot.calls[-1]
+            if call.op != "aten.add.Tensor" or len(slot.calls) > 1 or call.kwargs or len(call.args) != 2:
+                continue
+            (out,) = slot.writes
+            for mine, other in (call.args, call.args[::-1]):
+                if (
+                    isinstance(mine, Ref)
+                    and isinstance(other, Ref)
+                    and mine != other
+                    and self.values[mine.name].kind == "backward"
+                    and mine.name not in keep
+                    and last[mine.name] == index
+                    and self.metas[mine.name] == self.metas[out]
+                ):
+                    add = Call("aten.add_.Tensor", (mine, other), (), (Ref(out),))
+                    self.slots[index] = self._make(slot.name, (add,), (out,), overwrites=mine.name)
+                    break
+
+
+def make_task(
+    name: str, calls: Sequence[Call], writes: Sequence[int], metas: Sequence[TensorMeta], **options: Any
+) -> Task:
+    """A task from its calls: reads and cost key follow from them.
+
+    Args:
+        metas: the own tensor of every value, to make the cost key.
+        options: further fields of `Task` (variant, word, overwrites, runs).
+    """
+    written = set(writes)
+    reads = tuple(
+        dict.fromkeys(ref.name for call in calls for ref in refs(call) if isinstance(ref.name, int) and ref.name not in written)
+    )
+    return Task(name, reads, tuple(writes), cost=cost_key(calls, metas), calls=tuple(calls), **options)
+
+
+def cost_key(calls: Sequence[Call], metas: Sequence[TensorMeta]) -> str:
+    """What decides the cost of some calls: operators, literals, and the tensors they start from."""
+    names: dict[Ref, str] = {}
+
+    def text(leaf: Any) -> str:
+        if isinstance(leaf, Ref):
+            if leaf not in names:
+                names[leaf] = f"%{len(names)}"
+                if isinstance(leaf.name, int):
+                    return f"{names[leaf]}:{metas[leaf.name]}"
+            return names[leaf]
+        if isinstance(leaf, tuple | list):
+            return f"({','.join(map(text, leaf))})"
+        return str(leaf).removeprefix("torch.")
+
+    parts = []
+    for call in calls:
+        arguments = [text(a) for a in call.args] + [f"{k}={text(v)}" for k, v in call.kwargs]
+        for out in call.outs:
+            if out is not None:
+                names.setdefault(out, f"%{len(names)}")
+        parts.append(f"{call.op}({', '.join(arguments)})")
+    return "; ".join(parts)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_random(node: fx.Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    dropout = next((i for i, a in enumerate(node.target._schema.arguments) if a.name == "dropout_p"), None)
+    if dropout is None:
+        return True
+    given = node.kwargs.get("dropout_p", node.args[dropout] if dropout < len(node.args) else 0.0)
+    return given != 0.0
+
+
+def _is_dropout(node: fx.Node, nodes: Mapping[fx.Node, _Node]) -> bool:
+    if node.target is not torch.ops.aten.native_dropout.default:
+        return False
+    x, p, train = node.args
+    return nodes[x].result.device.type == "cpu" and bool(train) and 0.0 < p < 1.0
+
+
+def _user_line(node: fx.Node) -> str:
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    return " ".join(lines[-2:]) if lines else "an unknown line"

@@ -1,0 +1,143 @@
+"""From runs of tasks to straight-line Python over operator calls, every tensor released right after its last use.
+
+The source text is made of variable names and literals that this module writes itself; whatever is not a plain
+literal is bound as a constant. Nothing from a file ever becomes source text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .operators import resolve
+from .program import Call, Ref, Task, refs
+
+
+@dataclass(frozen=True)
+class Block:
+    """A function to generate.
+
+    Attributes:
+        takes: values passed in, as one list that the function empties.
+        tasks: what it runs, in order.
+        results: tensors it returns: (view calls, ref) each; their values must exist at the end.
+        carries: values handed on, as a list.
+    """
+
+    takes: tuple[int, ...]
+    tasks: tuple[Task, ...]
+    results: tuple[tuple[tuple[Call, ...], Ref | None], ...] = ()
+    carries: tuple[int, ...] = ()
+
+
+def compile_block(block: Block, name: str) -> Callable[[list[Any]], tuple[tuple[Any, ...], list[Any]]]:
+    """The function of a block: ``function(list) -> (results, carried)``. ``name`` appears in tracebacks."""
+    writer = _Writer()
+    needed = set(block.carries)
+    for calls, ref in block.results:
+        needed.update(value for call in calls for value in _values(call))
+        if ref is not None and isinstance(ref.name, int):
+            needed.add(ref.name)
+    last = _last_uses(block, needed)
+    if block.takes:
+        writer.line(f"{_names(block.takes)}, = given" if len(block.takes) == 1 else f"{_names(block.takes)} = given")
+    writer.line("given.clear()")
+    unused = [v for v in block.takes if v not in last]
+    writer.delete([_name(Ref(v)) for v in unused])
+    for index, task in enumerate(block.tasks):
+        temporaries: list[str] = []
+        for call in task.calls:
+            temporaries += writer.call(call)
+        dying = [v for v in dict.fromkeys((*task.reads, *task.writes)) if last.get(v) == index]
+        if task.overwrites is not None and task.overwrites not in dying:
+            dying.append(task.overwrites)
+        known = [v for v in dying if v in writer.bound or v in block.takes]  # side effects have no variable
+        writer.delete([*dict.fromkeys(temporaries), *(_name(Ref(v)) for v in known)])
+    results = []
+    for calls, ref in block.results:
+        for call in calls:
+            writer.call(call)
+        results.append("None" if ref is None else _name(ref))
+    listed = ", ".join(results) + ("," if len(results) == 1 else "")
+    writer.line(f"return ({listed}), [{_names(block.carries)}]")
+    return writer.function(name)
+
+
+def _last_uses(block: Block, needed: set[int]) -> dict[int, int]:
+    """For every value, the index of the task after which it may go; values needed at the end stay."""
+    last: dict[int, int] = {}
+    for index, task in enumerate(block.tasks):
+        for value in (*task.reads, *task.writes):
+            last[value] = index
+    end = len(block.tasks)
+    last.update((value, end) for value in needed)
+    return last
+
+
+def _values(call: Call) -> list[int]:
+    return [ref.name for ref in refs(call) if isinstance(ref.name, int)]
+
+
+def _name(ref: Ref) -> str:
+    return f"v{ref.name}" if isinstance(ref.name, int) else ref.name
+
+
+def _names(values: Sequence[int]) -> str:
+    return ", ".join(f"v{v}" for v in values)
+
+
+class _Writer:
+    """Collects source lines and the constants they mention."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {}
+        self.seen: dict[tuple[str, str], str] = {}
+        self.bound: set[int] = set()
+
+    def line(self, text: str) -> None:
+        self.lines.append(f"    {text}")
+
+    def delete(self, names: Sequence[str]) -> None:
+        if names:
+            self.line(f"del {', '.join(names)}")
+
+    def call(self, call: Call) -> list[str]:
+        """Write one call; returns the temporaries it binds."""
+        function = self.constant(f"op_{call.op.replace('.', '_')}", resolve(call.op), key=call.op)
+        arguments = [self.literal(a) for a in call.args] + [f"{k}={self.literal(v)}" for k, v in call.kwargs]
+        text = f"{function}({', '.join(arguments)})"
+        if not call.outs:
+            self.line(text)
+            return []
+        names = ["_" if out is None else _name(out) for out in call.outs]
+        self.bound.update(out.name for out in call.outs if out is not None and isinstance(out.name, int))
+        target = ", ".join(names) + ("," if call.unpack and len(names) == 1 else "")
+        self.line(f"{target} = {text}")
+        return [name for name in dict.fromkeys(names) if not name.startswith("v")]
+
+    def literal(self, value: Any) -> str:
+        if isinstance(value, Ref):
+            return _name(value)
+        if isinstance(value, tuple | list):
+            return f"[{', '.join(map(self.literal, value))}]"
+        if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+            return repr(value)
+        return self.constant("constant", value, key=f"{type(value).__name__}:{value}")
+
+    def constant(self, prefix: str, value: Any, key: str) -> str:
+        name = self.seen.get((prefix, key))
+        if name is None:
+            name = self.seen[prefix, key] = prefix if prefix.startswith("op_") else f"{prefix}_{len(self.seen)}"
+            self.constants[name] = value
+        return name
+
+    def function(self, name: str) -> Callable[..., Any]:
+        source = "\n".join(("def run(given):", *self.lines)) + "\n"
+        namespace = dict(self.constants)
+        exec(compile(source, f"<monet_like {name}>", "exec"), namespace)  # noqa: S102  (our own text, see above)
+        run: Callable[..., Any] = namespace["run"]
+        run.__doc__ = source
+        return run

@@ -1,0 +1,230 @@
+"""A captured program and a schedule become functions: one forward, and a backward cut into segments.
+
+The segments are a chain of autograd nodes. Each returns the gradients of its parameters as soon as they are
+ready, so they reach ``.grad`` (and a distributed wrapper's buckets) while the rest of the backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from .capture import Captured, Tensor, TensorMeta
+from .codegen import Block, compile_block
+from .program import Task
+from .schedule import Schedule
+
+#: The backward is cut into at most about this many segments, balanced by the bytes of parameter gradients.
+SEGMENTS = 24
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the backward.
+
+    Attributes:
+        run: takes the carried values, returns (gradients, carried values).
+        parameters, inputs: whose gradients it returns, in that order: indices into the captured parameters,
+            positions among the captured inputs.
+        tangents: for each of its gradients, the outputs whose incoming gradients it depends on.
+        slots: first slot and one past the last.
+    """
+
+    run: Callable[[list[Any]], tuple[tuple[Any, ...], list[Any]]]
+    parameters: tuple[int, ...]
+    inputs: tuple[int, ...]
+    tangents: tuple[frozenset[int], ...]
+    slots: tuple[int, int]
+
+
+class Step:
+    """A compiled training step. Holds no tensors: all state belongs to one call."""
+
+    def __init__(self, captured: Captured, schedule: Schedule) -> None:
+        self.captured = captured
+        program = captured.program
+        self.residents = (
+            *(v for _, v in captured.parameters),
+            *(v for _, v in captured.buffers),
+            *captured.inputs,
+        )
+        stretches = self._cut()
+        runs = [_runs(captured, schedule, start, stop) for start, stop, _ in stretches]
+        live = self._live(runs)
+        forward = tuple(program.tasks[i] for i in schedule.forward)
+        outputs = _distinct(captured.outputs)
+        self.saved = tuple(v for v in live[0] if v not in program.tangents)
+        self.tangents = tuple(v for v in captured.tangents if v is not None and v in live[0])
+        self.forward = compile_block(
+            Block(self.residents, forward, tuple((t.calls, t.ref) for t in outputs), self.saved), "forward"
+        )
+        segments = []
+        for (start, stop, gradients), tasks, takes, carries in zip(stretches, runs, live, live[1:], strict=False):
+            block = Block(takes, tasks, tuple((t.calls, t.ref) for _, _, t in gradients), carries)
+            segments.append(
+                Segment(
+                    compile_block(block, f"backward slots {start}-{stop - 1}"),
+                    tuple(index for kind, index, _ in gradients if kind == "parameter"),
+                    tuple(index for kind, index, _ in gradients if kind == "input"),
+                    tuple(t.tangents for _, _, t in gradients),
+                    (start, stop),
+                )
+            )
+        self.segments = tuple(segments)
+        self.first_order = live[0]
+
+    def _cut(self) -> list[tuple[int, int, list[tuple[str, int, Tensor]]]]:
+        """(first slot, one past the last, gradients that become ready) of every segment."""
+        captured = self.captured
+        made = {value: i for i, slot in enumerate(captured.program.slots) for value in slot[0].writes}
+        ready: dict[int, list[tuple[str, int, Tensor]]] = {}
+        for kind, found in (("parameter", captured.parameter_gradients), ("input", captured.input_gradients)):
+            for index, tensor in found:
+                ready.setdefault(made[tensor.value], []).append((kind, index, tensor))
+        sizes = {slot: sum(captured.metas[t.value].storage_bytes for _, _, t in g) for slot, g in ready.items()}
+        enough = sum(sizes.values()) / SEGMENTS
+        stretches: list[tuple[int, int, list[tuple[str, int, Tensor]]]] = []
+        start, gathered, size = 0, [], 0
+        for slot in sorted(ready):
+            if gathered and size + sizes[slot] > enough:
+                previous = max(made[t.value] for _, _, t in gathered) + 1
+                stretches.append((start, previous, gathered))
+                start, gathered, size = previous, [], 0
+            gathered = [*gathered, *ready[slot]]
+            size += sizes[slot]
+        if gathered:
+            stretches.append((start, len(captured.program.slots), gathered))
+        for index, (first, last, gradients) in enumerate(stretches):  # parameters first, then inputs
+            stretches[index] = (first, last, sorted(gradients, key=lambda g: g[0] == "input"))
+        return stretches
+
+    def _live(self, runs: Sequence[tuple[Task, ...]]) -> list[tuple[int, ...]]:
+        """Values alive at every boundary between segments: those read later before they are written anew."""
+        live: list[tuple[int, ...]] = [()]
+        alive: dict[int, None] = {}
+        for tasks in reversed(runs):
+            for task in reversed(tasks):
+                for value in task.writes:
+                    alive.pop(value, None)
+                alive.update(dict.fromkeys(task.reads))
+            live.append(tuple(alive))
+        live.reverse()
+        return live
+
+
+def _runs(captured: Captured, schedule: Schedule, start: int, stop: int) -> tuple[Task, ...]:
+    program = captured.program
+    tasks: list[Task] = []
+    for slot in range(start, stop):
+        tasks += [program.tasks[i] for i in schedule.again[slot]]
+        tasks.append(program.slots[slot][schedule.ways[slot]])
+    return tuple(tasks)
+
+
+def _distinct(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, each a tensor object of its own: autograd marks the objects a function returns."""
+    from .program import RESIDENT_KINDS, Call, Ref
+
+    del RESIDENT_KINDS
+    return [
+        Tensor(Ref(f"output{i}"), t.value, (*t.calls, Call("aten.alias.default", (t.ref,), (), (Ref(f"output{i}"),))))
+        for i, t in enumerate(outputs)
+    ]
+
+
+@dataclass(slots=True)
+class _Call:
+    """The state of one call of the model: what the backward's segments hand to one another."""
+
+    step: Step
+    carried: list[Any] | None = None
+    given: frozenset[int] = frozenset()
+
+
+class _Head(torch.autograd.Function):
+    """Runs the whole forward; its backward only unpacks what was saved and takes in the incoming gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, token: Any, residents: list[torch.Tensor], *_: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        with torch._C._DisableAutocast():
+            outputs, saved = call.step.forward(list(residents))
+        ctx.is_tensor = [isinstance(s, torch.Tensor) for s in saved]
+        ctx.save_for_backward(*saved)
+        ctx.output_metas = [(o.shape, o.dtype, o.device) for o in outputs]
+        ctx.mark_non_differentiable(*(o for o, t in zip(outputs, call.step.captured.tangents, strict=True) if t is None))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        call: _Call = ctx.call
+        step = call.step
+        saved = dict(zip(step.saved, ctx.saved_tensors, strict=True))
+        ctx.maybe_clear_saved_tensors()
+        call.given = frozenset(i for i, g in enumerate(grads) if g is not None)
+        metas = step.captured.metas
+        for position, value in enumerate(step.captured.tangents):
+            if value is not None and value in step.tangents:
+                saved[value] = _tangent(grads[position], metas[value])
+        call.carried = [saved[value] for value in step.first_order]
+        return (None, _token(step), None, *((None,) * (len(ctx.needs_input_grad) - 3)))
+
+
+class _SegmentNode(torch.autograd.Function):
+    """One segment: in the forward nothing, in the backward its stretch of slots."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, index: int, token: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.call, ctx.index, ctx.first = call, index, token is None
+        return _token(call.step)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        call: _Call = ctx.call
+        segment = call.step.segments[ctx.index]
+        carried, call.carried = call.carried, None
+        if carried is None:
+            raise RuntimeError("a segment of the backward was reached before the one above it")
+        with torch._C._DisableAutocast():
+            gradients, call.carried = segment.run(carried)
+        if any(not needs & call.given for needs in segment.tangents):  # an output that took no part in the loss
+            gradients = tuple(g if needs & call.given else None for g, needs in zip(gradients, segment.tangents, strict=True))
+        return (None, None, None if ctx.first else _token(call.step), *gradients)
+
+
+def _token(step: Step) -> torch.Tensor:
+    return torch.empty(0, device=step.captured.device)
+
+
+def _tangent(grad: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
+    """The incoming gradient with the layout that the program was captured with; zeros where there is none."""
+    if grad is None:
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device).zero_()
+    if grad.stride() == meta.stride and grad.dtype == meta.dtype:
+        return grad
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device).copy_(grad)
+
+
+def run_step(step: Step, parameters: list[torch.Tensor], buffers: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+    """One forward whose autograd graph is the schedule's backward.
+
+    Returns:
+        The model's result, nested as the model nests it.
+    """
+    captured = step.captured
+    call = _Call(step)
+    token = None
+    for index in range(len(step.segments) - 1, -1, -1):
+        segment = step.segments[index]
+        leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]
+        token = _SegmentNode.apply(call, index, token, *leaves)
+    outputs = _Head.apply(call, token, [*parameters, *buffers, *inputs])
+    leaves_out = list(captured.output_leaves)
+    for position, output in zip(captured.output_positions, outputs, strict=True):
+        leaves_out[position] = output
+    return pytree.tree_unflatten(leaves_out, captured.output_spec)
