@@ -178,7 +178,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
 
 def fake_mode() -> FakeTensorMode:
     """A mode under which tensors have shapes but no storage: make example inputs for `capture` in it."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 def _trace(flat: _Flat, tensors: tuple[torch.Tensor, ...], name: str) -> tuple[fx.Graph, FakeTensorMode]:
@@ -316,7 +316,7 @@ class _Builder:
             self._dropout_backward(node, tangents)
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.nodes[n].result)
-        result = node.target(*args, **kwargs)
+        result = args[0] if self._is_idle_clone(node) else node.target(*args, **kwargs)
         if node.target is torch.ops.aten._native_batch_norm_legit_functional.default and self._owns(node.args[3], "buffer"):
             # The statistics are updated where they live, as in eager mode: the new ones are the buffers.
             result = (*result[:3], args[3], args[4])
@@ -325,6 +325,13 @@ class _Builder:
         if not fresh:
             return  # a view, or a list of views: re-emitted by each task that uses it
         self._task(node, info)
+
+    def _is_idle_clone(self, node: fx.Node) -> bool:
+        """Whether a node copies a value that nothing will overwrite, as in-place activations do with what they save."""
+        if node.target is not torch.ops.aten.clone.default or node.kwargs:
+            return False
+        source = self.nodes[node.args[0]]
+        return source.value is not None and self.values[source.value].kind == "forward" and not _reaches_output(node)
 
     def _getitem(self, node: fx.Node, source: _Node, index: Any, backward: bool, tangents: frozenset[int]) -> None:
         result = source.result[index]
@@ -467,6 +474,8 @@ class _Builder:
             if TensorMeta.of(info.result) == self.metas[base]:
                 return Ref(base)  # detach, or views that undo one another
         if str(node.target) in _SKIPPED_VIEWS:
+            return self._emit(node.args[0], calls)
+        if self._is_idle_clone(node):
             return self._emit(node.args[0], calls)
         name = Ref(f"t_{node.name}")
         if all(name not in call.outs for call in calls):
@@ -665,6 +674,18 @@ def _is_dropout(node: fx.Node, nodes: Mapping[fx.Node, _Node]) -> bool:
         return False
     x, p, train = node.args
     return nodes[x].result.device.type == "cpu" and bool(train) and 0.0 < p < 1.0
+
+
+def _reaches_output(node: fx.Node) -> bool:
+    """Whether the caller gets to see a node's storage: through itself or through views of it."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                return True
+            if user.target is operator.getitem or getattr(user.target, "is_view", False):
+                pending.append(user)
+    return False
 
 
 def _user_line(node: fx.Node) -> str:

@@ -1,0 +1,110 @@
+"""Files on disk: written whole or not at all, and read without ever running what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .errors import ScheduleFileError, UsageError
+
+#: No schedule or profile is near this; a larger file is not read into memory.
+LARGEST_BYTES = 256 * 2**20
+
+
+def check_writable(path: Path) -> None:
+    """Fail early, before hours of work, if ``path`` could not be written.
+
+    Raises:
+        UsageError: names the directory and the reason.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another place with --out") from None
+    if path.is_dir():
+        raise UsageError(f"cannot write {path}: it is a directory; give the name of a file")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write to a temporary file beside ``path``, then rename: readers see the old file or the new one."""
+    check_writable(path)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def read_bytes(path: Path, what: str) -> bytes:
+    """The content of a file that should be a ``what``.
+
+    Raises:
+        ScheduleFileError: missing, unreadable, or far too large.
+    """
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise ScheduleFileError(f"{path} is too large to be a {what} ({path.stat().st_size} bytes)")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ScheduleFileError(f"there is no {what} file {path}") from None
+    except OSError as error:
+        raise ScheduleFileError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def read_text(path: Path, what: str) -> str:
+    """As `read_bytes`, decoded."""
+    try:
+        return read_bytes(path, what).decode()
+    except UnicodeDecodeError:
+        raise ScheduleFileError(f"{path} is not a {what}: it is not text") from None
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads builtins only: any reference to a class or function, by whatever opcode, is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ScheduleFileError(f"it names {module}.{name}, and a schedule holds plain data only")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise ScheduleFileError("it holds a persistent reference, and a schedule holds plain data only")
+
+
+def dump_plain(content: Any) -> bytes:
+    """A pickle of plain builtins (protocol 4)."""
+    return pickle.dumps(content, protocol=4)
+
+
+def load_plain(data: bytes, path: Path) -> Any:
+    """The content of a pickle that holds nothing but dicts, lists, tuples, strings, numbers, booleans and None.
+
+    Raises:
+        ScheduleFileError: truncated, no pickle, or holding anything else; nothing in the file is ever called.
+    """
+    import pickletools
+
+    refused = {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "REDUCE", "BUILD", "EXT1", "EXT2", "EXT4"}
+    try:
+        for opcode, argument, _ in pickletools.genops(data):  # before anything is built
+            if opcode.name in refused or "PERSID" in opcode.name:
+                raise ScheduleFileError(
+                    f"{path} is refused: a schedule holds plain data only, and this file has {opcode.name} {argument or ''}".strip()
+                )
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except ScheduleFileError:
+        raise
+    except Exception as error:  # pickletools and pickle raise whatever the bytes provoke
+        raise ScheduleFileError(f"{path} is not a schedule file, or is cut short: {error}") from None

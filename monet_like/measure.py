@@ -1,0 +1,68 @@
+"""Measuring memory and time of whatever runs: exact allocator counts, and medians of wall time."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library writes to stderr otherwise
+
+import torch
+
+
+def allocated_peak(function: Callable[[], Any], device: torch.device) -> int:
+    """Bytes by which allocations rise above where they stood, at most, while ``function`` runs.
+
+    On CUDA the caching allocator's own counter; on a CPU every allocation and release that PyTorch's allocator
+    reports, operator temporaries included. The function runs once and its result is dropped.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        function()
+    peak = level = 0
+    kineto = profile.profiler
+    assert kineto is not None and kineto.kineto_results is not None
+    events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        level += event.nbytes()
+        peak = max(peak, level)
+    return peak
+
+
+def seconds_of(
+    function: Callable[[], Any], device: torch.device, *, repeats: int = 5, enough_seconds: float = 0.25
+) -> float:
+    """Median wall seconds of a call, after one to warm up.
+
+    Args:
+        repeats: at most so many timed calls.
+        enough_seconds: no further call once they took so long in all.
+    """
+    _timed(function, device)
+    found: list[float] = []
+    while len(found) < repeats and sum(found) < enough_seconds:
+        found.append(_timed(function, device))
+    return statistics.median(found)
+
+
+def _timed(function: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+    before = time.perf_counter()
+    function()
+    return time.perf_counter() - before

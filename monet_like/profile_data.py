@@ -1,0 +1,66 @@
+"""A profile: seconds and workspace of every operator on one device. Plain data in a JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import ScheduleFileError
+from .files import read_text, write_atomically
+from .program import Cost
+
+FORMAT = "monet_like profile"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs by key (see `Task.cost`).
+
+    Attributes:
+        device: what they were measured on, such as ``cpu: AMD EPYC, 2 threads`` or ``roofline: h100``.
+        costs: seconds and workspace of every operator.
+        note: how, in words: at which batch, and whether scaled.
+        versions: of the libraries that ran.
+    """
+
+    device: str
+    costs: Mapping[str, Cost]
+    note: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write the file; an interrupted write leaves the old one."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content["costs"] = {key: [cost.seconds, cost.workspace_bytes] for key, cost in sorted(self.costs.items())}
+        write_atomically(path, json.dumps(content, indent=0).encode())
+
+    @staticmethod
+    def load(path: Path) -> Profile:
+        """Read a profile.
+
+        Raises:
+            ScheduleFileError: missing, not a profile, or of another version.
+        """
+        text = read_text(path, "profile")
+        try:
+            content: Any = json.loads(text)
+        except ValueError as error:
+            raise ScheduleFileError(f"{path} is not a profile (no JSON: {error}); delete it to measure again") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ScheduleFileError(f"{path} is not a profile of monet_like; delete it to measure again")
+        if content.get("version") != VERSION:
+            raise ScheduleFileError(
+                f"{path} is a profile of format version {content.get('version')}, this package reads {VERSION}; "
+                "delete it to measure again"
+            )
+        try:
+            costs = {
+                str(key): Cost(float(seconds), int(workspace)) for key, (seconds, workspace) in content["costs"].items()
+            }
+            return Profile(str(content["device"]), costs, str(content["note"]), dict(content["versions"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ScheduleFileError(f"{path} is damaged ({error!r}); delete it to measure again") from None

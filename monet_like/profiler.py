@@ -1,0 +1,214 @@
+"""The profiler: seconds and workspace of every distinct operator call, alternatives included.
+
+Every task is run by itself on inputs of its own shapes and strides, through the very code that the replay
+generates for it. Where measuring at the wanted batch would take too long or too much memory, it is done at a
+smaller one and scaled: seconds in proportion, workspace along a line through two batches, because weights'
+layout changes do not grow with the batch.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .capture import Captured, TensorMeta
+from .codegen import Block, compile_block
+from .errors import ProfileError
+from .measure import allocated_peak, seconds_of
+from .profile_data import Profile
+from .program import Cost, Program, Task
+
+#: Called with (what, done, total) as profiling goes on.
+Progress = Callable[[str, int, int], None]
+
+
+def device_name(device: torch.device) -> str:
+    """What a profile is valid for."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"cpu: {_cpu_model()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a profile or schedule depends on."""
+    from . import __version__
+
+    found = {"monet_like": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if torch.version.cuda and torch.cuda.is_available():
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def distinct_tasks(program: Program) -> dict[str, Task]:
+    """One task for every cost key."""
+    found: dict[str, Task] = {}
+    for task in (*program.tasks, *(way for slot in program.slots for way in slot)):
+        if task.cost:
+            found.setdefault(task.cost, task)
+    return found
+
+
+def profile(
+    captured: Captured,
+    program: Program,
+    device: torch.device,
+    *,
+    known: Mapping[str, Cost] | None = None,
+    timed: bool = True,
+    progress: Progress | None = None,
+) -> dict[str, Cost]:
+    """Measure every distinct task of ``program``, at the sizes it was captured with.
+
+    Args:
+        captured: where the tasks come from.
+        program: the tasks to measure: ``captured.program``, or a restriction of it.
+        known: costs already measured; only what is missing is run.
+        timed: measure seconds; otherwise only workspace, with 0 seconds.
+
+    Raises:
+        ProfileError: an operator failed, with its name, shapes and reason.
+    """
+    costs = dict(known or {})
+    missing = {key: task for key, task in distinct_tasks(program).items() if key not in costs}
+    maker = _Inputs(captured, device)
+    for done, (key, task) in enumerate(missing.items()):
+        if progress:
+            progress(task.calls[-1].op.removeprefix("aten.").rpartition(".")[0], done, len(missing))
+        costs[key] = measure_task(captured, task, device, maker=maker, timed=timed)
+    if progress:
+        progress("done", len(missing), len(missing))
+    return costs
+
+
+def measure_task(
+    captured: Captured, task: Task, device: torch.device, *, maker: _Inputs | None = None, timed: bool = True
+) -> Cost:
+    """Seconds and workspace of one task.
+
+    Raises:
+        ProfileError: it failed; out of memory is said to be that.
+    """
+    maker = maker or _Inputs(captured, device)
+    metas = captured.metas
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            inputs = {value: maker.make(value) for value in task.reads}
+            writes = tuple(v for v in task.writes if _has_tensor(task, v))
+            run = compile_block(Block(task.reads, (task,), (), writes), task.name)
+
+            def call() -> Any:
+                return run([inputs[value] for value in task.reads])
+
+            written = sum(metas[v].storage_bytes for v in writes) - _taken(task, metas)
+            workspace = max(0, allocated_peak(call, device) - written)
+            seconds = seconds_of(call, device) if timed else 0.0
+    except (RuntimeError, MemoryError, NotImplementedError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in first
+        reason = "ran out of memory" if out_of_memory else "failed"
+        hint = "; measure at a smaller batch with --profile-batch" if out_of_memory else ""
+        raise ProfileError(f"profiling {task.name} {reason}: {task.cost}: {first}{hint}") from error
+    return Cost(seconds, workspace)
+
+
+def _has_tensor(task: Task, value: int) -> bool:
+    return any(out is not None and out.name == value for call in task.calls for out in call.outs)
+
+
+def _taken(task: Task, metas: tuple[TensorMeta, ...]) -> int:
+    """Bytes of the storage a task takes over: they are written without being allocated."""
+    return metas[task.overwrites].storage_bytes if task.overwrites is not None else 0
+
+
+class _Inputs:
+    """Tensors of given shapes to run operators on, made once and shared by all that read alike."""
+
+    def __init__(self, captured: Captured, device: torch.device) -> None:
+        self.captured, self.device = captured, device
+        self.cache: dict[tuple[TensorMeta, int | None], torch.Tensor] = {}
+        self.block = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
+
+    def make(self, value: int) -> Any:
+        """The tensor of a value: random if it is floating, else made by the operator that makes it in the model."""
+        meta = self.captured.metas[value]
+        program = self.captured.program
+        made = program.producers[value]
+        if program.values[value].spec == "state":
+            return torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
+        if meta.dtype.is_floating_point or meta.dtype.is_complex or not made:
+            return self._random(meta, None)
+        key = (meta, value)
+        if key not in self.cache:
+            task = program.tasks[made[0]]
+            run = compile_block(Block(task.reads, (task,), (), (value,)), task.name)
+            self.cache[key] = run([self.make(v) for v in task.reads])[1][0]
+        return self.cache[key]
+
+    def _random(self, meta: TensorMeta, owner: int | None) -> torch.Tensor:
+        key = (meta, owner)
+        if key not in self.cache:
+            if sum(t.untyped_storage().nbytes() for t in self.cache.values()) > 2**31:
+                self.cache.clear()  # only what is alive at once counts against the device
+            elements = meta.storage_bytes // meta.dtype.itemsize
+            flat = torch.zeros(elements, dtype=meta.dtype, device=self.device)
+            if meta.dtype.is_floating_point:
+                for start in range(0, elements, len(self.block)):
+                    part = flat[start : start + len(self.block)]
+                    part.copy_(self.block[: len(part)])
+            self.cache[key] = flat.as_strided(meta.shape, meta.stride, meta.offset)
+        return self.cache[key]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How costs at a small batch become costs at the wanted one.
+
+    Attributes:
+        wanted, measured: batch sizes; ``second`` (twice ``measured``) gives the workspace's slope.
+    """
+
+    wanted: int
+    measured: int
+    second: int
+
+    def scale(self, small: Cost, large: Cost) -> Cost:
+        """The cost at the wanted batch, from costs at ``measured`` and (workspace only) at ``second``."""
+        slope = (large.workspace_bytes - small.workspace_bytes) / (self.second - self.measured)
+        workspace = small.workspace_bytes + max(0.0, slope) * (self.wanted - self.measured)
+        return Cost(small.seconds * self.wanted / self.measured, int(workspace))
+
+
+def matched(wanted: Program, measured: Program) -> Iterable[tuple[Task, Task]]:
+    """The same task in two captures of one model at different batches.
+
+    Raises:
+        ProfileError: the captures differ in more than sizes.
+    """
+    if wanted.fingerprint != measured.fingerprint:
+        raise ProfileError(
+            "this model computes something else at the batch it would be profiled at; "
+            "profile at the full batch: give --profile-batch the same number as the batch"
+        )
+    yield from zip(wanted.tasks, measured.tasks, strict=True)
+    for mine, other in zip(wanted.slots, measured.slots, strict=True):
+        yield from zip(mine, other, strict=True)
+
+
+def to_profile(costs: Mapping[str, Cost], device: torch.device, note: str) -> Profile:
+    """A `Profile` of this machine."""
+    return Profile(device_name(device), dict(costs), note, versions())

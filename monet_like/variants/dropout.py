@@ -1,0 +1,31 @@
+"""Dropout: the noise of the forward in one bit per element; run again, it is unpacked, never drawn anew."""
+
+from __future__ import annotations
+
+import torch
+
+from ..program import Call, Ref
+from .editor import Editor, like
+
+
+def offer(editor: Editor) -> None:
+    """newnode: for every dropout noise (0 or 1 / (1 - p)), a draw that also packs it, and the unpacking."""
+    for task in editor.tasks:
+        draw = next((call for call in task.calls if call.op == "aten.bernoulli_.float"), None)
+        if draw is None or task.runs != "first" or task.variant != "aten":
+            continue
+        noise, keep = draw.args
+        meta = editor.metas[noise.name]
+        if not editor.dense(noise.name):
+            continue
+        elements = meta.storage_bytes // meta.dtype.itemsize
+        bits = editor.value(f"{task.name}.bits", "forward", like(meta, dtype=torch.uint8, shape=(-(-elements // 8),)))
+        pack = Call("monet_like.pack_sign.default", (noise,), (), (Ref(bits),))
+        editor.add(task, (*task.calls, pack), (*task.writes, bits), "dropout.pack", word="newnode", runs="first")
+        # The same division as in the forward, so that the scale rounds the same way.
+        unpack = (
+            Call("monet_like.unpack_bool.default", (Ref(bits), meta.shape, meta.stride), (), (Ref("mask"),)),
+            Call("aten._to_copy.default", (Ref("mask"),), (("dtype", meta.dtype),), (noise,)),
+            Call("aten.div_.Scalar", (noise, keep), (), ()),
+        )
+        editor.add(task, unpack, (noise.name,), "dropout.unpack", word="newnode", runs="again")

@@ -1,0 +1,121 @@
+"""What a variant works with: a captured program under construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..capture import Captured, TensorMeta, make_task
+from ..program import Call, Ref, Task, Value
+
+
+class Editor:
+    """A captured program that variants add values, tasks and ways to.
+
+    Attributes:
+        values, metas: as in `Captured`, growing.
+        tasks: the forward tasks; additions are placed when `finish` is called.
+        slots: the ways of every slot.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.values = list(captured.program.values)
+        self.metas = list(captured.metas)
+        self.tasks = captured.program.tasks
+        self.slots = [list(slot) for slot in captured.program.slots]
+        self._after: dict[str, list[Task]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the program runs."""
+        return self.captured.device
+
+    def find(self, *ops: str) -> Iterator[tuple[Task, Call]]:
+        """Forward tasks of PyTorch's own that consist of one call, of one of ``ops``."""
+        for task in self.tasks:
+            if task.variant == "aten" and len(task.calls) == 1 and task.calls[0].op in ops:
+                yield task, task.calls[0]
+
+    def find_slots(self, *ops: str) -> Iterator[tuple[int, Task, Call]]:
+        """Slots whose own way ends in a call of one of ``ops``; calls before it are views of its arguments."""
+        for index, ways in enumerate(self.slots):
+            if ways[0].calls[-1].op in ops:
+                yield index, ways[0], ways[0].calls[-1]
+
+    def value(self, name: str, kind: Any, meta: TensorMeta) -> int:
+        """A new value with a storage of its own."""
+        self.values.append(Value(name, meta.storage_bytes, kind, str(meta)))
+        self.metas.append(meta)
+        return len(self.values) - 1
+
+    def add(self, anchor: Task, calls: Sequence[Call], writes: Sequence[int], variant: str, **options: Any) -> None:
+        """A forward task that stands right after ``anchor`` (and after earlier additions to it)."""
+        task = make_task(f"{anchor.name}.{variant}", calls, writes, self.metas, variant=variant, **options)
+        self._after.setdefault(anchor.name, []).append(task)
+
+    def add_way(self, slot: int, calls: Sequence[Call], variant: str, **options: Any) -> None:
+        """One more way to do a slot; it writes what the first way writes."""
+        first = self.slots[slot][0]
+        way = make_task(f"{first.name}.{variant}", calls, first.writes, self.metas, variant=variant, **options)
+        self.slots[slot].append(way)
+
+    def producer(self, value: int) -> Task:
+        """PyTorch's own task that writes a forward value."""
+        return next(task for task in self.tasks if value in task.writes and task.variant == "aten")
+
+    def forward_readers(self, value: int) -> list[Task]:
+        """PyTorch's own forward tasks that read a value."""
+        return [task for task in self.tasks if value in task.reads]
+
+    def slot_readers(self, value: int) -> list[int]:
+        """Slots whose own way reads a value."""
+        return [index for index, ways in enumerate(self.slots) if value in ways[0].reads]
+
+    def is_own(self, arg: Any) -> bool:
+        """Whether an argument is a forward value's own tensor."""
+        return isinstance(arg, Ref) and isinstance(arg.name, int) and self.values[arg.name].kind == "forward"
+
+    def dense(self, value: int) -> bool:
+        """Whether a value's own tensor covers its storage without gaps or overlap."""
+        meta = self.metas[value]
+        elements = 1
+        for extent, stride in sorted(zip(meta.shape, meta.stride, strict=True), key=lambda pair: pair[1]):
+            if extent > 1:
+                if stride != elements:
+                    return False
+                elements *= extent
+        return meta.offset == 0
+
+    def finish(self) -> Captured:
+        """The captured program with all additions."""
+        tasks: list[Task] = []
+        for task in self.tasks:
+            # Other writers of the task's results stand before what reads them (stable, so otherwise as added).
+            added = sorted(self._after.get(task.name, ()), key=lambda new: not set(task.writes).isdisjoint(new.reads))
+            tasks += [task, *added]
+        program = replace(
+            self.captured.program, values=tuple(self.values), tasks=tuple(tasks), slots=tuple(map(tuple, self.slots))
+        )
+        program.check()
+        return replace(self.captured, program=program, metas=tuple(self.metas))
+
+
+Offer = Callable[[Editor], None]
+
+
+def like(meta: TensorMeta, *, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None) -> TensorMeta:
+    """A dense tensor on the device of ``meta``; with another dtype, or flat with another shape."""
+    dtype = dtype or meta.dtype
+    if shape is None:
+        shape, stride = meta.shape, meta.stride
+        count = meta.storage_bytes // meta.dtype.itemsize
+    else:
+        shape = tuple(shape)
+        stride, count = torch.empty(shape, device="meta").stride(), 1
+        for extent in shape:
+            count *= extent
+    return TensorMeta(dtype, meta.device, tuple(shape), tuple(stride), 0, count * dtype.itemsize)

@@ -1,0 +1,81 @@
+"""Pooling: gradients that need a shape, not a tensor; and max-pool positions in one byte instead of eight."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..program import Call, Ref
+from .editor import Editor, like
+
+
+def offer(editor: Editor) -> None:
+    """Ways for max-pool and adaptive average pool gradients."""
+    _shape_only(editor, "aten.max_pool2d_with_indices_backward.default", 1)
+    _shape_only(editor, "aten._adaptive_avg_pool2d_backward.default", 1)
+    _offsets(editor)
+
+
+def _shape_only(editor: Editor, op: str, position: int) -> None:
+    """PyTorch saves the pool's input for its gradient, which reads only its shape: give it one element, expanded."""
+    for slot, way, call in list(editor.find_slots(op)):
+        source = call.args[position]
+        if not editor.is_own(source) or not _contiguous(editor, source.name):
+            continue
+        meta = editor.metas[source.name]
+        one = Call("aten.empty.memory_format", ((1,),), (("dtype", meta.dtype), ("device", meta.device)), (Ref("one"),))
+        shape = Call("aten.expand.default", (Ref("one"), meta.shape), (), (Ref("shape"),))
+        args = list(call.args)
+        args[position] = Ref("shape")
+        editor.add_way(slot, (*way.calls[:-1], one, shape, Call(op, tuple(args), call.kwargs, call.outs)), "pool.shape_only")
+
+
+def _contiguous(editor: Editor, value: int) -> bool:
+    meta = editor.metas[value]
+    return meta.stride == tuple(torch.empty(meta.shape, device="meta").stride())
+
+
+def _offsets(editor: Editor) -> None:
+    """newnode: the forward writes which cell of its window won, in 8 bits; the gradient reads that alone."""
+    makers = {task.writes: (task, call) for task, call in editor.find("aten.max_pool2d_with_indices.default")}
+    by_indices = {writes[1]: made for writes, made in makers.items() if len(writes) == 2}
+    for slot, way, call in list(editor.find_slots("aten.max_pool2d_with_indices_backward.default")):
+        grad, _, kernel, stride, padding, dilation, ceil_mode, indices = call.args
+        if not isinstance(indices, Ref) or indices.name not in by_indices:
+            continue
+        task, forward = by_indices[indices.name]  # type: ignore[index]
+        source = forward.args[0]
+        kernel, stride, padding, dilation = (_pair(v) for v in (kernel, stride or kernel, padding, dilation))
+        out = task.writes[0]
+        if math.prod(kernel) > 256 or len(editor.metas[out].shape) != 4:
+            continue
+        offsets = editor.value(f"{task.name}.offsets", "forward", like(editor.metas[out], dtype=torch.uint8))
+        pool = Call(
+            "monet_like.max_pool2d_with_offsets.default",
+            (source, kernel, stride, padding, dilation, ceil_mode),
+            (),
+            (Ref(out), Ref(offsets)),
+            True,
+        )
+        editor.add(task, (pool,), (out, offsets), "pool.offsets", word="newnode")
+        size = (
+            editor.metas[source.name].shape
+            if isinstance(source.name, int)
+            else None
+        )
+        if size is None:
+            continue
+        unpack = Call(
+            "monet_like.max_pool2d_offsets_backward.default",
+            (grad, Ref(offsets), size, kernel, stride, padding, dilation),
+            (),
+            call.outs,
+        )
+        editor.add_way(slot, (*way.calls[:-1], unpack), "pool.offsets", word="newnode")
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    numbers = list(value)
+    return (numbers[0], numbers[-1])
