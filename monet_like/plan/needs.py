@@ -1,0 +1,136 @@
+"""Facts about a program that every planner needs: when a value can still be needed, what the backward holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..program import Program, Task
+from ..schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Stages count from 0, the forward; stage ``t >= 1`` is backward slot ``t - 1``.
+
+    Attributes:
+        stages: the stages in which forward tasks may run: 0 and those whose slot reads a forward value.
+        last: for every value, the last stage that could use it; -1 if none, for forward values.
+        first: for every value, the first stage >= 1 that could use it; a large number if none does.
+        rerun: for every task, whether it may run again at all.
+        groups: neighbouring tasks whose sets of results are nested: in one stage at most one of them is of use.
+    """
+
+    stages: tuple[int, ...]
+    last: tuple[int, ...]
+    first: tuple[int, ...]
+    rerun: tuple[bool, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
+NEVER = 1 << 30
+
+
+def find_needs(program: Program) -> Needs:
+    """Compute `Needs`; a value is needed by the ways that read it and by every task that could use it then."""
+    outputs = set(program.outputs)
+    last = [-1] * len(program.values)
+    first = [NEVER] * len(program.values)
+    for slot, ways in enumerate(program.slots):
+        for value in {v for way in ways for v in program.forward_reads(way)}:
+            first[value] = min(first[value], slot + 1)
+            last[value] = slot + 1
+    rerun = tuple(task.runs != "first" and not outputs & set(task.writes) for task in program.tasks)
+    for index in reversed(range(len(program.tasks))):
+        task = program.tasks[index]
+        if rerun[index]:
+            for value in task.reads:
+                last[value] = max(last[value], *(last[v] for v in task.writes), -1)
+                first[value] = min(first[value], *(first[v] for v in task.writes), NEVER)
+    stages = (0, *(slot + 1 for slot, reads in enumerate(program.slot_reads) if reads))
+    return Needs(stages, tuple(last), tuple(first), rerun, _groups(program.tasks))
+
+
+def _groups(tasks: tuple[Task, ...]) -> tuple[tuple[int, ...], ...]:
+    """Neighbours with nested results: of two that run in one stage, the one with fewer results is useless."""
+    groups: list[list[int]] = []
+    for index, task in enumerate(tasks):
+        if groups and all(_exchangeable(tasks[other], task) for other in groups[-1]):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return tuple(map(tuple, groups))
+
+
+def _exchangeable(first: Task, second: Task) -> bool:
+    one, two = set(first.writes), set(second.writes)
+    return bool(one) and bool(two) and (one <= two or two <= one) and not one & set(second.reads)
+
+
+@dataclass(frozen=True)
+class BackwardBytes:
+    """Bytes of backward values alive around each slot, apart from what overwriting saves.
+
+    Attributes:
+        before: alive when the slot's tasks run again: made earlier and read by this slot or later.
+        during: the same and the slot's results.
+        possible: for every slot, the ways that may run: they overwrite nothing that is read later.
+    """
+
+    before: tuple[int, ...]
+    during: tuple[int, ...]
+    possible: tuple[tuple[int, ...], ...]
+
+
+def find_backward_bytes(program: Program) -> BackwardBytes:
+    """Every slot is done once and all its ways read and write the same gradients: no decision matters here."""
+    count = len(program.slots)
+    kept = set(program.gradients)
+    lives: dict[int, list[list[int]]] = {value: [[-1, -1]] for value in program.tangents}
+    for index, slot in enumerate(program.slots):
+        for value in set(slot[0].reads):
+            if program.values[value].kind == "backward":
+                lives[value][-1][1] = index
+        for value in slot[0].writes:
+            lives.setdefault(value, []).append([index, index])
+    before = [0] * count
+    ends: dict[int, list[int]] = {}
+    for value, spans in lives.items():
+        if value in kept:
+            spans[-1][1] = count
+        ends[value] = [end for _, end in spans]
+        for start, end in spans:
+            for index in range(start + 1, min(end, count - 1) + 1):
+                before[index] += program.values[value].bytes
+    during = tuple(
+        before[index] + sum(program.values[v].bytes for v in slot[0].writes) for index, slot in enumerate(program.slots)
+    )
+    possible = tuple(
+        tuple(k for k, way in enumerate(slot) if way.overwrites is None or index in ends[way.overwrites])
+        for index, slot in enumerate(program.slots)
+    )
+    return BackwardBytes(tuple(before), during, possible)
+
+
+def prune(program: Program, schedule: Schedule) -> Schedule:
+    """The schedule without runs that are of no use: nothing reads their results before they are made anew."""
+    wanted: set[int] = set()
+    again: list[tuple[int, ...]] = [()] * len(schedule.again)
+    for slot in reversed(range(len(schedule.again))):
+        wanted.update(program.forward_reads(program.slots[slot][schedule.ways[slot]]))
+        again[slot] = _useful(program, schedule.again[slot], wanted)
+    wanted.update(program.outputs)
+    return Schedule(_useful(program, schedule.forward, wanted), tuple(again), schedule.ways)
+
+
+def _useful(program: Program, tasks: Iterable[int], wanted: set[int]) -> tuple[int, ...]:
+    """The tasks of one stage that make something wanted; ``wanted`` becomes what must exist before the stage."""
+    useful: list[int] = []
+    for index in sorted(tasks, reverse=True):
+        task = program.tasks[index]
+        if wanted.isdisjoint(task.writes):
+            continue
+        useful.append(index)
+        wanted.difference_update(task.writes)
+        wanted.update(program.forward_reads(task))
+    return tuple(reversed(useful))
