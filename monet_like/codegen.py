@@ -40,21 +40,17 @@ def compile_block(block: Block, name: str) -> Callable[[list[Any]], tuple[tuple[
         needed.update(value for call in calls for value in _values(call))
         if ref is not None and isinstance(ref.name, int):
             needed.add(ref.name)
-    last = _last_uses(block, needed)
+    dying, unused = _deaths(block, needed)
     if block.takes:
         writer.line(f"{_names(block.takes)}, = given" if len(block.takes) == 1 else f"{_names(block.takes)} = given")
     writer.line("given.clear()")
-    unused = [v for v in block.takes if v not in last]
-    writer.delete([_name(Ref(v)) for v in unused])
-    for index, task in enumerate(block.tasks):
+    writer.delete([f"v{v}" for v in unused])
+    for task, dead in zip(block.tasks, dying, strict=True):
         temporaries: list[str] = []
         for call in task.calls:
             temporaries += writer.call(call)
-        dying = [v for v in dict.fromkeys((*task.reads, *task.writes)) if last.get(v) == index]
-        if task.overwrites is not None and task.overwrites not in dying:
-            dying.append(task.overwrites)
-        known = [v for v in dying if v in writer.bound or v in block.takes]  # side effects have no variable
-        writer.delete([*dict.fromkeys(temporaries), *(_name(Ref(v)) for v in known)])
+        known = [v for v in dead if v in writer.bound or v in block.takes]  # side effects have no variable
+        writer.delete([*dict.fromkeys(temporaries), *(f"v{v}" for v in known)])
     results = []
     for calls, ref in block.results:
         for call in calls:
@@ -65,15 +61,15 @@ def compile_block(block: Block, name: str) -> Callable[[list[Any]], tuple[tuple[
     return writer.function(name)
 
 
-def _last_uses(block: Block, needed: set[int]) -> dict[int, int]:
-    """For every value, the index of the task after which it may go; values needed at the end stay."""
-    last: dict[int, int] = {}
-    for index, task in enumerate(block.tasks):
-        for value in (*task.reads, *task.writes):
-            last[value] = index
-    end = len(block.tasks)
-    last.update((value, end) for value in needed)
-    return last
+def _deaths(block: Block, needed: set[int]) -> tuple[list[list[int]], list[int]]:
+    """For every task, the values that nothing reads after it before they are written anew; and those never read."""
+    alive = set(needed)
+    deaths: list[list[int]] = []
+    for task in reversed(block.tasks):
+        deaths.append([v for v in dict.fromkeys((*task.reads, *task.writes)) if v not in alive])
+        alive.difference_update(task.writes)
+        alive.update(task.reads)
+    return deaths[::-1], [v for v in block.takes if v not in alive]
 
 
 def _values(call: Call) -> list[int]:

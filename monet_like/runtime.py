@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 
 from .capture import Captured, Tensor, TensorMeta
 from .codegen import Block, compile_block
-from .program import Task
+from .program import Call, Ref, Task
 from .schedule import Schedule
 
 #: The backward is cut into at most about this many segments, balanced by the bytes of parameter gradients.
@@ -42,7 +42,14 @@ class Segment:
 
 
 class Step:
-    """A compiled training step. Holds no tensors: all state belongs to one call."""
+    """A compiled training step. Holds no tensors: all state belongs to one call.
+
+    Attributes:
+        parameter_slots, buffer_slots: (dict, key) where the module keeps the captured tensors.
+    """
+
+    parameter_slots: Sequence[tuple[dict[str, Any], str]] = ()
+    buffer_slots: Sequence[tuple[dict[str, Any], str]] = ()
 
     def __init__(self, captured: Captured, schedule: Schedule) -> None:
         self.captured = captured
@@ -127,9 +134,6 @@ def _runs(captured: Captured, schedule: Schedule, start: int, stop: int) -> tupl
 
 def _distinct(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs, each a tensor object of its own: autograd marks the objects a function returns."""
-    from .program import RESIDENT_KINDS, Call, Ref
-
-    del RESIDENT_KINDS
     return [
         Tensor(Ref(f"output{i}"), t.value, (*t.calls, Call("aten.alias.default", (t.ref,), (), (Ref(f"output{i}"),))))
         for i, t in enumerate(outputs)

@@ -1,0 +1,335 @@
+"""The compiler's stages in a row: capture, variants, profile, plan, schedule record."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from .capture import Captured, capture, fake_mode
+from .errors import ProfileError, UsageError
+from .plan import Plan, plan, store_all
+from .profile_data import Profile
+from .profiler import Progress, Scaling, _Inputs, device_name, matched, measure_task, to_profile, versions
+from .program import Cost, Program, Task
+from .replay import admitted, autocast_name
+from .roofline import DEVICES, roofline
+from .schedule_file import InputSpec, ScheduleRecord
+from .simulate import Report, simulate
+
+#: Optimizer state in units of the trainable parameters' bytes.
+OPTIMIZERS: Mapping[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2}
+
+#: Measuring every operator should not take much longer than this; else it is done at a smaller batch.
+PROFILE_SECONDS = 60.0
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler found, stage by stage.
+
+    Attributes:
+        captured: the program with the admitted variants.
+        costs: of all its tasks.
+        plan: the schedule, judged, and how it was found.
+        plain: the simulator's report on plain PyTorch's schedule.
+        record: what a schedule file would hold.
+        stage_seconds: wall seconds of capture, profile and the plan's stages.
+    """
+
+    captured: Captured
+    costs: Mapping[str, Cost]
+    plan: Plan
+    plain: Report
+    record: ScheduleRecord
+    stage_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the compiler; see the command line's options of the same names."""
+
+    model: nn.Module
+    example: Example
+    mode: str
+    expression: str = ""
+    ablation: bool = False
+    optimizer: str = "none"
+    strategy: str = "milp"
+    solver: str = "CBC"
+    time_limit_seconds: float = 60.0
+    gap: float = 0.01
+    profile_batch: int | None = None
+
+    @property
+    def batch(self) -> int:
+        """The leading extent of the first tensor argument."""
+        tensors = [t for t in pytree.tree_leaves(self.example) if isinstance(t, torch.Tensor)]
+        return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
+
+
+def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
+    """Bytes of the optimizer's state for the model's trainable parameters.
+
+    Raises:
+        UsageError: an unknown optimizer.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[optimizer] * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def with_batch(example: Example, wanted: int) -> Example:
+    """The example with ``wanted`` instead of its leading extent, in every tensor that has that extent."""
+    tensors = [t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim()]
+    batch = tensors[0].shape[0] if tensors else wanted
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
+            return leaf
+        return torch.empty(
+            (wanted, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad
+        )
+
+    with fake_mode():
+        args, kwargs = pytree.tree_map(resized, example)
+    return args, kwargs
+
+
+def measured_costs(
+    request: Request,
+    captured: Captured,
+    device: torch.device,
+    *,
+    known: Mapping[str, Cost] | None = None,
+    progress: Progress | None = None,
+) -> tuple[dict[str, Cost], str]:
+    """Costs of every task of ``captured`` measured on ``device``, and how they were got, in words.
+
+    Args:
+        known: costs from an earlier profile; only what is missing is measured.
+    """
+    costs = {key: cost for key, cost in (known or {}).items()}
+    program = captured.program
+    missing = [t for t in _all_tasks(program) if t.cost and t.cost not in costs]
+    if not missing:
+        return costs, ""
+    batch, small = request.batch, request.profile_batch or profile_batch(request, captured, device)
+    if small >= batch:
+        _measure(captured, captured, [(t, t) for t in missing], device, costs, progress, None)
+        return costs, f"measured at batch {batch}"
+    scaling = Scaling(batch, small, min(2 * small, batch))
+    keys = {task.cost for task in missing}
+    found: list[dict[str, Cost]] = []
+    for count, label in ((scaling.measured, None), (scaling.second, "workspace at twice the batch: ")):
+        example = with_batch(request.example, count)
+        other = admitted(capture(request.model, *example), request.mode, ablation=request.ablation)
+        pairs = [(mine, theirs) for mine, theirs in matched(program, other.program) if mine.cost in keys]
+        got: dict[str, Cost] = {}
+        _measure(captured, other, pairs, device, got, progress, label)
+        found.append(got)
+    costs.update((key, scaling.scale(found[0][key], found[1][key])) for key in keys)
+    return costs, f"measured at batch {small}, scaled to {batch}"
+
+
+def _measure(
+    wanted: Captured,
+    measured: Captured,
+    pairs: list[tuple[Task, Task]],
+    device: torch.device,
+    costs: dict[str, Cost],
+    progress: Progress | None,
+    label: str | None,
+) -> None:
+    """Measure the second of every pair for the first's key; with a label, workspace only."""
+    del wanted
+    maker = _Inputs(measured, device)
+    distinct = {mine.cost: theirs for mine, theirs in pairs if mine.cost not in costs}
+    for done, (key, task) in enumerate(distinct.items()):
+        if progress:
+            progress(f"{label or ''}{task.calls[-1].op.split('.')[1]}", done, len(distinct))
+        costs[key] = measure_task(measured, task, device, maker=maker, timed=label is None)
+    if progress:
+        progress(f"{label or ''}done", len(distinct), len(distinct))
+
+
+def _all_tasks(program: Program) -> list[Task]:
+    return [*program.tasks, *(way for slot in program.slots for way in slot)]
+
+
+def profile_batch(request: Request, captured: Captured, device: torch.device) -> int:
+    """The batch to measure at: the wanted one, unless that would take far too long or too much memory."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return _fitting(request.batch, _largest_task_bytes(captured), 0.8 * free)
+    estimate = roofline(captured, captured.program, DEVICES["cpu"])
+    seconds = 4 * sum(cost.seconds for cost in estimate.values())  # warming up, repeats, making inputs
+    by_time = max(2, math.floor(request.batch * PROFILE_SECONDS / max(seconds, 1e-9)))
+    return min(by_time, _fitting(request.batch, _largest_task_bytes(captured), 0.25 * _memory_bytes()))
+
+
+def _fitting(batch: int, needed_bytes: int, free_bytes: float) -> int:
+    # A task's inputs, outputs and a workspace of the same size, at twice the batch.
+    return max(min(2, batch), min(batch, int(batch * free_bytes / max(1, 4 * needed_bytes))))
+
+
+def _largest_task_bytes(captured: Captured) -> int:
+    values = captured.program.values
+    return max((sum(values[v].bytes for v in (*t.reads, *t.writes)) for t in _all_tasks(captured.program)), default=0)
+
+
+def _memory_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def plain_report(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int) -> Report:
+    """The simulator on plain PyTorch's schedule: every operator once, everything kept until its last use."""
+    return simulate(captured.program, store_all(captured.program), costs, extra_bytes=extra_bytes)
+
+
+def compile_schedule(
+    request: Request,
+    budget: int | Callable[[int], int],
+    device: torch.device,
+    *,
+    profile: Profile | None = None,
+    save_profile: Callable[[Profile], None] | None = None,
+    progress: Progress | None = None,
+    plan_progress: Callable[..., None] | None = None,
+) -> Compiled:
+    """From a request to a schedule.
+
+    Args:
+        budget: bytes, or a function from plain PyTorch's peak to bytes.
+        device: to measure on.
+        profile: an earlier profile; what it lacks is measured.
+        save_profile: called with the profile as soon as something was measured.
+    """
+    started = time.perf_counter()
+    captured = admitted(capture(request.model, *request.example), request.mode, ablation=request.ablation)
+    extra = optimizer_bytes(request.model, request.optimizer)
+    seconds = {"capture": time.perf_counter() - started}
+    started = time.perf_counter()
+    profile, costs = _profiled(request, captured, device, profile, save_profile, progress)
+    seconds["profile"] = time.perf_counter() - started
+    plain = plain_report(captured, costs, extra)
+    limit = budget if isinstance(budget, int) else budget(plain.peak_bytes)
+    found = plan(
+        captured.program,
+        costs,
+        limit,
+        solver=request.solver,
+        time_limit_seconds=request.time_limit_seconds,
+        gap=request.gap,
+        strategy=request.strategy,
+        extra_bytes=extra,
+        progress=plan_progress,
+    )
+    record = _record(request, captured, found, plain, limit, extra, profile)
+    return Compiled(captured, costs, found, plain, record, {**seconds, **found.seconds})
+
+
+def _profiled(
+    request: Request,
+    captured: Captured,
+    device: torch.device,
+    profile: Profile | None,
+    save_profile: Callable[[Profile], None] | None,
+    progress: Progress | None,
+) -> tuple[Profile, Mapping[str, Cost]]:
+    known = profile.costs if profile else {}
+    if profile and not profile.device.startswith("roofline") and profile.device != device_name(device):
+        lacking = [t for t in _all_tasks(captured.program) if t.cost and t.cost not in known]
+        if lacking:
+            raise ProfileError(
+                f"the profile was measured on {profile.device}, lacks {len(lacking)} operators of this model, and this is "
+                f"{device_name(device)}; profile the model there, or give another --profile file"
+            )
+    costs, note = measured_costs(request, captured, device, known=known, progress=progress)
+    if profile is None or note:
+        profile = to_profile(costs, device, note)
+        if save_profile:
+            save_profile(profile)
+    return profile, costs
+
+
+def _record(
+    request: Request, captured: Captured, found: Plan, plain: Report, limit: int, extra: int, profile: Profile
+) -> ScheduleRecord:
+    tensors = [t for t in pytree.tree_leaves(request.example) if isinstance(t, torch.Tensor)]
+    return ScheduleRecord(
+        schedule=found.schedule,
+        model=request.expression or type(request.model).__name__,
+        inputs=tuple(
+            InputSpec(tuple(map(int, t.shape)), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in tensors
+        ),
+        mode=request.mode,
+        budget_bytes=limit,
+        fingerprint=captured.program.fingerprint,
+        device=profile.device,
+        versions=versions(),
+        peak_bytes=found.report.peak_bytes,
+        seconds=found.report.seconds,
+        plain_peak_bytes=plain.peak_bytes,
+        plain_seconds=plain.seconds,
+        solver=found.solver,
+        status=found.status,
+        bound_seconds=found.bound_seconds,
+        gap=found.gap,
+        solve_seconds=sum(found.seconds.values()),
+        ablation=request.ablation,
+        optimizer=request.optimizer,
+        optimizer_bytes=extra,
+        autocast=autocast_name(captured.device),
+        note=profile.note,
+        counts=summary_counts(captured.program, found),
+    )
+
+
+def summary_counts(program: Program, found: Plan) -> dict[str, int]:
+    """What a schedule does, in numbers: values kept for the backward, tasks run again, variants chosen."""
+    schedule = found.schedule
+    again = Counter(index for tasks in schedule.again for index in tasks)
+    made = {v for i in schedule.forward for v in program.tasks[i].writes if program.values[v].bytes}
+    kept = _kept(program, found)
+    counts = {
+        "kept": len(kept),
+        "dropped": len(made - kept),
+        "recomputed": len(again),
+        "reruns": sum(again.values()),
+    }
+    chosen = [program.tasks[i].variant for i in (*schedule.forward, *again.elements())]
+    chosen += [program.slots[s][w].variant for s, w in enumerate(schedule.ways)]
+    counts.update({f"variant {name}": n for name, n in sorted(Counter(chosen).items()) if name != "aten"})
+    return counts
+
+
+def _kept(program: Program, found: Plan) -> set[int]:
+    """Forward values that exist when the forward ends and are read in the backward before they are made anew."""
+    remade: set[int] = set()
+    kept: set[int] = set()
+    for slot, tasks in enumerate(found.schedule.again):
+        for task in (*(program.tasks[i] for i in tasks), program.slots[slot][found.schedule.ways[slot]]):
+            kept.update(v for v in program.forward_reads(task) if v not in remade)
+            remade.update(task.writes)
+    return kept
+
+
+def default_names(name: str, request: Request, budget_bytes: int, folder: Path) -> Path:
+    """``solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl``: named as MONeT names them."""
+    suffix = "_ablation" if request.ablation else ""
+    return folder / f"solution_{name}_{request.batch}_{request.mode}_{budget_bytes / 2**30:.2f}{suffix}.pkl"
+
+

@@ -1,0 +1,155 @@
+"""Models by name: what the command line accepts as MODEL, without ``eval``.
+
+``torchvision.models.resnet18(num_classes=10)``: a dotted name, called with literal arguments.
+``unet``: this package's own. ``path/to/file.py:make_model``: a function in a file of yours.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from .errors import UsageError
+
+#: Channels, height, width where nothing else is said.
+DEFAULT_INPUT_SHAPE = (3, 224, 224)
+_INPUT_SHAPES = {"unet": (3, 416, 608), "inception_v3": (3, 299, 299)}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that was asked for.
+
+    Attributes:
+        expression: as it was typed.
+        name: short, for file names.
+        module: the model, in training mode.
+        input_shape: without the batch.
+        source: the module of the user's file, when MODEL is one; it may define ``make_inputs(batch)``.
+    """
+
+    expression: str
+    name: str
+    module: nn.Module
+    input_shape: tuple[int, ...]
+    source: ModuleType | None = None
+
+
+def build_model(expression: str) -> ModelSpec:
+    """The model that ``expression`` names.
+
+    Raises:
+        UsageError: cannot be read, found or called; says what was given and what MODEL may be.
+    """
+    text = expression.strip()
+    source: ModuleType | None = None
+    if text in ("unet", "unet()"):
+        from .unet import UNet
+
+        name, made = "unet", UNet()
+    elif ".py:" in text:
+        name, made, source = _from_file(text)
+    else:
+        name, made = _from_dotted(text)
+    if not isinstance(made, nn.Module):
+        raise UsageError(f"{expression} gave a {type(made).__name__}, not a torch.nn.Module")
+    return ModelSpec(text, name, made.train(), _INPUT_SHAPES.get(name, DEFAULT_INPUT_SHAPE), source)
+
+
+def _from_dotted(text: str) -> tuple[str, Any]:
+    try:
+        node = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError):
+        raise UsageError(_unreadable(text)) from None
+    call = node if isinstance(node, ast.Call) else None
+    names = _dotted(call.func if call else node)
+    if names is None or len(names) < 2:
+        raise UsageError(_unreadable(text))
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    try:
+        for arg in call.args if call else ():
+            args.append(ast.literal_eval(arg))
+        for keyword in call.keywords if call else ():
+            if keyword.arg is None:
+                raise ValueError("** is not a literal")
+            kwargs[keyword.arg] = ast.literal_eval(keyword.value)
+    except ValueError:
+        raise UsageError(f"MODEL {text!r} has an argument that is not a literal (number, string, True, None, tuple …)") from None
+    return names[-1], _call(_find(names, text), args, kwargs, text)
+
+
+def _dotted(node: ast.AST) -> list[str] | None:
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [*reversed([*names, node.id])] if isinstance(node, ast.Name) else None
+
+
+def _find(names: list[str], text: str) -> Any:
+    found: Any = None
+    for count in range(len(names) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(names[:count]))
+        except ModuleNotFoundError as error:
+            if error.name and not ".".join(names[:count]).startswith(error.name):
+                raise UsageError(f"importing MODEL {text!r} needs the module {error.name}, which is not installed") from None
+            continue
+        break
+    if found is None:
+        raise UsageError(f"MODEL {text!r}: there is no module {names[0]!r}; is it installed?")
+    for name in names[count:]:
+        if not hasattr(found, name):
+            import difflib
+
+            near = difflib.get_close_matches(name, dir(found), 3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise UsageError(f"MODEL {text!r}: {'.'.join(names[:count])} has no {name!r}{hint}")
+        found = getattr(found, name)
+    return found
+
+
+def _from_file(text: str) -> tuple[str, Any, ModuleType]:
+    where, _, function = text.rpartition(":")
+    path = Path(where)
+    function = function.removesuffix("()")
+    if not path.is_file():
+        raise UsageError(f"MODEL {text!r}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"monet_like_model_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    make = getattr(module, function, None)
+    if not callable(make):
+        raise UsageError(f"MODEL {text!r}: {path} has no function {function!r}")
+    return f"{path.stem}_{function}", _call(make, [], {}, text), module
+
+
+def _call(make: Any, args: list[Any], kwargs: dict[str, Any], text: str) -> Any:
+    if not callable(make):
+        raise UsageError(f"MODEL {text!r} is a {type(make).__name__} and cannot be called")
+    try:
+        inspect.signature(make).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"MODEL {text!r} cannot be called so: {error}") from None
+    except ValueError:
+        pass  # a builtin without a signature
+    return make(*args, **kwargs)
+
+
+def _unreadable(text: str) -> str:
+    return (
+        f"MODEL {text!r} is not understood; give a dotted call with literal arguments "
+        '("torchvision.models.resnet18(num_classes=10)"), unet, or path/to/file.py:make_model'
+    )

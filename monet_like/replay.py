@@ -1,0 +1,204 @@
+"""Replay: a model whose training step follows a schedule. Neither measures nor chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from .capture import Captured, capture, fake_mode
+from .errors import ScheduleFileError, UsageError
+from .mode import parse_mode
+from .program import Program
+from .runtime import Step, run_step
+from .schedule_file import InputSpec, ScheduleRecord
+from .variants import with_variants
+
+
+def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captured:
+    """``captured`` with the variants that ``mode`` admits; with ``ablation``, nothing may be run again."""
+    full = with_variants(captured)
+    return replace(full, program=full.program.restrict(parse_mode(mode), rerun=not ablation))
+
+
+def autocast_name(device: torch.device) -> str:
+    """The dtype that autocast is active with on ``device``, or ""."""
+    if not torch.is_autocast_enabled(device.type):
+        return ""
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+
+
+class ScheduleWrapper(nn.Module):
+    """A model whose training step follows a schedule.
+
+    It has the model's own parameters, buffers, submodules and ``state_dict``. In training mode with gradients
+    enabled a call runs the schedule; ``eval()`` and ``no_grad`` run the model as it is. Gradients, buffers and
+    random masks are those of the plain model. Hooks on submodules do not fire while a schedule runs.
+
+    Args:
+        model: the model the schedule was solved for; it is shared, not copied.
+        solution_file: a schedule file, or a loaded `ScheduleRecord`.
+        input_shape: shape of the input, with or without the batch; a list of shapes for several inputs. It is
+            compared with what the schedule was solved for. None takes the file's word.
+
+    Raises:
+        ScheduleFileError: the file is unreadable or was made for another model, shape or version.
+        CaptureError: the model cannot be captured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        solution_file: str | Path | ScheduleRecord,
+        input_shape: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(model, ScheduleWrapper):
+            raise UsageError("the model is already wrapped in a ScheduleWrapper")
+        record = (
+            solution_file if isinstance(solution_file, ScheduleRecord) else ScheduleRecord.load(Path(solution_file))
+        )
+        self.__dict__["_model"] = model
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+        self.record = record
+        self._steps: dict[Any, Step] = {}
+        if input_shape is not None:
+            _check_shapes(record, input_shape)
+        if example is None:
+            with fake_mode():
+                tensors = tuple(_empty(spec, _device_of(model)) for spec in record.inputs)
+            example = (tensors, {})
+        if model.training:
+            leaves, spec = pytree.tree_flatten(example)
+            self._step(self._key(leaves, spec), *example)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's forward; its backward follows the schedule."""
+        if not self.training or not torch.is_grad_enabled():
+            return self._model(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = self._key(leaves, spec)
+        step = self._steps.get(key) or self._step(key, args, kwargs)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        parameters = [owner[name] for owner, name in step.parameter_slots]
+        buffers = [owner[name] for owner, name in step.buffer_slots]
+        return run_step(step, parameters, buffers, inputs)
+
+    def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+        """Everything that capture bakes in; a call that differs in any of it gets a step of its own."""
+        described = tuple(
+            (leaf.shape, leaf.dtype, leaf.device.type, leaf.stride(), leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else (type(leaf), leaf)
+            for leaf in leaves
+        )
+        flags = tuple((id(m), m.training, *(p.requires_grad for p in m._parameters.values() if p is not None)) for m in self.modules())
+        return described, str(spec) if len(leaves) != 1 else None, flags[1:], autocast_name(_device_of(self))
+
+    def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        """Capture the model for these arguments and compile the schedule's decisions for it."""
+        record = self.record
+        found = tuple(InputSpec(*_described(leaf)) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        _check_inputs(record, found)
+        captured = admitted(capture(self._model, args, kwargs), record.mode, ablation=record.ablation)
+        _check_program(record, captured.program, type(self._model).__name__)
+        step = Step(captured, record.schedule)
+        modules = dict(self._model.named_modules())
+        step.parameter_slots = [_slot(modules, name, "_parameters") for name, _ in captured.parameters]
+        step.buffer_slots = [_slot(modules, name, "_buffers") for name, _ in captured.buffers]
+        self._steps[key] = step
+        return step
+
+    def train(self, mode: bool = True) -> ScheduleWrapper:
+        """Switch the model and this wrapper together."""
+        self._model.train(mode)
+        self.training = mode
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_model" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_model"], name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_steps": {}}  # compiled anew where it is unpickled or copied
+
+    def extra_repr(self) -> str:
+        """Shown by ``print``."""
+        from .units import format_bytes
+
+        return f"schedule: {self.record.mode}, peak {format_bytes(self.record.peak_bytes)}"
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ScheduleFileError(f"the schedule's input has dtype {spec.dtype!r}, which this PyTorch does not know")
+    return torch.empty(spec.shape, dtype=dtype, device=device, requires_grad=spec.requires_grad)
+
+
+def _described(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bool]:
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+
+
+def _slot(modules: dict[str, nn.Module], name: str, kind: str) -> tuple[dict[str, Any], str]:
+    """Where a tensor lives: the dict that holds it, so that ``.to()`` and assignments are followed."""
+    owner, _, leaf = name.rpartition(".")
+    return getattr(modules[owner], kind), leaf
+
+
+def _check_shapes(record: ScheduleRecord, given: Sequence[Any]) -> None:
+    shapes = [tuple(s) for s in given] if given and not isinstance(given[0], int) else [tuple(given)]
+    solved = [spec.shape for spec in record.inputs]
+    if len(shapes) != len(solved):
+        raise ScheduleFileError(f"the schedule was solved for {len(solved)} inputs, input_shape names {len(shapes)}")
+    for shape, other in zip(shapes, solved, strict=True):
+        if shape not in (other, other[1:]):
+            raise ScheduleFileError(
+                f"the schedule was solved for an input of shape {list(other)} (batch {other[0] if other else 0}), "
+                f"input_shape is {list(shape)}; solve for this shape, or give {list(other[1:])}"
+            )
+
+
+def _check_inputs(record: ScheduleRecord, found: tuple[InputSpec, ...]) -> None:
+    """A smaller batch runs with the same decisions; anything else must be as solved for."""
+    same = len(found) == len(record.inputs)
+    for mine, other in zip(found, record.inputs, strict=False):
+        same &= mine.dtype == other.dtype and mine.requires_grad == other.requires_grad
+        same &= mine.shape[1:] == other.shape[1:] and len(mine.shape) == len(other.shape)
+        same &= mine.shape[:1] <= other.shape[:1]
+    if not same:
+        raise ScheduleFileError(
+            f"the schedule was solved for {_listed(record.inputs)}, the model was called with {_listed(found)}; "
+            "a smaller batch is fine, anything else needs a schedule of its own"
+        )
+
+
+def _listed(specs: tuple[InputSpec, ...]) -> str:
+    return ", ".join(f"{s.dtype}{list(s.shape)}{' (requires grad)' if s.requires_grad else ''}" for s in specs) or "no tensor"
+
+
+def _check_program(record: ScheduleRecord, program: Program, name: str) -> None:
+    if program.fingerprint != record.fingerprint:
+        made = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
+        raise ScheduleFileError(
+            f"the schedule was made for another program: solved for {record.model} ({made}), given {name} "
+            f"with PyTorch {torch.__version__}; use the same model, frozen parameters, train/eval flags, precision and "
+            "version, or solve again"
+        )

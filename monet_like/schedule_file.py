@@ -1,0 +1,155 @@
+"""Schedule files: a schedule, what it was made for, and what it promises. Plain builtins in a pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import ScheduleFileError
+from .files import dump_plain, load_plain, read_bytes, write_atomically
+from .schedule import Schedule
+
+FORMAT = "monet_like schedule"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A tensor among the model's flattened arguments.
+
+    Attributes:
+        shape: with the batch.
+        dtype: such as ``float32``.
+        requires_grad: whether its gradient is wanted.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class ScheduleRecord:
+    """What a schedule file holds.
+
+    Attributes:
+        schedule: what to run.
+        model: the expression it was solved for, or the class name.
+        inputs: the tensors it was solved for.
+        mode: the mode string: which variants the program has.
+        ablation: operator choice only, no recompute.
+        budget_bytes: of the whole training step.
+        optimizer, optimizer_bytes: whose state is counted, and how much that is.
+        device, versions: what the profile was measured on, and with.
+        fingerprint: of the program (`Program.fingerprint`).
+        autocast: the autocast dtype the model was captured under, or "".
+        peak_bytes, seconds: predicted for this schedule.
+        plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
+        solver, status, bound_seconds, gap, solve_seconds: how it was found; ``bound_seconds`` and ``gap`` are
+            None for strategies that prove nothing.
+        note: about the profile: at which batch it was measured.
+        batch: the leading extent of the inputs.
+    """
+
+    schedule: Schedule
+    model: str
+    inputs: tuple[InputSpec, ...]
+    mode: str
+    budget_bytes: int
+    fingerprint: str
+    device: str
+    versions: dict[str, str]
+    peak_bytes: int
+    seconds: float
+    plain_peak_bytes: int
+    plain_seconds: float
+    solver: str
+    status: str
+    bound_seconds: float | None = None
+    gap: float | None = None
+    solve_seconds: float = 0.0
+    ablation: bool = False
+    optimizer: str = "none"
+    optimizer_bytes: int = 0
+    autocast: str = ""
+    note: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "forward": list(self.schedule.forward),
+            "again": [list(tasks) for tasks in self.schedule.again],
+            "ways": list(self.schedule.ways),
+            "inputs": [{"shape": list(i.shape), "dtype": i.dtype, "requires_grad": i.requires_grad} for i in self.inputs],
+        }
+        content |= {name: getattr(self, name) for name, _ in _SCALARS}
+        write_atomically(path, dump_plain(content))
+
+    @staticmethod
+    def load(path: Path) -> ScheduleRecord:
+        """Read a file without running anything in it.
+
+        Raises:
+            ScheduleFileError: missing, truncated, hostile, of another format or version, or with a wrong field.
+        """
+        content = load_plain(read_bytes(path, "schedule"), path)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ScheduleFileError(f"{path} is not a schedule file of monet_like; make one with solve.py")
+        if content.get("version") != VERSION:
+            raise ScheduleFileError(
+                f"{path} has format version {content.get('version')!r}, this package reads version {VERSION}; solve again"
+            )
+        try:
+            schedule = Schedule(
+                _ints(content["forward"]), tuple(_ints(tasks) for tasks in content["again"]), _ints(content["ways"])
+            )
+            inputs = tuple(
+                InputSpec(_ints(i["shape"]), _typed(i["dtype"], str), _typed(i["requires_grad"], bool))
+                for i in content["inputs"]
+            )
+            scalars = {name: _typed(content[name], kinds) for name, kinds in _SCALARS}
+        except (KeyError, TypeError) as error:
+            raise ScheduleFileError(f"{path} is damaged: {error!r}; solve again") from None
+        return ScheduleRecord(schedule=schedule, inputs=inputs, **scalars)
+
+
+_NUMBER = (float, int)
+_OPTIONAL = (float, int, type(None))
+_SCALARS: tuple[tuple[str, Any], ...] = (
+    ("model", str),
+    ("mode", str),
+    ("budget_bytes", int),
+    ("fingerprint", str),
+    ("device", str),
+    ("versions", dict),
+    ("peak_bytes", int),
+    ("seconds", _NUMBER),
+    ("plain_peak_bytes", int),
+    ("plain_seconds", _NUMBER),
+    ("solver", str),
+    ("status", str),
+    ("bound_seconds", _OPTIONAL),
+    ("gap", _OPTIONAL),
+    ("solve_seconds", _NUMBER),
+    ("ablation", bool),
+    ("optimizer", str),
+    ("optimizer_bytes", int),
+    ("autocast", str),
+    ("note", str),
+    ("counts", dict),
+)
+
+
+def _typed(value: Any, kinds: Any) -> Any:
+    if not isinstance(value, kinds):
+        raise TypeError(f"a field holds {value!r}")
+    return value
+
+
+def _ints(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(_typed(value, int) for value in _typed(values, (list, tuple)))

@@ -1,0 +1,94 @@
+"""Random valid schedules of a program: every producer and way gets its turn, whatever a planner would choose."""
+
+from __future__ import annotations
+
+import random
+
+from monet_like.errors import ScheduleError
+from monet_like.program import Program
+from monet_like.schedule import Schedule
+from monet_like.simulate import simulate
+
+
+class _Draw:
+    def __init__(self, program: Program, rng: random.Random, drop: float, others: float) -> None:
+        self.program, self.rng, self.drop, self.others = program, rng, drop, others
+        self.have: set[int] = set()
+
+    def producer(self, value: int, stage: str) -> int:
+        allowed = [i for i in self.program.producers[value] if self.program.tasks[i].runs in ("both", stage)]
+        allowed = [i for i in allowed if stage == "first" or set(self.program.tasks[i].writes).isdisjoint(self.program.outputs)]
+        plain = [i for i in allowed if self.program.tasks[i].variant == "aten"]
+        if not allowed:
+            raise ScheduleError("no producer")
+        return self.rng.choice(plain) if plain and self.rng.random() > self.others else self.rng.choice(allowed)
+
+    def make(self, value: int, stage: str, chosen: set[int]) -> None:
+        if self.program.values[value].kind != "forward" or value in self.have:
+            return
+        index = self.producer(value, stage)
+        task = self.program.tasks[index]
+        for read in task.reads:
+            self.make(read, stage, chosen)
+        chosen.add(index)
+        self.have.update(task.writes)
+
+    def droppable(self, value: int) -> bool:
+        return any(
+            self.program.tasks[i].runs in ("both", "again")
+            and set(self.program.tasks[i].writes).isdisjoint(self.program.outputs)
+            for i in self.program.producers[value]
+        )
+
+
+def random_schedule(
+    program: Program, seed: int, *, drop: float = 0.5, others: float = 0.5, attempts: int = 200, zero_costs: bool = True
+) -> Schedule:
+    """A schedule the simulator accepts.
+
+    Args:
+        drop: share of values that are made again rather than kept.
+        others: share of choices that take any producer or way rather than PyTorch's own.
+    """
+    costs = _Zero()
+    rng = random.Random(seed)
+    for attempt in range(attempts):
+        keep_plain = 1 - attempt / attempts  # ever tamer, so that one succeeds
+        draw = _Draw(program, rng, drop * keep_plain, others * keep_plain)
+        try:
+            schedule = _one(program, draw, rng)
+            simulate(program, schedule, costs)
+        except ScheduleError:
+            continue
+        return schedule
+    raise AssertionError("no valid schedule found")
+
+
+def _one(program: Program, draw: _Draw, rng: random.Random) -> Schedule:
+    ways = tuple(rng.randrange(len(slot)) if rng.random() < draw.others else 0 for slot in program.slots)
+    forward: set[int] = set()
+    wanted = [*program.outputs, *(v for slot, way in zip(program.slots, ways, strict=True) for v in slot[way].reads)]
+    for value in wanted:
+        if program.values[value].kind == "forward" and _first(program, value):
+            draw.make(value, "first", forward)
+    again = []
+    for slot, way in zip(program.slots, ways, strict=True):
+        chosen: set[int] = set()
+        if any(program.values[v].kind == "forward" for way_ in slot for v in way_.reads):
+            dropped = {v for v in draw.have if draw.rng.random() < draw.drop and draw.droppable(v)}
+            draw.have -= dropped - set(program.outputs)
+        for value in slot[way].reads:
+            draw.make(value, "again", chosen)
+        again.append(tuple(sorted(chosen)))
+    return Schedule(tuple(sorted(forward)), tuple(again), ways)
+
+
+def _first(program: Program, value: int) -> bool:
+    return any(program.tasks[i].runs in ("both", "first") for i in program.producers[value])
+
+
+class _Zero(dict):  # type: ignore[type-arg]
+    def __missing__(self, key: str):  # type: ignore[no-untyped-def]
+        from monet_like.program import FREE
+
+        return FREE
