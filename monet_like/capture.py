@@ -10,10 +10,7 @@ Interpreting the captured calls one by one is bit-equal to running the model eag
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +18,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .errors import CaptureError
 from .program import Call, Program, Ref, Runs, Task, Value, refs
+from .tracing import FlatModule, trace_joint
 
 #: The CUDA caching allocator hands out multiples of this.
 CUDA_GRANULARITY_BYTES = 512
@@ -126,36 +123,6 @@ class Captured:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
-class _Flat(nn.Module):
-    """The model as aot_export wants it: tensors in, tensors out; everything else is a constant."""
-
-    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
-        super().__init__()
-        self.model = model
-        self.leaves, self.spec = leaves, spec
-        self.out_leaves: list[Any] = []
-        self.out_spec: pytree.TreeSpec | None = None
-        self.out_positions: list[int] = []
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        supply = iter(tensors)
-        leaves = [next(supply) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        flat, self.out_spec = pytree.tree_flatten(self.model(*args, **kwargs))
-        self.out_positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
-        if not self.out_positions:
-            raise CaptureError(f"{type(self.model).__name__} returned no tensor, so there is nothing to train")
-        for leaf in flat:
-            if not isinstance(leaf, torch.Tensor | int | float | bool | str | type(None)):
-                raise CaptureError(
-                    f"{type(self.model).__name__} returned a {type(leaf).__name__}, which PyTorch's pytree cannot look into; "
-                    "return tensors in tuples, lists, dicts or registered dataclasses (for Hugging Face models: use_cache=False)"
-                )
-        self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-        # An output that is an input or another output would be one storage with two owners: give it a view of its own.
-        return tuple(flat[i] for i in self.out_positions)
-
-
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Captured:
     """Trace one training step of ``model(*args, **kwargs)`` into a `Captured` program.
 
@@ -169,46 +136,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
         CaptureError: what cannot be captured, with the operator or line that is the reason.
     """
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
-    flat = _Flat(model, leaves, spec)
-    flat.training = model.training
+    flat = FlatModule(model, leaves, spec)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    graph, mode = _trace(flat, tensors, type(model).__name__)
+    graph, mode = trace_joint(flat, tensors)
     return _Builder(flat, graph, mode).build()
-
-
-def fake_mode() -> FakeTensorMode:
-    """A mode under which tensors have shapes but no storage: make example inputs for `capture` in it."""
-    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-
-
-def _trace(flat: _Flat, tensors: tuple[torch.Tensor, ...], name: str) -> tuple[fx.Graph, FakeTensorMode]:
-    modes = [t.fake_mode for t in tensors if isinstance(t, torch._subclasses.FakeTensor)]
-    mode = modes[0] if modes else fake_mode()
-    fakes = tuple(
-        t if isinstance(t, torch._subclasses.FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors
-    )
-    try:
-        with contextlib.ExitStack() as stack, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            joint = aot_export_joint_with_descriptors(stack, flat, fakes)
-            return joint.graph_module.graph, mode
-    except CaptureError:
-        raise
-    except Exception as error:  # whatever the user's forward or the tracer raises: say where, keep the cause
-        raise CaptureError(f"{name} cannot be captured: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """The user's line, or the operator, that stopped the trace."""
-    message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    internal = ("/torch/", "/monet_like/capture.py", "/contextlib.py")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in internal)]
-    where = f" (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
-    if "data-dependent" in str(error) or "aten._local_scalar_dense" in str(error) or "aten.nonzero" in str(error):
-        message = f"its computation depends on the values of a tensor, not only on shapes: {message}"
-    elif "requires grad" in str(error) or "require grad" in str(error):
-        message = f"nothing in it requires a gradient: {message}"
-    return f"{type(error).__name__}: {message}{where}"
 
 
 @dataclass(slots=True)
@@ -224,11 +155,12 @@ class _Node:
 class _Builder:
     """Turns the joint graph into values and tasks, node by node in execution order."""
 
-    def __init__(self, flat: _Flat, graph: fx.Graph, mode: FakeTensorMode) -> None:
+    def __init__(self, flat: FlatModule, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self.flat, self.graph, self.mode = flat, graph, mode
         self.values: list[Value] = []
         self.metas: list[TensorMeta] = []
         self.storages: dict[int, int] = {}  # storage identity -> value
+        self.owners: list[torch.Tensor] = []  # kept alive: an identity is only unique among the living
         self.nodes: dict[fx.Node, _Node] = {}
         self.tasks: list[Task] = []
         self.late: list[Task] = []  # computed from forward values only, but by the backward
@@ -266,6 +198,7 @@ class _Builder:
         self.values.append(Value(name, count, kind, str(meta)))
         self.metas.append(meta)
         self.storages[_storage(tensor)] = index
+        self.owners.append(tensor)
         return index
 
     def _pseudo_value(self, name: str, count: int) -> int:

@@ -14,7 +14,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .capture import Captured, capture, fake_mode
+from .capture import Captured, capture
+from .tracing import fake_mode
 from .errors import ProfileError, UsageError
 from .plan import Plan, plan, store_all
 from .profile_data import Profile

@@ -11,7 +11,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .capture import Captured, capture, fake_mode
+from .capture import Captured, capture
+from .tracing import fake_mode
 from .errors import ScheduleFileError, UsageError
 from .mode import parse_mode
 from .program import Program

@@ -1,0 +1,176 @@
+"""The schedule command: run a schedule beside the plain model and say what differs, how long and how much."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from rich.console import Console
+from torch import nn
+
+from .compiler import Example, default_names
+from .errors import UsageError
+from .measure import allocated_peak
+from .problem import Problem, read_problem
+from .replay import ScheduleWrapper
+from .schedule_file import ScheduleRecord
+from .show import _table
+from .solve import SOLUTIONS
+from .units import format_bytes, format_seconds
+
+#: Relative difference (2-norm) that changed arithmetic may cause in a gradient, by bytes per element.
+TOLERANCE = {8: 1e-10, 4: 1e-3, 2: 5e-2}
+
+
+def check(
+    *, solution_file: Path | None, check_runtime: bool, check_diff: bool, run_bs: bool, steps: int, **options: Any
+) -> None:
+    """Run the checks that were asked for; exit code 1 if one of them fails.
+
+    Raises:
+        UsageError: none was asked for.
+    """
+    if not (check_runtime or check_diff or run_bs):
+        raise UsageError("say what to check: --check_runtime, --check_diff or --run_bs")
+    if steps < 1:
+        raise UsageError(f"--steps {steps} must be at least 1")
+    problem = read_problem(**options)
+    path = solution_file or default_names(problem.spec.name, problem.request, problem.budget_bytes, SOLUTIONS)
+    record = ScheduleRecord.load(path)
+    model = problem.spec.module.to(problem.device)
+    example = real_example(problem, record)
+    console = Console(highlight=False)
+    good = True
+    if check_diff:
+        good &= _diff(console, model, record, example)
+    if run_bs:
+        good &= _fits(console, model, record, example, problem.device)
+    if check_runtime:
+        _runtime(console, model, record, example, problem.device, steps)
+    if not good:
+        sys.exit(1)
+
+
+def real_example(problem: Problem, record: ScheduleRecord) -> Example:
+    """Random inputs of the problem's shapes (small integers where they are integers)."""
+    del record
+    generator = torch.Generator().manual_seed(0)
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.is_floating_point():
+            made = torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
+        else:
+            made = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.dtype)
+        return made.to(problem.device).requires_grad_(leaf.requires_grad)
+
+    args, kwargs = pytree.tree_map(real, problem.request.example)
+    return args, kwargs
+
+
+def train_step(model: nn.Module, example: Example) -> list[torch.Tensor]:
+    """One forward and backward; the loss is the mean of the squares of all floating outputs."""
+    outputs = [t for t in pytree.tree_leaves(model(*example[0], **example[1])) if isinstance(t, torch.Tensor)]
+    trained = [t for t in outputs if t.requires_grad]
+    loss = torch.stack([t.float().square().mean() for t in trained]).sum()
+    loss.backward()
+    return [t.detach() for t in outputs]
+
+
+def _diff(console: Console, model: nn.Module, record: ScheduleRecord, example: Example) -> bool:
+    plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
+    results = []
+    for candidate in (plain, wrapped):
+        torch.manual_seed(1)
+        results.append(train_step(candidate, example))
+    pairs: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = []
+    pairs += [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(*results, strict=True))]
+    others = dict(wrapped.named_parameters())
+    pairs += [(f"gradient of {n}", p.grad, others[n].grad) for n, p in plain.named_parameters()]
+    buffers = dict(wrapped.named_buffers())
+    pairs += [(f"buffer {n}", b, buffers[n]) for n, b in plain.named_buffers()]
+    equal, worst, bad = 0, (0.0, ""), []
+    for name, mine, theirs in pairs:
+        error = difference(mine, theirs)
+        equal += error == 0.0
+        worst = max(worst, (error, name))
+        size = mine.element_size() if mine is not None and mine.is_floating_point() else 4
+        if not error <= TOLERANCE.get(size, 0.0):
+            bad.append(f"{name}: {error:.2e}")
+    console.print(f"{equal} of {len(pairs)} tensors equal bit by bit; largest relative difference {worst[0]:.2e} {worst[1]}")
+    for line in bad[:10]:
+        console.print(f"differs: {line}")
+    console.print("check_diff: " + ("passed" if not bad else f"failed, {len(bad)} tensors differ by more than the tolerance"))
+    return not bad
+
+
+def difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
+    """Relative difference in the 2-norm; 0 for equal bits, infinite where only one exists or shapes differ."""
+    if mine is None or theirs is None:
+        return 0.0 if mine is theirs else float("inf")
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return float("inf")
+    if torch.equal(mine, theirs):
+        return 0.0
+    a, b = mine.double(), theirs.double()
+    return float((a - b).norm() / a.norm().clamp_min(1e-300))
+
+
+def _peak(model: nn.Module, example: Example, device: torch.device) -> int:
+    """Peak of a whole step: what exists before it, and the rise above that."""
+    model.zero_grad(set_to_none=True)
+    resident = [*model.parameters(), *model.buffers(), *(t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor))]
+    return sum(t.untyped_storage().nbytes() for t in resident) + allocated_peak(lambda: train_step(model, example), device)
+
+
+def _fits(console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device) -> bool:
+    wrapped = ScheduleWrapper(copy.deepcopy(model), record)
+    started = time.perf_counter()
+    peak = _peak(wrapped, example, device) + record.optimizer_bytes
+    seconds = time.perf_counter() - started
+    fitted = peak <= record.budget_bytes
+    console.print(
+        f"one step: peak {format_bytes(peak)} ({peak} bytes), predicted {format_bytes(record.peak_bytes)}, "
+        f"budget {format_bytes(record.budget_bytes)}, {format_seconds(seconds)} with memory measured"
+    )
+    console.print(f"run_bs: {'fitted' if fitted else 'did not fit'}")
+    return fitted
+
+
+def _runtime(
+    console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device, steps: int
+) -> None:
+    plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
+    peaks = [_peak(candidate, example, device) for candidate in (plain, wrapped)]
+    times: tuple[list[float], list[float]] = ([], [])
+    for index in range(steps + 1):
+        for candidate, found in zip((plain, wrapped), times, strict=True):
+            candidate.zero_grad(set_to_none=True)
+            _synchronize(device)
+            started = time.perf_counter()
+            train_step(candidate, example)
+            _synchronize(device)
+            if index:  # the first warms up
+                found.append(time.perf_counter() - started)
+    medians = [statistics.median(found) for found in times]
+    table = _table("", "measured step", "predicted", "measured peak", "predicted")
+    rows = (("plain PyTorch", record.plain_seconds, record.plain_peak_bytes), ("schedule", record.seconds, record.peak_bytes))
+    for (name, seconds, peak), median, measured in zip(rows, medians, peaks, strict=True):
+        table.add_row(name, format_seconds(median), format_seconds(seconds), format_bytes(measured), format_bytes(peak))
+    console.print(table)
+    console.print(
+        f"check_runtime: {100 * (medians[1] / medians[0] - 1):+.1f} % time, {100 * (peaks[1] / peaks[0] - 1):+.1f} % memory, "
+        f"medians of {steps} alternating steps"
+    )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,181 @@
+"""The command line: ``monet-like solve | schedule | inspect``, also as ``solve.py`` and ``scripts/schedule.py``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import __version__
+from .errors import MonetError, UsageError
+
+_CONTEXT: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 110,
+    # Long options take - and _ alike, as MONeT's users type them.
+    "token_normalize_func": lambda token: token.replace("_", "-") if token.startswith("-") else token,
+}
+
+_MODEL_HELP = """MODEL is a dotted call with literal arguments ("torchvision.models.resnet18(num_classes=10)"),
+unet, or path/to/file.py:make_model."""
+
+
+class _Group(click.Group):
+    """Errors of this package are one line on stderr and exit code 2, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return _guarded(lambda: super(_Group, self).invoke(ctx))
+
+
+class _Command(click.Command):
+    def invoke(self, ctx: click.Context) -> Any:
+        return _guarded(lambda: super(_Command, self).invoke(ctx))
+
+
+def _guarded(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except MonetError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        click.echo("interrupted; nothing was written", err=True)
+        sys.exit(130)
+
+
+@click.group(cls=_Group, context_settings=_CONTEXT)
+@click.version_option(__version__, prog_name="monet-like")
+def main() -> None:
+    """Training steps that fit the memory you have."""
+
+
+def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def apply(function: Any) -> Any:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+_problem = _options(
+    click.argument("model"),
+    click.argument("batch"),
+    click.argument("budget"),
+    click.argument("mode"),
+    click.argument("solver", default="CBC"),
+)
+
+
+@main.command("solve", cls=_Command, context_settings=_CONTEXT)
+@_problem
+@click.option("--device", default="auto", show_default=True, help="Where to measure: auto (CUDA if there is one), cpu, cuda:1.")
+@click.option(
+    "--profile", "profile_file", type=click.Path(path_type=Path), help="Profile file to reuse and extend, or roofline:DEVICE "
+    "(roofline:h100) to plan without measuring.  [default: solutions/profiles/profile_NAME_BATCH_DEVICE.json]",
+)
+@click.option("--profile-batch", type=int, help="Measure at this batch and scale, such as 8.  [default: BATCH, or less where that would take over about a minute]")
+@click.option("--time-limit", type=float, default=60.0, show_default=True, help="Wall seconds for the solver, such as 300.")
+@click.option("--gap", type=float, default=0.01, show_default=True, help="Stop when proven this close to the optimum, such as 0.001.")
+@click.option("--ablation", is_flag=True, help="Operator choice only: nothing is recomputed.  [default: off]")
+@click.option("--optimizer", default="none", show_default=True, help="Count this optimizer's state: none, sgd, momentum or adam.")
+@click.option("--strategy", default="milp", show_default=True, help="How to plan: milp, store_all or chen.")
+@click.option("--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16.")
+@click.option("--input-shape", help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299]")
+@click.option("--out", type=click.Path(path_type=Path), help="Schedule file to write.  [default: solutions/solution_NAME_BATCH_MODE_BUDGET.pkl]")
+def solve_command(**options: Any) -> None:
+    """Find the fastest training step of MODEL at BATCH that fits BUDGET (GB), and write a schedule file.
+
+    MODEL is a dotted call with literal arguments ("torchvision.models.resnet18(num_classes=10)"), unet, or
+    path/to/file.py:make_model. MODE is some of the words inplace, conv, multiway, newnode, normal, joined by "_".
+    SOLVER is CBC (the default), HIGHS, GUROBI or another that cvxpy finds.
+
+    \b
+    Examples:
+      python solve.py "torchvision.models.resnet50()" 184 10 inplace_conv_multiway_newnode CBC
+      python solve.py unet 11 6 inplace_conv_multiway_newnode HIGHS --time-limit 120 --gap 0.02
+      python solve.py model.py:make_model 64 5.5 normal CBC --input-shape 3,32,32 --optimizer adam
+    """
+    from .solve import solve
+
+    solve(**options)
+
+
+@main.command("schedule", cls=_Command, context_settings=_CONTEXT)
+@_problem
+@click.option("--solution-file", type=click.Path(path_type=Path), help="Schedule file to check.  [default: the name solve.py gives it]")
+@click.option("--check-runtime", is_flag=True, help="Step time and measured peak beside plain PyTorch's, in this process.")
+@click.option("--check-diff", is_flag=True, help="Compare outputs, every gradient and every buffer with plain PyTorch's.")
+@click.option("--run-bs", is_flag=True, help="Run one step and say whether it fitted the budget.")
+@click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda:1.")
+@click.option("--dtype", default="float32", show_default=True, help="Of the model and its input.")
+@click.option("--input-shape", help="Without the batch, such as 3,224,224.")
+@click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of each kind in --check-runtime, such as 20.")
+def schedule_command(**options: Any) -> None:
+    """Check a schedule by running it: --check-runtime, --check-diff or --run-bs.
+
+    \b
+    Example:
+      python scripts/schedule.py "torchvision.models.resnet50()" 8 0.5 inplace_conv_multiway_newnode CBC \\
+          --solution_file solutions/solution_resnet50_8_inplace_conv_multiway_newnode_0.50.pkl --check_diff
+    """
+    from .check import check
+
+    check(**options)
+
+
+@main.command("inspect", cls=_Command, context_settings=_CONTEXT)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def inspect_command(file: Path, as_json: bool) -> None:
+    """Print what a schedule FILE was made for, what it promises and what it does."""
+    from .schedule_file import ScheduleRecord
+
+    record = ScheduleRecord.load(file)
+    if as_json:
+        from dataclasses import asdict
+
+        click.echo(json.dumps(asdict(record)))
+        return
+    from .show import show_record
+
+    show_record(record)
+
+
+def parse_batch(text: str) -> int:
+    """A batch size.
+
+    Raises:
+        UsageError: not a whole number of at least 1.
+    """
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"batch {text!r} must be a whole number of at least 1, such as 184")
+    return int(text)
+
+
+def parse_shape(text: str | None) -> tuple[int, ...] | None:
+    """``3,224,224`` or ``3x224x224``; None stays None.
+
+    Raises:
+        UsageError: not a list of positive whole numbers.
+    """
+    if text is None:
+        return None
+    parts = text.replace("x", ",").strip("()[] ").split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"input shape {text!r} must be positive whole numbers without the batch, such as 3,224,224")
+    return tuple(int(part) for part in parts)
+
+
+def solve_main() -> None:
+    """``python solve.py``: the solve command."""
+    solve_command(prog_name="solve.py")
+
+
+def schedule_main() -> None:
+    """``python scripts/schedule.py``: the schedule command."""
+    schedule_command(prog_name="scripts/schedule.py")

@@ -1,0 +1,126 @@
+"""From what was typed to a model, its example inputs and a device; shared by all commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .tracing import fake_mode
+from .cli import parse_batch, parse_shape
+from .compiler import Example, Request, optimizer_bytes
+from .errors import UsageError
+from .mode import parse_mode
+from .models import ModelSpec, build_model
+from .units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, its inputs, a budget and a device."""
+
+    spec: ModelSpec
+    request: Request
+    budget_bytes: int
+    device: torch.device
+
+
+def read_problem(
+    *,
+    model: str,
+    batch: str,
+    budget: str,
+    mode: str,
+    solver: str,
+    device: str,
+    dtype: str,
+    input_shape: str | None,
+    profile_batch: int | None = None,
+    time_limit: float = 60.0,
+    gap: float = 0.01,
+    ablation: bool = False,
+    optimizer: str = "none",
+    strategy: str = "milp",
+) -> Problem:
+    """Check every argument before any work, cheapest first.
+
+    Raises:
+        UsageError: the first argument that is wrong.
+    """
+    from .plan.solvers import check_solver
+    from .plan.strategies import check_strategy
+
+    size, limit, shape = parse_batch(batch), parse_bytes(budget), parse_shape(input_shape)
+    parse_mode(mode)
+    if profile_batch is not None and profile_batch < 1:
+        raise UsageError(f"--profile-batch {profile_batch} must be at least 1")
+    if not time_limit > 0:
+        raise UsageError(f"--time-limit {time_limit} must be more than 0 seconds")
+    if not 0 <= gap < 1:
+        raise UsageError(f"--gap {gap} must be at least 0 and less than 1, such as 0.01 for 1 %")
+    check_solver(solver)
+    check_strategy(strategy)
+    where, kind = read_device(device), read_dtype(dtype)
+    spec = build_model(model)
+    spec.module.to(kind)
+    optimizer_bytes(spec.module, optimizer)
+    request = Request(
+        model=spec.module,
+        example=example_for(spec, size, shape, kind),
+        mode=mode,
+        expression=spec.expression,
+        ablation=ablation,
+        optimizer=optimizer,
+        strategy=strategy,
+        solver=solver,
+        time_limit_seconds=time_limit,
+        gap=gap,
+        profile_batch=profile_batch,
+    )
+    return Problem(spec, request, limit, where)
+
+
+def example_for(spec: ModelSpec, batch: int, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Example:
+    """Fake inputs: the file's own ``make_inputs(batch)`` if MODEL is a file that has it, else one image batch."""
+    make: Any = getattr(spec.source, "make_inputs", None)
+    with fake_mode():
+        if make is None or shape is not None:
+            return (torch.empty((batch, *(shape or spec.input_shape)), dtype=dtype),), {}
+        made = make(batch)
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], tuple) and isinstance(made[1], dict):
+        return made
+    if isinstance(made, dict):
+        return (), made
+    return (made if isinstance(made, tuple) else (made,)), {}
+
+
+def read_device(text: str) -> torch.device:
+    """``auto``, ``cpu``, ``cuda``, ``cuda:1``.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    if text == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise UsageError(f"device {text!r} is unknown; give auto, cpu, cuda or cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {text!r} is not supported; give auto, cpu, cuda or cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {text!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def read_dtype(text: str) -> torch.dtype:
+    """A floating dtype by name.
+
+    Raises:
+        UsageError: unknown or not floating.
+    """
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise UsageError(f"dtype {text!r} is unknown; give float32, float64, bfloat16 or float16")
+    return dtype

@@ -1,0 +1,214 @@
+"""Tracing: a module and example inputs become PyTorch's joint forward and backward graph of ATen calls.
+
+The trace is kept as close to eager mode as possible: where PyTorch's tracer would decompose an operator into
+others that round differently, the operator itself is kept; conditions on constants are decided as in eager mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .errors import CaptureError
+
+#: Integer and boolean constants up to this size are followed, so that conditions on them can be decided.
+_CONSTANT_ELEMENTS = 2**20
+
+
+class FlatModule(nn.Module):
+    """The model as aot_export wants it: tensors in, tensors out; everything else is a constant."""
+
+    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.training = model.training
+        self.model = model
+        self.leaves, self.spec = leaves, spec
+        self.out_leaves: list[Any] = []
+        self.out_spec: pytree.TreeSpec | None = None
+        self.out_positions: list[int] = []
+        self.tracing_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        supply = iter(tensors)
+        leaves = [next(supply) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with self.tracing_mode:
+            result = self.model(*args, **kwargs)
+        flat, self.out_spec = pytree.tree_flatten(result)
+        self.out_positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+        if not self.out_positions:
+            raise CaptureError(f"{type(self.model).__name__} returned no tensor, so there is nothing to train")
+        for leaf in flat:
+            if not isinstance(leaf, torch.Tensor | int | float | bool | str | type(None)):
+                raise CaptureError(
+                    f"{type(self.model).__name__} returned a {type(leaf).__name__}, which PyTorch's pytree cannot look into; "
+                    "return tensors in tuples, lists, dicts or registered dataclasses (for Hugging Face models: use_cache=False)"
+                )
+        self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        return tuple(flat[i] for i in self.out_positions)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode under which tensors have shapes but no storage: make example inputs for `capture` in it."""
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+def trace_joint(flat: FlatModule, tensors: tuple[torch.Tensor, ...]) -> tuple[fx.Graph, FakeTensorMode]:
+    """The joint graph of ``flat(*tensors)``, and the mode its fake tensors belong to.
+
+    Raises:
+        CaptureError: what cannot be traced, with the operator or line that is the reason.
+    """
+    modes = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
+    mode = modes[0] if modes else fake_mode()
+    fakes = tuple(t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors)
+    try:
+        try:
+            return _export(flat, fakes, compiling=False), mode
+        except Exception as error:
+            if not _data_dependent(error):
+                raise
+        # Libraries check torch.compiler.is_compiling() before they look at values, and then take the general path.
+        return _export(flat, fakes, compiling=True), mode
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever the user's forward or the tracer raises: say where, keep the cause
+        raise CaptureError(f"{type(flat.model).__name__} cannot be captured: {_reason(error)}") from error
+
+
+def _export(flat: FlatModule, fakes: tuple[torch.Tensor, ...], *, compiling: bool) -> fx.Graph:
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(), _quiet(), _eager_operators():
+        warnings.simplefilter("ignore")
+        if compiling:
+            stack.enter_context(_is_compiling())
+        flat.tracing_mode = _Constants()
+        joint = aot_export_joint_with_descriptors(stack, flat, fakes)
+        graph: fx.Graph = joint.graph_module.graph
+        return graph
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the tracer's own log of errors that are raised anyway."""
+    loggers = [logging.getLogger("torch._subclasses.fake_tensor")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _is_compiling() -> Iterator[None]:
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def _decomposed_operators() -> Iterator[Any]:
+    """Operators that tracing would replace by others that round differently."""
+    for name in dir(torch.ops.aten):
+        if "upsample" in name or name in ("hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward"):
+            packet = getattr(torch.ops.aten, name)
+            yield from (getattr(packet, overload) for overload in packet.overloads())
+
+
+@contextlib.contextmanager
+def _eager_operators() -> Iterator[None]:
+    """Keep the operators of `_decomposed_operators` whole, as eager mode calls them."""
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    removed: list[tuple[Any, Any, Callable[..., Any]]] = []
+    for op in _decomposed_operators():
+        for key in keys:
+            if key in op.py_kernels:
+                removed.append((op, key, op.py_kernels.pop(key)))
+                op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, key, kernel in removed:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+class _Constants(TorchFunctionMode):
+    """Follows small integer and boolean tensors that depend on no input, and answers questions about their values.
+
+    ``if (positions == 0).all()`` on a tensor made by ``arange`` is no data dependence: its answer is always the
+    same. Only what is made from literals is followed; anything that an input or a parameter went into is not.
+    """
+
+    _FACTORIES = frozenset({torch.arange, torch.ones, torch.zeros, torch.full, torch.tensor, torch.eye})
+    _QUESTIONS = frozenset(
+        {torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.tolist, torch.Tensor.__index__}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = bool(tensors or func in self._FACTORIES) and all(t in self.values for t in tensors)
+        if known and func in self._QUESTIONS:
+            return func(*self._real(args), **kwargs)
+        result = func(*args, **kwargs)
+        if known:
+            self._follow(func, args, kwargs, result)
+        return result
+
+    def _real(self, tree: Any) -> Any:
+        return pytree.tree_map(lambda leaf: self.values[leaf] if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if getattr(func, "__name__", "").endswith("_") and not getattr(func, "__name__", "").endswith("__"):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self.values.pop(leaf, None)  # changed in place: no longer known
+            return
+        if not isinstance(result, torch.Tensor) or result.dtype.is_floating_point or result.numel() > _CONSTANT_ELEMENTS:
+            return
+        with _disable_current_modes():  # for real, outside the trace
+            try:
+                self.values[result] = func(*self._real(args), **{**self._real(kwargs), **({"device": "cpu"} if "device" in kwargs else {})})
+            except RuntimeError:
+                return  # then it is simply not known
+
+
+def _data_dependent(error: BaseException) -> bool:
+    return isinstance(error, DataDependentOutputException) or "data-dependent" in str(error)
+
+
+def _reason(error: BaseException) -> str:
+    """The user's line, or the operator, that stopped the trace."""
+    message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    internal = ("/torch/", "/monet_like/tracing.py", "/contextlib.py")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in internal)]
+    where = f" (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    if _data_dependent(error) or "aten._local_scalar_dense" in str(error) or "aten.nonzero" in str(error):
+        message = f"its computation depends on the values of a tensor, not only on shapes: {message}"
+    elif "requires grad" in str(error) or "require grad" in str(error):
+        message = f"nothing in it requires a gradient: {message}"
+    return f"{type(error).__name__}: {message}{where}"

@@ -1,0 +1,132 @@
+"""Small versions of real models, with inputs: what every stage must be able to handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+def image(batch: int, size: int, *, requires_grad: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(batch, 3, size, size, generator=generator).to(torch.get_default_dtype()).requires_grad_(requires_grad)
+
+
+def _vision(name: str, batch: int, size: int, **options: Any) -> Callable[[], Built]:
+    def build() -> Built:
+        return getattr(torchvision.models, name)(**options).train(), (image(batch, size),), {}
+
+    return build
+
+
+def unet() -> Built:
+    from monet_like.unet import UNet
+
+    return UNet(width=8).train(), (image(2, 64),), {}
+
+
+def vit() -> Built:
+    model = torchvision.models.VisionTransformer(
+        image_size=64, patch_size=16, num_layers=3, num_heads=4, hidden_dim=96, mlp_dim=192, dropout=0.1
+    )
+    return model.train(), (image(4, 64),), {}
+
+
+def deeplab() -> Built:
+    model = torchvision.models.segmentation.deeplabv3_mobilenet_v3_large(
+        weights=None, weights_backbone=None, num_classes=5, aux_loss=True
+    )
+    return model.train(), (image(2, 96),), {}
+
+
+def gpt2() -> Built:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=257, n_positions=64, use_cache=False)
+    tokens = torch.randint(0, 257, (4, 48), generator=torch.Generator().manual_seed(5))
+    return GPT2LMHeadModel(config).train(), (), {"input_ids": tokens, "labels": tokens}
+
+
+def bert() -> Built:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=199, use_cache=False
+    )
+    tokens = torch.randint(0, 199, (3, 40), generator=torch.Generator().manual_seed(6))
+    mask = torch.ones_like(tokens)
+    mask[1, 30:] = 0
+    return BertForMaskedLM(config).train(), (), {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+class TwoInTwoOut(nn.Module):
+    """Two inputs, two outputs, a tied weight, a skip, and a parameter used directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(24, 32)
+        self.right = nn.Linear(16, 32)
+        self.shared = nn.Linear(32, 32)
+        self.scale = nn.Parameter(torch.ones(32))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, a: torch.Tensor, *, b: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = torch.tanh(self.left(a))
+        y = torch.relu(self.right(b))
+        both = self.drop(self.shared(x) * self.scale + self.shared(y))
+        return {"sum": both + x, "norm": (both * y).softmax(-1)}
+
+
+def two_in_two_out() -> Built:
+    generator = torch.Generator().manual_seed(7)
+    dtype = torch.get_default_dtype()
+    a = torch.randn(64, 24, generator=generator).to(dtype)
+    b = torch.randn(64, 16, generator=generator).to(dtype)
+    return TwoInTwoOut().train(), (a,), {"b": b}
+
+
+def frozen_parameters() -> Built:
+    model = torchvision.models.resnet18().train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("layer3", "layer4", "fc")))
+    return model, (image(4, 64),), {}
+
+
+def frozen_batch_norm() -> Built:
+    model = torchvision.models.resnet18().train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    return model, (image(4, 64),), {}
+
+
+def input_gradient() -> Built:
+    return torchvision.models.resnet18().train(), (image(4, 64, requires_grad=True),), {}
+
+
+MODELS: dict[str, Callable[[], Built]] = {
+    "resnet18": _vision("resnet18", 4, 64),
+    "resnet50": _vision("resnet50", 4, 64),
+    "googlenet": _vision("googlenet", 4, 64, init_weights=False),
+    "inception_v3": _vision("inception_v3", 4, 80, init_weights=False, aux_logits=False),
+    "mobilenet_v2": _vision("mobilenet_v2", 4, 64),
+    "vgg16": _vision("vgg16", 4, 64),
+    "densenet121": _vision("densenet121", 4, 64),
+    "efficientnet_b0": _vision("efficientnet_b0", 4, 64),
+    "convnext_tiny": _vision("convnext_tiny", 4, 64),
+    "vit_b_16": vit,
+    "swin_t": _vision("swin_t", 4, 64),
+    "unet": unet,
+    "deeplab": deeplab,
+    "gpt2": gpt2,
+    "bert": bert,
+    "two_in_two_out": two_in_two_out,
+    "frozen_parameters": frozen_parameters,
+    "frozen_batch_norm": frozen_batch_norm,
+    "input_gradient": input_gradient,
+}
