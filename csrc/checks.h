@@ -1,0 +1,225 @@
+// Argument checks and memory-layout rules, shared by all devices.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+#include "elementwise.h"
+
+namespace monet_like {
+
+inline int64_t packed_bytes(int64_t numel) {
+  return (numel + 7) / 8;
+}
+
+inline void check_floating(const at::Tensor& t, const char* op, const char* name) {
+  const auto type = t.scalar_type();
+  TORCH_CHECK_TYPE(
+      type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16,
+      "monet_like::", op, ": ", name, " must be float32, float64, float16 or bfloat16, got ", type);
+}
+
+inline void check_packed(const at::Tensor& packed, int64_t numel, const at::Tensor& other, const char* op) {
+  TORCH_CHECK_TYPE(
+      packed.scalar_type() == at::kByte, "monet_like::", op, ": the packed mask must be uint8, got ",
+      packed.scalar_type());
+  TORCH_CHECK_VALUE(
+      packed.dim() == 1 && packed.is_contiguous() && packed.numel() == packed_bytes(numel), "monet_like::", op,
+      ": a mask of ", numel, " bits has shape [", packed_bytes(numel), "] and is contiguous, got shape ",
+      packed.sizes());
+  TORCH_CHECK_VALUE(
+      packed.device() == other.device(), "monet_like::", op, ": mask on ", packed.device(), ", tensor on ",
+      other.device());
+}
+
+// Whether `stride` lays `size` out without gaps and without overlap, in some order of the dimensions.
+inline bool is_dense(at::IntArrayRef size, at::IntArrayRef stride) {
+  if (std::find(size.begin(), size.end(), 0) != size.end()) {
+    return true;
+  }
+  std::vector<size_t> order(size.size());
+  std::iota(order.begin(), order.end(), 0);
+  order.erase(
+      std::remove_if(order.begin(), order.end(), [&](size_t d) { return size[d] == 1; }), order.end());
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return stride[a] < stride[b]; });
+  int64_t expected = 1;
+  for (const size_t d : order) {
+    if (stride[d] != expected) {
+      return false;
+    }
+    expected *= size[d];
+  }
+  return true;
+}
+
+// The order in which a tensor's elements are packed: memory order if it is dense, row-major order otherwise.
+inline at::Tensor in_packing_order(const at::Tensor& t) {
+  return is_dense(t.sizes(), t.strides()) ? t : t.contiguous();
+}
+
+// An uninitialised tensor with the layout that in_packing_order gives a tensor of this size and stride.
+inline at::Tensor empty_in_packing_order(
+    at::IntArrayRef size, at::IntArrayRef stride, const at::TensorOptions& options, const char* op) {
+  if (stride.empty()) {
+    return at::empty(size, options.memory_format(at::MemoryFormat::Contiguous));
+  }
+  TORCH_CHECK_VALUE(
+      stride.size() == size.size(), "monet_like::", op, ": stride must have one entry per dimension (", size.size(),
+      "), got ", stride.size());
+  return is_dense(size, stride) ? at::empty_strided(size, stride, options)
+                                : at::empty(size, options.memory_format(at::MemoryFormat::Contiguous));
+}
+
+// `t`, copied if need be, in the memory order of the tensor that was packed.
+inline at::Tensor to_packing_order(const at::Tensor& t, at::IntArrayRef stride, const char* op) {
+  if (stride.empty()) {
+    return in_packing_order(t);
+  }
+  TORCH_CHECK_VALUE(
+      stride.size() == static_cast<size_t>(t.dim()), "monet_like::", op, ": stride must have one entry per dimension (",
+      t.dim(), "), got ", stride.size());
+  const bool dense = is_dense(t.sizes(), stride);
+  bool same = true;
+  if (dense) {
+    for (int64_t d = 0; d < t.dim(); ++d) {
+      same = same && (t.size(d) == 1 || t.stride(d) == stride[d]);
+    }
+  } else {
+    same = t.is_contiguous();
+  }
+  if (same || t.numel() == 0) {
+    return t;
+  }
+  return empty_in_packing_order(t.sizes(), stride, t.options(), op).copy_(t);
+}
+
+struct PoolArguments {
+  Window window;
+  int64_t planes;    // batch * channels
+  int64_t batch;     // 1 for a 3-D input
+  int64_t channels;
+};
+
+inline int64_t pooled_extent(
+    int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation, bool ceil_mode) {
+  const int64_t span = in + 2 * pad - dilation * (kernel - 1) - 1 + (ceil_mode ? stride - 1 : 0);
+  int64_t out = (span >= 0 ? span / stride : -((-span + stride - 1) / stride)) + 1;
+  // In ceil mode the last window must start inside the image or its left padding.
+  if (ceil_mode && (out - 1) * stride >= in + pad) {
+    --out;
+  }
+  return out;
+}
+
+inline PoolArguments check_pool(
+    const char* op, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
+    at::IntArrayRef dilation) {
+  TORCH_CHECK_VALUE(
+      input_size.size() == 3 || input_size.size() == 4, "monet_like::", op,
+      ": the input must be [C, H, W] or [N, C, H, W], got ", input_size);
+  TORCH_CHECK_VALUE(
+      kernel.size() == 2 && padding.size() == 2 && dilation.size() == 2 && (stride.size() == 2 || stride.empty()),
+      "monet_like::", op, ": kernel, stride, padding and dilation have two entries each");
+  const at::IntArrayRef step = stride.empty() ? kernel : stride;
+  for (const int axis : {0, 1}) {
+    TORCH_CHECK_VALUE(
+        kernel[axis] > 0 && step[axis] > 0 && dilation[axis] > 0, "monet_like::", op,
+        ": kernel, stride and dilation must be positive");
+    TORCH_CHECK_VALUE(
+        padding[axis] >= 0 && padding[axis] <= ((kernel[axis] - 1) * dilation[axis] + 1) / 2, "monet_like::", op,
+        ": padding must lie between 0 and half of the dilated kernel, got ", padding);
+  }
+  TORCH_CHECK_VALUE(
+      kernel[0] * kernel[1] <= 256, "monet_like::", op, ": a window may have at most 256 cells, got ",
+      kernel[0] * kernel[1]);
+  const size_t n = input_size.size();
+  const int64_t batch = n == 4 ? input_size[0] : 1, channels = input_size[n - 3];
+  return {
+      {kernel[0], kernel[1], step[0], step[1], padding[0], padding[1], dilation[0], dilation[1], input_size[n - 2],
+       input_size[n - 1], 0, 0},
+      batch * channels,
+      batch,
+      channels};
+}
+
+// Fills in the output extents from a tensor shaped like the pooled output and checks the rest of its shape.
+inline void check_pooled(const char* op, PoolArguments& pool, at::IntArrayRef input_size, const at::Tensor& pooled) {
+  TORCH_CHECK_VALUE(
+      pooled.dim() == static_cast<int64_t>(input_size.size()) &&
+          pooled.sizes().slice(0, pooled.dim() - 2) == input_size.slice(0, input_size.size() - 2),
+      "monet_like::", op, ": pooled shape ", pooled.sizes(), " does not belong to input shape ", input_size);
+  Window& w = pool.window;
+  w.out_h = pooled.size(-2);
+  w.out_w = pooled.size(-1);
+  const auto fits = [](int64_t out, int64_t in, int64_t k, int64_t s, int64_t p, int64_t d) {
+    return out == pooled_extent(in, k, s, p, d, false) || out == pooled_extent(in, k, s, p, d, true);
+  };
+  TORCH_CHECK_VALUE(
+      fits(w.out_h, w.in_h, w.kernel_h, w.stride_h, w.pad_h, w.dilation_h) &&
+          fits(w.out_w, w.in_w, w.kernel_w, w.stride_w, w.pad_w, w.dilation_w),
+      "monet_like::", op, ": this window does not turn ", input_size, " into ", pooled.sizes());
+}
+
+struct NormShape {
+  int64_t batch, channels, image;
+};
+
+inline NormShape check_norm(
+    const char* op, const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const at::Tensor* mean, const at::Tensor* invstd) {
+  check_floating(x, op, "x");
+  TORCH_CHECK_VALUE(x.dim() >= 2, "monet_like::", op, ": x must be [N, C, ...], got ", x.sizes());
+  const int64_t channels = x.size(1);
+  const auto check = [&](const at::Tensor& t, const char* name) {
+    TORCH_CHECK_VALUE(
+        t.dim() == 1 && t.size(0) == channels, "monet_like::", op, ": ", name, " must have shape [", channels,
+        "], got ", t.sizes());
+    TORCH_CHECK_TYPE(
+        t.scalar_type() == x.scalar_type() || t.scalar_type() == at::kFloat, "monet_like::", op, ": ", name,
+        " must be ", x.scalar_type(), " like x or float32, got ", t.scalar_type());
+    TORCH_CHECK_VALUE(
+        t.device() == x.device(), "monet_like::", op, ": ", name, " on ", t.device(), ", x on ", x.device());
+  };
+  const auto check_optional = [&](const std::optional<at::Tensor>& t, const char* name) {
+    if (t.has_value() && t->defined()) {
+      check(*t, name);
+    }
+  };
+  check_optional(weight, "weight");
+  check_optional(bias, "bias");
+  if (mean != nullptr) {
+    check(*mean, "mean");
+    check(*invstd, "invstd");
+  }
+  const int64_t rows = channels == 0 ? 0 : x.numel() / channels;
+  const int64_t image = x.size(0) == 0 ? 0 : rows / x.size(0);
+  return {x.size(0), channels, image};
+}
+
+enum class NormLayout { ChannelsFirst, ChannelsLast, Strided };
+
+inline NormLayout norm_layout(const at::Tensor& x) {
+  if (x.is_contiguous()) {
+    return NormLayout::ChannelsFirst;
+  }
+  if ((x.dim() == 4 && x.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
+      (x.dim() == 5 && x.is_contiguous(at::MemoryFormat::ChannelsLast3d))) {
+    return NormLayout::ChannelsLast;
+  }
+  return NormLayout::Strided;
+}
+
+// ATen's choice for batch norm's output: a tensor that is contiguous in several formats counts as row-major.
+inline at::MemoryFormat norm_format(const at::Tensor& x) {
+  return x.is_contiguous() ? at::MemoryFormat::Contiguous : x.suggest_memory_format();
+}
+
+}  // namespace monet_like

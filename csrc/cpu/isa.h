@@ -1,0 +1,108 @@
+// One loop body, compiled for several x86 vector widths; the width is the one ATen chose for itself.
+
+#pragma once
+
+#include <ATen/Version.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <type_traits>
+
+#include "../elementwise.h"
+
+#define MONET_BODY inline __attribute__((always_inline))
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define MONET_TARGET_AVX512 \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")))
+#define MONET_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define MONET_HAS_ISA 1
+#elif defined(__x86_64__) && defined(__clang__)
+#define MONET_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define MONET_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define MONET_HAS_ISA 1
+#else
+#define MONET_HAS_ISA 0
+#endif
+
+namespace monet_like {
+
+enum class Isa { Baseline, Avx2, Avx512 };
+
+// Follows ATEN_CPU_CAPABILITY, so that one switch moves ATen and these kernels together.
+inline Isa isa() {
+  static const Isa chosen = [] {
+    const std::string capability = at::get_cpu_capability();
+    return capability == "AVX512" ? Isa::Avx512 : capability == "AVX2" ? Isa::Avx2 : Isa::Baseline;
+  }();
+  return chosen;
+}
+
+// Defines `name<constants...>(arguments...)`, which runs the right compilation of `name_body`.
+#if MONET_HAS_ISA
+#define MONET_FOR_EACH_ISA(name)                                \
+  template <auto... V, typename... A>                           \
+  MONET_TARGET_AVX512 void name##_avx512(A... a) {              \
+    name##_body<V...>(a...);                                    \
+  }                                                             \
+  template <auto... V, typename... A>                           \
+  MONET_TARGET_AVX2 void name##_avx2(A... a) {                  \
+    name##_body<V...>(a...);                                    \
+  }                                                             \
+  template <auto... V, typename... A>                           \
+  void name(A... a) {                                           \
+    switch (isa()) {                                            \
+      case Isa::Avx512:                                         \
+        return name##_avx512<V...>(a...);                       \
+      case Isa::Avx2:                                           \
+        return name##_avx2<V...>(a...);                         \
+      default:                                                  \
+        return name##_body<V...>(a...);                         \
+    }                                                           \
+  }
+#else
+#define MONET_FOR_EACH_ISA(name)     \
+  template <auto... V, typename... A> \
+  void name(A... a) {                \
+    name##_body<V...>(a...);         \
+  }
+#endif
+
+// The type a kernel computes in.
+template <typename T>
+using op_type = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename T>
+constexpr Stored stored_as = std::is_same_v<T, c10::Half>       ? Stored::AsHalf
+                             : std::is_same_v<T, c10::BFloat16> ? Stored::AsBFloat16
+                                                                : Stored::Exactly;
+
+template <typename T>
+MONET_BODY op_type<T> load(const T& value) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    const uint32_t bits = static_cast<uint32_t>(value.x) << 16;
+    float out;
+    std::memcpy(&out, &bits, sizeof(out));
+    return out;
+  } else {
+    return static_cast<op_type<T>>(value);
+  }
+}
+
+template <typename T>
+MONET_BODY void store(T& to, op_type<T> value) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    // Round to nearest even without a branch, so that the loop around it vectorises.
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    to.x = static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
+  } else {
+    to = static_cast<T>(value);
+  }
+}
+
+}  // namespace monet_like

@@ -1,0 +1,386 @@
+// Max pooling on the CPU that remembers one byte per output instead of ATen's int64 index.
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <limits>
+#include <tuple>
+
+#include "../checks.h"
+#include "isa.h"
+
+namespace monet_like {
+namespace {
+
+// Integers as wide as the compute type, so that value and cell are selected by one vector mask.
+template <typename O>
+using cell_type = std::conditional_t<sizeof(O) == 8, int64_t, int32_t>;
+
+// Cells are visited in ATen's order with ATen's test: of equal maxima the first wins, of NaNs the last.
+// Step 0 means "known only at run time"; 1 and 2 let the compiler use plain and interleaved vector loads.
+template <int Step, typename T, typename O>
+MONET_BODY void take_larger(const T* in, int64_t step, O* best, cell_type<O>* cell, int64_t n, cell_type<O> here) {
+  const int64_t s = Step == 0 ? step : Step;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const O value = load(in[i * s]);
+    const bool take = (value > best[i]) | (value != value);
+    best[i] = take ? value : best[i];
+    cell[i] = take ? here : cell[i];
+  }
+}
+
+template <typename T, typename O>
+MONET_BODY void finish(const O* best, const cell_type<O>* cell, T* y, uint8_t* offsets, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    store(y[i], best[i]);
+    offsets[i] = static_cast<uint8_t>(cell[i]);
+  }
+}
+
+// One plane of a contiguous image, one output row at a time, vectorised along the row.
+// Scratch: best[out_w], cell[out_w]; first_w[out_w] holds each window's first step inside the image.
+template <int Step, typename T, typename O>
+MONET_BODY void pool_plane_body(
+    const T* in, T* y, uint8_t* offsets, const Window* window, O* best, cell_type<O>* cell,
+    const cell_type<O>* first_w) {
+  const Window w = *window;
+  for (int64_t oh = 0; oh < w.out_h; ++oh) {
+    const int64_t h0 = w.start_h(oh), first_h = Window::first_step(h0, w.dilation_h);
+    const auto first_row = static_cast<cell_type<O>>(first_h * w.kernel_w);
+    for (int64_t i = 0; i < w.out_w; ++i) {
+      best[i] = -std::numeric_limits<O>::infinity();
+      cell[i] = first_row + first_w[i];
+    }
+    for (int64_t kh = first_h; kh < w.kernel_h && h0 + kh * w.dilation_h < w.in_h; ++kh) {
+      const T* row = in + (h0 + kh * w.dilation_h) * w.in_w;
+      for (int64_t kw = 0; kw < w.kernel_w; ++kw) {
+        // Outputs whose cell (kh, kw) lies inside the image: 0 <= ow * stride + shift < in_w.
+        const int64_t shift = kw * w.dilation_w - w.pad_w;
+        const int64_t lo = shift >= 0 ? 0 : (-shift + w.stride_w - 1) / w.stride_w;
+        const int64_t room = w.in_w - 1 - shift;
+        const int64_t hi = room < 0 ? 0 : std::min(w.out_w, room / w.stride_w + 1);
+        if (lo < hi) {
+          take_larger<Step>(
+              row + lo * w.stride_w + shift, w.stride_w, best + lo, cell + lo, hi - lo,
+              static_cast<cell_type<O>>(kh * w.kernel_w + kw));
+        }
+      }
+    }
+    finish(best, cell, y + oh * w.out_w, offsets + oh * w.out_w, w.out_w);
+  }
+}
+MONET_FOR_EACH_ISA(pool_plane)
+
+// One output pixel of a channels-last image, `count` channels from in[0] on. A count known when compiling (most
+// channels, in blocks) gives loops without remainders over scratch that never leaves the first-level cache.
+template <int Count, typename T, typename O>
+MONET_BODY void pool_pixel(
+    const T* in, T* y, uint8_t* offsets, const Window& w, int64_t h0, int64_t w0, int64_t pitch, int64_t count) {
+  constexpr int64_t kMost = Count == 0 ? 64 : Count;
+  const int64_t n = Count == 0 ? count : Count;
+  O best[kMost];
+  cell_type<O> cell[kMost];
+  const int64_t first_h = Window::first_step(h0, w.dilation_h), first_w = Window::first_step(w0, w.dilation_w);
+  const auto first = static_cast<cell_type<O>>(first_h * w.kernel_w + first_w);
+  for (int64_t c = 0; c < n; ++c) {
+    best[c] = -std::numeric_limits<O>::infinity();
+    cell[c] = first;
+  }
+  for (int64_t kh = first_h; kh < w.kernel_h && h0 + kh * w.dilation_h < w.in_h; ++kh) {
+    const T* row = in + (h0 + kh * w.dilation_h) * w.in_w * pitch;
+    for (int64_t kw = first_w; kw < w.kernel_w && w0 + kw * w.dilation_w < w.in_w; ++kw) {
+      const auto here = static_cast<cell_type<O>>(kh * w.kernel_w + kw);
+      take_larger<1>(row + (w0 + kw * w.dilation_w) * pitch, 1, best, cell, n, here);
+    }
+  }
+  finish(best, cell, y, offsets, n);
+}
+
+// Output pixels [begin, end) of a channels-last image, vectorised over channels.
+template <typename T>
+MONET_BODY void pool_pixels_body(
+    const T* in, T* y, uint8_t* offsets, const Window* window, int64_t channels, int64_t begin, int64_t end) {
+  using O = op_type<T>;
+  const Window w = *window;
+  for (int64_t pixel = begin; pixel < end; ++pixel) {
+    const int64_t ow = pixel % w.out_w, oh = pixel / w.out_w % w.out_h, n = pixel / w.out_w / w.out_h;
+    const int64_t h0 = w.start_h(oh), w0 = w.start_w(ow);
+    const T* image = in + n * w.in_h * w.in_w * channels;
+    T* to = y + pixel * channels;
+    uint8_t* off = offsets + pixel * channels;
+    int64_t c = 0;
+    for (; c + 64 <= channels; c += 64) {
+      pool_pixel<64, T, O>(image + c, to + c, off + c, w, h0, w0, channels, 64);
+    }
+    for (; c + 16 <= channels; c += 16) {
+      pool_pixel<16, T, O>(image + c, to + c, off + c, w, h0, w0, channels, 16);
+    }
+    if (c < channels) {
+      pool_pixel<0, T, O>(image + c, to + c, off + c, w, h0, w0, channels, channels - c);
+    }
+  }
+}
+MONET_FOR_EACH_ISA(pool_pixels)
+
+template <typename T>
+void pool_contiguous(const T* in, T* y, uint8_t* offsets, const PoolArguments& pool) {
+  using O = op_type<T>;
+  const Window& w = pool.window;
+  std::vector<cell_type<O>> first_w(w.out_w);
+  for (int64_t ow = 0; ow < w.out_w; ++ow) {
+    first_w[ow] = static_cast<cell_type<O>>(Window::first_step(w.start_w(ow), w.dilation_w));
+  }
+  at::parallel_for(0, pool.planes, 1, [&](int64_t begin, int64_t end) {
+    std::vector<O> best(w.out_w);
+    std::vector<cell_type<O>> cell(w.out_w);
+    for (int64_t p = begin; p < end; ++p) {
+      const T* plane = in + p * w.in_h * w.in_w;
+      T* out = y + p * w.out_h * w.out_w;
+      uint8_t* off = offsets + p * w.out_h * w.out_w;
+      const cell_type<O>* first = first_w.data();
+      if (w.stride_w == 1) {
+        pool_plane<1>(plane, out, off, &w, best.data(), cell.data(), first);
+      } else if (w.stride_w == 2) {
+        pool_plane<2>(plane, out, off, &w, best.data(), cell.data(), first);
+      } else {
+        pool_plane<0>(plane, out, off, &w, best.data(), cell.data(), first);
+      }
+    }
+  });
+}
+
+template <typename T>
+void pool_channels_last(const T* in, T* y, uint8_t* offsets, const PoolArguments& pool) {
+  const Window& w = pool.window;
+  at::parallel_for(0, pool.batch * w.out_h * w.out_w, 16, [&](int64_t begin, int64_t end) {
+    pool_pixels(in, y, offsets, &w, pool.channels, begin, end);
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor> max_pool2d_with_offsets(
+    const at::Tensor& x, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
+    at::IntArrayRef dilation, bool ceil_mode) {
+  const char* op = "max_pool2d_with_offsets";
+  check_floating(x, op, "x");
+  PoolArguments pool = check_pool(op, x.sizes(), kernel, stride, padding, dilation);
+  Window& w = pool.window;
+  w.out_h = pooled_extent(w.in_h, w.kernel_h, w.stride_h, w.pad_h, w.dilation_h, ceil_mode);
+  w.out_w = pooled_extent(w.in_w, w.kernel_w, w.stride_w, w.pad_w, w.dilation_w, ceil_mode);
+  TORCH_CHECK_VALUE(
+      w.out_h > 0 && w.out_w > 0, "monet_like::", op, ": the output of input ", x.sizes(), " would be empty");
+  const auto format = x.suggest_memory_format();
+  const at::Tensor in = x.contiguous(format);
+  std::vector<int64_t> size = x.sizes().vec();
+  size[size.size() - 2] = w.out_h;
+  size[size.size() - 1] = w.out_w;
+  at::Tensor y = at::empty(size, x.options().memory_format(format));
+  at::Tensor offsets = at::empty(size, x.options().dtype(at::kByte).memory_format(format));
+  if (y.numel() == 0) {
+    return {y, offsets};
+  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "max_pool2d_with_offsets", [&] {
+    const bool channels_last = format == at::MemoryFormat::ChannelsLast;
+    const auto run = channels_last ? &pool_channels_last<scalar_t> : &pool_contiguous<scalar_t>;
+    run(in.const_data_ptr<scalar_t>(), y.mutable_data_ptr<scalar_t>(), offsets.mutable_data_ptr<uint8_t>(), pool);
+  });
+  return {y, offsets};
+}
+
+// Distance in the input plane from a window's (unclipped) start to each of its cells; beyond the window: far outside.
+std::vector<int64_t> cell_distances(const Window& w) {
+  std::vector<int64_t> distance(256, std::numeric_limits<int64_t>::max() / 4);
+  for (int64_t k = 0; k < w.kernel_h * w.kernel_w; ++k) {
+    distance[k] = k / w.kernel_w * w.dilation_h * w.in_w + k % w.kernel_w * w.dilation_w;
+  }
+  return distance;
+}
+
+// Calls f(position in memory, oh, ow) for every pooled element.
+template <typename F>
+void for_each_pooled(const PoolArguments& pool, bool channels_last, const F& f) {
+  const Window& w = pool.window;
+  const int64_t lanes = channels_last ? pool.channels : 1;
+  const int64_t rows = (channels_last ? pool.batch : pool.planes) * w.out_h;
+  at::parallel_for(0, rows, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, w.out_w * lanes)),
+                   [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t oh = row % w.out_h;
+      for (int64_t ow = 0; ow < w.out_w; ++ow) {
+        const int64_t at = (row * w.out_w + ow) * lanes;
+        for (int64_t c = 0; c < lanes; ++c) {
+          f(at + c, oh, ow);
+        }
+      }
+    }
+  });
+}
+
+at::Tensor max_pool2d_offsets(
+    const at::Tensor& indices, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation) {
+  const char* op = "max_pool2d_offsets";
+  TORCH_CHECK_TYPE(indices.scalar_type() == at::kLong, "monet_like::", op, ": indices must be int64");
+  PoolArguments pool = check_pool(op, input_size, kernel, stride, padding, dilation);
+  check_pooled(op, pool, input_size, indices);
+  const Window& w = pool.window;
+  const auto format = indices.suggest_memory_format();
+  const at::Tensor dense = indices.contiguous(format);
+  at::Tensor offsets = at::empty(indices.sizes(), indices.options().dtype(at::kByte).memory_format(format));
+  const int64_t* from = dense.const_data_ptr<int64_t>();
+  uint8_t* to = offsets.mutable_data_ptr<uint8_t>();
+  const bool channels_last = format == at::MemoryFormat::ChannelsLast;
+  std::atomic<bool> foreign{false};
+
+  // A table from distance to cell spares the divisions. It needs different cells at different distances.
+  const std::vector<int64_t> distance = cell_distances(w);
+  const int64_t longest = distance[w.kernel_h * w.kernel_w - 1];
+  if ((w.kernel_w - 1) * w.dilation_w < w.in_w && longest < (1 << 20)) {
+    std::vector<int16_t> cell_at(longest + 1, -1);
+    for (int64_t k = 0; k < w.kernel_h * w.kernel_w; ++k) {
+      cell_at[distance[k]] = static_cast<int16_t>(k);
+    }
+    for_each_pooled(pool, channels_last, [&](int64_t i, int64_t oh, int64_t ow) {
+      const int64_t d = from[i] - (w.start_h(oh) * w.in_w + w.start_w(ow));
+      const int16_t cell = d >= 0 && d <= longest ? cell_at[d] : int16_t(-1);
+      if (cell < 0) {
+        foreign.store(true, std::memory_order_relaxed);
+      }
+      to[i] = static_cast<uint8_t>(cell);
+    });
+  } else {
+    for_each_pooled(pool, channels_last, [&](int64_t i, int64_t oh, int64_t ow) {
+      const int64_t cell = w.offset_of(oh, ow, from[i]);
+      if (cell < 0) {
+        foreign.store(true, std::memory_order_relaxed);
+      }
+      to[i] = static_cast<uint8_t>(cell);
+    });
+  }
+  TORCH_CHECK_VALUE(!foreign.load(), "monet_like::", op, ": an index lies outside its window; wrong window or indices");
+  return offsets;
+}
+
+at::Tensor max_pool2d_offsets_to_indices(
+    const at::Tensor& offsets, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation) {
+  const char* op = "max_pool2d_offsets_to_indices";
+  TORCH_CHECK_TYPE(offsets.scalar_type() == at::kByte, "monet_like::", op, ": offsets must be uint8");
+  PoolArguments pool = check_pool(op, input_size, kernel, stride, padding, dilation);
+  check_pooled(op, pool, input_size, offsets);
+  const Window& w = pool.window;
+  const auto format = offsets.suggest_memory_format();
+  const at::Tensor dense = offsets.contiguous(format);
+  at::Tensor indices = at::empty(offsets.sizes(), offsets.options().dtype(at::kLong).memory_format(format));
+  const uint8_t* from = dense.const_data_ptr<uint8_t>();
+  int64_t* to = indices.mutable_data_ptr<int64_t>();
+  const std::vector<int64_t> distance = cell_distances(w);
+  for_each_pooled(pool, format == at::MemoryFormat::ChannelsLast, [&](int64_t i, int64_t oh, int64_t ow) {
+    to[i] = w.start_h(oh) * w.in_w + w.start_w(ow) + distance[from[i]];
+  });
+  return indices;
+}
+
+// Adds in the order of the outputs and in the tensor's own precision, as ATen does: the sums are bit-equal.
+// `lanes` channels lie next to each other, of which [first, first + count) are done here; `distance` is in elements.
+// A cell outside the plane (a window wholly in the padding, or a corrupt offset) gets nothing.
+template <bool Planar, typename T>
+void scatter_plane(
+    const T* __restrict grad, const uint8_t* __restrict offsets, T* __restrict out, const Window& window,
+    const int64_t* __restrict distance, int64_t pitch, int64_t first_channel, int64_t channels) {
+  const Window w = window;
+  const int64_t lanes = Planar ? 1 : pitch, first = Planar ? 0 : first_channel, count = Planar ? 1 : channels;
+  const uint64_t elements = static_cast<uint64_t>(w.in_h * w.in_w * lanes);
+  int64_t pooled = 0;
+  for (int64_t oh = 0; oh < w.out_h; ++oh) {
+    int64_t start = (w.start_h(oh) * w.in_w + w.start_w(0)) * lanes;
+    for (int64_t ow = 0; ow < w.out_w; ++ow, pooled += lanes, start += w.stride_w * lanes) {
+      for (int64_t c = first; c < first + count; ++c) {
+        const int64_t at = start + distance[offsets[pooled + c]] + c;
+        if (static_cast<uint64_t>(at) < elements) {
+          store(out[at], load(out[at]) + load(grad[pooled + c]));
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+void scatter(const T* grad, const uint8_t* offsets, T* out, const PoolArguments& pool, bool channels_last) {
+  const Window& w = pool.window;
+  const int64_t in_area = w.in_h * w.in_w, out_area = w.out_h * w.out_w;
+  std::vector<int64_t> distance = cell_distances(w);
+  if (!channels_last) {
+    at::parallel_for(0, pool.planes, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; ++p) {
+        std::fill_n(out + p * in_area, in_area, T(0));
+        scatter_plane<true>(
+            grad + p * out_area, offsets + p * out_area, out + p * in_area, w, distance.data(), 1, 0, 1);
+      }
+    });
+    return;
+  }
+  const int64_t C = pool.channels, threads = at::get_num_threads();
+  for (int64_t k = 0; k < w.kernel_h * w.kernel_w; ++k) {
+    distance[k] *= C;
+  }
+  // Small batches are also split over channels; blocks of 16 keep two threads off one cache line, mostly.
+  const int64_t wanted = pool.batch >= threads ? 1 : (threads + pool.batch - 1) / pool.batch;
+  const int64_t block = std::max<int64_t>(16, (C + wanted - 1) / wanted);
+  const int64_t blocks = (C + block - 1) / block;
+  at::parallel_for(0, pool.batch * blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t n = task / blocks, first = task % blocks * block, count = std::min(block, C - first);
+      T* image = out + n * in_area * C;
+      if (blocks == 1) {
+        std::fill_n(image, in_area * C, T(0));
+      } else {
+        for (int64_t i = 0; i < in_area; ++i) {
+          std::fill_n(image + i * C + first, count, T(0));
+        }
+      }
+      scatter_plane<false>(
+          grad + n * out_area * C, offsets + n * out_area * C, image, w, distance.data(), C, first, count);
+    }
+  });
+}
+
+at::Tensor max_pool2d_offsets_backward(
+    const at::Tensor& grad, const at::Tensor& offsets, at::IntArrayRef input_size, at::IntArrayRef kernel,
+    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation) {
+  const char* op = "max_pool2d_offsets_backward";
+  check_floating(grad, op, "grad");
+  TORCH_CHECK_TYPE(offsets.scalar_type() == at::kByte, "monet_like::", op, ": offsets must be uint8");
+  PoolArguments pool = check_pool(op, input_size, kernel, stride, padding, dilation);
+  check_pooled(op, pool, input_size, offsets);
+  TORCH_CHECK_VALUE(
+      grad.sizes() == offsets.sizes(), "monet_like::", op, ": grad ", grad.sizes(), " and offsets ", offsets.sizes(),
+      " differ in shape");
+  // The offsets carry the layout of the forward input, which the gradient of that input takes too.
+  const auto format = offsets.suggest_memory_format();
+  const at::Tensor from = grad.contiguous(format), cells = offsets.contiguous(format);
+  at::Tensor out = at::empty(input_size, grad.options().memory_format(format));
+  if (out.numel() == 0) {
+    return out;
+  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "max_pool2d_offsets_backward", [&] {
+    scatter(
+        from.const_data_ptr<scalar_t>(), cells.const_data_ptr<uint8_t>(), out.mutable_data_ptr<scalar_t>(), pool,
+        format == at::MemoryFormat::ChannelsLast);
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
+  m.impl("max_pool2d_with_offsets", &max_pool2d_with_offsets);
+  m.impl("max_pool2d_offsets", &max_pool2d_offsets);
+  m.impl("max_pool2d_offsets_to_indices", &max_pool2d_offsets_to_indices);
+  m.impl("max_pool2d_offsets_backward", &max_pool2d_offsets_backward);
+}
+
+}  // namespace monet_like

@@ -1,0 +1,321 @@
+// Training-mode batch norm on the GPU from saved statistics, with and without ReLU, and the gradient of both.
+
+#include <ATen/ops/batch_norm_update_stats.h>
+#include <ATen/ops/native_batch_norm.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "common.cuh"
+
+namespace monet_like {
+namespace {
+
+// The constants of all channels, [4, C]: weight, bias, mean, invstd in the type of the computation. They are few;
+// gathering them with ATen costs a handful of small launches and spares a kernel per mixture of dtypes.
+at::Tensor constants(
+    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const at::Tensor& mean, const at::Tensor& invstd) {
+  const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  at::Tensor k = at::empty({4, x.size(1)}, x.options().dtype(type).memory_format(at::MemoryFormat::Contiguous));
+  const auto fill = [&](int64_t row, const std::optional<at::Tensor>& t, double otherwise) {
+    if (t.has_value() && t->defined()) {
+      k.select(0, row).copy_(*t);
+    } else {
+      k.select(0, row).fill_(otherwise);
+    }
+  };
+  fill(0, weight, 1);
+  fill(1, bias, 0);
+  fill(2, mean, 0);
+  fill(3, invstd, 0);
+  return k;
+}
+
+template <typename O>
+__device__ __forceinline__ Channel<O> channel_at(const O* k, int64_t c, int64_t channels) {
+  return {k[c], k[channels + c], k[2 * channels + c], k[3 * channels + c]};
+}
+
+template <typename O>
+__device__ __forceinline__ O value_of(O x, const Channel<O>& k) {
+  return normalised<Formula::Plain>(x, k.a, k.b, k.mean, k.invstd);
+}
+
+// `inner` elements of one channel lie next to each other: the image if contiguous, one if channels last.
+__device__ __forceinline__ int64_t channel_of(int64_t i, int64_t inner, int64_t channels) {
+  return (inner == 1 ? i : i / inner) % channels;
+}
+
+template <bool Relu, typename T>
+__global__ void apply_kernel(
+    const T* in, T* out, const op_type<T>* k, int64_t channels, int64_t inner, int64_t numel) {
+  using O = op_type<T>;
+  MONET_GRID_STRIDE(i, numel) {
+    const O y = value_of(static_cast<O>(in[i]), channel_at(k, channel_of(i, inner, channels), channels));
+    out[i] = static_cast<T>(Relu ? relu_when_stored<stored_as<T>>(y) : y);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ op_type<T> gradient_through(T grad, op_type<T> x, const Channel<op_type<T>>& k) {
+  return passes_threshold_when_stored<stored_as<T>>(value_of(x, k)) ? static_cast<op_type<T>>(grad) : op_type<T>(0);
+}
+
+constexpr int kLanes = 32;  // blocks are kLanes x kRows threads
+constexpr int kRows = kThreads / kLanes;
+
+// partial[split, 0 and 1, channel] = sum g and sum (x - m) g over one part of one channel.
+// Planes: a block has one channel; its threads walk along the image. blockIdx = (channel, split).
+template <typename T>
+__global__ void reduce_planes_kernel(
+    const T* grad, const T* x, const op_type<T>* k, double* partial, int64_t batch, int64_t channels, int64_t image) {
+  using O = op_type<T>;
+  const int64_t c = blockIdx.x;
+  const Channel<O> channel = channel_at(k, c, channels);
+  double sum = 0, dot = 0;
+  for (int64_t n = blockIdx.y; n < batch; n += gridDim.y) {
+    const int64_t base = (n * channels + c) * image;
+    O image_sum = 0, image_dot = 0;
+    for (int64_t i = threadIdx.y * kLanes + threadIdx.x; i < image; i += kThreads) {
+      const O value = static_cast<O>(x[base + i]), g = gradient_through(grad[base + i], value, channel);
+      image_sum += g;
+      image_dot += (value - channel.mean) * g;
+    }
+    sum += image_sum;
+    dot += image_dot;
+  }
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    sum += __shfl_down_sync(0xffffffffu, sum, step);
+    dot += __shfl_down_sync(0xffffffffu, dot, step);
+  }
+  __shared__ double shared[2][kRows];
+  if (threadIdx.x == 0) {
+    shared[0][threadIdx.y] = sum;
+    shared[1][threadIdx.y] = dot;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && threadIdx.y < 2) {
+    double total = 0;
+    for (int r = 0; r < kRows; ++r) {
+      total += shared[threadIdx.y][r];
+    }
+    partial[(static_cast<int64_t>(blockIdx.y) * 2 + threadIdx.y) * channels + c] = total;
+  }
+}
+
+// Channels last: 32 threads take 32 adjacent channels, the block's rows and the splits share the pixels.
+template <typename T>
+__global__ void reduce_rows_kernel(
+    const T* grad, const T* x, const op_type<T>* k, double* partial, int64_t rows, int64_t channels) {
+  using O = op_type<T>;
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x;
+  double sum = 0, dot = 0;
+  if (c < channels) {
+    const Channel<O> channel = channel_at(k, c, channels);
+    const int64_t first = static_cast<int64_t>(blockIdx.y) * kRows + threadIdx.y;
+    const int64_t step = static_cast<int64_t>(gridDim.y) * kRows;
+    O some_sum = 0, some_dot = 0;
+    int pending = 0;
+    for (int64_t r = first; r < rows; r += step) {
+      const O value = static_cast<O>(x[r * channels + c]), g = gradient_through(grad[r * channels + c], value, channel);
+      some_sum += g;
+      some_dot += (value - channel.mean) * g;
+      if (++pending == 64) {
+        sum += some_sum;
+        dot += some_dot;
+        some_sum = some_dot = 0;
+        pending = 0;
+      }
+    }
+    sum += some_sum;
+    dot += some_dot;
+  }
+  __shared__ double shared[2][kRows][kLanes];
+  shared[0][threadIdx.y][threadIdx.x] = sum;
+  shared[1][threadIdx.y][threadIdx.x] = dot;
+  __syncthreads();
+  if (c < channels && threadIdx.y < 2) {
+    double total = 0;
+    for (int r = 0; r < kRows; ++r) {
+      total += shared[threadIdx.y][r][threadIdx.x];
+    }
+    partial[(static_cast<int64_t>(blockIdx.y) * 2 + threadIdx.y) * channels + c] = total;
+  }
+}
+
+// Adds the parts in a fixed order and derives what the second pass needs: d = [3, C] of mean_g, slope, scale.
+template <typename O>
+__global__ void finish_sums_kernel(
+    const double* partial, const O* k, double* sums, O* d, int64_t splits, int64_t channels, int64_t count) {
+  MONET_GRID_STRIDE(c, channels) {
+    double sum = 0, dot = 0;
+    for (int64_t s = 0; s < splits; ++s) {
+      sum += partial[(s * 2) * channels + c];
+      dot += partial[(s * 2 + 1) * channels + c];
+    }
+    const double weight = k[c], invstd = k[3 * channels + c];
+    sums[c] = sum;
+    sums[channels + c] = dot * invstd;
+    d[c] = static_cast<O>(sum / count);
+    d[channels + c] = static_cast<O>(dot / count * invstd * invstd);
+    d[2 * channels + c] = static_cast<O>(invstd * weight);
+  }
+}
+
+template <typename T>
+__global__ void input_grad_kernel(
+    const T* grad, const T* x, T* out, const op_type<T>* k, const op_type<T>* d, int64_t channels, int64_t inner,
+    int64_t numel) {
+  using O = op_type<T>;
+  MONET_GRID_STRIDE(i, numel) {
+    const int64_t c = channel_of(i, inner, channels);
+    const Channel<O> channel = channel_at(k, c, channels);
+    const O value = static_cast<O>(x[i]), g = gradient_through(grad[i], value, channel);
+    out[i] = static_cast<T>((g - d[c] - (value - channel.mean) * d[channels + c]) * d[2 * channels + c]);
+  }
+}
+
+bool by_rows(const at::Tensor& dense, const NormShape& shape) {
+  return norm_layout(dense) == NormLayout::ChannelsLast || shape.image == 1;
+}
+
+template <bool Relu>
+void apply(
+    const at::Tensor& x, const at::Tensor& out, const NormShape& shape, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd) {
+  const at::Tensor k = constants(x, weight, bias, mean, invstd);
+  const int64_t inner = by_rows(x, shape) ? 1 : shape.image;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_apply", [&] {
+    apply_kernel<Relu, scalar_t><<<blocks_for(x.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        x.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(), k.const_data_ptr<op_type<scalar_t>>(),
+        shape.channels, inner, x.numel());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+template <bool Relu>
+at::Tensor apply_new(
+    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const at::Tensor& mean, const at::Tensor& invstd) {
+  const char* op = Relu ? "batch_norm_relu_apply" : "batch_norm_apply";
+  const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const auto format = norm_format(x);
+  const at::Tensor in = x.contiguous(format);
+  at::Tensor out = at::empty(x.sizes(), x.options().memory_format(format));
+  if (x.numel() > 0) {
+    apply<Relu>(in, out, shape, weight, bias, mean, invstd);
+  }
+  return out;
+}
+
+template <bool Relu>
+at::Tensor& apply_in_place(
+    at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const at::Tensor& mean, const at::Tensor& invstd) {
+  const NormShape shape =
+      check_norm(Relu ? "batch_norm_relu_apply_" : "batch_norm_apply_", x, weight, bias, &mean, &invstd);
+  const c10::cuda::CUDAGuard guard(x.device());
+  if (x.numel() > 0) {
+    const at::Tensor dense = x.contiguous(norm_format(x));
+    apply<Relu>(dense, dense, shape, weight, bias, mean, invstd);
+    if (!dense.is_same(x)) {
+      x.copy_(dense);
+    }
+  }
+  return x;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_train(
+    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
+    double eps) {
+  check_norm("batch_norm_relu_train", x, weight, bias, nullptr, nullptr);
+  const c10::cuda::CUDAGuard guard(x.device());
+  if (x.numel() == 0) {
+    auto [y, mean, invstd] = at::native_batch_norm(x, weight, bias, running_mean, running_var, true, momentum, eps);
+    return {y, mean, invstd};
+  }
+  auto [mean, invstd] = at::batch_norm_update_stats(x, running_mean, running_var, momentum);
+  invstd.add_(eps).rsqrt_();  // it held the variance
+  return {apply_new<true>(x, weight, bias, mean, invstd), mean, invstd};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_backward(
+    const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd, std::array<bool, 3> mask) {
+  const char* op = "batch_norm_relu_backward";
+  const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
+  TORCH_CHECK_VALUE(
+      grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type(), "monet_like::", op, ": grad (", grad.sizes(),
+      ", ", grad.scalar_type(), ") must match x (", x.sizes(), ", ", x.scalar_type(), ")");
+  const c10::cuda::CUDAGuard guard(x.device());
+  const auto format = norm_format(x);
+  const at::Tensor in = x.contiguous(format), upstream = grad.contiguous(format);
+  const bool has_weight = weight.has_value() && weight->defined();
+  const auto parameter_type = has_weight ? weight->scalar_type() : mean.scalar_type();
+  const int64_t C = shape.channels, rows = shape.batch * shape.image;
+  const auto doubles = x.options().dtype(at::kDouble).memory_format(at::MemoryFormat::Contiguous);
+  at::Tensor grad_input, grad_weight, grad_bias;
+  at::Tensor sums = at::empty({2, C}, doubles);
+  if (mask[0]) {
+    grad_input = at::empty(x.sizes(), x.options().memory_format(format));
+  }
+  if (x.numel() == 0) {
+    sums.zero_();
+  } else {
+    const at::Tensor k = constants(x, weight, bias, mean, invstd);
+    const bool channels_last = by_rows(in, shape);
+    const int64_t groups = channels_last ? (C + kLanes - 1) / kLanes : C;
+    // Few channels still fill the GPU: split each over several blocks, about 1024 blocks in all.
+    const int64_t most = channels_last ? (rows + kRows - 1) / kRows : shape.batch;
+    const int64_t splits = std::clamp<int64_t>((1024 + groups - 1) / groups, 1, std::min<int64_t>(most, 65535));
+    const dim3 blocks(static_cast<unsigned int>(groups), static_cast<unsigned int>(splits)), threads(kLanes, kRows);
+    const at::Tensor partial = at::empty({splits, 2, C}, doubles), d = at::empty({3, C}, k.options());
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_relu_backward", [&] {
+      using O = op_type<scalar_t>;
+      const scalar_t* g = upstream.const_data_ptr<scalar_t>();
+      const scalar_t* from = in.const_data_ptr<scalar_t>();
+      const O* constants_data = k.const_data_ptr<O>();
+      double* parts = partial.mutable_data_ptr<double>();
+      if (channels_last) {
+        reduce_rows_kernel<scalar_t><<<blocks, threads, 0, stream>>>(g, from, constants_data, parts, rows, C);
+      } else {
+        reduce_planes_kernel<scalar_t>
+            <<<blocks, threads, 0, stream>>>(g, from, constants_data, parts, shape.batch, C, shape.image);
+      }
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      finish_sums_kernel<O><<<blocks_for(C), kThreads, 0, stream>>>(
+          parts, constants_data, sums.mutable_data_ptr<double>(), d.mutable_data_ptr<O>(), splits, C, rows);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      if (mask[0]) {
+        input_grad_kernel<scalar_t><<<blocks_for(x.numel()), kThreads, 0, stream>>>(
+            g, from, grad_input.mutable_data_ptr<scalar_t>(), constants_data, d.const_data_ptr<O>(), C,
+            channels_last ? 1 : shape.image, x.numel());
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      }
+    });
+  }
+  if (mask[1]) {
+    grad_weight = sums.select(0, 1).to(parameter_type, /*non_blocking=*/false, /*copy=*/true);
+  }
+  if (mask[2]) {
+    grad_bias = sums.select(0, 0).to(parameter_type, /*non_blocking=*/false, /*copy=*/true);
+  }
+  return {grad_input, grad_weight, grad_bias};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
+  m.impl("batch_norm_apply", &apply_new<false>);
+  m.impl("batch_norm_relu_apply", &apply_new<true>);
+  m.impl("batch_norm_apply_", &apply_in_place<false>);
+  m.impl("batch_norm_relu_apply_", &apply_in_place<true>);
+  m.impl("batch_norm_relu_train", &batch_norm_relu_train);
+  m.impl("batch_norm_relu_backward", &batch_norm_relu_backward);
+}
+
+}  // namespace monet_like

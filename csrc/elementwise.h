@@ -1,0 +1,124 @@
+// Element maths shared by the host and the device kernels, so that both decide every tie, NaN and zero alike.
+
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define MONET_HD __host__ __device__ __forceinline__
+#else
+#define MONET_HD inline __attribute__((always_inline))
+#endif
+
+namespace monet_like {
+
+// aten.threshold_backward lets the gradient through where NOT (x <= 0): a NaN lets it through.
+template <typename O>
+MONET_HD bool passes_threshold(O x) {
+  return !(x <= O(0));
+}
+
+// The same on the bits of a 2-byte float; `infinity` is the bit pattern of +inf in that format.
+MONET_HD bool passes_threshold_bits(uint16_t bits, uint16_t infinity) {
+  return static_cast<int16_t>(bits) > 0 || bits > (infinity | 0x8000u);
+}
+
+// ReLU (which keeps NaN and minus zero, as aten.relu does) and its gradient's test, on a value that has yet to be
+// stored as a 2-byte float. Up to half of that format's smallest number it will be stored as a zero, which keeps its
+// sign; the ReLU and its gradient see the stored value.
+enum class Stored : int { Exactly, AsHalf, AsBFloat16 };
+
+template <Stored S, typename O>
+MONET_HD constexpr O vanishing() {
+  return S == Stored::AsHalf ? O(0x1p-25) : S == Stored::AsBFloat16 ? O(0x1p-134) : O(0);
+}
+
+template <Stored S, typename O>
+MONET_HD O relu_when_stored(O y) {
+  return y < -vanishing<S, O>() ? O(0) : y;
+}
+
+template <Stored S, typename O>
+MONET_HD bool passes_threshold_when_stored(O y) {
+  return !(y <= vanishing<S, O>());
+}
+
+// How y follows from x in training-mode batch norm. The three round differently; ATen's CPU kernels use Folded
+// (baseline x86), FoldedFma (AVX2, AVX-512) for dense tensors and Plain for strided ones, CUDA kernels use Plain.
+enum class Formula : int { Folded, FoldedFma, Plain };
+
+// Per-channel constants. Folded: a = weight * invstd, b = bias - mean * a. Plain: a = weight, b = bias.
+template <typename O>
+struct Channel {
+  O a, b, mean, invstd;
+};
+
+template <Formula F, typename O>
+MONET_HD O fused_or_not(O x, O a, O b) {
+  if constexpr (F == Formula::FoldedFma) {
+    if constexpr (sizeof(O) == 4) {
+      return __builtin_fmaf(x, a, b);
+    } else {
+      return __builtin_fma(x, a, b);
+    }
+  } else {
+    return x * a + b;
+  }
+}
+
+template <Formula F, typename O>
+MONET_HD O normalised(O x, O a, O b, O mean, O invstd) {
+  if constexpr (F == Formula::Plain) {
+    return ((x - mean) * invstd) * a + b;
+  } else {
+    return fused_or_not<F>(x, a, b);
+  }
+}
+
+template <Formula F, typename O>
+MONET_HD Channel<O> channel_constants(O weight, O bias, O mean, O invstd) {
+  if constexpr (F == Formula::Plain) {
+    return {weight, bias, mean, invstd};
+  } else {
+    const O a = invstd * weight;
+    return {a, fused_or_not<F>(-mean, a, bias), mean, invstd};
+  }
+}
+
+// Geometry of a 2-D pooling window. Cells outside the image do not take part; the scan is row by row.
+struct Window {
+  int64_t kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  int64_t in_h, in_w, out_h, out_w;
+
+  // First kernel step along one axis that lies inside the image (it may lie past its far end).
+  MONET_HD static int64_t first_step(int64_t start, int64_t dilation) {
+    return start >= 0 ? 0 : (-start + dilation - 1) / dilation;
+  }
+  MONET_HD int64_t start_h(int64_t oh) const { return oh * stride_h - pad_h; }
+  MONET_HD int64_t start_w(int64_t ow) const { return ow * stride_w - pad_w; }
+
+  // Flat index into the input plane of cell `offset` of window (oh, ow).
+  MONET_HD int64_t index_of(int64_t oh, int64_t ow, int64_t offset) const {
+    const int64_t h = start_h(oh) + (offset / kernel_w) * dilation_h;
+    const int64_t w = start_w(ow) + (offset % kernel_w) * dilation_w;
+    return h * in_w + w;
+  }
+
+  // Inverse of index_of; -1 if `index` is not a cell of the window.
+  MONET_HD int64_t offset_of(int64_t oh, int64_t ow, int64_t index) const {
+    // A window wholly in the padding (dilation beyond the image) has no cell: ATen then names the first step.
+    const int64_t step_h = first_step(start_h(oh), dilation_h), step_w = first_step(start_w(ow), dilation_w);
+    const int64_t first = step_h * kernel_w + step_w;
+    if (index == index_of(oh, ow, first)) {
+      return first;
+    }
+    const int64_t dh = index / in_w - start_h(oh), dw = index % in_w - start_w(ow);
+    if (index < 0 || index >= in_h * in_w || dh < 0 || dw < 0 || dh % dilation_h != 0 || dw % dilation_w != 0 ||
+        dh / dilation_h >= kernel_h || dw / dilation_w >= kernel_w) {
+      return -1;
+    }
+    return (dh / dilation_h) * kernel_w + dw / dilation_w;
+  }
+};
+
+}  // namespace monet_like

@@ -1,0 +1,56 @@
+// Operator schemas, once for every device. Device files register kernels under the same names, and
+// monet_like/kernels/schemas.py repeats the strings for a machine without this library (a test compares them).
+//
+// All operators run below autograd and are functional, except those whose name ends in `_` and
+// batch_norm_relu_train, which moves the running statistics as training-mode batch norm does.
+
+#include <torch/library.h>
+
+TORCH_LIBRARY(monet_like, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+
+  // One bit per element. `stride` is the stride of the tensor that was packed; [] means "as this tensor".
+  m.def("pack_sign(Tensor x) -> Tensor", tags);
+  m.def("unpack_threshold_backward(Tensor grad, Tensor mask, SymInt[] stride=[]) -> Tensor", tags);
+  m.def("unpack_threshold_backward_(Tensor(a!) grad, Tensor mask, SymInt[] stride=[]) -> Tensor(a!)", tags);
+  m.def("pack_range(Tensor x, float lo, float hi) -> Tensor", tags);
+  m.def("unpack_hardtanh_backward(Tensor grad, Tensor mask, SymInt[] stride=[]) -> Tensor", tags);
+  m.def("pack_bool(Tensor mask) -> Tensor", tags);
+  m.def("unpack_bool(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor", tags);
+  m.def("masked_scale(Tensor x, Tensor packed, float scale, SymInt[] stride=[]) -> Tensor", tags);
+
+  // Max pooling with one byte per output: the cell inside its window, kernel row * kernel width + kernel column.
+  m.def(
+      "max_pool2d_with_offsets(Tensor x, int[2] kernel, int[2] stride, int[2] padding, int[2] dilation, "
+      "bool ceil_mode) -> (Tensor, Tensor)",
+      tags);
+  m.def(
+      "max_pool2d_offsets(Tensor indices, SymInt[] input_size, int[2] kernel, int[2] stride, int[2] padding, "
+      "int[2] dilation) -> Tensor",
+      tags);
+  m.def(
+      "max_pool2d_offsets_to_indices(Tensor offsets, SymInt[] input_size, int[2] kernel, int[2] stride, "
+      "int[2] padding, int[2] dilation) -> Tensor",
+      tags);
+  m.def(
+      "max_pool2d_offsets_backward(Tensor grad, Tensor offsets, SymInt[] input_size, int[2] kernel, int[2] stride, "
+      "int[2] padding, int[2] dilation) -> Tensor",
+      tags);
+
+  // Training-mode batch norm from saved statistics, alone or followed by ReLU.
+  m.def("batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor", tags);
+  m.def(
+      "batch_norm_apply_(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor(a!)", tags);
+  m.def("batch_norm_relu_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor", tags);
+  m.def(
+      "batch_norm_relu_apply_(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor(a!)",
+      tags);
+  m.def(
+      "batch_norm_relu_train(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, float momentum, float eps) -> (Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "batch_norm_relu_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "bool[3] mask) -> (Tensor, Tensor, Tensor)",
+      tags);
+}

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Installs the package from this checkout, with its kernels, into the active virtual environment or a new one in .venv.
+# Running it again is quick and changes nothing that is up to date.
+#
+#   ./install.sh          what is needed to plan and to train
+#   ./install.sh --dev    also what is needed to test and to contribute
+#
+# PYTHON names the interpreter for a new environment (default: python3). MONET_LIKE_CUDA=1 or 0 compiles the CUDA
+# kernels or leaves them out; by default they are compiled if there is a GPU and nvcc.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+extras=""
+for argument in "$@"; do
+  case "$argument" in
+    --dev) extras="[dev]" ;;
+    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) echo "install.sh: unknown argument '$argument'; it takes --dev or --help" >&2; exit 2 ;;
+  esac
+done
+
+if [[ -n "${VIRTUAL_ENV:-}" ]]; then
+  python="$VIRTUAL_ENV/bin/python"
+elif [[ -n "${CONDA_PREFIX:-}" && "${CONDA_DEFAULT_ENV:-base}" != base ]]; then
+  python="$CONDA_PREFIX/bin/python"
+else
+  if [[ ! -x .venv/bin/python ]]; then
+    interpreter="${PYTHON:-python3}"
+    if ! command -v "$interpreter" >/dev/null; then
+      echo "install.sh: '$interpreter' not found; install Python 3.10 or newer, or set PYTHON" >&2
+      exit 1
+    fi
+    if ! "$interpreter" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+      echo "install.sh: Python 3.10 or newer is needed, '$interpreter' is $("$interpreter" -V 2>&1); set PYTHON" >&2
+      exit 1
+    fi
+    if ! "$interpreter" -m venv .venv; then
+      rm -rf .venv
+      echo "install.sh: could not make .venv; on Debian and Ubuntu: apt-get install python3-venv" >&2
+      exit 1
+    fi
+  fi
+  python=".venv/bin/python"
+fi
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+  echo "install.sh: Python 3.10 or newer is needed, '$python' is $("$python" -V 2>&1)" >&2
+  exit 1
+fi
+
+# torch first, the build tools with it: the kernels are compiled against the torch that is installed, not a fresh one
+# in an isolated build environment.
+missing=()
+for module in torch torchvision setuptools wheel; do
+  "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$module') is None)" || missing+=("$module")
+done
+if ((${#missing[@]})); then
+  "$python" -m pip install "${missing[@]}" "setuptools>=64"
+fi
+
+"$python" -m pip install --no-build-isolation -e ".$extras"
+
+# pip hides what happened to the kernels; this says it. It compiles only what is out of date.
+if ! "$python" -m monet_like.kernels.build; then
+  echo "The package works without compiled kernels, on slower plain-torch twins." >&2
+fi
+
+echo
+echo "Installed into $("$python" -c 'import sys; print(sys.prefix)')."
+if [[ "$python" == .venv/* ]]; then
+  echo "Next: source .venv/bin/activate"
+fi
+echo "Then: python -c 'from monet_like import kernels; print(kernels.status())'"

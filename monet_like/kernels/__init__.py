@@ -1,0 +1,95 @@
+"""The operators `torch.ops.monet_like.*`: packed masks, byte-offset pooling, fused batch norm + ReLU.
+
+Importing this package does nothing. `load()` makes the operators exist: from the compiled library where there is
+one, else from the plain-torch twins in `reference`, under the same names and with the same results.
+`python -m monet_like.kernels.build` compiles the library.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+__all__ = ["available", "load", "status"]
+
+_lock = threading.Lock()
+_compiled: frozenset[str] | None = None  # devices with compiled kernels; None until load()
+_reason = "not loaded yet"
+_keep_alive: list[Any] = []  # torch.library registrations live as long as their Library object
+
+_DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
+
+
+def load() -> None:
+    """Make `torch.ops.monet_like.*` available. Safe to call often, from any thread."""
+    global _compiled, _reason
+    with _lock:
+        if _compiled is not None:
+            return
+        import torch
+
+        from . import fakes, reference
+        from .schemas import NAMESPACE, SCHEMAS
+
+        _reason = _load_library()
+        if _reason:
+            definitions = torch.library.Library(NAMESPACE, "DEF")
+            _keep_alive.append(definitions)
+            for name, schema in SCHEMAS.items():
+                definitions.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # Whatever device has no kernel of its own gets the twins.
+        implementations = torch.library.Library(NAMESPACE, "IMPL")
+        _keep_alive.append(implementations)
+        compiled = set()
+        for device, key in _DEVICES.items():
+            has = torch._C._dispatch_has_kernel_for_dispatch_key
+            missing = [name for name in SCHEMAS if not has(f"{NAMESPACE}::{name}", key)]
+            for name in missing:
+                implementations.impl(name, getattr(reference, name), key)
+            if not missing:
+                compiled.add(device)
+        fakes.register()
+        _compiled = frozenset(compiled)
+
+
+def available(device: str = "cpu") -> bool:
+    """Whether the operators run compiled kernels on this kind of device ("cpu" or "cuda")."""
+    load()
+    assert _compiled is not None
+    return device in _compiled
+
+
+def status() -> str:
+    """One line: what runs, and if it is not the compiled kernels, why and what to do."""
+    load()
+    assert _compiled is not None
+    if _reason:
+        return f"plain-torch twins in use (correct, slower): {_reason}; build with: python -m monet_like.kernels.build"
+    text = "compiled kernels in use for " + " and ".join(sorted(_compiled))
+    if "cuda" not in _compiled:
+        text += "; CUDA tensors use the plain-torch twins (build with: MONET_LIKE_CUDA=1 python -m "
+        text += "monet_like.kernels.build, needs nvcc)"
+    return text
+
+
+def _load_library() -> str:
+    """Load the compiled library; why not, if not."""
+    import os
+
+    import torch
+
+    from . import build
+
+    if os.environ.get("MONET_LIKE_KERNELS", "").lower() == "reference":
+        return "MONET_LIKE_KERNELS=reference asks for them"
+    if not build.library_path().exists():
+        return "the compiled kernels are not built"
+    built_for = build.manifest().get("torch")
+    if built_for != torch.__version__:
+        # The C++ interface changes between releases: loading such a library can crash rather than fail.
+        return f"the compiled kernels were built for torch {built_for}, this is torch {torch.__version__}"
+    try:
+        torch.ops.load_library(str(build.library_path()))
+    except OSError as error:
+        return f"the compiled kernels could not be loaded ({error})"
+    return ""

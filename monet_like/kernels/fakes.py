@@ -1,0 +1,192 @@
+"""Shapes, dtypes and layouts of every operator without its computation, for fake tensors and tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .schemas import NAMESPACE
+
+_FAKES: dict[str, Callable[..., Any]] = {}
+
+
+def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
+    _FAKES[function.__name__] = function
+    return function
+
+
+def register() -> None:
+    """Register all of them; once per process, after the operators exist."""
+    for name, function in _FAKES.items():
+        torch.library.register_fake(f"{NAMESPACE}::{name}", function)
+
+
+def _packed(t: Tensor) -> Tensor:
+    return torch.empty(((t.numel() + 7) // 8,), dtype=torch.uint8, device=t.device)
+
+
+def _unpacked(t: Tensor, stride: Sequence[int]) -> Tensor:
+    return reference.empty_in_packing_order(t.shape, stride or t.stride(), t, t.dtype)
+
+
+@_fake
+def pack_sign(x: Tensor) -> Tensor:
+    return _packed(x)
+
+
+@_fake
+def pack_range(x: Tensor, lo: float, hi: float) -> Tensor:
+    return _packed(x)
+
+
+@_fake
+def pack_bool(mask: Tensor) -> Tensor:
+    return _packed(mask)
+
+
+@_fake
+def unpack_threshold_backward(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
+    return _unpacked(grad, stride)
+
+
+@_fake
+def unpack_threshold_backward_(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
+    return grad
+
+
+@_fake
+def unpack_hardtanh_backward(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
+    return _unpacked(grad, stride)
+
+
+@_fake
+def unpack_bool(packed: Tensor, size: Sequence[int], stride: Sequence[int] = ()) -> Tensor:
+    return reference.empty_in_packing_order(size, stride, packed, torch.bool)
+
+
+@_fake
+def masked_scale(x: Tensor, packed: Tensor, scale: float, stride: Sequence[int] = ()) -> Tensor:
+    return _unpacked(x, stride)
+
+
+@_fake
+def max_pool2d_with_offsets(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> tuple[Tensor, Tensor]:
+    step = stride or kernel
+    out = [
+        reference.pooled_extent(x.shape[axis - 2], kernel[axis], step[axis], padding[axis], dilation[axis], ceil_mode)
+        for axis in (0, 1)
+    ]
+    size, memory_format = (*x.shape[:-2], *out), reference._format(x)
+    y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format)
+    return y, torch.empty(size, dtype=torch.uint8, device=x.device, memory_format=memory_format)
+
+
+@_fake
+def max_pool2d_offsets(
+    indices: Tensor,
+    input_size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    return torch.empty_like(indices, dtype=torch.uint8, memory_format=reference._format(indices))
+
+
+@_fake
+def max_pool2d_offsets_to_indices(
+    offsets: Tensor,
+    input_size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    return torch.empty_like(offsets, dtype=torch.int64, memory_format=reference._format(offsets))
+
+
+@_fake
+def max_pool2d_offsets_backward(
+    grad: Tensor,
+    offsets: Tensor,
+    input_size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    return torch.empty(
+        tuple(input_size), dtype=grad.dtype, device=grad.device, memory_format=reference._format(offsets)
+    )
+
+
+@_fake
+def batch_norm_apply(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=reference.norm_format(x))
+
+
+@_fake
+def batch_norm_apply_(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
+    return x
+
+
+@_fake
+def batch_norm_relu_apply(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
+) -> Tensor:
+    return torch.empty_like(x, memory_format=reference.norm_format(x))
+
+
+@_fake
+def batch_norm_relu_apply_(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
+) -> Tensor:
+    return x
+
+
+@_fake
+def batch_norm_relu_train(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Half-precision inputs keep their statistics in the dtype of the parameters, and on CUDA always in float32.
+    given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    wide = half and (x.is_cuda or any(t.dtype == torch.float32 for t in given))
+    dtype = torch.float32 if wide else x.dtype
+    statistics = [torch.empty((x.shape[1],), dtype=dtype, device=x.device) for _ in range(2)]
+    return torch.empty_like(x, memory_format=reference.norm_format(x)), statistics[0], statistics[1]
+
+
+@_fake
+def batch_norm_relu_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    parameter = mean if weight is None else weight
+    return (
+        torch.empty_like(x, memory_format=reference.norm_format(x)) if mask[0] else None,
+        torch.empty((x.shape[1],), dtype=parameter.dtype, device=x.device) if mask[1] else None,
+        torch.empty((x.shape[1],), dtype=parameter.dtype, device=x.device) if mask[2] else None,
+    )

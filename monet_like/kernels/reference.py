@@ -1,0 +1,368 @@
+"""Plain-torch twins of the kernels in csrc/: same names, same signatures, same results, more memory and time.
+
+They run on any device, define what the kernels must compute, and stand in where the library is not built.
+
+Shapes and dtypes (F = float32, float64, float16 or bfloat16; P = F or float32; ceil(n/8) bytes = one bit each)
+
+| operator | reads | returns |
+|---|---|---|
+| pack_sign | x: F, any shape | uint8[ceil(numel/8)] |
+| pack_range | x: F, any shape | uint8[ceil(numel/8)] |
+| pack_bool | mask: bool, any shape | uint8[ceil(numel/8)] |
+| unpack_threshold_backward(_) | grad: F; mask: uint8[ceil(numel/8)] | like grad |
+| unpack_hardtanh_backward | grad: F; mask: uint8[ceil(numel/8)] | like grad |
+| unpack_bool | packed: uint8[ceil(numel/8)] | bool[size] |
+| masked_scale | x: F; packed: uint8[ceil(numel/8)] | like x |
+| max_pool2d_with_offsets | x: F[N,C,H,W] or [C,H,W] | y: like x, [.., OH, OW]; offsets: uint8[.., OH, OW] |
+| max_pool2d_offsets | indices: int64[.., OH, OW] | uint8[.., OH, OW] |
+| max_pool2d_offsets_to_indices | offsets: uint8[.., OH, OW] | int64[.., OH, OW] |
+| max_pool2d_offsets_backward | grad: F[.., OH, OW]; offsets: uint8[.., OH, OW] | F[input_size] |
+| batch_norm(_relu)_apply(_) | x: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x |
+| batch_norm_relu_train | x: F[N,C,...]; weight, bias, running_mean, running_var: P[C] | y: like x; mean, invstd: P[C] |
+| batch_norm_relu_backward | grad, x: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x; P[C]; P[C] |
+
+Order of packed bits: the order of the elements in memory if the tensor is dense (no gaps, no overlap, dimensions in
+any order), else row-major order. Bit i of byte b is element 8 b + i. `stride` is the stride of the tensor that was
+packed; an empty one means that the tensor at hand has the same stride. Bits beyond the last element are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+# ---- layout ----
+
+
+def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the strides lay the shape out without gaps and without overlap, in some order of the dimensions."""
+    if any(n == 0 for n in size):
+        return True
+    expected = 1
+    for step, extent in sorted((step, extent) for step, extent in zip(stride, size, strict=True) if extent != 1):
+        if step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def empty_in_packing_order(size: Sequence[int], stride: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor whose memory order is the packing order of a tensor with this size and stride."""
+    if not stride:
+        return torch.empty(tuple(size), dtype=dtype, device=like.device)
+    if len(stride) != len(size):
+        raise ValueError(f"stride must have one entry per dimension ({len(size)}), got {len(stride)}")
+    if is_dense(size, stride):
+        return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=like.device)
+    return torch.empty(tuple(size), dtype=dtype, device=like.device)
+
+
+def to_packing_order(t: Tensor, stride: Sequence[int] = ()) -> Tensor:
+    """`t` itself, or a copy of it, in the memory order of the tensor that was packed."""
+    if not stride:
+        return t if is_dense(t.shape, t.stride()) else t.contiguous()
+    order = empty_in_packing_order(t.shape, stride, t, t.dtype)
+    same = all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), order.stride(), strict=True))
+    return t if same or t.numel() == 0 else order.copy_(t)
+
+
+def _flat(dense: Tensor) -> Tensor:
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+# ---- bits ----
+
+
+def _pack(flags: Tensor) -> Tensor:
+    n = flags.numel()
+    padded = torch.zeros(-(-n // 8) * 8, dtype=torch.uint8, device=flags.device)
+    padded[:n] = flags
+    place = torch.arange(8, dtype=torch.uint8, device=flags.device)
+    return (padded.view(-1, 8) << place).sum(1, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, n: int) -> Tensor:
+    if packed.dtype != torch.uint8 or packed.shape != (-(-n // 8),):
+        raise ValueError(f"a mask of {n} bits is uint8[{-(-n // 8)}], got {packed.dtype}{list(packed.shape)}")
+    place = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.view(-1, 1) >> place) & 1).bool().view(-1)[:n]
+
+
+def pack_sign(x: Tensor) -> Tensor:
+    """Bit = not (x <= 0), the elements whose gradient aten.threshold_backward lets through (a NaN is one)."""
+    return _pack(~(_flat(to_packing_order(x)) <= 0))
+
+
+def pack_range(x: Tensor, lo: float, hi: float) -> Tensor:
+    """Bit = lo < x < hi, the elements whose gradient aten.hardtanh_backward lets through.
+
+    For NaN the answer follows ATen as far as ATen has one: let through on CUDA; on the CPU ATen's vector code blocks
+    it and its scalar tail lets it through, and here it is always blocked. float16 and bfloat16 compare in float32.
+    """
+    flat = _flat(to_packing_order(x))
+    if flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()
+    bounds = torch.tensor([lo, hi], dtype=flat.dtype, device=flat.device)
+    if flat.is_cuda:
+        return _pack(~((flat <= bounds[0]) | (flat >= bounds[1])))
+    return _pack((flat > bounds[0]) & (flat < bounds[1]))
+
+
+def pack_bool(mask: Tensor) -> Tensor:
+    """Eight booleans to the byte."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"pack_bool packs bool tensors, got {mask.dtype}")
+    return _pack(_flat(to_packing_order(mask)))
+
+
+def unpack_threshold_backward(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
+    """grad where the bit is set, else 0; in the layout of the packed tensor."""
+    dense = to_packing_order(grad, stride)
+    keep = unpack_bool(mask, dense.shape, dense.stride())
+    out = torch.empty_strided(dense.shape, dense.stride(), dtype=grad.dtype, device=grad.device)
+    return out.copy_(dense).masked_fill_(~keep, 0)
+
+
+def unpack_threshold_backward_(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
+    """The same, into grad."""
+    return grad.copy_(unpack_threshold_backward(grad, mask, stride))
+
+
+def unpack_hardtanh_backward(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
+    """grad where the bit is set, else 0; in the layout of the packed tensor."""
+    return unpack_threshold_backward(grad, mask, stride)
+
+
+def unpack_bool(packed: Tensor, size: Sequence[int], stride: Sequence[int] = ()) -> Tensor:
+    """The inverse of pack_bool; contiguous if no stride is given."""
+    out = empty_in_packing_order(size, stride, packed, torch.bool)
+    _flat(out).copy_(_unpack(packed, out.numel()))
+    return out
+
+
+def masked_scale(x: Tensor, packed: Tensor, scale: float, stride: Sequence[int] = ()) -> Tensor:
+    """x * (scale where the bit is set, else 0), computed in at least float32 and rounded once.
+
+    Equals (x * mask) * scale: aten.native_dropout's forward and its backward.
+    """
+    dense = to_packing_order(x, stride)
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    factor = unpack_bool(packed, dense.shape, dense.stride()).to(compute) * scale
+    out = torch.empty_strided(dense.shape, dense.stride(), dtype=x.dtype, device=x.device)
+    return out.copy_(dense.to(compute) * factor)
+
+
+# ---- max pooling ----
+
+
+def pooled_extent(extent: int, kernel: int, stride: int, pad: int, dilation: int, ceil_mode: bool) -> int:
+    """Outputs along one axis."""
+    out = (extent + 2 * pad - dilation * (kernel - 1) - 1 + (stride - 1 if ceil_mode else 0)) // stride + 1
+    if ceil_mode and (out - 1) * stride >= extent + pad:  # the last window must start inside the image or its padding
+        out -= 1
+    return out
+
+
+def _window_starts(
+    pooled: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    step = stride or kernel
+    oh = torch.arange(pooled.shape[-2], device=pooled.device).view(-1, 1)
+    ow = torch.arange(pooled.shape[-1], device=pooled.device).view(1, -1)
+    return oh * step[0] - padding[0], ow * step[1] - padding[1]
+
+
+def _first_step(start: Tensor, dilation: int) -> Tensor:
+    """First step of the kernel that is not before the image."""
+    return (-start).clamp(min=0).add(dilation - 1).div(dilation, rounding_mode="floor")
+
+
+def max_pool2d_offsets(
+    indices: Tensor,
+    input_size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """aten.max_pool2d_with_indices' int64 indices as cells of their windows: kernel row * kernel width + column."""
+    width = input_size[-1]
+    start_h, start_w = _window_starts(indices, kernel, stride, padding)
+    # A window wholly in the padding has no cell; ATen then names its first step, which may lie outside the image.
+    step_h, step_w = _first_step(start_h, dilation[0]), _first_step(start_w, dilation[1])
+    first = (start_h + step_h * dilation[0]) * width + start_w + step_w * dilation[1]
+    dh = indices.div(width, rounding_mode="floor") - start_h
+    dw = indices.remainder(width) - start_w
+    kh, kw = dh.div(dilation[0], rounding_mode="floor"), dw.div(dilation[1], rounding_mode="floor")
+    inside = (dh >= 0) & (dw >= 0) & (dh % dilation[0] == 0) & (dw % dilation[1] == 0)
+    inside &= (kh < kernel[0]) & (kw < kernel[1])
+    is_first = indices == first
+    if not bool((inside | is_first).all()):
+        raise ValueError("max_pool2d_offsets: an index lies outside its window; wrong window or indices")
+    return torch.where(is_first, step_h * kernel[1] + step_w, kh * kernel[1] + kw).to(torch.uint8)
+
+
+def max_pool2d_offsets_to_indices(
+    offsets: Tensor,
+    input_size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """The inverse of max_pool2d_offsets."""
+    start_h, start_w = _window_starts(offsets, kernel, stride, padding)
+    cell = offsets.long()
+    h = start_h + cell.div(kernel[1], rounding_mode="floor") * dilation[0]
+    w = start_w + cell % kernel[1] * dilation[1]
+    return h * input_size[-1] + w
+
+
+def max_pool2d_offsets_backward(
+    grad: Tensor,
+    offsets: Tensor,
+    input_size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """aten.max_pool2d_with_indices_backward from offsets; the result has the offsets' memory format."""
+    memory_format = _format(offsets)
+    indices = max_pool2d_offsets_to_indices(offsets, input_size, kernel, stride, padding, dilation)
+    step = stride or kernel
+    ceil_mode = any(
+        offsets.shape[axis - 2]
+        != pooled_extent(input_size[axis - 2], kernel[axis], step[axis], padding[axis], dilation[axis], False)
+        for axis in (0, 1)
+    )
+    # ATen wants the input, but only for its shape and layout.
+    shape_only = torch.empty(tuple(input_size), dtype=grad.dtype, device=grad.device, memory_format=memory_format)
+    grad_input: Tensor = aten.max_pool2d_with_indices_backward(
+        grad, shape_only, kernel, stride, padding, dilation, ceil_mode, indices
+    )
+    return grad_input.contiguous(memory_format=memory_format)
+
+
+def max_pool2d_with_offsets(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> tuple[Tensor, Tensor]:
+    """y and offsets; of equal maxima the first cell wins, of NaNs the last, as in ATen."""
+    if kernel[0] * kernel[1] > 256:
+        raise ValueError(f"a window may have at most 256 cells, got {kernel[0] * kernel[1]}")
+    y, indices = aten.max_pool2d_with_indices(x, kernel, stride, padding, dilation, ceil_mode)
+    return y, max_pool2d_offsets(indices, x.shape, kernel, stride, padding, dilation)
+
+
+def _format(t: Tensor) -> torch.memory_format:
+    """Channels last if ATen would say so, judged by the strides."""
+    return torch._prims_common.suggest_memory_format(t)
+
+
+# ---- batch norm ----
+
+
+def norm_format(x: Tensor) -> torch.memory_format:
+    """ATen's choice for batch norm's output: contiguous in several formats counts as row-major."""
+    return torch.contiguous_format if x.is_contiguous() else _format(x)
+
+
+def batch_norm_apply(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
+    """The y of training-mode batch norm from its saved statistics.
+
+    ATen's dense kernel computes x * alpha + beta with alpha = invstd * weight and beta = bias - mean * alpha, fused
+    or not as its compiler liked. In inference mode with variance 1, eps 0 and weight alpha it runs the same kernel
+    on the same constants: the same bits.
+    """
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    half_parameters = mean.dtype == torch.float16
+    mean, invstd = mean.to(compute), invstd.to(compute)
+    weight = torch.ones_like(mean) if weight is None else weight.to(compute)
+    bias = torch.zeros_like(mean) if bias is None else bias.to(compute)
+    if x.numel() == 0:
+        return torch.empty_like(x, memory_format=norm_format(x))
+    if not x.is_cuda and not x.is_contiguous(memory_format=norm_format(x)):  # ATen's formula for strided tensors
+        m, s, w, b = (t.view((1, -1) + (1,) * (x.dim() - 2)) for t in (mean, invstd, weight, bias))
+        y = ((x.to(compute) - m) * s) * w + b
+        return y.to(x.dtype).contiguous(memory_format=norm_format(x))
+    alpha = invstd * weight
+    if half_parameters:  # ATen does not fuse beta's product into its sum then: compute it apart
+        mean, bias = torch.zeros_like(mean), bias - mean * alpha
+    result: Tensor = aten.native_batch_norm(x, alpha, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+    return result
+
+
+def batch_norm_apply_(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
+    """The same, into x."""
+    return x.copy_(batch_norm_apply(x, weight, bias, mean, invstd))
+
+
+def batch_norm_relu_apply(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
+) -> Tensor:
+    """relu(batch_norm_apply(...))."""
+    return batch_norm_apply(x, weight, bias, mean, invstd).relu_()
+
+
+def batch_norm_relu_apply_(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
+) -> Tensor:
+    """The same, into x."""
+    return x.copy_(batch_norm_relu_apply(x, weight, bias, mean, invstd))
+
+
+def batch_norm_relu_train(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """relu(batch norm in training mode), with its mean and invstd; moves the running statistics."""
+    y, mean, invstd = aten.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return y.relu_(), mean, invstd
+
+
+def batch_norm_relu_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of relu(batch norm in training mode) by x, weight and bias; what `mask` leaves out is None.
+
+    Reads x, not y: the sign of y is recomputed from the saved statistics.
+    """
+    y = batch_norm_apply(x, weight, bias, mean, invstd)
+    through = grad.masked_fill(y <= 0, 0).contiguous(memory_format=norm_format(x))
+    dense = x.contiguous(memory_format=norm_format(x))
+    parameter = mean if weight is None else weight
+    affine = torch.ones_like(parameter) if weight is None else weight
+    if x.numel() == 0:
+        zeros = torch.zeros_like(parameter)
+        made: tuple[Tensor, ...] = (torch.empty_like(dense), zeros, zeros.clone())
+    else:
+        made = aten.native_batch_norm_backward(
+            through, dense, affine, None, None, mean, invstd, True, 0.0, [True, True, True]
+        )
+    grad_input, grad_weight, grad_bias = made
+    return (
+        grad_input if mask[0] else None,
+        grad_weight.to(parameter.dtype) if mask[1] else None,
+        grad_bias.to(parameter.dtype) if mask[2] else None,
+    )

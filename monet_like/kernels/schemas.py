@@ -1,0 +1,35 @@
+"""The operator schemas, for a machine without the compiled library.
+
+With the library, csrc/ops.cpp defines the operators; a test compares the two lists.
+"""
+
+from __future__ import annotations
+
+NAMESPACE = "monet_like"
+
+_POOL = "int[2] kernel, int[2] stride, int[2] padding, int[2] dilation"
+_NORM = "Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd"
+
+SCHEMAS: dict[str, str] = {
+    "pack_sign": "(Tensor x) -> Tensor",
+    "unpack_threshold_backward": "(Tensor grad, Tensor mask, SymInt[] stride=[]) -> Tensor",
+    "unpack_threshold_backward_": "(Tensor(a!) grad, Tensor mask, SymInt[] stride=[]) -> Tensor(a!)",
+    "pack_range": "(Tensor x, float lo, float hi) -> Tensor",
+    "unpack_hardtanh_backward": "(Tensor grad, Tensor mask, SymInt[] stride=[]) -> Tensor",
+    "pack_bool": "(Tensor mask) -> Tensor",
+    "unpack_bool": "(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor",
+    "masked_scale": "(Tensor x, Tensor packed, float scale, SymInt[] stride=[]) -> Tensor",
+    "max_pool2d_with_offsets": f"(Tensor x, {_POOL}, bool ceil_mode) -> (Tensor, Tensor)",
+    "max_pool2d_offsets": f"(Tensor indices, SymInt[] input_size, {_POOL}) -> Tensor",
+    "max_pool2d_offsets_to_indices": f"(Tensor offsets, SymInt[] input_size, {_POOL}) -> Tensor",
+    "max_pool2d_offsets_backward": f"(Tensor grad, Tensor offsets, SymInt[] input_size, {_POOL}) -> Tensor",
+    "batch_norm_apply": f"(Tensor x, {_NORM}) -> Tensor",
+    "batch_norm_apply_": f"(Tensor(a!) x, {_NORM}) -> Tensor(a!)",
+    "batch_norm_relu_apply": f"(Tensor x, {_NORM}) -> Tensor",
+    "batch_norm_relu_apply_": f"(Tensor(a!) x, {_NORM}) -> Tensor(a!)",
+    "batch_norm_relu_train": (
+        "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+        "float momentum, float eps) -> (Tensor, Tensor, Tensor)"
+    ),
+    "batch_norm_relu_backward": f"(Tensor grad, Tensor x, {_NORM}, bool[3] mask) -> (Tensor, Tensor, Tensor)",
+}

@@ -1,0 +1,59 @@
+"""Builds the kernels while the package is installed, if a compiler and torch are there; all else is pyproject.toml.
+
+The build is never required: without it the package runs on plain-torch twins, and
+`python -m monet_like.kernels.build` makes up for it later.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+
+class BuildWithKernels(build_py):
+    """build_py, then the kernels: into the source tree, and from there into the wheel."""
+
+    def run(self) -> None:
+        super().run()
+        compiled = _compile_kernels()
+        if self.editable_mode:
+            return  # the package is used where it stands
+        package = Path(self.build_lib) / "monet_like"
+        # The sources travel with the package, so that an installed one can build its kernels later.
+        shutil.copytree(ROOT / "csrc", package / "csrc", dirs_exist_ok=True)
+        if compiled is not None:
+            library = package / "kernels" / "lib"
+            library.mkdir(parents=True, exist_ok=True)
+            for path in (compiled, compiled.with_suffix(".json")):
+                shutil.copy2(path, library / path.name)
+
+
+class PlatformDistribution(Distribution):
+    """A wheel of this package holds a shared library: it is for one platform."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+def _compile_kernels() -> Path | None:
+    """The library, or None and a printed reason."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from monet_like.kernels import build
+    finally:
+        sys.path.remove(str(ROOT))
+    try:
+        return build.build()
+    except (build.KernelBuildError, OSError) as error:  # a missing compiler must not stop the installation
+        later = "install with --no-build-isolation or run: python -m monet_like.kernels.build"
+        print(f"monet_like: kernels not built ({error}); {later}", file=sys.stderr)
+        return None
+
+
+setup(cmdclass={"build_py": BuildWithKernels}, distclass=PlatformDistribution)

@@ -1,0 +1,124 @@
+"""The CUDA kernels against ATen on the same GPU, and against the CPU twins. Skipped without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from monet_like import kernels
+from monet_like.kernels import reference
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+kernels.load()
+ops = torch.ops.monet_like
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Largest error allowed, as a fraction of the largest element of the result.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+def test_the_cuda_kernels_are_compiled() -> None:
+    assert kernels.available("cuda"), kernels.status()
+
+
+def formats(x: Tensor) -> Iterator[Tensor]:
+    yield x
+    if x.dim() == 4:
+        yield x.to(memory_format=torch.channels_last)
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    scale = max(float(expected.double().abs().max()), 1e-6)
+    assert float((actual.double() - expected.double()).abs().max()) <= TOLERANCE[dtype] * scale
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (33,), (100_003,), (2, 3, 5, 7), (4, 16, 9, 9)])
+def test_masks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for x in formats(torch.randn(shape, device="cuda").mul(3).to(dtype)):
+        if x.numel() > 2:
+            x[(0,) * x.dim()] = float("nan")
+        mask = ops.pack_sign(x)
+        assert torch.equal(mask.cpu(), reference.pack_sign(x.cpu()))
+        for grad in formats(torch.randn(shape, device="cuda").to(dtype)):
+            expected = aten.threshold_backward(grad, x, 0)
+            assert torch.equal(ops.unpack_threshold_backward(grad, mask, x.stride()), expected)
+            twice = grad.clone()
+            assert torch.equal(ops.unpack_threshold_backward_(twice, mask, x.stride()), expected)
+            bounds = ops.pack_range(x, 0.0, 2.0)
+            expected = aten.hardtanh_backward(grad, x, 0.0, 2.0)
+            assert torch.equal(ops.unpack_hardtanh_backward(grad, bounds, x.stride()), expected)
+        flags = torch.rand(shape, device="cuda") < 0.5
+        packed = ops.pack_bool(flags)
+        assert torch.equal(ops.unpack_bool(packed, flags.shape), flags)
+        finite = x.nan_to_num(1.0)
+        assert torch.equal(ops.masked_scale(finite, packed, 2.0, flags.stride()), finite * flags * 2.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("ceil_mode", [False, True])
+@pytest.mark.parametrize(
+    "pool", [([3, 3], [2, 2], [1, 1], [1, 1]), ([2, 3], [1, 1], [0, 1], [1, 3]), ([5, 5], [1, 1], [2, 2], [1, 1])]
+)
+def test_max_pool(pool: tuple[list[int], ...], ceil_mode: bool, dtype: torch.dtype) -> None:
+    for x in formats(torch.randint(-2, 3, (3, 5, 17, 21), device="cuda").to(dtype)):
+        y, indices = aten.max_pool2d_with_indices(x, *pool, ceil_mode)
+        got, offsets = ops.max_pool2d_with_offsets(x, *pool, ceil_mode)
+        assert torch.equal(got, y)
+        assert torch.equal(ops.max_pool2d_offsets(indices, x.shape, *pool), offsets)
+        assert torch.equal(ops.max_pool2d_offsets_to_indices(offsets, x.shape, *pool), indices)
+        grad = torch.randn_like(y)
+        expected = aten.max_pool2d_with_indices_backward(grad, x, *pool, ceil_mode, indices)
+        assert_close(ops.max_pool2d_offsets_backward(grad, offsets, x.shape, *pool), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (4, 64, 32, 32), (3, 33, 1, 1), (9, 13), (64, 5, 70, 71)])
+def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    parameter = torch.float64 if dtype == torch.float64 else torch.float32
+    weight, bias = (torch.randn(shape[1], device="cuda", dtype=parameter) for _ in range(2))
+    for x in formats(torch.randn(shape, device="cuda").mul(3).add(1).to(dtype)):
+        running = [torch.zeros_like(weight), torch.ones_like(weight)]
+        moved = [t.clone() for t in running]
+        y, mean, invstd = aten.native_batch_norm(x, weight, bias, *running, True, 0.1, 1e-5)
+        assert_close(ops.batch_norm_apply(x, weight, bias, mean, invstd), y, dtype)
+        assert_close(ops.batch_norm_relu_apply(x, weight, bias, mean, invstd), y.relu(), dtype)
+        assert_close(ops.batch_norm_relu_apply_(x.clone(), weight, bias, mean, invstd), y.relu(), dtype)
+        got = ops.batch_norm_relu_train(x, weight, bias, *moved, 0.1, 1e-5)
+        for actual, expected in zip((*got, *moved), (y.relu(), mean, invstd, *running), strict=True):
+            assert_close(actual, expected, dtype)
+        grad = torch.randn_like(x)
+        arguments = (grad, x, weight, bias, mean, invstd, [True, True, True])
+        made = ops.batch_norm_relu_backward(*arguments)
+        through = torch.where(got[0] <= 0, 0.0, grad.double()).to(dtype)
+        expected_gradients = aten.native_batch_norm_backward(
+            through.double(), x.double(), weight.double(), None, None, mean.double(), invstd.double(), True, 1e-5,
+            [True, True, True],
+        )  # fmt: skip
+        for actual, expected in zip(made, expected_gradients, strict=True):
+            sums = float(grad.double().square().sum().sqrt()) if expected.dim() == 1 else 0.0
+            scale = max(float(expected.abs().max()), sums)
+            assert float((actual.double() - expected).abs().max()) <= TOLERANCE[dtype] * scale
+        again = ops.batch_norm_relu_backward(*arguments)
+        assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))  # no atomics: the same every time
+
+
+def test_other_streams_and_opcheck() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.randn(1_000_003, device="cuda")
+        mask = ops.pack_sign(x)
+    stream.synchronize()
+    assert torch.equal(mask.cpu(), reference.pack_sign(x.cpu()))
+    torch.library.opcheck(ops.pack_sign.default, (x[:100],))

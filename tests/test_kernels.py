@@ -1,0 +1,563 @@
+"""Every operator against its plain-torch twin, against ATen and against float64.
+
+"bits" below means equal bit for bit, except that any NaN equals any NaN.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from monet_like import kernels
+from monet_like.kernels import build, reference
+from monet_like.kernels.schemas import NAMESPACE, SCHEMAS
+
+kernels.load()
+ops = torch.ops.monet_like
+aten = torch.ops.aten
+
+FULL = (torch.float32, torch.float64)
+FLOATS = (*FULL, torch.bfloat16, torch.float16)
+INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def impl(request: pytest.FixtureRequest) -> Callable[[str], Callable[..., Any]]:
+    """The operator of that name: the compiled kernel or the plain-torch twin."""
+    if request.param == "twin":
+        return lambda name: getattr(reference, name)
+    if not kernels.available("cpu"):
+        pytest.skip(kernels.status())
+    return lambda name: getattr(ops, name)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors on one thread: on a busy machine each parallel loop waits for a time slice of the others."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def three_threads() -> None:
+    """For the tests that are about parallel loops; restored by _one_thread."""
+    torch.set_num_threads(3)
+
+
+def assert_bits(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    if actual.dtype.is_floating_point:
+        nan = actual.isnan() & expected.isnan()
+        view = INTEGER[actual.element_size()]
+        differ = (actual.contiguous().view(view) != expected.contiguous().view(view)) & ~nan
+    else:
+        differ = actual != expected
+    assert not differ.any(), f"{int(differ.sum())} of {differ.numel()} elements differ"
+
+
+def strides(t: Tensor) -> list[int]:
+    """Those that say anything: of the dimensions longer than one."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
+
+
+def special(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Normal numbers with zeros of both signs, infinities and NaN strewn in."""
+    x = torch.randn(shape, dtype=torch.float64).mul(3).to(dtype)
+    strange = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 6.0], dtype=dtype)
+    pick = torch.randint(0, 30, shape)
+    return torch.where(pick < 6, strange[pick.clamp(max=5)], x)
+
+
+def layouts(shape: tuple[int, ...], dtype: torch.dtype, make: Callable[..., Tensor] = special) -> dict[str, Tensor]:
+    """The same kind of data in several memory layouts."""
+    x = make(shape, dtype)
+    found = {"contiguous": x, "reversed": x.permute(tuple(reversed(range(x.dim()))))}
+    if x.dim() == 4:
+        found["channels_last"] = x.to(memory_format=torch.channels_last)
+        wide = make((*shape[:-1], 2 * shape[-1] + 1), dtype)
+        found["strided"] = wide[..., 1::2]
+        found["offset"] = make((shape[0] + 1, *shape[1:]), dtype)[1:]
+        found["expanded"] = x[:1].expand(shape)
+    return found
+
+
+SHAPES = [(), (0,), (1,), (7,), (8,), (9,), (127,), (129,), (1000,), (3, 0, 2), (2, 3, 5, 7), (2, 16, 8, 8)]
+
+
+# ---- packed masks ----
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sign_mask_gives_atens_threshold_backward(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for layout, x in layouts(shape, dtype).items():
+        mask = impl("pack_sign")(x)
+        assert mask.dtype == torch.uint8 and mask.shape == ((x.numel() + 7) // 8,), layout
+        assert_bits(mask, reference.pack_sign(x))
+        for grad_layout, grad in layouts(shape, dtype).items():
+            if grad.shape != x.shape:
+                continue
+            expected = aten.threshold_backward(grad, x, 0)
+            actual = impl("unpack_threshold_backward")(grad, mask, x.stride())
+            assert_bits(actual, expected)
+            assert reference.is_dense(actual.shape, actual.stride()), (layout, grad_layout)
+            if grad_layout != "expanded":
+                twice = grad.clone(memory_format=torch.preserve_format)
+                assert impl("unpack_threshold_backward_")(twice, mask, x.stride()) is twice
+                assert_bits(twice, expected)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_masks_in_parallel(impl: Any) -> None:
+    x, grad = torch.randn(300_001), torch.randn(300_001)
+    assert_bits(impl("unpack_threshold_backward")(grad, impl("pack_sign")(x)), aten.threshold_backward(grad, x, 0))
+
+
+def test_unused_bits_are_zero(impl: Any) -> None:
+    assert impl("pack_sign")(torch.ones(3)).tolist() == [0b111]
+    assert impl("pack_bool")(torch.tensor([False] * 8 + [True, False, True])).tolist() == [0, 0b101]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bounds", [(0.0, 6.0), (-1.0, 1.0), (0.1, 0.3)])
+def test_range_mask_gives_atens_hardtanh_backward(impl: Any, bounds: tuple[float, float], dtype: torch.dtype) -> None:
+    for x in layouts((3, 5, 7, 3), dtype).values():
+        # ATen's CPU kernel treats NaN by position (vector part or tail); it is tested apart, below.
+        x = x.nan_to_num(2.0)
+        grad = special(tuple(x.shape), dtype)
+        actual = impl("unpack_hardtanh_backward")(grad, impl("pack_range")(x, *bounds), x.stride())
+        assert_bits(actual, aten.hardtanh_backward(grad, x, *bounds))
+
+
+def test_range_mask_of_nan_is_zero_on_the_cpu(impl: Any) -> None:
+    x = torch.full((64,), float("nan"))
+    assert not impl("pack_range")(x, 0.0, 6.0).any()
+    assert_bits(aten.hardtanh_backward(torch.ones(64), x, 0.0, 6.0), torch.zeros(64))  # ATen's vector part
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bool_masks_come_back(impl: Any, shape: tuple[int, ...]) -> None:
+    for mask in layouts(shape, torch.bool, lambda size, _: torch.rand(size) < 0.3).values():
+        packed = impl("pack_bool")(mask)
+        assert_bits(packed, reference.pack_bool(mask))
+        assert_bits(impl("unpack_bool")(packed, mask.shape, mask.stride()), mask)
+        dense = mask.contiguous()
+        assert_bits(impl("unpack_bool")(impl("pack_bool")(dense), mask.shape), dense)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_masked_scale_is_dropout(impl: Any, dtype: torch.dtype) -> None:
+    scale = 1 / 0.7
+    for x in layouts((3, 5, 7, 3), dtype).values():
+        mask = torch.rand(x.shape) < 0.7
+        packed = impl("pack_bool")(mask)
+        actual = impl("masked_scale")(x, packed, scale, mask.stride())
+        assert_bits(actual, x.mul(mask).mul(scale))
+        assert_bits(actual, aten.native_dropout_backward(x, mask, scale))
+
+
+# ---- max pooling ----
+
+POOLS = [  # kernel, stride, padding, dilation
+    ([3, 3], [2, 2], [1, 1], [1, 1]),
+    ([2, 2], [2, 2], [0, 0], [1, 1]),
+    ([3, 2], [1, 3], [1, 0], [2, 1]),
+    ([2, 3], [1, 1], [0, 1], [1, 3]),
+    ([5, 5], [1, 1], [2, 2], [1, 1]),
+    ([1, 1], [2, 2], [0, 0], [1, 1]),
+    ([16, 16], [4, 4], [8, 8], [1, 1]),
+    ([3, 3], [], [1, 1], [1, 1]),
+]
+
+
+def ties(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Few different values, so that windows tie; some NaN and some windows of nothing but -inf."""
+    x = torch.randint(-2, 3, shape).to(dtype)
+    x[torch.rand(shape) < 0.05] = float("nan")
+    x[..., :4, :4] = -float("inf")
+    return x
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("ceil_mode", [False, True])
+@pytest.mark.parametrize("pool", POOLS)
+def test_max_pool_equals_aten(impl: Any, pool: tuple[Any, ...], ceil_mode: bool, dtype: torch.dtype) -> None:
+    for shape in [(2, 5, 17, 21), (1, 83, 9, 12), (3, 8, 40)]:
+        for x in layouts(shape, dtype, ties).values():
+            if x.shape != shape:
+                continue
+            y, indices = aten.max_pool2d_with_indices(x, *pool, ceil_mode)
+            got, offsets = impl("max_pool2d_with_offsets")(x, *pool, ceil_mode)
+            assert_bits(got, y)
+            assert offsets.dtype == torch.uint8 and got.stride() == y.stride() == offsets.stride()
+            assert_bits(impl("max_pool2d_offsets")(indices, x.shape, *pool), offsets)
+            assert_bits(impl("max_pool2d_offsets_to_indices")(offsets, x.shape, *pool), indices)
+            grad = torch.randn(y.shape, dtype=dtype)
+            for g in (grad, grad.to(memory_format=torch.channels_last) if grad.dim() == 4 else grad):
+                expected = aten.max_pool2d_with_indices_backward(g, x, *pool, ceil_mode, indices)
+                actual = impl("max_pool2d_offsets_backward")(g, offsets, x.shape, *pool)
+                assert_bits(actual, expected)
+
+
+def test_max_pool_window_wholly_in_the_padding(impl: Any) -> None:
+    # One pixel, two steps of dilation 2 around it: no cell lies inside. ATen answers -inf and its first step.
+    pool = ([2, 2], [1, 1], [1, 1], [2, 2])
+    x = torch.ones(1, 1, 1, 1)
+    y, indices = aten.max_pool2d_with_indices(x, *pool, False)
+    got, offsets = impl("max_pool2d_with_offsets")(x, *pool, False)
+    assert_bits(got, y)
+    assert_bits(impl("max_pool2d_offsets")(indices, x.shape, *pool), offsets)
+    assert_bits(impl("max_pool2d_offsets_to_indices")(offsets, x.shape, *pool), indices)
+
+
+def test_max_pool_backward_survives_corrupt_offsets() -> None:
+    if not kernels.available("cpu"):
+        pytest.skip(kernels.status())
+    offsets = torch.full((1, 2, 4, 4), 255, dtype=torch.uint8)
+    grad = ops.max_pool2d_offsets_backward(
+        torch.ones(1, 2, 4, 4), offsets, [1, 2, 8, 8], [3, 3], [2, 2], [1, 1], [1, 1]
+    )
+    assert_bits(grad, torch.zeros(1, 2, 8, 8))
+
+
+def test_max_pool_refuses_foreign_indices(impl: Any) -> None:
+    indices = torch.zeros(1, 1, 4, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="outside its window"):
+        impl("max_pool2d_offsets")(indices, [1, 1, 8, 8], [2, 2], [2, 2], [0, 0], [1, 1])
+
+
+def test_max_pool_refuses_windows_that_do_not_fit_a_byte(impl: Any) -> None:
+    with pytest.raises(ValueError, match="at most 256 cells"):
+        impl("max_pool2d_with_offsets")(torch.zeros(1, 1, 20, 20), [17, 17], [1, 1], [0, 0], [1, 1], False)
+
+
+# ---- batch norm ----
+
+NORM_SHAPES = [
+    (2, 3, 5, 7),
+    (4, 17, 1, 1),
+    (3, 64, 8, 8),
+    (2, 33, 16, 3),
+    (5, 1, 4, 4),
+    (1, 6, 9, 31),
+    (9, 13),
+    (4, 5, 11),
+    (2, 6, 3, 4, 5),
+    (1, 130, 2, 3),
+]
+
+
+def norm_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+    x = torch.randn(shape, dtype=torch.float64).mul(3).add(1).to(dtype)
+    found = [x]
+    if x.dim() == 4:
+        found.append(x.to(memory_format=torch.channels_last))
+    if x.dim() == 5:
+        found.append(x.to(memory_format=torch.channels_last_3d))
+    weight, bias = torch.randn(shape[1]).to(dtype), torch.randn(shape[1]).to(dtype)
+    for t in found:
+        yield t, weight, bias
+    yield x, None, None
+    yield x, weight, None
+    if dtype not in FULL:
+        yield x, weight.float(), bias.float()
+
+
+def train(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    y, mean, invstd = aten.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
+    return y, mean, invstd
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", NORM_SHAPES)
+def test_batch_norm_apply_has_atens_bits(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Also in half precision: the kernels' constants and roundings are ATen's."""
+    for x, weight, bias in norm_inputs(shape, dtype):
+        y, mean, invstd = train(x, weight, bias)
+        got = impl("batch_norm_apply")(x, weight, bias, mean, invstd)
+        assert_bits(got, y)
+        assert got.stride() == y.stride()
+        got = impl("batch_norm_relu_apply")(x, weight, bias, mean, invstd)
+        assert_bits(got, y.relu())
+        for name, expected in (("batch_norm_apply_", y), ("batch_norm_relu_apply_", y.relu())):
+            twice = x.clone()
+            assert impl(name)(twice, weight, bias, mean, invstd) is twice
+            assert_bits(twice, expected)
+
+
+@pytest.mark.parametrize("dtype", FULL)
+def test_batch_norm_apply_of_strided_tensors_has_atens_bits(impl: Any, dtype: torch.dtype) -> None:
+    for x in (torch.randn(4, 6, 9, 22, dtype=dtype)[..., ::2], torch.randn(6, 4, 9, 5, dtype=dtype).transpose(0, 1)):
+        weight, bias = torch.randn(6, dtype=dtype), torch.randn(6, dtype=dtype)
+        y, mean, invstd = train(x, weight, bias)
+        assert_bits(impl("batch_norm_apply")(x, weight, bias, mean, invstd), y)
+        twice = x.clone(memory_format=torch.preserve_format)
+        impl("batch_norm_relu_apply_")(x, weight, bias, mean, invstd)
+        assert_bits(x, y.relu())
+        assert twice.shape == x.shape
+
+
+def test_relu_keeps_nan_and_the_sign_of_zero(impl: Any) -> None:
+    x = torch.tensor([[float("nan")], [-0.0], [0.0], [-1.0], [1.0]])
+    one, zero = torch.ones(1), torch.zeros(1)
+    assert_bits(impl("batch_norm_relu_apply")(x, one, -zero, zero, one), x.relu())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", NORM_SHAPES)
+def test_batch_norm_relu_train_has_atens_bits(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for x, weight, bias in norm_inputs(shape, dtype):
+        parameter = dtype if weight is None else weight.dtype
+        running = [torch.randn(shape[1]).to(parameter), torch.rand(shape[1]).to(parameter)]
+        moved = [t.clone() for t in running]
+        y, mean, invstd = aten.native_batch_norm(x, weight, bias, *running, True, 0.2, 1e-3)
+        got = impl("batch_norm_relu_train")(x, weight, bias, *moved, 0.2, 1e-3)
+        for actual, expected in zip((*got, *moved), (y.relu(), mean, invstd, *running), strict=True):
+            assert_bits(actual, expected)
+        got = impl("batch_norm_relu_train")(x, weight, bias, None, None, 0.2, 1e-3)
+        assert_bits(got[0], y.relu())
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("shape", [(5, 11, 37, 41), (1, 70, 40, 40), (2, 3, 130, 70)])
+def test_everything_in_parallel(impl: Any, shape: tuple[int, ...]) -> None:
+    pool = ([3, 3], [2, 2], [1, 1], [1, 1])
+    for x, weight, bias in norm_inputs(shape, torch.float32):
+        y, mean, invstd = train(x, weight, bias)
+        assert_bits(impl("batch_norm_relu_apply")(x, weight, bias, mean, invstd), y.relu())
+        assert_bits(impl("batch_norm_relu_train")(x, weight, bias, None, None, 0.1, 1e-5)[0], y.relu())
+        got = impl("batch_norm_relu_backward")(x, x, weight, bias, mean, invstd, [True, True, True])
+        for actual, exact in zip(got, exact_backward(x, x, y, weight, mean, invstd), strict=True):
+            assert float((actual - exact).abs().max()) <= 2e-6 * max(float(exact.abs().max()), float(x.norm()))
+        y, indices = aten.max_pool2d_with_indices(x, *pool, False)
+        got, offsets = impl("max_pool2d_with_offsets")(x, *pool, False)
+        assert_bits(got, y)
+        assert_bits(impl("max_pool2d_offsets")(indices, x.shape, *pool), offsets)
+        assert_bits(impl("max_pool2d_offsets_to_indices")(offsets, x.shape, *pool), indices)
+        expected = aten.max_pool2d_with_indices_backward(y, x, *pool, False, indices)
+        assert_bits(impl("max_pool2d_offsets_backward")(y, offsets, x.shape, *pool), expected)
+
+
+# Largest error allowed, as a fraction of the largest element of the exact result.
+BACKWARD_TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 2e-3}
+
+
+def exact_backward(
+    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The formula in float64, with the sign of the given y."""
+    channels = (1, -1) + (1,) * (x.dim() - 2)
+    over = [d for d in range(x.dim()) if d != 1]
+    g = torch.where(y <= 0, 0.0, grad.double())
+    centred = x.double() - mean.double().view(channels)
+    s = invstd.double().view(channels)
+    w = torch.ones_like(s) if weight is None else weight.double().view(channels)
+    count = x.numel() // x.shape[1]
+    sum_g, dot = g.sum(over, keepdim=True), (centred * g).sum(over, keepdim=True)
+    grad_input = (g - sum_g / count - centred * s * s * dot / count) * s * w
+    return grad_input, (dot * s).flatten(), sum_g.flatten()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [*NORM_SHAPES, (3, 2, 70, 71)])
+def test_batch_norm_relu_backward_is_accurate(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for x, weight, bias in norm_inputs(shape, dtype):
+        y, mean, invstd = train(x, weight, bias)
+        for grad in (torch.randn_like(x), torch.randn(shape).to(dtype)):
+            got = impl("batch_norm_relu_backward")(grad, x, weight, bias, mean, invstd, [True, True, True])
+            expected = exact_backward(grad, x, y, weight, mean, invstd)
+            for actual, exact in zip(got, expected, strict=True):
+                scale = max(float(exact.abs().max()), 1e-3 * float(grad.abs().max()))
+                # Sums over a channel lose what cancels in them: their scale is that of their summands.
+                if exact.dim() == 1:
+                    scale = max(scale, float(grad.double().square().sum().sqrt()))
+                assert float((actual.double() - exact).abs().max()) <= BACKWARD_TOLERANCE[dtype] * scale
+            assert got[0].dtype == dtype and strides(got[0]) == strides(y)
+            assert got[1].dtype == got[2].dtype == (mean.dtype if weight is None else weight.dtype)
+
+
+def test_batch_norm_relu_backward_leaves_out_what_is_not_asked(impl: Any) -> None:
+    x = torch.randn(3, 4, 5, 5)
+    _, mean, invstd = train(x, None, None)
+    everything = impl("batch_norm_relu_backward")(x, x, None, None, mean, invstd, [True, True, True])
+    for mask in ([True, False, False], [False, True, False], [False, False, True], [False, False, False]):
+        got = impl("batch_norm_relu_backward")(x, x, None, None, mean, invstd, mask)
+        for wanted, actual, expected in zip(mask, got, everything, strict=True):
+            if wanted:
+                assert_bits(actual, expected)
+            else:
+                assert actual is None
+
+
+def test_empty_batches(impl: Any) -> None:
+    x, c = torch.empty(0, 4, 3, 3), torch.ones(4)
+    assert impl("batch_norm_relu_apply")(x, c, c, c, c).shape == x.shape
+    got = impl("batch_norm_relu_backward")(x, x, c, c, c, c, [True, True, True])
+    assert got[0].shape == x.shape and not got[1].any() and not got[2].any()
+    y, offsets = impl("max_pool2d_with_offsets")(x, [2, 2], [1, 1], [0, 0], [1, 1], False)
+    assert y.shape == offsets.shape == (0, 4, 2, 2)
+
+
+# ---- the operators as operators ----
+
+
+def sample_arguments() -> dict[str, tuple[Any, ...]]:
+    """Arguments with which opcheck exercises each operator."""
+    x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)
+    c = torch.rand(3) + 0.5
+    pool = ([3, 3], [2, 2], [1, 1], [1, 1])
+    y, indices = aten.max_pool2d_with_indices(x, *pool, False)
+    offsets = reference.max_pool2d_offsets(indices, x.shape, *pool)
+    mask, flags = reference.pack_sign(x), torch.rand(2, 3, 6, 6) < 0.5
+    norm = (x, c, c, c, c)
+    return {
+        "pack_sign": (x,),
+        "unpack_threshold_backward": (torch.randn(2, 3, 6, 6), mask, x.stride()),
+        "unpack_threshold_backward_": (x.clone(), mask),
+        "pack_range": (x, 0.0, 6.0),
+        "unpack_hardtanh_backward": (x, mask),
+        "pack_bool": (flags,),
+        "unpack_bool": (reference.pack_bool(flags), [2, 3, 6, 6]),
+        "masked_scale": (x, reference.pack_bool(flags), 2.0, flags.stride()),
+        "max_pool2d_with_offsets": (x, *pool, False),
+        "max_pool2d_offsets": (indices, x.shape, *pool),
+        "max_pool2d_offsets_to_indices": (offsets, x.shape, *pool),
+        "max_pool2d_offsets_backward": (y, offsets, x.shape, *pool),
+        "batch_norm_apply": norm,
+        "batch_norm_apply_": (x.clone(), c, c, c, c),
+        "batch_norm_relu_apply": norm,
+        "batch_norm_relu_apply_": (x.clone(), c, c, c, c),
+        "batch_norm_relu_train": (x, c, c, c.clone(), c.clone(), 0.1, 1e-5),
+        "batch_norm_relu_backward": (x, *norm, [True, True, True]),
+    }
+
+
+@pytest.mark.parametrize("name", list(SCHEMAS))
+def test_opcheck(name: str) -> None:
+    parts = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if name.endswith("_"):
+        # PyTorch does not functionalise a custom operator that returns its argument. The in-place operators are for
+        # code that is already functionalised; everything else about them is checked.
+        parts.remove("test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(ops, name).default, sample_arguments()[name], test_utils=parts)
+
+
+@pytest.mark.parametrize("name", list(SCHEMAS))
+def test_schema_is_the_same_in_cpp_and_python(name: str) -> None:
+    expected = torch._C.parse_schema(f"{NAMESPACE}::{name}{SCHEMAS[name]}")
+    assert str(getattr(ops, name).default._schema) == str(expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_fakes_know_the_dtype_of_the_statistics(dtype: torch.dtype) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = torch.randn(4, 3, 5, 5).to(dtype)
+    for parameter in {dtype, torch.float32 if dtype != torch.float64 else dtype}:
+        c = torch.ones(3, dtype=parameter)
+        real = ops.batch_norm_relu_train(x, c, c, None, None, 0.1, 1e-5)
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(t) for t in (x, c)]
+            made = ops.batch_norm_relu_train(fake[0], fake[1], fake[1], None, None, 0.1, 1e-5)
+        assert [t.dtype for t in made] == [t.dtype for t in real]
+
+
+def test_wrong_arguments_are_named() -> None:
+    if not kernels.available("cpu"):
+        pytest.skip(kernels.status())
+    x, c = torch.randn(2, 3, 4, 4), torch.ones(3)
+    with pytest.raises(TypeError, match="pack_sign: x must be float32, float64, float16 or bfloat16, got Int"):
+        ops.pack_sign(torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"a mask of 96 bits has shape \[12\] and is contiguous, got shape \[3\]"):
+        ops.unpack_threshold_backward(x, torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"weight must have shape \[3\], got \[4\]"):
+        ops.batch_norm_apply(x, torch.ones(4), None, c, c)
+    with pytest.raises(ValueError, match="this window does not turn"):
+        ops.max_pool2d_offsets(torch.zeros(1, 1, 4, 4, dtype=torch.int64), [1, 1, 80, 80], [2, 2], [], [0, 0], [1, 1])
+
+
+# ---- loading and building ----
+
+
+def run_python(code: str, **environment: str) -> str:
+    env = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_importing_loads_neither_torch_nor_kernels() -> None:
+    print(run_python("import sys, monet_like.kernels, monet_like.kernels.build; assert 'torch' not in sys.modules"))
+
+
+BITS_CODE = """
+import torch
+from monet_like import kernels
+kernels.load()
+for dtype in (torch.float32, torch.float64):
+    for fmt in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(3, 37, 6, 7, dtype=dtype).contiguous(memory_format=fmt)
+        w, b = torch.randn(37, dtype=dtype), torch.randn(37, dtype=dtype)
+        y, m, s = torch.native_batch_norm(x, w, b, None, None, True, .1, 1e-5)
+        assert torch.equal(torch.ops.monet_like.batch_norm_apply(x, w, b, m, s), y)
+        assert torch.equal(torch.ops.monet_like.batch_norm_relu_train(x, w, b, None, None, .1, 1e-5)[0], y.relu())
+        mask = torch.ops.monet_like.pack_sign(y)
+        expected = torch.ops.aten.threshold_backward(x, y, 0)
+        assert torch.equal(torch.ops.monet_like.unpack_threshold_backward(x, mask, y.stride()), expected)
+print(kernels.status())
+"""
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_bits_hold_at_every_vector_width(capability: str) -> None:
+    """ATen fuses the multiplication with the addition only from AVX2 on; the kernels follow."""
+    run_python(BITS_CODE, ATEN_CPU_CAPABILITY=capability)
+
+
+def test_without_the_library_the_twins_serve_under_the_same_names() -> None:
+    assert "plain-torch twins in use" in run_python(BITS_CODE, MONET_LIKE_KERNELS="reference")
+
+
+def test_status_says_what_runs() -> None:
+    text = kernels.status()
+    if kernels.available("cpu"):
+        assert text.startswith("compiled kernels in use for cpu")
+    else:
+        assert "python -m monet_like.kernels.build" in text
+
+
+def test_missing_compiler_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(build.KernelBuildError, match=r"looked for g\+\+, c\+\+ on the PATH.*apt-get install g\+\+"):
+        build.build()
+
+
+def test_cuda_asked_for_without_nvcc_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", "/nonexistent")
+    monkeypatch.setenv("MONET_LIKE_CUDA", "1")
+    monkeypatch.setattr(build, "find_cxx", lambda: "g++")
+    with pytest.raises(build.KernelBuildError, match="CUDA kernels cannot be compiled"):
+        build.build()
+
+
+def test_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_text("#!/bin/sh\necho 'internal error: out of tea' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MONET_LIKE_CUDA", "0")
+    monkeypatch.setattr(build, "library_path", lambda: tmp_path / "lib" / build.LIBRARY_NAME)
+    # Object names depend on the sources and flags only; an empty directory makes every one of them needed.
+    with pytest.raises(build.KernelBuildError, match=r"(?s)exit code 3.*out of tea"):
+        build.build()
