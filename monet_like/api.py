@@ -111,7 +111,17 @@ def _digest(request: Request, memory_budget: str | int, device: torch.device) ->
     digest.update("".join(f"{type(m).__name__}{m.training}{m.extra_repr()}" for m in request.model.modules()).encode())
     for leaf in pytree.tree_leaves(request.example):
         is_tensor = isinstance(leaf, torch.Tensor)
-        digest.update(f"{tuple(leaf.shape)}{leaf.dtype}{leaf.requires_grad}".encode() if is_tensor else repr(leaf).encode())
-    rest = (memory_budget, request.mode, request.optimizer, request.gap, device_name(device), autocast_name(device), versions())
+        digest.update(
+            f"{tuple(leaf.shape)}{leaf.dtype}{leaf.requires_grad}".encode() if is_tensor else repr(leaf).encode()
+        )
+    rest = (
+        memory_budget,
+        request.mode,
+        request.optimizer,
+        request.gap,
+        device_name(device),
+        autocast_name(device),
+        versions(),
+    )
     digest.update(repr(rest).encode())
     return digest.hexdigest()[:24]

@@ -11,9 +11,9 @@ Interpreting the captured calls one by one is bit-equal to running the model eag
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -237,7 +237,7 @@ class _Builder:
         backward = any(p.backward for p in parents)
         self.in_backward |= backward
         if node.target is operator.getitem:
-            source, index = node.args
+            source, index = _args(node)
             self._getitem(node, self.nodes[source], index, backward, tangents)
             return
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -245,12 +245,14 @@ class _Builder:
         if _is_dropout(node, self.nodes):
             self._dropout(node)
             return
-        if node.target is torch.ops.aten.native_dropout_backward.default and node.args[1] in self.noises:
+        if node.target is torch.ops.aten.native_dropout_backward.default and _args(node)[1] in self.noises:
             self._dropout_backward(node, tangents)
             return
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.nodes[n].result)
+        args, kwargs = _map((_args(node), node.kwargs), lambda n: self.nodes[n].result)
         result = args[0] if self._is_idle_clone(node) else node.target(*args, **kwargs)
-        if node.target is torch.ops.aten._native_batch_norm_legit_functional.default and self._owns(node.args[3], "buffer"):
+        if node.target is torch.ops.aten._native_batch_norm_legit_functional.default and self._owns(
+            _args(node)[3], "buffer"
+        ):
             # The statistics are updated where they live, as in eager mode: the new ones are the buffers.
             result = (*result[:3], args[3], args[4])
         self.nodes[node] = info = _Node(result, backward, tangents)
@@ -263,7 +265,7 @@ class _Builder:
         """Whether a node copies a value that nothing will overwrite, as in-place activations do with what they save."""
         if node.target is not torch.ops.aten.clone.default or node.kwargs:
             return False
-        source = self.nodes[node.args[0]]
+        source = self.nodes[_args(node)[0]]
         return source.value is not None and self.values[source.value].kind == "forward" and not _reaches_output(node)
 
     def _getitem(self, node: fx.Node, source: _Node, index: Any, backward: bool, tangents: frozenset[int]) -> None:
@@ -284,7 +286,7 @@ class _Builder:
         unpack = not isinstance(info.result, torch.Tensor)
         outs: list[Ref | None] = []
         writes: list[int] = []
-        used = {n.args[1] for n in node.users if n.target is operator.getitem} if unpack else {0}
+        used = {_args(n)[1] for n in node.users if n.target is operator.getitem} if unpack else {0}
         for index, tensor in enumerate(info.result if unpack else (info.result,)):
             if index not in used or not isinstance(tensor, torch.Tensor) or _storage(tensor) in self.storages:
                 outs.append(None)
@@ -312,13 +314,27 @@ class _Builder:
     def _make(self, name: str, calls: Sequence[Call], writes: Sequence[int], **options: Any) -> Task:
         return make_task(name, calls, writes, self.metas, **options)
 
-    def _batch_norm(self, node: fx.Node, calls: list[Call], args: tuple[Any, ...], outs: list[Any], writes: list[int]) -> None:
+    def _batch_norm(
+        self, node: fx.Node, calls: list[Call], args: tuple[Any, ...], outs: list[Any], writes: list[int]
+    ) -> None:
         """Training-mode batch norm: statistics move in the forward only; a rerun normalises by the batch again."""
         x, weight, bias, mean, var, _, momentum, eps = args
         effect = self._pseudo_value(f"{node.name}.statistics", 0)
         self.effects.append(effect)
-        update = Call("aten.native_batch_norm.default", (x, weight, bias, mean, var, True, momentum, eps), (), tuple(outs[:3]), True)
-        again = Call("aten._native_batch_norm_legit.no_stats", (x, weight, bias, True, momentum, eps), (), (outs[0], None, None), True)
+        update = Call(
+            "aten.native_batch_norm.default",
+            (x, weight, bias, mean, var, True, momentum, eps),
+            (),
+            tuple(outs[:3]),
+            True,
+        )
+        again = Call(
+            "aten._native_batch_norm_legit.no_stats",
+            (x, weight, bias, True, momentum, eps),
+            (),
+            (outs[0], None, None),
+            True,
+        )
         self.tasks.append(self._make(node.name, (*calls, update), (*writes, effect), runs="first"))
         if outs[0] is not None:
             self.tasks.append(self._make(f"{node.name}.again", (*calls, again), writes[:1], runs="again"))
@@ -341,7 +357,7 @@ class _Builder:
         The trace has ``native_dropout`` (the CUDA kernel, with a boolean mask) instead, whose scaling rounds
         differently. As two tasks, the product can be recomputed without drawing again.
         """
-        x, p, _ = node.args
+        x, p, _ = _args(node)
         like = self.nodes[x].result
         keep = 1.0 - p
         meta = TensorMeta.of(like)
@@ -361,10 +377,10 @@ class _Builder:
         self.tasks.append(self._make(f"{node.name}.scale", (*calls, multiply), (value,)))
         mask = torch.empty_like(like, dtype=torch.bool)
         self.nodes[node] = _Node((result, mask), False, frozenset())
-        self.noises.update((user, noise) for user in node.users if user.args[1] == 1)
+        self.noises.update((user, noise) for user in node.users if _args(user)[1] == 1)
 
     def _dropout_backward(self, node: fx.Node, tangents: frozenset[int]) -> None:
-        grad, mask, _ = node.args
+        grad, mask, _ = _args(node)
         calls: list[Call] = []
         source = self._emit(grad, calls)
         result = torch.empty_like(self.nodes[grad].result)
@@ -376,7 +392,11 @@ class _Builder:
     def _reads_updated_buffer(self, node: fx.Node) -> bool:
         """Whether a node reads a buffer that the step changes: such a node must not run a second time."""
         updated = self._updated_buffers()
-        return any(self.storages.get(_storage(t)) in updated for n in node.all_input_nodes for t in _tensors(self.nodes[n].result))
+        return any(
+            self.storages.get(_storage(t)) in updated
+            for n in node.all_input_nodes
+            for t in _tensors(self.nodes[n].result)
+        )
 
     def _updated_buffers(self) -> set[int]:
         if not hasattr(self, "_updated"):
@@ -394,7 +414,7 @@ class _Builder:
     def _emit_args(self, node: fx.Node) -> tuple[list[Call], tuple[Any, ...], tuple[tuple[str, Any], ...]]:
         """The node's arguments with refs for tensors, and the view calls that make them."""
         calls: list[Call] = []
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self._emit(n, calls))
+        args, kwargs = _map((_args(node), dict(node.kwargs)), lambda n: self._emit(n, calls))
         return calls, tuple(args), tuple(kwargs.items())
 
     def _emit(self, node: fx.Node, calls: list[Call]) -> Ref:
@@ -407,13 +427,13 @@ class _Builder:
             if TensorMeta.of(info.result) == self.metas[base]:
                 return Ref(base)  # detach, or views that undo one another
         if str(node.target) in _SKIPPED_VIEWS:
-            return self._emit(node.args[0], calls)
+            return self._emit(_args(node)[0], calls)
         if self._is_idle_clone(node):
-            return self._emit(node.args[0], calls)
+            return self._emit(_args(node)[0], calls)
         name = Ref(f"t_{node.name}")
         if all(name not in call.outs for call in calls):
             op = "operator.getitem" if node.target is operator.getitem else str(node.target)
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self._emit(n, calls))
+            args, kwargs = _map((_args(node), dict(node.kwargs)), lambda n: self._emit(n, calls))
             calls.append(Call(op, tuple(args), tuple(kwargs.items()), (name,)))
         return name
 
@@ -428,7 +448,7 @@ class _Builder:
     def _finish(self, node: fx.Node) -> Captured:
         outputs: list[Tensor] = []
         gradients: list[tuple[Any, fx.Node]] = []
-        for target, desc in zip(node.args[0], node.meta["desc"], strict=True):
+        for target, desc in zip(_args(node)[0], node.meta["desc"], strict=True):
             kind = type(desc).__name__
             if target is None:
                 continue  # no gradient is wanted there
@@ -446,7 +466,7 @@ class _Builder:
         held = {t.value for t in outputs if self.values[t.value].kind == "forward"}
         program = Program(
             values=tuple(self.values),
-            tasks=tuple((*self.tasks, *self.late)),
+            tasks=(*self.tasks, *self.late),
             slots=tuple((slot,) for slot in self.slots),
             outputs=tuple(sorted({*held, *self.effects})),
             tangents=tuple(v for v in self.tangent_of.values() if v in read),
@@ -483,7 +503,9 @@ class _Builder:
         self.effects.append(effect)
         calls = (*tensor.calls, Call("aten.copy_.default", (Ref(buffer), tensor.ref), (), ()))
         for index, task in enumerate(self.tasks):
-            if task.writes == (tensor.value,) and not any(tensor.value in other.reads for other in (*self.tasks, *self.slots)):
+            if task.writes == (tensor.value,) and not any(
+                tensor.value in other.reads for other in (*self.tasks, *self.slots)
+            ):
                 maker = self.tasks.pop(index)
                 only = maker.calls[0]
                 if only.op == "aten.add.Tensor" and only.args[0] == Ref(buffer) and len(maker.calls) == 1:
@@ -514,7 +536,9 @@ class _Builder:
 
     def _cloned(self, node: fx.Node, tensor: Tensor) -> Tensor:
         """Two gradients must not share a storage, nor be the caller's own: the second is a copy."""
-        value = self._value(f"{node.name}.copy{len(self.values)}", "backward", torch.empty_like(self.nodes[node].result))
+        value = self._value(
+            f"{node.name}.copy{len(self.values)}", "backward", torch.empty_like(self.nodes[node].result)
+        )
         clone = Call("aten.clone.default", (tensor.ref,), (), (Ref(value),))
         self.slots.append(self._make(self.values[value].name, (*tensor.calls, clone), (value,)))
         return Tensor(Ref(value), value, (), self.nodes[node].tangents)
@@ -531,6 +555,7 @@ class _Builder:
             for mine, other in (call.args, call.args[::-1]):
                 if (
                     isinstance(mine, Ref)
+                    and isinstance(mine.name, int)
                     and isinstance(other, Ref)
                     and mine != other
                     and self.values[mine.name].kind == "backward"
@@ -554,7 +579,9 @@ def make_task(
     """
     written = set(writes)
     reads = tuple(
-        dict.fromkeys(ref.name for call in calls for ref in refs(call) if isinstance(ref.name, int) and ref.name not in written)
+        dict.fromkeys(
+            ref.name for call in calls for ref in refs(call) if isinstance(ref.name, int) and ref.name not in written
+        )
     )
     return Task(name, reads, tuple(writes), cost=cost_key(calls, metas), calls=tuple(calls), **options)
 
@@ -584,6 +611,21 @@ def cost_key(calls: Sequence[Call], metas: Sequence[TensorMeta]) -> str:
     return "; ".join(parts)
 
 
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    """A node's arguments, of whatever types its operator takes."""
+    return cast("tuple[Any, ...]", node.args)
+
+
+def _op(node: fx.Node) -> Any:
+    """A node's operator."""
+    return node.target
+
+
+def _map(tree: Any, function: Callable[[fx.Node], Any]) -> Any:
+    """``tree`` with every node replaced by the function's result."""
+    return fx.map_arg(tree, cast(Any, function))
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -593,20 +635,20 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _is_random(node: fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if torch.Tag.nondeterministic_seeded not in _op(node).tags:
         return False
-    dropout = next((i for i, a in enumerate(node.target._schema.arguments) if a.name == "dropout_p"), None)
+    dropout = next((i for i, a in enumerate(_op(node)._schema.arguments) if a.name == "dropout_p"), None)
     if dropout is None:
         return True
-    given = node.kwargs.get("dropout_p", node.args[dropout] if dropout < len(node.args) else 0.0)
-    return given != 0.0
+    given = dict(node.kwargs).get("dropout_p", _args(node)[dropout] if dropout < len(_args(node)) else 0.0)
+    return bool(given != 0.0)
 
 
 def _is_dropout(node: fx.Node, nodes: Mapping[fx.Node, _Node]) -> bool:
     if node.target is not torch.ops.aten.native_dropout.default:
         return False
-    x, p, train = node.args
-    return nodes[x].result.device.type == "cpu" and bool(train) and 0.0 < p < 1.0
+    x, p, train = _args(node)
+    return bool(nodes[x].result.device.type == "cpu" and train and 0.0 < p < 1.0)
 
 
 def _reaches_output(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from .measure import allocated_peak
 from .problem import Problem, read_problem
 from .replay import ScheduleWrapper
 from .schedule_file import ScheduleRecord
-from .show import _table
+from .show import aligned_table
 from .solve import SOLUTIONS
 from .units import format_bytes, format_seconds
 
@@ -44,7 +44,7 @@ def check(
     path = solution_file or default_names(problem.spec.name, problem.request, problem.budget_bytes, SOLUTIONS)
     record = ScheduleRecord.load(path)
     model = problem.spec.module.to(problem.device)
-    example = real_example(problem, record)
+    example = real_example(problem)
     console = Console(highlight=False)
     good = True
     if check_diff:
@@ -57,9 +57,8 @@ def check(
         sys.exit(1)
 
 
-def real_example(problem: Problem, record: ScheduleRecord) -> Example:
+def real_example(problem: Problem) -> Example:
     """Random inputs of the problem's shapes (small integers where they are integers)."""
-    del record
     generator = torch.Generator().manual_seed(0)
 
     def real(leaf: Any) -> Any:
@@ -104,10 +103,14 @@ def _diff(console: Console, model: nn.Module, record: ScheduleRecord, example: E
         size = mine.element_size() if mine is not None and mine.is_floating_point() else 4
         if not error <= TOLERANCE.get(size, 0.0):
             bad.append(f"{name}: {error:.2e}")
-    console.print(f"{equal} of {len(pairs)} tensors equal bit by bit; largest relative difference {worst[0]:.2e} {worst[1]}")
+    console.print(
+        f"{equal} of {len(pairs)} tensors equal bit by bit; largest relative difference {worst[0]:.2e} {worst[1]}"
+    )
     for line in bad[:10]:
         console.print(f"differs: {line}")
-    console.print("check_diff: " + ("passed" if not bad else f"failed, {len(bad)} tensors differ by more than the tolerance"))
+    console.print(
+        "check_diff: " + ("passed" if not bad else f"failed, {len(bad)} tensors differ by more than the tolerance")
+    )
     return not bad
 
 
@@ -126,8 +129,14 @@ def difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
 def _peak(model: nn.Module, example: Example, device: torch.device) -> int:
     """Peak of a whole step: what exists before it, and the rise above that."""
     model.zero_grad(set_to_none=True)
-    resident = [*model.parameters(), *model.buffers(), *(t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor))]
-    return sum(t.untyped_storage().nbytes() for t in resident) + allocated_peak(lambda: train_step(model, example), device)
+    resident = [
+        *model.parameters(),
+        *model.buffers(),
+        *(t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor)),
+    ]
+    return sum(t.untyped_storage().nbytes() for t in resident) + allocated_peak(
+        lambda: train_step(model, example), device
+    )
 
 
 def _fits(console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device) -> bool:
@@ -160,8 +169,11 @@ def _runtime(
             if index:  # the first warms up
                 found.append(time.perf_counter() - started)
     medians = [statistics.median(found) for found in times]
-    table = _table("", "measured step", "predicted", "measured peak", "predicted")
-    rows = (("plain PyTorch", record.plain_seconds, record.plain_peak_bytes), ("schedule", record.seconds, record.peak_bytes))
+    table = aligned_table("", "measured step", "predicted", "measured peak", "predicted")
+    rows = (
+        ("plain PyTorch", record.plain_seconds, record.plain_peak_bytes),
+        ("schedule", record.seconds, record.peak_bytes),
+    )
     for (name, seconds, peak), median, measured in zip(rows, medians, peaks, strict=True):
         table.add_row(name, format_seconds(median), format_seconds(seconds), format_bytes(measured), format_bytes(peak))
     console.print(table)

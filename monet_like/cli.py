@@ -73,20 +73,46 @@ _problem = _options(
 
 @main.command("solve", cls=_Command, context_settings=_CONTEXT)
 @_problem
-@click.option("--device", default="auto", show_default=True, help="Where to measure: auto (CUDA if there is one), cpu, cuda:1.")
 @click.option(
-    "--profile", "profile_file", type=click.Path(path_type=Path), help="Profile file to reuse and extend, or roofline:DEVICE "
+    "--device", default="auto", show_default=True, help="Where to measure: auto (CUDA if there is one), cpu, cuda:1."
+)
+@click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(path_type=Path),
+    help="Profile file to reuse and extend, or roofline:DEVICE "
     "(roofline:h100) to plan without measuring.  [default: solutions/profiles/profile_NAME_BATCH_DEVICE.json]",
 )
-@click.option("--profile-batch", type=int, help="Measure at this batch and scale, such as 8.  [default: BATCH, or less where that would take over about a minute]")
-@click.option("--time-limit", type=float, default=60.0, show_default=True, help="Wall seconds for the solver, such as 300.")
-@click.option("--gap", type=float, default=0.01, show_default=True, help="Stop when proven this close to the optimum, such as 0.001.")
+@click.option(
+    "--profile-batch",
+    type=int,
+    help="Measure at this batch and scale, such as 8.  [default: BATCH, or less where that would take over about a minute]",
+)
+@click.option(
+    "--time-limit", type=float, default=60.0, show_default=True, help="Wall seconds for the solver, such as 300."
+)
+@click.option(
+    "--gap",
+    type=float,
+    default=0.01,
+    show_default=True,
+    help="Stop when proven this close to the optimum, such as 0.001.",
+)
 @click.option("--ablation", is_flag=True, help="Operator choice only: nothing is recomputed.  [default: off]")
-@click.option("--optimizer", default="none", show_default=True, help="Count this optimizer's state: none, sgd, momentum or adam.")
+@click.option(
+    "--optimizer", default="none", show_default=True, help="Count this optimizer's state: none, sgd, momentum or adam."
+)
 @click.option("--strategy", default="milp", show_default=True, help="How to plan: milp, store_all or chen.")
 @click.option("--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16.")
-@click.option("--input-shape", help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299]")
-@click.option("--out", type=click.Path(path_type=Path), help="Schedule file to write.  [default: solutions/solution_NAME_BATCH_MODE_BUDGET.pkl]")
+@click.option(
+    "--input-shape",
+    help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299]",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Schedule file to write.  [default: solutions/solution_NAME_BATCH_MODE_BUDGET.pkl]",
+)
 def solve_command(**options: Any) -> None:
     """Find the fastest training step of MODEL at BATCH that fits BUDGET (GB), and write a schedule file.
 
@@ -107,14 +133,24 @@ def solve_command(**options: Any) -> None:
 
 @main.command("schedule", cls=_Command, context_settings=_CONTEXT)
 @_problem
-@click.option("--solution-file", type=click.Path(path_type=Path), help="Schedule file to check.  [default: the name solve.py gives it]")
-@click.option("--check-runtime", is_flag=True, help="Step time and measured peak beside plain PyTorch's, in this process.")
-@click.option("--check-diff", is_flag=True, help="Compare outputs, every gradient and every buffer with plain PyTorch's.")
+@click.option(
+    "--solution-file",
+    type=click.Path(path_type=Path),
+    help="Schedule file to check.  [default: the name solve.py gives it]",
+)
+@click.option(
+    "--check-runtime", is_flag=True, help="Step time and measured peak beside plain PyTorch's, in this process."
+)
+@click.option(
+    "--check-diff", is_flag=True, help="Compare outputs, every gradient and every buffer with plain PyTorch's."
+)
 @click.option("--run-bs", is_flag=True, help="Run one step and say whether it fitted the budget.")
 @click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda:1.")
 @click.option("--dtype", default="float32", show_default=True, help="Of the model and its input.")
 @click.option("--input-shape", help="Without the batch, such as 3,224,224.")
-@click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of each kind in --check-runtime, such as 20.")
+@click.option(
+    "--steps", type=int, default=5, show_default=True, help="Timed steps of each kind in --check-runtime, such as 20."
+)
 def schedule_command(**options: Any) -> None:
     """Check a schedule by running it: --check-runtime, --check-diff or --run-bs.
 

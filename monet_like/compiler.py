@@ -10,21 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture import Captured, capture
-from .tracing import fake_mode
 from .errors import ProfileError, UsageError
 from .plan import Plan, plan, store_all
 from .profile_data import Profile
-from .profiler import Progress, Scaling, _Inputs, device_name, matched, measure_task, to_profile, versions
+from .profiler import Inputs, Progress, Scaling, device_name, matched, measure_task, to_profile, versions
 from .program import Cost, Program, Task
 from .replay import admitted, autocast_name
 from .roofline import DEVICES, roofline
 from .schedule_file import InputSpec, ScheduleRecord
 from .simulate import Report, simulate
+from .tracing import fake_mode
 
 #: Optimizer state in units of the trainable parameters' bytes.
 OPTIMIZERS: Mapping[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2}
@@ -120,14 +121,14 @@ def measured_costs(
     Args:
         known: costs from an earlier profile; only what is missing is measured.
     """
-    costs = {key: cost for key, cost in (known or {}).items()}
+    costs = dict(known or {})
     program = captured.program
     missing = [t for t in _all_tasks(program) if t.cost and t.cost not in costs]
     if not missing:
         return costs, ""
     batch, small = request.batch, request.profile_batch or profile_batch(request, captured, device)
     if small >= batch:
-        _measure(captured, captured, [(t, t) for t in missing], device, costs, progress, None)
+        _measure(captured, [(t, t) for t in missing], device, costs, progress, None)
         return costs, f"measured at batch {batch}"
     scaling = Scaling(batch, small, min(2 * small, batch))
     keys = {task.cost for task in missing}
@@ -137,14 +138,13 @@ def measured_costs(
         other = admitted(capture(request.model, *example), request.mode, ablation=request.ablation)
         pairs = [(mine, theirs) for mine, theirs in matched(program, other.program) if mine.cost in keys]
         got: dict[str, Cost] = {}
-        _measure(captured, other, pairs, device, got, progress, label)
+        _measure(other, pairs, device, got, progress, label)
         found.append(got)
     costs.update((key, scaling.scale(found[0][key], found[1][key])) for key in keys)
     return costs, f"measured at batch {small}, scaled to {batch}"
 
 
 def _measure(
-    wanted: Captured,
     measured: Captured,
     pairs: list[tuple[Task, Task]],
     device: torch.device,
@@ -153,8 +153,7 @@ def _measure(
     label: str | None,
 ) -> None:
     """Measure the second of every pair for the first's key; with a label, workspace only."""
-    del wanted
-    maker = _Inputs(measured, device)
+    maker = Inputs(measured, device)
     distinct = {mine.cost: theirs for mine, theirs in pairs if mine.cost not in costs}
     for done, (key, task) in enumerate(distinct.items()):
         if progress:
@@ -190,8 +189,6 @@ def _largest_task_bytes(captured: Captured) -> int:
 
 
 def _memory_bytes() -> int:
-    import psutil
-
     return int(psutil.virtual_memory().total)
 
 
@@ -332,5 +329,3 @@ def default_names(name: str, request: Request, budget_bytes: int, folder: Path) 
     """``solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl``: named as MONeT names them."""
     suffix = "_ablation" if request.ablation else ""
     return folder / f"solution_{name}_{request.batch}_{request.mode}_{budget_bytes / 2**30:.2f}{suffix}.pkl"
-
-

@@ -96,7 +96,19 @@ def load_plain(data: bytes, path: Path) -> Any:
     """
     import pickletools
 
-    refused = {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "REDUCE", "BUILD", "EXT1", "EXT2", "EXT4"}
+    refused = {
+        "GLOBAL",
+        "STACK_GLOBAL",
+        "INST",
+        "OBJ",
+        "NEWOBJ",
+        "NEWOBJ_EX",
+        "REDUCE",
+        "BUILD",
+        "EXT1",
+        "EXT2",
+        "EXT4",
+    }
     try:
         for opcode, argument, _ in pickletools.genops(data):  # before anything is built
             if opcode.name in refused or "PERSID" in opcode.name:

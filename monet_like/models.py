@@ -84,7 +84,9 @@ def _from_dotted(text: str) -> tuple[str, Any]:
                 raise ValueError("** is not a literal")
             kwargs[keyword.arg] = ast.literal_eval(keyword.value)
     except ValueError:
-        raise UsageError(f"MODEL {text!r} has an argument that is not a literal (number, string, True, None, tuple …)") from None
+        raise UsageError(
+            f"MODEL {text!r} has an argument that is not a literal (number, string, True, None, tuple …)"
+        ) from None
     return names[-1], _call(_find(names, text), args, kwargs, text)
 
 
@@ -103,7 +105,9 @@ def _find(names: list[str], text: str) -> Any:
             found = importlib.import_module(".".join(names[:count]))
         except ModuleNotFoundError as error:
             if error.name and not ".".join(names[:count]).startswith(error.name):
-                raise UsageError(f"importing MODEL {text!r} needs the module {error.name}, which is not installed") from None
+                raise UsageError(
+                    f"importing MODEL {text!r} needs the module {error.name}, which is not installed"
+                ) from None
             continue
         break
     if found is None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from .tracing import fake_mode
 from .cli import parse_batch, parse_shape
 from .compiler import Example, Request, optimizer_bytes
 from .errors import UsageError
 from .mode import parse_mode
 from .models import ModelSpec, build_model
+from .tracing import fake_mode
 from .units import parse_bytes
 
 

@@ -85,7 +85,7 @@ def profile(
     """
     costs = dict(known or {})
     missing = {key: task for key, task in distinct_tasks(program).items() if key not in costs}
-    maker = _Inputs(captured, device)
+    maker = Inputs(captured, device)
     for done, (key, task) in enumerate(missing.items()):
         if progress:
             progress(task.calls[-1].op.removeprefix("aten.").rpartition(".")[0], done, len(missing))
@@ -96,14 +96,14 @@ def profile(
 
 
 def measure_task(
-    captured: Captured, task: Task, device: torch.device, *, maker: _Inputs | None = None, timed: bool = True
+    captured: Captured, task: Task, device: torch.device, *, maker: Inputs | None = None, timed: bool = True
 ) -> Cost:
     """Seconds and workspace of one task.
 
     Raises:
         ProfileError: it failed; out of memory is said to be that.
     """
-    maker = maker or _Inputs(captured, device)
+    maker = maker or Inputs(captured, device)
     metas = captured.metas
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -135,7 +135,7 @@ def _taken(task: Task, metas: tuple[TensorMeta, ...]) -> int:
     return metas[task.overwrites].storage_bytes if task.overwrites is not None else 0
 
 
-class _Inputs:
+class Inputs:
     """Tensors of given shapes to run operators on, made once and shared by all that read alike."""
 
     def __init__(self, captured: Captured, device: torch.device) -> None:

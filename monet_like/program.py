@@ -184,8 +184,8 @@ class Program:
         the slot that writes it to the last that reads it; tangents from the start; ``gradients`` to the end.
         """
         count = len(self.slots)
-        first = {value: 0 for value in self.tangents}
-        last: dict[int, int] = {value: 0 for value in self.tangents}
+        first = dict.fromkeys(self.tangents, 0)
+        last: dict[int, int] = dict.fromkeys(self.tangents, 0)
         for index, slot in enumerate(self.slots):
             for value in slot[0].writes:
                 first.setdefault(value, index)

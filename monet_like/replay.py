@@ -12,12 +12,12 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture import Captured, capture
-from .tracing import fake_mode
 from .errors import ScheduleFileError, UsageError
 from .mode import parse_mode
 from .program import Program
 from .runtime import Step, run_step
 from .schedule_file import InputSpec, ScheduleRecord
+from .tracing import fake_mode
 from .variants import with_variants
 
 
@@ -102,13 +102,20 @@ class ScheduleWrapper(nn.Module):
             else (type(leaf), leaf)
             for leaf in leaves
         )
-        flags = tuple((id(m), m.training, *(p.requires_grad for p in m._parameters.values() if p is not None)) for m in self.modules())
+        flags = tuple(
+            (id(m), m.training, *(p.requires_grad for p in m._parameters.values() if p is not None))
+            for m in self.modules()
+        )
         return described, str(spec) if len(leaves) != 1 else None, flags[1:], autocast_name(_device_of(self))
 
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """Capture the model for these arguments and compile the schedule's decisions for it."""
         record = self.record
-        found = tuple(InputSpec(*_described(leaf)) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        found = tuple(
+            InputSpec(*_described(leaf))
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        )
         _check_inputs(record, found)
         captured = admitted(capture(self._model, args, kwargs), record.mode, ablation=record.ablation)
         _check_program(record, captured.program, type(self._model).__name__)
@@ -192,7 +199,10 @@ def _check_inputs(record: ScheduleRecord, found: tuple[InputSpec, ...]) -> None:
 
 
 def _listed(specs: tuple[InputSpec, ...]) -> str:
-    return ", ".join(f"{s.dtype}{list(s.shape)}{' (requires grad)' if s.requires_grad else ''}" for s in specs) or "no tensor"
+    return (
+        ", ".join(f"{s.dtype}{list(s.shape)}{' (requires grad)' if s.requires_grad else ''}" for s in specs)
+        or "no tensor"
+    )
 
 
 def _check_program(record: ScheduleRecord, program: Program, name: str) -> None:

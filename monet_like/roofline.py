@@ -14,10 +14,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from .capture import Captured
-from .tracing import fake_mode
 from .codegen import Block, compile_block
 from .profiler import distinct_tasks
 from .program import Cost, Program, Task
+from .tracing import fake_mode
 
 
 @dataclass(frozen=True)

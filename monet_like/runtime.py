@@ -95,7 +95,8 @@ class Step:
         sizes = {slot: sum(captured.metas[t.value].storage_bytes for _, _, t in g) for slot, g in ready.items()}
         enough = sum(sizes.values()) / SEGMENTS
         stretches: list[tuple[int, int, list[tuple[str, int, Tensor]]]] = []
-        start, gathered, size = 0, [], 0
+        gathered: list[tuple[str, int, Tensor]] = []
+        start, size = 0, 0
         for slot in sorted(ready):
             if gathered and size + sizes[slot] > enough:
                 previous = max(made[t.value] for _, _, t in gathered) + 1
@@ -161,7 +162,9 @@ class _Head(torch.autograd.Function):
         ctx.is_tensor = [isinstance(s, torch.Tensor) for s in saved]
         ctx.save_for_backward(*saved)
         ctx.output_metas = [(o.shape, o.dtype, o.device) for o in outputs]
-        ctx.mark_non_differentiable(*(o for o, t in zip(outputs, call.step.captured.tangents, strict=True) if t is None))
+        ctx.mark_non_differentiable(
+            *(o for o, t in zip(outputs, call.step.captured.tangents, strict=True) if t is None)
+        )
         return outputs
 
     @staticmethod
@@ -197,7 +200,9 @@ class _SegmentNode(torch.autograd.Function):
         with torch._C._DisableAutocast():
             gradients, call.carried = segment.run(carried)
         if any(not needs & call.given for needs in segment.tangents):  # an output that took no part in the loss
-            gradients = tuple(g if needs & call.given else None for g, needs in zip(gradients, segment.tangents, strict=True))
+            gradients = tuple(
+                g if needs & call.given else None for g, needs in zip(gradients, segment.tangents, strict=True)
+            )
         return (None, None, None if ctx.first else _token(call.step), *gradients)
 
 
@@ -214,7 +219,9 @@ def _tangent(grad: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device).copy_(grad)
 
 
-def run_step(step: Step, parameters: list[torch.Tensor], buffers: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+def run_step(
+    step: Step, parameters: list[torch.Tensor], buffers: list[torch.Tensor], inputs: list[torch.Tensor]
+) -> Any:
     """One forward whose autograd graph is the schedule's backward.
 
     Returns:

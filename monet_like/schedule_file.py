@@ -85,7 +85,9 @@ class ScheduleRecord:
             "forward": list(self.schedule.forward),
             "again": [list(tasks) for tasks in self.schedule.again],
             "ways": list(self.schedule.ways),
-            "inputs": [{"shape": list(i.shape), "dtype": i.dtype, "requires_grad": i.requires_grad} for i in self.inputs],
+            "inputs": [
+                {"shape": list(i.shape), "dtype": i.dtype, "requires_grad": i.requires_grad} for i in self.inputs
+            ],
         }
         content |= {name: getattr(self, name) for name, _ in _SCALARS}
         write_atomically(path, dump_plain(content))

@@ -39,7 +39,9 @@ class Progress:
         self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bar.stop()
 
     def profiling(self, what: str, done: int, total: int) -> None:
@@ -55,7 +57,8 @@ class Progress:
         self.bar.update(self.plan, description=f"plan {message}")
 
 
-def _table(*columns: str) -> Table:
+def aligned_table(*columns: str) -> Table:
+    """A table without lines: the first column left, numbers right; without names, two columns of text."""
     table = Table(show_header=bool(columns), box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns or ("", "")):
         table.add_column(column, justify="left" if index == 0 or not columns else "right", overflow="fold")
@@ -69,8 +72,10 @@ def show_compiled(problem: Problem, compiled: Compiled, path: Path, profile: Pat
         f"[bold]{record.model}[/bold], batch {problem.request.batch}, budget {format_bytes(record.budget_bytes)}, "
         f"{record.mode}{', ablation' if record.ablation else ''}"
     )
-    table = _table("", "peak", "step", "overhead")
-    table.add_row("plain PyTorch (predicted)", format_bytes(record.plain_peak_bytes), format_seconds(record.plain_seconds), "")
+    table = aligned_table("", "peak", "step", "overhead")
+    table.add_row(
+        "plain PyTorch (predicted)", format_bytes(record.plain_peak_bytes), format_seconds(record.plain_seconds), ""
+    )
     table.add_row(
         "this schedule (predicted)",
         format_bytes(record.peak_bytes),
@@ -78,7 +83,7 @@ def show_compiled(problem: Problem, compiled: Compiled, path: Path, profile: Pat
         f"{100 * (record.seconds / record.plain_seconds - 1):+.1f} %" if record.plain_seconds else "",
     )
     console.print(table)
-    details = _table()
+    details = aligned_table()
     details.add_row("program", f"{found.columns:,} columns, {found.rows:,} rows")
     details.add_row("solver", f"{found.solver}: {found.status}")
     details.add_row("incumbent", format_seconds(record.seconds))
@@ -112,15 +117,21 @@ def _add_counts(table: Table, record: ScheduleRecord) -> None:
 def show_record(record: ScheduleRecord) -> None:
     """A schedule file for people."""
     console = Console(highlight=False)
-    table = _table()
+    table = aligned_table()
     inputs = ", ".join(f"{i.dtype}{list(i.shape)}" for i in record.inputs)
     table.add_row("model", record.model)
     table.add_row("inputs", inputs + (f", autocast {record.autocast}" if record.autocast else ""))
     table.add_row("mode", record.mode + (", ablation" if record.ablation else ""))
-    optimizer = f", {record.optimizer} state {format_bytes(record.optimizer_bytes)} included" if record.optimizer_bytes else ""
+    optimizer = (
+        f", {record.optimizer} state {format_bytes(record.optimizer_bytes)} included" if record.optimizer_bytes else ""
+    )
     table.add_row("budget", format_bytes(record.budget_bytes) + optimizer)
-    table.add_row("predicted peak", f"{format_bytes(record.peak_bytes)} (plain PyTorch {format_bytes(record.plain_peak_bytes)})")
-    table.add_row("predicted step", f"{format_seconds(record.seconds)} (plain PyTorch {format_seconds(record.plain_seconds)})")
+    table.add_row(
+        "predicted peak", f"{format_bytes(record.peak_bytes)} (plain PyTorch {format_bytes(record.plain_peak_bytes)})"
+    )
+    table.add_row(
+        "predicted step", f"{format_seconds(record.seconds)} (plain PyTorch {format_seconds(record.plain_seconds)})"
+    )
     table.add_row("solver", f"{record.solver}: {record.status}, {record.solve_seconds:.1f} s")
     table.add_row("bound, gap", _bound(record))
     _add_counts(table, record)

@@ -103,7 +103,9 @@ def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *,
         cost = cost_of(task, costs)
         taken = values[task.overwrites].bytes if task.overwrites is not None else 0
         written = sum(values[value].bytes for value in task.writes)
-        steps.append(Step(task.name, run.slot, memory + written + cost.workspace_bytes - taken, cost.seconds, run.again))
+        steps.append(
+            Step(task.name, run.slot, memory + written + cost.workspace_bytes - taken, cost.seconds, run.again)
+        )
         if task.overwrites is not None:
             memory -= alive.pop(task.overwrites)
         for value in task.writes:
@@ -151,7 +153,7 @@ def _last_reads(program: Program, runs: list[_Run]) -> dict[tuple[int, int], int
     Also checks that every read finds its value, and that nothing reads an overwritten one.
     """
     kept = {*program.outputs, *program.gradients}
-    born: dict[int, int] = {value: -1 for value in program.tangents}
+    born: dict[int, int] = dict.fromkeys(program.tangents, -1)
     touched: dict[int, list[int]] = {value: [] for value in program.tangents}
     dead: dict[int, str] = {}
     made_in_forward: set[int] = set()
@@ -179,7 +181,9 @@ def _last_reads(program: Program, runs: list[_Run]) -> dict[tuple[int, int], int
             dead[run.task.overwrites] = run.task.name
         for value in run.task.writes:
             if value in kept and value in born:
-                raise ScheduleError(f"{run.task.name} writes {program.values[value].name} a second time; the caller holds it")
+                raise ScheduleError(
+                    f"{run.task.name} writes {program.values[value].name} a second time; the caller holds it"
+                )
             if value in born and touched[value]:
                 close(value)
             born[value] = index

@@ -127,7 +127,12 @@ def _is_compiling() -> Iterator[None]:
 def _decomposed_operators() -> Iterator[Any]:
     """Operators that tracing would replace by others that round differently."""
     for name in dir(torch.ops.aten):
-        if "upsample" in name or name in ("hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward"):
+        if "upsample" in name or name in (
+            "hardshrink",
+            "softshrink",
+            "multi_margin_loss",
+            "multilabel_margin_loss_forward",
+        ):
             packet = getattr(torch.ops.aten, name)
             yield from (getattr(packet, overload) for overload in packet.overloads())
 
@@ -158,9 +163,7 @@ class _Constants(TorchFunctionMode):
     """
 
     _FACTORIES = frozenset({torch.arange, torch.ones, torch.zeros, torch.full, torch.tensor, torch.eye})
-    _QUESTIONS = frozenset(
-        {torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.tolist, torch.Tensor.__index__}
-    )
+    _QUESTIONS = frozenset({"__bool__", "item", "__int__", "tolist", "__index__"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +175,7 @@ class _Constants(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = bool(tensors or func in self._FACTORIES) and all(t in self.values for t in tensors)
-        if known and func in self._QUESTIONS:
+        if known and getattr(func, "__name__", "") in self._QUESTIONS:
             return func(*self._real(args), **kwargs)
         result = func(*args, **kwargs)
         if known:
@@ -188,11 +191,17 @@ class _Constants(TorchFunctionMode):
                 if isinstance(leaf, torch.Tensor):
                     self.values.pop(leaf, None)  # changed in place: no longer known
             return
-        if not isinstance(result, torch.Tensor) or result.dtype.is_floating_point or result.numel() > _CONSTANT_ELEMENTS:
+        if (
+            not isinstance(result, torch.Tensor)
+            or result.dtype.is_floating_point
+            or result.numel() > _CONSTANT_ELEMENTS
+        ):
             return
         with _disable_current_modes():  # for real, outside the trace
             try:
-                self.values[result] = func(*self._real(args), **{**self._real(kwargs), **({"device": "cpu"} if "device" in kwargs else {})})
+                self.values[result] = func(
+                    *self._real(args), **{**self._real(kwargs), **({"device": "cpu"} if "device" in kwargs else {})}
+                )
             except RuntimeError:
                 return  # then it is simply not known
 

@@ -35,7 +35,9 @@ class UNet(nn.Module):
         self.first = _twice(channels, widths[0])
         self.down = nn.ModuleList(_twice(a, b) for a, b in zip(widths, widths[1:], strict=False))
         self.pool = nn.MaxPool2d(2)
-        self.grow = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in zip(widths, widths[1:], strict=False))
+        self.grow = nn.ModuleList(
+            nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in zip(widths, widths[1:], strict=False)
+        )
         self.up = nn.ModuleList(_twice(2 * a, a) for a in widths[:-1])
         self.last = nn.Conv2d(widths[0], classes, 1)
 

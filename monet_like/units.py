@@ -14,7 +14,18 @@ KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 
-_FACTORS = {"": GIB, "b": 1, "kb": KIB, "kib": KIB, "mb": MIB, "mib": MIB, "gb": GIB, "gib": GIB, "tb": 2**40, "tib": 2**40}
+_FACTORS = {
+    "": GIB,
+    "b": 1,
+    "kb": KIB,
+    "kib": KIB,
+    "mb": MIB,
+    "mib": MIB,
+    "gb": GIB,
+    "gib": GIB,
+    "tb": 2**40,
+    "tib": 2**40,
+}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 

@@ -65,7 +65,9 @@ def _add_forward(editor: Editor, task: Task, call: Call, position: int) -> None:
     args = call.args if position == 0 else (call.args[1], call.args[0], *call.args[2:])
     write = Call(f"aten.{name}_.{overload}", args, call.kwargs, call.outs)
     suffix = "" if position == 0 else "_other"
-    editor.add(task, (write,), task.writes, f"in_place{suffix}", word="inplace", overwrites=args[0].name, runs=task.runs)
+    editor.add(
+        task, (write,), task.writes, f"in_place{suffix}", word="inplace", overwrites=args[0].name, runs=task.runs
+    )
 
 
 def _backward(editor: Editor) -> None:

@@ -29,7 +29,9 @@ def _shape_only(editor: Editor, op: str, position: int) -> None:
         shape = Call("aten.expand.default", (Ref("one"), meta.shape), (), (Ref("shape"),))
         args = list(call.args)
         args[position] = Ref("shape")
-        editor.add_way(slot, (*way.calls[:-1], one, shape, Call(op, tuple(args), call.kwargs, call.outs)), "pool.shape_only")
+        editor.add_way(
+            slot, (*way.calls[:-1], one, shape, Call(op, tuple(args), call.kwargs, call.outs)), "pool.shape_only"
+        )
 
 
 def _contiguous(editor: Editor, value: int) -> bool:
@@ -45,7 +47,7 @@ def _offsets(editor: Editor) -> None:
         grad, _, kernel, stride, padding, dilation, ceil_mode, indices = call.args
         if not isinstance(indices, Ref) or indices.name not in by_indices:
             continue
-        task, forward = by_indices[indices.name]  # type: ignore[index]
+        task, forward = by_indices[indices.name]
         source = forward.args[0]
         kernel, stride, padding, dilation = (_pair(v) for v in (kernel, stride or kernel, padding, dilation))
         out = task.writes[0]
@@ -60,11 +62,7 @@ def _offsets(editor: Editor) -> None:
             True,
         )
         editor.add(task, (pool,), (out, offsets), "pool.offsets", word="newnode")
-        size = (
-            editor.metas[source.name].shape
-            if isinstance(source.name, int)
-            else None
-        )
+        size = editor.metas[source.name].shape if isinstance(source.name, int) else None
         if size is None:
             continue
         unpack = Call(

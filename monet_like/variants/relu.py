@@ -29,7 +29,11 @@ def offer(editor: Editor) -> None:
         if editor.dense(out.name):
             mask = _mask(editor, task.name, out.name)
             editor.add(
-                task, (Call("monet_like.pack_sign.default", (out,), (), (Ref(mask),)),), (mask,), "relu.pack", word="newnode"
+                task,
+                (Call("monet_like.pack_sign.default", (out,), (), (Ref(mask),)),),
+                (mask,),
+                "relu.pack",
+                word="newnode",
             )
             stride = editor.metas[out.name].stride
             unpack = Call("monet_like.unpack_threshold_backward.default", (grad, Ref(mask), stride), (), call.outs)

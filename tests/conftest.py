@@ -1,0 +1,20 @@
+"""Shared by all tests: two threads, fixed seeds, caches of their own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -1,0 +1,88 @@
+"""One training step, plain or scheduled, and everything it leaves behind, for comparison."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from monet_like.measure import allocated_peak
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass
+class Outcome:
+    """What one step leaves: everything a trainer could notice."""
+
+    outputs: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    input_gradients: list[torch.Tensor | None]
+    structure: type
+    rise_bytes: int = 0
+
+    def differences(self, other: Outcome) -> dict[str, float]:
+        """Relative 2-norm difference of every tensor; 0.0 only for equal bits."""
+        pairs: dict[str, tuple[Any, Any]] = {f"output {i}": p for i, p in enumerate(zip(self.outputs, other.outputs, strict=True))}
+        pairs |= {f"gradient {n}": (g, other.gradients[n]) for n, g in self.gradients.items()}
+        pairs |= {f"buffer {n}": (b, other.buffers[n]) for n, b in self.buffers.items()}
+        pairs |= {
+            f"input gradient {i}": p for i, p in enumerate(zip(self.input_gradients, other.input_gradients, strict=True))
+        }
+        return {name: _difference(*pair) for name, pair in pairs.items()}
+
+
+def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    if torch.equal(a, b):
+        return 0.0
+    return float((a.double() - b.double()).norm() / a.double().norm().clamp_min(1e-300))
+
+
+def run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, measured: bool = False) -> Outcome:
+    """One step from a fixed seed; the incoming gradients are made from the outputs and given away."""
+    for tensor in tensors((args, kwargs)):
+        tensor.grad = None
+    kept: list[Any] = []
+
+    def step() -> None:
+        result = model(*args, **kwargs)
+        outputs = [t for t in tensors(result) if t.requires_grad]
+        torch.autograd.backward(outputs, [_Seed.of(t) for t in outputs])
+        kept.extend((result, type(result)))
+
+    torch.manual_seed(11)
+    rise = allocated_peak(step, torch.device("cpu")) if measured else (step() or 0)
+    result, structure = kept
+    return Outcome(
+        [t.detach() for t in tensors(result)],
+        {n: p.grad for n, p in model.named_parameters()},
+        {n: b.detach().clone() for n, b in model.named_buffers()},
+        [t.grad for t in tensors((args, kwargs))],
+        structure,
+        rise,
+    )
+
+
+class _Seed:
+    """Incoming gradients: a fixed pattern of the output's shape, or one where it is a single number."""
+
+    @staticmethod
+    def of(output: torch.Tensor) -> torch.Tensor:
+        if output.numel() == 1:
+            return torch.ones_like(output)
+        # drawn without the generator that the model uses
+        return torch.empty_like(output).copy_(torch.linspace(-1, 1, output.numel()).to(output.dtype).view(output.shape))
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy that shares nothing."""
+    return copy.deepcopy(model)
