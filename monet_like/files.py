@@ -24,16 +24,21 @@ def check_writable(path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):  # as `write_atomically` will
             pass
+        is_directory = path.is_dir()
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another place with --out") from None
-    if path.is_dir():
+    if is_directory:
         raise UsageError(f"cannot write {path}: it is a directory; give the name of a file")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary file beside ``path``, then rename: readers see the old file or the new one."""
+    """Write to a temporary file beside ``path``, then rename: readers see the old file or the new one.
+
+    Raises:
+        UsageError: it cannot be written, the disk is full.
+    """
     check_writable(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -43,9 +48,11 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(name)
+        if isinstance(error, OSError):
+            raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
         raise
 
 
@@ -60,7 +67,7 @@ def read_bytes(path: Path, what: str) -> bytes:
             raise ScheduleFileError(f"{path} is too large to be a {what} ({path.stat().st_size} bytes)")
         return path.read_bytes()
     except FileNotFoundError:
-        raise ScheduleFileError(f"there is no {what} file {path}") from None
+        raise ScheduleFileError(f"there is no {what} file {path}; make one with solve.py, or give another") from None
     except OSError as error:
         raise ScheduleFileError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -115,6 +122,8 @@ def load_plain(data: bytes, path: Path) -> Any:
                 raise ScheduleFileError(
                     f"{path} is refused: a schedule holds plain data only, and this file has {opcode.name} {argument or ''}".strip()
                 )
+            if "PUT" in opcode.name and argument > len(data):  # pickle would allocate a table up to it
+                raise ScheduleFileError(f"{path} is refused: it has the memo index {argument}")
         return _PlainUnpickler(io.BytesIO(data)).load()
     except ScheduleFileError:
         raise

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -68,7 +69,7 @@ def build_model(expression: str) -> ModelSpec:
 def _from_dotted(text: str) -> tuple[str, Any]:
     try:
         node = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two: nested too deeply
         raise UsageError(_unreadable(text)) from None
     call = node if isinstance(node, ast.Call) else None
     names = _dotted(call.func if call else node)
@@ -83,7 +84,7 @@ def _from_dotted(text: str) -> tuple[str, Any]:
             if keyword.arg is None:
                 raise ValueError("** is not a literal")
             kwargs[keyword.arg] = ast.literal_eval(keyword.value)
-    except ValueError:
+    except (ValueError, TypeError):  # a TypeError: an unhashable key
         raise UsageError(
             f"MODEL {text!r} has an argument that is not a literal (number, string, True, None, tuple …)"
         ) from None
@@ -104,7 +105,7 @@ def _find(names: list[str], text: str) -> Any:
         try:
             found = importlib.import_module(".".join(names[:count]))
         except ModuleNotFoundError as error:
-            if error.name and not ".".join(names[:count]).startswith(error.name):
+            if error.name and error.name.split(".") != names[: error.name.count(".") + 1]:
                 raise UsageError(
                     f"importing MODEL {text!r} needs the module {error.name}, which is not installed"
                 ) from None
@@ -112,13 +113,13 @@ def _find(names: list[str], text: str) -> Any:
         break
     if found is None:
         raise UsageError(f"MODEL {text!r}: there is no module {names[0]!r}; is it installed?")
-    for name in names[count:]:
+    for position, name in enumerate(names[count:], start=count):
         if not hasattr(found, name):
             import difflib
 
             near = difflib.get_close_matches(name, dir(found), 3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
-            raise UsageError(f"MODEL {text!r}: {'.'.join(names[:count])} has no {name!r}{hint}")
+            raise UsageError(f"MODEL {text!r}: {'.'.join(names[:position])} has no {name!r}{hint}")
         found = getattr(found, name)
     return found
 
@@ -149,7 +150,13 @@ def _call(make: Any, args: list[Any], kwargs: dict[str, Any], text: str) -> Any:
         raise UsageError(f"MODEL {text!r} cannot be called so: {error}") from None
     except ValueError:
         pass  # a builtin without a signature
-    return make(*args, **kwargs)
+    try:
+        return make(*args, **kwargs)
+    except Exception as error:  # whatever the model's own code raises
+        *_, last = traceback.extract_tb(error.__traceback__)
+        raise UsageError(
+            f"MODEL {text!r} could not be built: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        ) from error
 
 
 def _unreadable(text: str) -> str:

@@ -115,8 +115,13 @@ class ScheduleRecord:
                 for i in content["inputs"]
             )
             scalars = {name: _typed(content[name], kinds) for name, kinds in _SCALARS}
-        except (KeyError, TypeError) as error:
-            raise ScheduleFileError(f"{path} is damaged: {error!r}; solve again") from None
+            for name, kind in (("versions", str), ("counts", int)):
+                for key, value in scalars[name].items():
+                    _typed(key, str), _typed(value, kind)
+        except KeyError as error:
+            raise ScheduleFileError(f"{path} is damaged: it has no field {error}; solve again") from None
+        except TypeError as error:
+            raise ScheduleFileError(f"{path} is damaged: {error}; solve again") from None
         return ScheduleRecord(schedule=schedule, inputs=inputs, **scalars)
 
 

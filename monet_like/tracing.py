@@ -176,7 +176,8 @@ class _Constants(TorchFunctionMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = bool(tensors or func in self._FACTORIES) and all(t in self.values for t in tensors)
         if known and getattr(func, "__name__", "") in self._QUESTIONS:
-            return func(*self._real(args), **kwargs)
+            with _disable_current_modes():
+                return func(*self._real(args), **kwargs)
         result = func(*args, **kwargs)
         if known:
             self._follow(func, args, kwargs, result)

@@ -17,7 +17,9 @@ class _Draw:
 
     def producer(self, value: int, stage: str) -> int:
         allowed = [i for i in self.program.producers[value] if self.program.tasks[i].runs in ("both", stage)]
-        allowed = [i for i in allowed if stage == "first" or set(self.program.tasks[i].writes).isdisjoint(self.program.outputs)]
+        allowed = [
+            i for i in allowed if stage == "first" or set(self.program.tasks[i].writes).isdisjoint(self.program.outputs)
+        ]
         plain = [i for i in allowed if self.program.tasks[i].variant == "aten"]
         if not allowed:
             raise ScheduleError("no producer")

@@ -14,7 +14,11 @@ Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 def image(batch: int, size: int, *, requires_grad: bool = False) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(batch, 3, size, size, generator=generator).to(torch.get_default_dtype()).requires_grad_(requires_grad)
+    return (
+        torch.randn(batch, 3, size, size, generator=generator)
+        .to(torch.get_default_dtype())
+        .requires_grad_(requires_grad)
+    )
 
 
 def _vision(name: str, batch: int, size: int, **options: Any) -> Callable[[], Built]:
@@ -56,7 +60,12 @@ def bert() -> Built:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=199, use_cache=False
+        num_hidden_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        intermediate_size=128,
+        vocab_size=199,
+        use_cache=False,
     )
     tokens = torch.randint(0, 199, (3, 40), generator=torch.Generator().manual_seed(6))
     mask = torch.ones_like(tokens)

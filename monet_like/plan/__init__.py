@@ -1,0 +1,76 @@
+"""Planning: from a program, its costs and a memory budget to the fastest schedule that fits.
+
+Importing this module imports neither a solver nor numpy; the ``milp`` strategy does when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import SolverError, UsageError
+from ..program import Cost, Program
+from ..simulate import simulate
+from ..units import format_bytes
+from .result import Plan
+from .search import Search
+from .strategies import STRATEGIES
+from .strategies.store_all import store_all
+
+__all__ = ["STRATEGIES", "Plan", "plan", "store_all"]
+
+
+def plan(
+    program: Program,
+    costs: Mapping[str, Cost],
+    budget_bytes: int,
+    *,
+    solver: str = "CBC",
+    time_limit_seconds: float = 300.0,
+    gap: float = 0.01,
+    strategy: str = "milp",
+    extra_bytes: int = 0,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Plan:
+    """Find a schedule whose simulated peak is within ``budget_bytes``.
+
+    Args:
+        program: the training step, with the variants that may be used.
+        costs: seconds and workspace bytes per task key.
+        budget_bytes: the limit on everything the step allocates. Only ``milp`` heeds it; the plan of another
+            strategy is refused if it does not fit.
+        solver: a cvxpy solver's name, in any case of letters.
+        time_limit_seconds: wall seconds for the whole search.
+        gap: relative distance from the bound at which the search stops.
+        strategy: a name in `STRATEGIES`.
+        extra_bytes: resident memory beyond the program's, such as optimizer state.
+        progress: called with lines for people.
+        options: further fields of `Search`, for ``milp``.
+
+    Raises:
+        UsageError: unknown strategy or solver, or a number out of range.
+        InfeasibleError: no schedule fits; says what would do.
+        SolverError: the solver is not installed, failed, or found nothing in time.
+        ProfileError: ``costs`` lacks a task.
+    """
+    if strategy not in STRATEGIES:
+        raise UsageError(f"unknown strategy {strategy!r}; there are: {', '.join(sorted(STRATEGIES))}")
+    if budget_bytes <= 0 or time_limit_seconds <= 0 or not 0 <= gap < 1:
+        raise UsageError(
+            f"budget_bytes ({budget_bytes}) and time_limit_seconds ({time_limit_seconds}) must be more than 0, "
+            f"and gap ({gap}) at least 0 and less than 1"
+        )
+    if strategy == "milp":
+        search = Search(
+            program, costs, budget_bytes, solver, time_limit_seconds, gap, extra_bytes, progress=progress, **options
+        )
+        return search.run()
+    schedule = STRATEGIES[strategy](program, costs, budget_bytes, **options)
+    report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
+    if report.peak_bytes > budget_bytes:
+        raise SolverError(
+            f"strategy {strategy} needs {format_bytes(report.peak_bytes)}, more than {format_bytes(budget_bytes)}, "
+            "and does not plan for a budget; use strategy milp"
+        )
+    return Plan(schedule, report, "feasible", found_by=strategy)

@@ -35,7 +35,7 @@ bind. Without the missing rows the program is a relaxation, so its bound holds.
 
 Why this is exact. A carried value costs memory in (8) and (9) at least as long as `simulate` counts it, so a
 solution's schedule never has a higher peak than its rows. Conversely a schedule that passes `simulate`, with its useless runs
-removed, satisfies every row with K[v,t] = "v is read in a later stage before it is made anew", and then each row's left
+removed and dominated variants replaced (`dominated_tasks`, `useful_ways`), satisfies every row with K[v,t] = "v is read in a later stage before it is made anew", and then each row's left
 side is the simulated memory. Three things make the program smaller and are *not* exact:
 
 * pinned: values of at most ``pin_bytes`` are always kept once made and always counted; tasks that make nothing
@@ -55,7 +55,7 @@ from ..program import Cost, Program, Task
 from ..schedule import Schedule
 from ..simulate import cost_of
 from .matrix import ONE, ZERO, Builder, Expr, MatrixProgram, total
-from .needs import BackwardBytes, Needs, find_backward_bytes, find_needs, prune
+from .needs import BackwardBytes, Needs, dominated_tasks, find_backward_bytes, find_needs, prune, useful_ways
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -94,6 +94,7 @@ class Formulation:
         self.backward: BackwardBytes = find_backward_bytes(program)
         self.builder = Builder()
         self.outputs = frozenset(program.outputs)
+        self.dominated = dominated_tasks(program, costs, self.needs.groups)
         overwritten = {task.overwrites for task in program.tasks}
         self.pinned = frozenset(
             v
@@ -147,7 +148,7 @@ class Formulation:
         """Columns e and rows (2). A task that certainly runs in the forward has no column."""
         needed = self._needed_groups()
         for group, members in enumerate(self.needs.groups):
-            first = [p for p in members if self.program.tasks[p].runs != "again"]
+            first = [p for p in members if self.program.tasks[p].runs != "again" and p not in self.dominated]
             if group in needed and len(first) == 1:
                 self.e[first[0], 0] = ONE
                 self.builder.offset += self._units(self.program.tasks[first[0]])
@@ -188,7 +189,7 @@ class Formulation:
         """The stages >= 1 in which task p may run again: while its results can still be needed."""
         task = self.program.tasks[p]
         results = [v for v in task.writes if v not in self.pinned]
-        if not self.needs.rerun[p]:
+        if not self.needs.rerun[p] or p in self.dominated:
             return []
         if not results:  # in a relaxation, one column stands for a run in any stage
             return list(self.needs.stages[1:2]) if self.options.relaxed and task.runs == "again" else []
@@ -200,7 +201,7 @@ class Formulation:
     def _way_columns(self) -> None:
         """Columns w and rows (3)."""
         for slot, ways in enumerate(self.program.slots):
-            possible = self.backward.possible[slot]
+            possible = useful_ways(self.program, self.costs, slot, self.backward.possible[slot])
             if len(possible) == 1:
                 chosen = [ONE if k in possible else ZERO for k in range(len(ways))]
                 self.builder.offset += self._units(ways[possible[0]])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..program import Program, Task
+from ..program import Cost, Program, Task
 from ..schedule import Schedule
+from ..simulate import cost_of
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Needs:
     Attributes:
         stages: the stages in which forward tasks may run: 0 and those whose slot reads a forward value.
         last: for every value, the last stage that could use it; -1 if none, for forward values.
-        first: for every value, the first stage >= 1 that could use it; a large number if none does.
+        first: for every value, the first stage >= 1 whose slot may read it; if no slot reads it, the first such
+            stage of a value made from it; a large number if there is none.
         rerun: for every task, whether it may run again at all.
         groups: neighbouring tasks whose sets of results are nested: in one stage at most one of them is of use.
     """
@@ -40,13 +42,15 @@ def find_needs(program: Program) -> Needs:
         for value in {v for way in ways for v in program.forward_reads(way)}:
             first[value] = min(first[value], slot + 1)
             last[value] = slot + 1
+    read_by_slots = {value for value, stage in enumerate(last) if stage >= 0}
     rerun = tuple(task.runs != "first" and not outputs & set(task.writes) for task in program.tasks)
     for index in reversed(range(len(program.tasks))):
         task = program.tasks[index]
         if rerun[index]:
             for value in task.reads:
                 last[value] = max(last[value], *(last[v] for v in task.writes), -1)
-                first[value] = min(first[value], *(first[v] for v in task.writes), NEVER)
+                if value not in read_by_slots:
+                    first[value] = min(first[value], *(first[v] for v in task.writes), NEVER)
     stages = (0, *(slot + 1 for slot, reads in enumerate(program.slot_reads) if reads))
     return Needs(stages, tuple(last), tuple(first), rerun, _groups(program.tasks))
 
@@ -65,6 +69,45 @@ def _groups(tasks: tuple[Task, ...]) -> tuple[tuple[int, ...], ...]:
 def _exchangeable(first: Task, second: Task) -> bool:
     one, two = set(first.writes), set(second.writes)
     return bool(one) and bool(two) and (one <= two or two <= one) and not one & set(second.reads)
+
+
+def dominated_tasks(program: Program, costs: Mapping[str, Cost], groups: Iterable[tuple[int, ...]]) -> frozenset[int]:
+    """Tasks that another of their group replaces in every schedule, at no more seconds and bytes."""
+    found: set[int] = set()
+    for group in groups:
+        for p in group:
+            found.update(p for q in group if q != p and q not in found and _replaces(program, costs, q, p))
+    return frozenset(found)
+
+
+def _replaces(program: Program, costs: Mapping[str, Cost], q: int, p: int) -> bool:
+    better, worse = program.tasks[q], program.tasks[p]
+    return (
+        better.writes == worse.writes
+        and better.overwrites == worse.overwrites
+        and better.runs in ("both", worse.runs)
+        and set(program.forward_reads(better)) <= set(program.forward_reads(worse))
+        and cost_of(better, costs).seconds <= cost_of(worse, costs).seconds
+        and cost_of(better, costs).workspace_bytes <= cost_of(worse, costs).workspace_bytes
+    )
+
+
+def useful_ways(program: Program, costs: Mapping[str, Cost], slot: int, possible: Iterable[int]) -> tuple[int, ...]:
+    """The possible ways of a slot without those that another replaces at no more seconds and bytes."""
+    ways = program.slots[slot]
+
+    def price(k: int) -> tuple[float, int, set[int]]:
+        taken = ways[k].overwrites
+        cost = cost_of(ways[k], costs)
+        extra = cost.workspace_bytes - (0 if taken is None else program.values[taken].bytes)
+        return cost.seconds, extra, set(program.forward_reads(ways[k]))
+
+    kept: list[int] = []
+    for k in sorted(possible, key=lambda k: (price(k)[0], price(k)[1], len(price(k)[2]), k)):
+        one = price(k)
+        if not any(other[1] <= one[1] and other[2] <= one[2] for other in map(price, kept)):
+            kept.append(k)
+    return tuple(sorted(kept))
 
 
 @dataclass(frozen=True)
