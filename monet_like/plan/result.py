@@ -1,0 +1,43 @@
+"""What planning gives back. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..schedule import Schedule
+from ..simulate import Report
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule within the budget, judged by `simulate`, and how good it is known to be.
+
+    Attributes:
+        schedule: what to run.
+        report: the simulator's account of it; ``report.peak_bytes`` is within the budget.
+        status: ``optimal``: proven to be within the gap asked for; ``feasible``: not proven.
+        bound_seconds: no schedule of the kind that ``bound_kind`` names is faster; 0 if nothing is known.
+        bound_kind: ``unrestricted``: the bound holds for every schedule; ``restricted``: for schedules that always
+            keep values below ``pin_bytes`` and run tasks again at most ``window`` slots early; ``none``.
+        gap: ``(report.seconds - bound_seconds) / report.seconds``.
+        rows, columns: size of the integer program; 0 for other strategies.
+        solver: the solver asked for; "" for strategies without one.
+        found_by: what found the schedule: ``heuristic``, a solver's name, or the strategy.
+        stage_seconds: wall seconds of ``build``, ``heuristic`` and ``solve``.
+        pin_bytes, window: how the program was restricted; window None: not.
+    """
+
+    schedule: Schedule
+    report: Report
+    status: Literal["optimal", "feasible"]
+    bound_seconds: float = 0.0
+    bound_kind: Literal["unrestricted", "restricted", "none"] = "none"
+    gap: float = 1.0
+    rows: int = 0
+    columns: int = 0
+    solver: str = ""
+    found_by: str = ""
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    pin_bytes: int = 0
+    window: int | None = None

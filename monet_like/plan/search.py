@@ -1,0 +1,270 @@
+"""The search for the fastest plan: a heuristic start, the integer program, an honest bound, the simulator's word."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import InfeasibleError, SolverError
+from ..program import Cost, Program
+from ..schedule import Schedule
+from ..simulate import Report, cost_of, simulate
+from ..units import MIB, format_bytes
+from .formulation import Formulation, Options
+from .heuristic import find_start, smallest_known
+from .needs import find_backward_bytes
+from .result import Plan
+
+if TYPE_CHECKING:
+    from .solvers import Progress, Solution
+
+#: Programs with more columns than this are searched with a start window first.
+MOST_COLUMNS = 8_000
+#: Slots before its first use from which a task may run again, in large programs (measured: wider windows give
+#: the same relaxation on ResNet-50 to 0.01 %, and several times the columns).
+WINDOW = 32
+#: The chosen solver's share of the time before HiGHS, which takes a start, goes on from its plan.
+FIRST_SHARE = 0.4
+
+
+def default_pin_bytes(budget_bytes: int) -> int:
+    """Values up to this many bytes are always kept: 1 MiB, or 0.02 % of a small budget."""
+    return min(MIB, budget_bytes // 5000)
+
+
+@dataclass
+class Search:
+    """One search; `run` is called once."""
+
+    program: Program
+    costs: Mapping[str, Cost]
+    budget_bytes: int
+    solver: str = "CBC"
+    time_limit_seconds: float = 60.0
+    gap: float = 0.01
+    extra_bytes: int = 0
+    progress: Progress | None = None
+    options: Options | None = None
+    fallback: bool = True
+    evaluations: int = 600
+    seconds: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "heuristic": 0.0, "solve": 0.0})
+    best: tuple[Schedule, Report, str] | None = None
+    bounds: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> Plan:
+        """The best plan found.
+
+        Raises:
+            InfeasibleError: proven that no schedule fits.
+            SolverError: out of time without a plan, or the solver failed.
+        """
+        from .solvers import check_solver
+
+        self.started = time.monotonic()
+        solver = check_solver(self.solver)
+        self._check_floor()
+        self._heuristic()
+        formulation = self._build(self.options)
+        options = formulation.options
+        if self.options is None and len(formulation.builder.cost) > MOST_COLUMNS:
+            self._relaxation()
+            options = replace(options, window=WINDOW)
+            formulation = self._build(options)
+        verdict = self._solve(formulation, solver)
+        restricted = options.pin_bytes > 0 or options.window is not None
+        if self.best is None and verdict == "infeasible" and restricted:
+            formulation = self._build(Options())
+            verdict = self._solve(formulation, solver)
+            restricted = False
+        if self.best is None and verdict == "infeasible":
+            raise self._infeasible("proven")
+        if self.best is None:
+            raise SolverError(
+                f"{solver} found no plan within {format_bytes(self.budget_bytes)} in {self.time_limit_seconds:g} s"
+                f" ({verdict}); allow more time or more memory"
+            )
+        return self._plan(formulation, solver)
+
+    # ---- steps --------------------------------------------------------------------------------------------
+
+    def _say(self, line: str) -> None:
+        if self.progress is not None:
+            self.progress(line)
+
+    @property
+    def left(self) -> float:
+        """Wall seconds left."""
+        return self.time_limit_seconds - (time.monotonic() - self.started)
+
+    def _accept(self, schedule: Schedule | None, by: str) -> bool:
+        """Judge a schedule and keep it if it fits and is the fastest so far; whether it fits."""
+        if schedule is None:
+            return False
+        report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
+        fits = report.peak_bytes <= self.budget_bytes
+        if fits and (self.best is None or report.seconds < self.best[1].seconds):
+            self.best = (schedule, report, by)
+            self._say(f"{by}: {report.seconds:.6g} s, peak {format_bytes(report.peak_bytes)}")
+        return fits
+
+    def _check_floor(self) -> None:
+        """A slot that does not fit by itself, in any of its ways, needs no solver to be refused."""
+        backward = find_backward_bytes(self.program)
+        base = self.program.resident_bytes + self.extra_bytes
+        base += sum(self.program.values[v].bytes for v in set(self.program.outputs))
+        for slot, ways in enumerate(self.program.slots):
+            least = min(self._way_bytes(slot, k) for k in backward.possible[slot])
+            if base + backward.during[slot] + least > self.budget_bytes:
+                raise self._infeasible("proven", (base + backward.during[slot] + least, ways[0].name))
+
+    def _way_bytes(self, slot: int, k: int) -> int:
+        way, values = self.program.slots[slot][k], self.program.values
+        read = sum(values[v].bytes for v in set(self.program.forward_reads(way)) - set(self.program.outputs))
+        taken = 0 if way.overwrites is None else values[way.overwrites].bytes
+        return read + cost_of(way, self.costs).workspace_bytes - taken
+
+    def _infeasible(self, how: str, floor: tuple[int, str] | None = None) -> InfeasibleError:
+        known = smallest_known(self.program, self.costs, extra_bytes=self.extra_bytes, evaluations=100)
+        message = f"no schedule fits into {format_bytes(self.budget_bytes)} ({how})"
+        step = floor[1] if floor else ""
+        if floor:
+            message += f": {floor[1]} alone needs {format_bytes(floor[0])}"
+        smallest = None
+        if known is not None:
+            smallest, step = known[1].peak_bytes, step or known[1].peak_step.task
+            message += f"; {format_bytes(smallest)} ({smallest} bytes) is known to do, where {known[1].peak_step.task} needs the most"
+        return InfeasibleError(message + "; give more memory or a smaller batch", smallest, step)
+
+    def _heuristic(self) -> None:
+        begin = time.monotonic()
+        schedule = find_start(
+            self.program, self.costs, self.budget_bytes, extra_bytes=self.extra_bytes, evaluations=self.evaluations
+        )
+        self._accept(schedule, "heuristic")
+        self.seconds["heuristic"] += time.monotonic() - begin
+
+    def _build(self, options: Options | None) -> Formulation:
+        begin = time.monotonic()
+        options = options or Options(pin_bytes=default_pin_bytes(self.budget_bytes))
+        result = Formulation(self.program, self.costs, self.budget_bytes, self.extra_bytes, options)
+        self.seconds["build"] += time.monotonic() - begin
+        return result
+
+    def _relaxation(self) -> None:
+        """A bound for the unrestricted program: its linear relaxation, small values free (HiGHS)."""
+        from .solvers import installed_solvers, solve
+
+        if "HIGHS" not in installed_solvers():
+            return
+        options = Options(pin_bytes=default_pin_bytes(self.budget_bytes), relaxed=True)
+        matrix = self._build(options).matrix()
+        begin = time.monotonic()
+        limit = min(30.0, self.left * 0.15)
+        if limit > 1:
+            solved = solve(matrix, "HIGHS", time_limit_seconds=limit, relax=True)
+            if solved.status == "optimal":
+                self._bound("unrestricted", solved.objective_seconds)
+        self.seconds["solve"] += time.monotonic() - begin
+
+    def _bound(self, kind: str, seconds: float) -> None:
+        # A hair below what the solver says: it works in floating point.
+        self.bounds[kind] = max(self.bounds.get(kind, 0.0), seconds * (1 - 1e-9))
+
+    def _closed(self) -> bool:
+        bound = max(self.bounds.values(), default=0.0)
+        return self.best is not None and self.best[1].seconds - bound <= self.gap * self.best[1].seconds
+
+    def _solve(self, formulation: Formulation, solver: str) -> str:
+        """Solve, simulate, add the run rows that were broken, and again; returns the last status."""
+        exact = formulation.options.pin_bytes == 0 and formulation.options.window is None
+        kind = "unrestricted" if exact else "restricted"
+        begin = time.monotonic()
+        self._near_rows(formulation)
+        verdict = "no_incumbent"
+        current = solver
+        first_end = self.left * (1 - FIRST_SHARE)
+        while not self._closed() and self.left > 0.3:
+            share = self.left - first_end if current == solver and self._can_fall_back(solver) else self.left
+            if share < 0.5:
+                current, share = "HIGHS", self.left
+            solution = self._solve_once(formulation, current, share)
+            verdict = solution.status
+            self._say(f"{current}: {verdict}, {solution.message}, {solution.wall_seconds:.1f} s, gap {solution.gap:.2%}")
+            if verdict == "infeasible":
+                break
+            self._bound(kind, solution.bound_seconds)
+            if solution.x is not None:
+                schedule = formulation.decode(solution.x)
+                if not self._accept(schedule, current) and self._broken_rows(formulation, schedule):
+                    continue
+            if verdict == "optimal" and self.best is not None:
+                break
+            if current != solver or not self._can_fall_back(solver):
+                break
+            current = "HIGHS"
+        self.seconds["solve"] += time.monotonic() - begin
+        return verdict
+
+    def _can_fall_back(self, solver: str) -> bool:
+        from .solvers import installed_solvers
+
+        return self.fallback and solver != "HIGHS" and "HIGHS" in installed_solvers()
+
+    def _solve_once(self, formulation: Formulation, solver: str, seconds: float) -> Solution:
+        from .solvers import solve
+
+        start: Any = formulation.encode(self.best[0]) if self.best is not None else None
+        return solve(
+            formulation.matrix(), solver, time_limit_seconds=seconds, gap=self.gap, start=start, progress=self.progress
+        )
+
+    def _near_rows(self, formulation: Formulation, share: float = 0.97) -> None:
+        """Run rows where the start comes near the budget: the likeliest to be broken."""
+        if self.best is not None:
+            self._add_rows(formulation, self.best[0], self.best[1], self.budget_bytes * share)
+
+    def _broken_rows(self, formulation: Formulation, schedule: Schedule) -> bool:
+        report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
+        return self._add_rows(formulation, schedule, report, self.budget_bytes) > 0
+
+    def _add_rows(self, formulation: Formulation, schedule: Schedule, report: Report, over_bytes: float) -> int:
+        runs = [(0, p) for p in schedule.forward]
+        for slot, tasks in enumerate(schedule.again):
+            runs += [(slot + 1, p) for p in tasks] + [(slot + 1, -1)]
+        added = 0
+        for step, (t, p) in zip(report.steps, runs, strict=True):
+            if p >= 0 and step.bytes > over_bytes:
+                added += formulation.add_run_row(t, formulation.group_of[p])
+        return added
+
+    def _plan(self, formulation: Formulation, solver: str) -> Plan:
+        assert self.best is not None
+        schedule, report, by = self.best
+        if report.peak_bytes > self.budget_bytes:
+            raise SolverError("internal: the plan is over the budget")
+        kinds: tuple[Literal["unrestricted", "restricted"], ...] = ("unrestricted", "restricted")
+        kind: Literal["unrestricted", "restricted", "none"] = "none"
+        bound = 0.0
+        for candidate in kinds:  # the restricted bound is named only where it says more than the honest one
+            if min(self.bounds.get(candidate, 0.0), report.seconds) > bound:
+                kind, bound = candidate, min(self.bounds[candidate], report.seconds)
+            if report.seconds - bound <= self.gap * report.seconds:
+                break
+        gap = (report.seconds - bound) / report.seconds if report.seconds else 0.0
+        return Plan(
+            schedule=schedule,
+            report=report,
+            status="optimal" if gap <= self.gap + 1e-9 else "feasible",
+            bound_seconds=bound,
+            bound_kind=kind,
+            gap=gap,
+            rows=len(formulation.builder._upper),
+            columns=len(formulation.builder.cost),
+            solver=solver,
+            found_by=by,
+            stage_seconds=dict(self.seconds),
+            pin_bytes=formulation.options.pin_bytes,
+            window=formulation.options.window,
+        )

@@ -1,0 +1,277 @@
+"""Solving a `MatrixProgram` with a named solver, within a wall-clock limit, and believing nothing it says.
+
+The solver runs in a child process (`worker`), which is stopped at the deadline, on Ctrl-C and on any error.
+Whatever status it reports, its values count only after rounding and a check of every row.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from ..errors import SolverError, UsageError
+from .matrix import MatrixProgram
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Status = Literal["optimal", "feasible", "infeasible", "no_incumbent", "error"]
+Progress = Callable[[str], None]
+
+#: Largest violation of a row, after rounding, that is put down to floating point. In the rows' own units: 1 for
+#: logic rows, about a 8000th of the budget for memory rows. The simulator then counts in whole bytes.
+TOLERANCE = 1e-4
+
+#: What solvers and cvxpy call it -> what it can mean. With a checked incumbent, "limit" and "optimal" differ only
+#: in what is proven; without one, "optimal" is an error and "limit" is no incumbent.
+MEANING = {
+    "optimal": "optimal",
+    "kOptimal": "optimal",
+    "infeasible": "infeasible",
+    "kInfeasible": "infeasible",
+    "infeasible_or_unbounded": "infeasible",
+    "kUnboundedOrInfeasible": "infeasible",
+    "infeasible_inaccurate": "limit",
+    "optimal_inaccurate": "limit",
+    "user_limit": "limit",
+    "kTimeLimit": "limit",
+    "kIterationLimit": "limit",
+    "kSolutionLimit": "limit",
+    "kInterrupt": "limit",
+    "kObjectiveBound": "limit",
+    "kObjectiveTarget": "limit",
+    "killed": "limit",
+}
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What came of one solve.
+
+    Attributes:
+        status: ``optimal`` (proven to the gap asked for), ``feasible`` (a checked incumbent), ``infeasible``
+            (proven, says the solver), ``no_incumbent`` (it ran out of time), ``error``.
+        x: the checked 0/1 point, or None.
+        objective_seconds: its objective.
+        bound_seconds: no point of this program is below it; -inf if nothing is known.
+        gap: ``(objective - bound) / objective``; inf without an incumbent.
+        wall_seconds: how long it took, starting the process included.
+        message: the solver's own words.
+    """
+
+    status: Status
+    x: NDArray[Any] | None
+    objective_seconds: float
+    bound_seconds: float
+    gap: float
+    wall_seconds: float
+    message: str = ""
+
+
+def installed_solvers() -> tuple[str, ...]:
+    """Names of the solvers on this machine that handle 0/1 programs."""
+    from importlib.util import find_spec
+
+    found = set()
+    if find_spec("cvxpy") is not None:
+        from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS
+
+        found.update(map(str, INSTALLED_MI_SOLVERS))
+    if find_spec("highspy") is not None:
+        found.add("HIGHS")
+    return tuple(sorted(found))
+
+
+def check_solver(name: str) -> str:
+    """The solver's name as cvxpy spells it.
+
+    Raises:
+        UsageError: no such solver.
+        SolverError: known, but not installed or not for 0/1 programs.
+    """
+    upper = name.upper()
+    installed = installed_solvers()
+    if upper in installed:
+        return upper
+    from cvxpy.reductions.solvers.defines import SOLVER_MAP_CONIC
+
+    listing = ", ".join(installed) or "none"
+    if upper in map(str, SOLVER_MAP_CONIC):
+        raise SolverError(f"solver {name} is not installed here, or cannot solve 0/1 programs; installed: {listing}")
+    raise UsageError(f"unknown solver {name!r}; installed: {listing}")
+
+
+def solve(
+    problem: MatrixProgram,
+    solver: str = "CBC",
+    *,
+    time_limit_seconds: float = 60.0,
+    gap: float = 0.01,
+    start: NDArray[Any] | None = None,
+    relax: bool = False,
+    progress: Progress | None = None,
+    options: dict[str, Any] | None = None,
+) -> Solution:
+    """Minimise ``problem``.
+
+    Args:
+        problem: the 0/1 program.
+        solver: a name that `check_solver` accepts.
+        time_limit_seconds: wall seconds in all; at the end the solver is stopped.
+        gap: relative gap at which it may stop.
+        start: a feasible point; used by solvers that accept one (HIGHS), as the incumbent for all.
+        relax: solve the linear relaxation instead; ``x`` is then fractional and None unless optimal.
+        progress: called with lines of the solver's log.
+        options: further options in the solver's own names.
+
+    Raises:
+        UsageError, SolverError: see `check_solver`.
+    """
+    import numpy as np
+
+    name = check_solver(solver)
+    started = time.monotonic()
+    if problem.contradiction:
+        return Solution("infeasible", None, float("inf"), float("inf"), float("inf"), 0.0, "a row cannot hold")
+    integral = np.zeros_like(problem.integral) if relax else problem.integral
+    if problem.columns == 0:
+        return _judge(problem, {"status": "optimal", "x": np.zeros(0)}, problem.offset, started, gap, relax)
+    job = {
+        "solver": name,
+        "matrix": problem.matrix,
+        "lower": problem.lower,
+        "upper": problem.upper,
+        "cost": problem.cost,
+        "offset": problem.offset,
+        "integral": integral,
+        "limit": time_limit_seconds * 0.97 - 0.5 if time_limit_seconds > 2 else time_limit_seconds * 0.7,
+        "gap": gap,
+        "start": start,
+        "options": options or {},
+        "log": progress is not None,
+    }
+    log = _Log(progress)
+    answer = _run_child(job, started + time_limit_seconds, log)
+    bound = answer.get("bound")
+    if bound is None or not np.isfinite(bound):
+        bound = log.bound if not relax else float("-inf")
+    if answer.get("x") is None and start is not None and not relax and MEANING.get(answer["status"]) == "limit":
+        answer["x"] = start
+    return _judge(problem, answer, bound + problem.offset, started, gap, relax)
+
+
+def _judge(
+    problem: MatrixProgram, answer: dict[str, Any], bound: float, started: float, gap: float, relax: bool
+) -> Solution:
+    """The one place where a status and values become a `Solution`."""
+    import numpy as np
+
+    meaning = MEANING.get(answer["status"], "error")
+    x = answer.get("x")
+    if x is not None and relax:
+        x = x if meaning == "optimal" else None
+    elif x is not None:
+        rounded = np.where(problem.integral, np.round(x), np.clip(x, 0.0, 1.0))
+        distance = float(np.abs(rounded - x)[problem.integral].max(initial=0.0))
+        x = rounded if distance < 1e-3 and problem.violation(rounded) < TOLERANCE else None
+    seconds, unit = time.monotonic() - started, problem.seconds_per_unit
+    message = str(answer.get("message") or answer["status"])
+    if x is None:
+        without: dict[str, Status] = {"infeasible": "infeasible", "limit": "no_incumbent"}
+        return Solution(without.get(meaning, "error"), None, float("inf"), bound * unit, float("inf"), seconds, message)
+    objective = float(problem.cost @ x + problem.offset)
+    if meaning == "optimal" and bound == float("-inf"):
+        bound = objective * (1 - gap) if gap < 1 and not relax else objective
+    bound = min(bound, objective)
+    reached = (objective - bound) / objective if objective > 0 else 0.0
+    proven = meaning == "optimal" or reached <= gap
+    return Solution("optimal" if proven else "feasible", x, objective * unit, bound * unit, reached, seconds, message)
+
+
+class _Log:
+    """Reads the solver's output: hands lines on, and remembers the best bound CBC mentions."""
+
+    _BOUND = re.compile(r"(?:best possible|Lower bound:|Continuous objective value is) *(-?[0-9.]+(?:e[+-]?[0-9]+)?)")
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.bound = float("-inf")
+        self.progress = progress
+
+    def read(self, stream: IO[bytes]) -> None:
+        """Until the stream ends."""
+        for raw in stream:
+            line = raw.decode(errors="replace").rstrip()
+            match = self._BOUND.search(line)
+            if match:
+                value = float(match.group(1))
+                if abs(value) < 1e40:
+                    self.bound = max(self.bound, value)
+            if self.progress is not None and line:
+                self.progress(line)
+
+
+def _run_child(job: dict[str, Any], deadline: float, log: _Log) -> dict[str, Any]:
+    """Run the worker; never leaves it behind."""
+    reading, writing = os.pipe()
+    root = str(Path(__file__).resolve().parents[2])
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", f"{__package__}.worker", str(writing)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(writing,),
+        env=environment,
+        start_new_session=True,  # Ctrl-C is ours to handle: the child is stopped below
+    )
+    os.close(writing)
+    received: list[bytes] = []
+    assert child.stdin is not None and child.stdout is not None
+    threads = [
+        threading.Thread(target=_feed, args=(child.stdin, pickle.dumps(job)), daemon=True),
+        threading.Thread(target=log.read, args=(child.stdout,), daemon=True),
+        threading.Thread(target=_receive, args=(reading, received), daemon=True),
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        child.wait(max(0.01, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        late = child.poll() is None
+        if late:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(5)
+    if received and received[0]:
+        answer: dict[str, Any] = pickle.loads(received[0])
+        return answer
+    if late:
+        return {"status": "killed", "message": "stopped at the time limit"}
+    return {"status": "error", "message": f"the solver's process ended with code {child.returncode}"}
+
+
+def _feed(stream: IO[bytes], data: bytes) -> None:
+    try:
+        with stream:
+            stream.write(data)
+    except BrokenPipeError:
+        pass  # the child ended early; its exit status is reported
+
+
+def _receive(fd: int, received: list[bytes]) -> None:
+    with os.fdopen(fd, "rb") as pipe:
+        received.append(pipe.read())
