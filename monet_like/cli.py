@@ -188,7 +188,7 @@ def parse_batch(text: str) -> int:
     Raises:
         UsageError: not a whole number of at least 1.
     """
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"batch {text!r} must be a whole number of at least 1, such as 184")
     return int(text)
 
@@ -202,7 +202,7 @@ def parse_shape(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = text.replace("x", ",").strip("()[] ").split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise UsageError(f"input shape {text!r} must be positive whole numbers without the batch, such as 3,224,224")
     return tuple(int(part) for part in parts)
 

@@ -122,7 +122,7 @@ def load_plain(data: bytes, path: Path) -> Any:
                 raise ScheduleFileError(
                     f"{path} is refused: a schedule holds plain data only, and this file has {opcode.name} {argument or ''}".strip()
                 )
-            if "PUT" in opcode.name and argument > len(data):  # pickle would allocate a table up to it
+            if "PUT" in opcode.name and int(argument or 0) > len(data):  # pickle would allocate a table up to it
                 raise ScheduleFileError(f"{path} is refused: it has the memo index {argument}")
         return _PlainUnpickler(io.BytesIO(data)).load()
     except ScheduleFileError:

@@ -48,19 +48,30 @@ class Profile:
         text = read_text(path, "profile")
         try:
             content: Any = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter: nested too deeply
             raise ScheduleFileError(f"{path} is not a profile (no JSON: {error}); delete it to measure again") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ScheduleFileError(f"{path} is not a profile of monet_like; delete it to measure again")
-        if content.get("version") != VERSION:
+        version = content.get("version")
+        if type(version) is not int or version != VERSION:
             raise ScheduleFileError(
-                f"{path} is a profile of format version {content.get('version')}, this package reads {VERSION}; "
+                f"{path} is a profile of format version {version}, this package reads {VERSION}; "
                 "delete it to measure again"
             )
         try:
-            costs = {
-                str(key): Cost(float(seconds), int(workspace)) for key, (seconds, workspace) in content["costs"].items()
-            }
-            return Profile(str(content["device"]), costs, str(content["note"]), dict(content["versions"]))
+            costs = {key: _cost(key, *pair) for key, pair in content["costs"].items()}
+            device, note, versions = content["device"], content["note"], dict(content["versions"])
+            if not all(isinstance(text, str) for text in (device, note, *versions.values())):
+                raise TypeError("device, note and versions must be text")
+            return Profile(device, costs, note, versions)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScheduleFileError(f"{path} is damaged ({error!r}); delete it to measure again") from None
+
+
+def _cost(key: str, seconds: Any, workspace_bytes: Any) -> Cost:
+    """A cost that can be added up: finite, not negative, and of the right types (JSON knows NaN and true)."""
+    if type(seconds) not in (int, float) or type(workspace_bytes) is not int:
+        raise TypeError(f"the cost of {key} is not a number of seconds and a whole number of bytes")
+    if not 0 <= seconds < float("inf") or workspace_bytes < 0:
+        raise ValueError(f"the cost of {key} is {seconds} s, {workspace_bytes} bytes")
+    return Cost(float(seconds), workspace_bytes)

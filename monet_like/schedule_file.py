@@ -102,22 +102,23 @@ class ScheduleRecord:
         content = load_plain(read_bytes(path, "schedule"), path)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ScheduleFileError(f"{path} is not a schedule file of monet_like; make one with solve.py")
-        if content.get("version") != VERSION:
+        version = content.get("version")
+        if type(version) is not int or version != VERSION:
+            found = version if type(version) is int else f"of type {type(version).__name__}"
             raise ScheduleFileError(
-                f"{path} has format version {content.get('version')!r}, this package reads version {VERSION}; solve again"
+                f"{path} has format version {found}, this package reads version {VERSION}; solve again"
             )
         try:
             schedule = Schedule(
-                _ints(content["forward"]), tuple(_ints(tasks) for tasks in content["again"]), _ints(content["ways"])
+                _ints(content["forward"]), tuple(map(_ints, _listed(content["again"]))), _ints(content["ways"])
             )
             inputs = tuple(
                 InputSpec(_ints(i["shape"]), _typed(i["dtype"], str), _typed(i["requires_grad"], bool))
-                for i in content["inputs"]
+                for i in _listed(content["inputs"])
             )
             scalars = {name: _typed(content[name], kinds) for name, kinds in _SCALARS}
             for name, kind in (("versions", str), ("counts", int)):
-                for key, value in scalars[name].items():
-                    _typed(key, str), _typed(value, kind)
+                scalars[name] = {_typed(key, str): _typed(value, kind) for key, value in scalars[name].items()}
         except KeyError as error:
             raise ScheduleFileError(f"{path} is damaged: it has no field {error}; solve again") from None
         except TypeError as error:
@@ -153,10 +154,19 @@ _SCALARS: tuple[tuple[str, Any], ...] = (
 
 
 def _typed(value: Any, kinds: Any) -> Any:
-    if not isinstance(value, kinds):
-        raise TypeError(f"a field holds {value!r}")
+    """``value``, if it is of just these types (True is no int); the value itself is not shown: it may be huge."""
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    if type(value) not in kinds:
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"a field holds a {type(value).__name__}, not {wanted}")
+    if type(value) is int and value < 0:
+        raise TypeError(f"a field holds {value}, which is negative")
     return value
 
 
-def _ints(values: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(_typed(value, int) for value in _typed(values, (list, tuple)))
+def _listed(values: Any) -> Sequence[Any]:
+    return _typed(values, (list, tuple))
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    return tuple(_typed(value, int) for value in _listed(values))

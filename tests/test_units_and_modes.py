@@ -1,0 +1,172 @@
+"""Amounts of memory, seconds and mode strings: what is read, how it is shown, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from monet_like.errors import MonetError, UsageError
+from monet_like.mode import MONET_MODES, WORDS, parse_mode
+from monet_like.units import GIB, KIB, MIB, format_bytes, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("10", 10 * 2**30),
+        (10, 10 * 2**30),
+        ("5.5", 5_905_580_032),
+        (5.5, 5_905_580_032),
+        (".5", 2**29),
+        ("1e-3", 1_073_741),
+        (1e-06, 1073),
+        ("1e1", 10 * 2**30),
+        ("565 MB", 592_445_440),
+        ("565MB", 592_445_440),
+        ("8 GB", 8 * 2**30),
+        ("8 GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("  8   gb ", 8 * 2**30),
+        ("1.5 KiB", 1536),
+        ("1 TB", 2**40),
+        ("12345 b", 12345),
+        ("1 B", 1),
+    ],
+)
+def test_parse_bytes(text: str | float, expected: int) -> None:
+    found = parse_bytes(text)
+    assert found == expected
+    assert type(found) is int
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", 0, "0 MB", "0.4 B", "1e-12", "1e400", "1e300 TB"])
+def test_amounts_out_of_range(text: str | float) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_bytes(text)
+    assert str(caught.value) == f"memory budget {text!r} must be more than 0; give GB as a number, such as 10"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "abc", "-1", -1, "-1 GB", "+1", "10 GBB", "10 parsecs", "1,5", "1 2", "GB", "0x10", "nan", "inf", "-inf"]
+    + ["10%", "1_000", "1.2.3", "\u0663", "10 GB MB", float("nan"), float("inf"), True, None],
+)
+def test_not_an_amount(text: str | float) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_bytes(text)
+    assert str(caught.value) == (
+        f"memory budget {text!r} is not an amount of memory; give GB as a number (10, 5.5) "
+        'or an amount with its unit ("565 MB", "8 GB")'
+    )
+
+
+def test_usage_errors_are_value_errors_of_the_family() -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_bytes("abc")
+    assert isinstance(caught.value, MonetError)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (KIB, "1.0 KB"),
+        (3277, "3.2 KB"),
+        (MIB - 1, "1024.0 KB"),
+        (MIB, "1.0 MB"),
+        (592_445_440, "565.0 MB"),
+        (GIB, "1.00 GB"),
+        (10 * GIB, "10.00 GB"),
+        (-2 * GIB, "-2.00 GB"),
+        (-100, "-100 B"),
+    ],
+)
+def test_format_bytes(count: int, expected: str) -> None:
+    assert format_bytes(count) == expected
+
+
+@pytest.mark.parametrize("count", [565 * MIB, 10 * GIB, 12 * KIB, 7])
+def test_shown_amounts_can_be_typed_again(count: int) -> None:
+    assert parse_bytes(format_bytes(count)) == count
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (1.234, "1.23 s"),
+        (1.0, "1.00 s"),
+        (61.5, "61.50 s"),
+        (0.0456, "45.6 ms"),
+        (0.001, "1.0 ms"),
+        (7.8e-6, "7.8 us"),
+        (0.0, "0.0 us"),
+        (-0.5, "-500.0 ms"),
+    ],
+)
+def test_format_seconds(seconds: float, expected: str) -> None:
+    assert format_seconds(seconds) == expected
+
+
+def test_monets_twelve_modes() -> None:
+    assert set(MONET_MODES) == {
+        "normal",
+        "conv_normal",
+        "multiway",
+        "newnode",
+        "multiway_newnode",
+        "conv_multiway_newnode",
+        "inplace_normal",
+        "inplace_conv_normal",
+        "inplace_multiway",
+        "inplace_newnode",
+        "inplace_multiway_newnode",
+        "inplace_conv_multiway_newnode",
+    }
+    assert len(MONET_MODES) == 12
+
+
+@pytest.mark.parametrize("mode", MONET_MODES)
+def test_every_monet_mode_means_its_words(mode: str) -> None:
+    assert parse_mode(mode) == {word for word in ("inplace", "conv", "multiway", "newnode") if word in mode}
+
+
+def test_any_combination_in_any_order() -> None:
+    for count in range(1, len(WORDS) + 1):
+        for words in itertools.permutations(WORDS, count):
+            assert parse_mode("_".join(words)) == set(words)
+            assert parse_mode("_".join((*words, "normal"))) == set(words)
+    assert parse_mode("normal") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("mode", "word"),
+    [
+        ("inplace_conv_multiwya_newnode", "multiwya"),
+        ("", ""),
+        ("inplace__conv", ""),
+        ("_inplace", ""),
+        ("conv_", ""),
+        ("NORMAL", "NORMAL"),
+        ("inplace-conv", "inplace-conv"),
+        ("inplace conv", "inplace conv"),
+        (" normal", " normal"),
+    ],
+)
+def test_unknown_words(mode: str, word: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_mode(mode)
+    assert str(caught.value) == (
+        f"mode {mode!r} has an unknown word {word!r}; a mode is some of inplace, conv, multiway, newnode, normal joined "
+        "by '_', such as inplace_conv_multiway_newnode or normal"
+    )
+
+
+@pytest.mark.parametrize("mode", ["conv_conv", "normal_normal", "inplace_conv_multiway_inplace"])
+def test_repeated_words(mode: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_mode(mode)
+    assert str(caught.value) == (
+        f"mode {mode!r} repeats a word; give each of inplace, conv, multiway, newnode, normal at most once"
+    )
