@@ -134,7 +134,10 @@ def _from_file(text: str) -> tuple[str, Any, ModuleType]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises
+        raise UsageError(f"MODEL {text!r} could not be loaded: {_told(error)}") from error
     make = getattr(module, function, None)
     if not callable(make):
         raise UsageError(f"MODEL {text!r}: {path} has no function {function!r}")
@@ -153,10 +156,14 @@ def _call(make: Any, args: list[Any], kwargs: dict[str, Any], text: str) -> Any:
     try:
         return make(*args, **kwargs)
     except Exception as error:  # whatever the model's own code raises
-        *_, last = traceback.extract_tb(error.__traceback__)
-        raise UsageError(
-            f"MODEL {text!r} could not be built: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-        ) from error
+        raise UsageError(f"MODEL {text!r} could not be built: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """An exception of somebody else's code in one line: kind, message, place."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    place = "" if isinstance(error, SyntaxError) else f" ({last.filename}:{last.lineno})"  # it has its own
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def _unreadable(text: str) -> str:
