@@ -16,12 +16,9 @@ from .errors import MonetError, UsageError
 _CONTEXT: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 110,
-    # Long options take - and _ alike, as MONeT's users type them.
-    "token_normalize_func": lambda token: token.replace("_", "-") if token.startswith("-") else token,
+    # Long options take - and _ alike, as MONeT's users type them. (click hands over names without their dashes.)
+    "token_normalize_func": lambda token: token.replace("_", "-"),
 }
-
-_MODEL_HELP = """MODEL is a dotted call with literal arguments ("torchvision.models.resnet18(num_classes=10)"),
-unet, or path/to/file.py:make_model."""
 
 
 class _Group(click.Group):
@@ -43,7 +40,7 @@ def _guarded(function: Callable[[], Any]) -> Any:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        click.echo("interrupted; nothing was written", err=True)
+        click.echo("interrupted; no schedule was written", err=True)
         sys.exit(130)
 
 
@@ -111,7 +108,7 @@ _problem = _options(
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Schedule file to write.  [default: solutions/solution_NAME_BATCH_MODE_BUDGET.pkl]",
+    help="Schedule file to write, such as mine.pkl.  [default: solutions/solution_NAME_BATCH_MODE_BUDGET.pkl]",
 )
 def solve_command(**options: Any) -> None:
     """Find the fastest training step of MODEL at BATCH that fits BUDGET (GB), and write a schedule file.
@@ -136,18 +133,25 @@ def solve_command(**options: Any) -> None:
 @click.option(
     "--solution-file",
     type=click.Path(path_type=Path),
-    help="Schedule file to check.  [default: the name solve.py gives it]",
+    help="Schedule file to check, such as solutions/mine.pkl.  [default: the name that solve.py gives it]",
 )
 @click.option(
-    "--check-runtime", is_flag=True, help="Step time and measured peak beside plain PyTorch's, in this process."
+    "--check-runtime",
+    is_flag=True,
+    help="Step time and measured peak beside plain PyTorch's, in this process.  [default: off]",
 )
 @click.option(
-    "--check-diff", is_flag=True, help="Compare outputs, every gradient and every buffer with plain PyTorch's."
+    "--check-diff",
+    is_flag=True,
+    help="Compare outputs, every gradient and every buffer with plain PyTorch's.  [default: off]",
 )
-@click.option("--run-bs", is_flag=True, help="Run one step and say whether it fitted the budget.")
+@click.option("--run-bs", is_flag=True, help="Run one step and say whether it fitted the budget.  [default: off]")
 @click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda:1.")
-@click.option("--dtype", default="float32", show_default=True, help="Of the model and its input.")
-@click.option("--input-shape", help="Without the batch, such as 3,224,224.")
+@click.option("--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16.")
+@click.option(
+    "--input-shape",
+    help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299]",
+)
 @click.option(
     "--steps", type=int, default=5, show_default=True, help="Timed steps of each kind in --check-runtime, such as 20."
 )
@@ -166,9 +170,14 @@ def schedule_command(**options: Any) -> None:
 
 @main.command("inspect", cls=_Command, context_settings=_CONTEXT)
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.  [default: off]")
 def inspect_command(file: Path, as_json: bool) -> None:
-    """Print what a schedule FILE was made for, what it promises and what it does."""
+    """Print what a schedule FILE was made for, what it promises and what it does.
+
+    \b
+    Example:
+      monet-like inspect solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl
+    """
     from .schedule_file import ScheduleRecord
 
     record = ScheduleRecord.load(file)

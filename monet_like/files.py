@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import numbers
 import os
 import pickle
 import tempfile
@@ -91,8 +92,29 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def dump_plain(content: Any) -> bytes:
-    """A pickle of plain builtins (protocol 4)."""
-    return pickle.dumps(content, protocol=4)
+    """A pickle of plain builtins (protocol 4), which `load_plain` will read.
+
+    Raises:
+        TypeError: ``content`` holds something that is neither plain nor stands for something plain.
+    """
+    return pickle.dumps(_plain(content), protocol=4)
+
+
+def _plain(content: Any) -> Any:
+    """Builtins only: PyTorch's version (a str) and numpy's numbers are pickled with their classes."""
+    if content is None or isinstance(content, bool):
+        return content
+    if isinstance(content, dict):
+        return {_plain(key): _plain(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_plain(value) for value in content]
+    if isinstance(content, str):
+        return str(content)
+    if isinstance(content, numbers.Integral):
+        return int(content)
+    if isinstance(content, numbers.Real):
+        return float(content)
+    raise TypeError(f"{type(content).__name__} is not plain data")
 
 
 def load_plain(data: bytes, path: Path) -> Any:

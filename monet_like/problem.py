@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,12 @@ def example_for(spec: ModelSpec, batch: int, shape: tuple[int, ...] | None, dtyp
     make: Any = getattr(spec.source, "make_inputs", None)
     with fake_mode():
         if make is None or shape is not None:
-            return (torch.empty((batch, *(shape or spec.input_shape)), dtype=dtype),), {}
+            extents = (batch, *(shape or spec.input_shape))
+            if math.prod(extents) >= 2**53:  # PyTorch's own messages for such sizes are no help
+                raise UsageError(
+                    f"an input of shape {list(extents)} is too large; give a smaller batch or --input-shape"
+                )
+            return (torch.empty(extents, dtype=dtype),), {}
         made = make(batch)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], tuple) and isinstance(made[1], dict):
         return made

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -69,7 +70,7 @@ def show_compiled(problem: Problem, compiled: Compiled, path: Path, profile: Pat
     """The short table after a solve."""
     console, record, found = Console(highlight=False), compiled.record, compiled.plan
     console.print(
-        f"[bold]{record.model}[/bold], batch {problem.request.batch}, budget {format_bytes(record.budget_bytes)}, "
+        f"[bold]{escape(record.model)}[/bold], batch {problem.request.batch}, budget {format_bytes(record.budget_bytes)}, "
         f"{record.mode}{', ablation' if record.ablation else ''}"
     )
     table = aligned_table("", "peak", "step", "overhead")
@@ -116,7 +117,7 @@ def _add_counts(table: Table, record: ScheduleRecord) -> None:
 
 def show_record(record: ScheduleRecord) -> None:
     """A schedule file for people."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # its texts are whatever the file says
     table = aligned_table()
     inputs = ", ".join(f"{i.dtype}{list(i.shape)}" for i in record.inputs)
     table.add_row("model", record.model)

@@ -49,7 +49,7 @@ def solve(*, profile_file: Path | None, out: Path | None, **options: Any) -> Com
 def profile_path(problem: Problem) -> Path:
     """Where this model's profile on this device is kept."""
     device = re.sub(r"[^a-z0-9]+", "-", device_name(problem.device).lower()).strip("-")
-    dtype = str(next(problem.request.model.parameters()).dtype).removeprefix("torch.")
+    dtype = next((str(p.dtype).removeprefix("torch.") for p in problem.request.model.parameters()), "float32")
     suffix = "" if dtype == "float32" else f"_{dtype}"
     return SOLUTIONS / "profiles" / f"profile_{problem.spec.name}_{problem.request.batch}{suffix}_{device}.json"
 

@@ -17,7 +17,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from monet_like import files
 from monet_like.errors import ScheduleFileError, UsageError
@@ -473,6 +475,30 @@ def test_a_schedule_comes_back_as_it_was(tmp_path: Path, record: ScheduleRecord)
     assert found == record
     assert found is not record
     hash(found.schedule)  # tuples all the way down, not the lists of the file
+
+
+def test_what_is_saved_can_be_read(tmp_path: Path) -> None:
+    """PyTorch's version is a class of its own, and solvers give numpy's numbers."""
+    strange: dict[str, Any] = {
+        "versions": {"torch": torch.__version__},
+        "bound_seconds": np.float64(1.5),
+        "seconds": np.float32(2.5),
+        "peak_bytes": np.int64(7),
+        "inputs": (InputSpec(torch.Size([4, 3]), "float32"),),
+    }
+    assert type(torch.__version__) is not str
+    replace(RECORD, **strange).save(tmp_path / "file.pkl")
+    found = ScheduleRecord.load(tmp_path / "file.pkl")
+    assert found == replace(RECORD, **strange)
+    assert [type(v) for v in (found.versions["torch"], found.bound_seconds, found.peak_bytes)] == [str, float, int]
+
+
+def test_what_is_not_plain_is_not_saved(tmp_path: Path) -> None:
+    path = tmp_path / "file.pkl"
+    RECORD.save(path)
+    with pytest.raises(TypeError, match="complex is not plain data"):
+        replace(RECORD, seconds=1j).save(path)  # type: ignore[arg-type]
+    assert ScheduleRecord.load(path) == RECORD
 
 
 def test_every_field_is_told_apart(tmp_path: Path) -> None:
