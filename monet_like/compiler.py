@@ -114,12 +114,14 @@ def measured_costs(
     device: torch.device,
     *,
     known: Mapping[str, Cost] | None = None,
+    timed: bool = True,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Cost], str]:
     """Costs of every task of ``captured`` measured on ``device``, and how they were got, in words.
 
     Args:
         known: costs from an earlier profile; only what is missing is measured.
+        timed: measure seconds as well as workspace; else they are 0.
     """
     costs = dict(known or {})
     program = captured.program
@@ -128,7 +130,7 @@ def measured_costs(
         return costs, ""
     batch, small = request.batch, request.profile_batch or profile_batch(request, captured, device)
     if small >= batch:
-        _measure(captured, [(t, t) for t in missing], device, costs, progress, None)
+        _measure(captured, [(t, t) for t in missing], device, costs, progress, None, timed)
         return costs, f"measured at batch {batch}"
     scaling = Scaling(batch, small, min(2 * small, batch))
     keys = {task.cost for task in missing}
@@ -138,7 +140,7 @@ def measured_costs(
         other = admitted(capture(request.model, *example), request.mode, ablation=request.ablation)
         pairs = [(mine, theirs) for mine, theirs in matched(program, other.program) if mine.cost in keys]
         got: dict[str, Cost] = {}
-        _measure(other, pairs, device, got, progress, label)
+        _measure(other, pairs, device, got, progress, label, timed and label is None)
         found.append(got)
     costs.update((key, scaling.scale(found[0][key], found[1][key])) for key in keys)
     return costs, f"measured at batch {small}, scaled to {batch}"
@@ -151,14 +153,15 @@ def _measure(
     costs: dict[str, Cost],
     progress: Progress | None,
     label: str | None,
+    timed: bool,
 ) -> None:
-    """Measure the second of every pair for the first's key; with a label, workspace only."""
+    """Measure the second of every pair for the first's key; ``label`` tells people which pass this is."""
     maker = Inputs(measured, device)
     distinct = {mine.cost: theirs for mine, theirs in pairs if mine.cost not in costs}
     for done, (key, task) in enumerate(distinct.items()):
         if progress:
             progress(f"{label or ''}{task.calls[-1].op.split('.')[1]}", done, len(distinct))
-        costs[key] = measure_task(measured, task, device, maker=maker, timed=label is None)
+        costs[key] = measure_task(measured, task, device, maker=maker, timed=timed)
     if progress:
         progress(f"{label or ''}done", len(distinct), len(distinct))
 
@@ -236,7 +239,7 @@ def compile_schedule(
         progress=plan_progress,
     )
     record = _record(request, captured, found, plain, limit, extra, profile)
-    return Compiled(captured, costs, found, plain, record, {**seconds, **found.seconds})
+    return Compiled(captured, costs, found, plain, record, {**seconds, **found.stage_seconds})
 
 
 def _profiled(
@@ -282,11 +285,12 @@ def _record(
         seconds=found.report.seconds,
         plain_peak_bytes=plain.peak_bytes,
         plain_seconds=plain.seconds,
-        solver=found.solver,
+        solver=found.solver or found.found_by,
         status=found.status,
-        bound_seconds=found.bound_seconds,
-        gap=found.gap,
-        solve_seconds=sum(found.seconds.values()),
+        bound_seconds=found.bound_seconds if found.bound_kind != "none" else None,
+        gap=found.gap if found.bound_kind != "none" else None,
+        bound_kind=found.bound_kind,
+        solve_seconds=sum(found.stage_seconds.values()),
         ablation=request.ablation,
         optimizer=request.optimizer,
         optimizer_bytes=extra,

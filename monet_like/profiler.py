@@ -63,38 +63,6 @@ def distinct_tasks(program: Program) -> dict[str, Task]:
     return found
 
 
-def profile(
-    captured: Captured,
-    program: Program,
-    device: torch.device,
-    *,
-    known: Mapping[str, Cost] | None = None,
-    timed: bool = True,
-    progress: Progress | None = None,
-) -> dict[str, Cost]:
-    """Measure every distinct task of ``program``, at the sizes it was captured with.
-
-    Args:
-        captured: where the tasks come from.
-        program: the tasks to measure: ``captured.program``, or a restriction of it.
-        known: costs already measured; only what is missing is run.
-        timed: measure seconds; otherwise only workspace, with 0 seconds.
-
-    Raises:
-        ProfileError: an operator failed, with its name, shapes and reason.
-    """
-    costs = dict(known or {})
-    missing = {key: task for key, task in distinct_tasks(program).items() if key not in costs}
-    maker = Inputs(captured, device)
-    for done, (key, task) in enumerate(missing.items()):
-        if progress:
-            progress(task.calls[-1].op.removeprefix("aten.").rpartition(".")[0], done, len(missing))
-        costs[key] = measure_task(captured, task, device, maker=maker, timed=timed)
-    if progress:
-        progress("done", len(missing), len(missing))
-    return costs
-
-
 def measure_task(
     captured: Captured, task: Task, device: torch.device, *, maker: Inputs | None = None, timed: bool = True
 ) -> Cost:

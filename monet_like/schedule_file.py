@@ -48,7 +48,8 @@ class ScheduleRecord:
         peak_bytes, seconds: predicted for this schedule.
         plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
         solver, status, bound_seconds, gap, solve_seconds: how it was found; ``bound_seconds`` and ``gap`` are
-            None for strategies that prove nothing.
+            None where nothing is proven.
+        bound_kind: for which schedules the bound holds, see `Plan`.
         note: about the profile: at which batch it was measured.
         batch: the leading extent of the inputs.
     """
@@ -69,6 +70,7 @@ class ScheduleRecord:
     status: str
     bound_seconds: float | None = None
     gap: float | None = None
+    bound_kind: str = "none"
     solve_seconds: float = 0.0
     ablation: bool = False
     optimizer: str = "none"
@@ -143,6 +145,7 @@ _SCALARS: tuple[tuple[str, Any], ...] = (
     ("status", str),
     ("bound_seconds", _OPTIONAL),
     ("gap", _OPTIONAL),
+    ("bound_kind", str),
     ("solve_seconds", _NUMBER),
     ("ablation", bool),
     ("optimizer", str),

@@ -100,8 +100,9 @@ def show_compiled(problem: Problem, compiled: Compiled, path: Path, profile: Pat
 
 def _bound(record: ScheduleRecord) -> str:
     if record.bound_seconds is None or record.gap is None:
-        return "none (this strategy proves nothing)"
-    return f"{format_seconds(record.bound_seconds)}, {100 * record.gap:.2f} %"
+        return "none proven"
+    kind = "" if record.bound_kind == "unrestricted" else f" ({record.bound_kind} program)"
+    return f"{format_seconds(record.bound_seconds)}, {100 * record.gap:.2f} %{kind}"
 
 
 def _add_counts(table: Table, record: ScheduleRecord) -> None:

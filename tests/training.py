@@ -30,11 +30,14 @@ class Outcome:
 
     def differences(self, other: Outcome) -> dict[str, float]:
         """Relative 2-norm difference of every tensor; 0.0 only for equal bits."""
-        pairs: dict[str, tuple[Any, Any]] = {f"output {i}": p for i, p in enumerate(zip(self.outputs, other.outputs, strict=True))}
+        pairs: dict[str, tuple[Any, Any]] = {
+            f"output {i}": p for i, p in enumerate(zip(self.outputs, other.outputs, strict=True))
+        }
         pairs |= {f"gradient {n}": (g, other.gradients[n]) for n, g in self.gradients.items()}
         pairs |= {f"buffer {n}": (b, other.buffers[n]) for n, b in self.buffers.items()}
         pairs |= {
-            f"input gradient {i}": p for i, p in enumerate(zip(self.input_gradients, other.input_gradients, strict=True))
+            f"input gradient {i}": p
+            for i, p in enumerate(zip(self.input_gradients, other.input_gradients, strict=True))
         }
         return {name: _difference(*pair) for name, pair in pairs.items()}
 
@@ -48,7 +51,7 @@ def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 
 
 def run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, measured: bool = False) -> Outcome:
-    """One step from a fixed seed; the incoming gradients are made from the outputs and given away."""
+    """One step from a fixed seed; the incoming gradients belong to autograd alone, as a loss's do."""
     for tensor in tensors((args, kwargs)):
         tensor.grad = None
     kept: list[Any] = []
@@ -56,7 +59,7 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, meas
     def step() -> None:
         result = model(*args, **kwargs)
         outputs = [t for t in tensors(result) if t.requires_grad]
-        torch.autograd.backward(outputs, [_Seed.of(t) for t in outputs])
+        _Loss.apply(*outputs).backward()
         kept.extend((result, type(result)))
 
     torch.manual_seed(11)
@@ -72,15 +75,22 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, meas
     )
 
 
-class _Seed:
-    """Incoming gradients: a fixed pattern of the output's shape, or one where it is a single number."""
+class _Loss(torch.autograd.Function):
+    """A loss that saves nothing: its gradients are a fixed pattern of each output's shape, owned by autograd alone."""
 
     @staticmethod
-    def of(output: torch.Tensor) -> torch.Tensor:
-        if output.numel() == 1:
-            return torch.ones_like(output)
-        # drawn without the generator that the model uses
-        return torch.empty_like(output).copy_(torch.linspace(-1, 1, output.numel()).to(output.dtype).view(output.shape))
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(o.shape, o.dtype, o.stride()) for o in outputs]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        made = []
+        for shape, dtype, stride in ctx.like:
+            gradient = torch.empty_strided(shape, stride, dtype=dtype)
+            gradient.copy_(torch.linspace(1, -1, gradient.numel(), dtype=dtype).view(shape))
+            made.append(gradient)
+        return tuple(made)
 
 
 def twin(model: nn.Module) -> nn.Module:

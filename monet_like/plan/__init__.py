@@ -14,7 +14,7 @@ from ..simulate import simulate
 from ..units import format_bytes
 from .result import Plan
 from .search import Search
-from .strategies import STRATEGIES
+from .strategies import STRATEGIES, check_strategy
 from .strategies.store_all import store_all
 
 __all__ = ["STRATEGIES", "Plan", "plan", "store_all"]
@@ -54,8 +54,7 @@ def plan(
         SolverError: the solver is not installed, failed, or found nothing in time.
         ProfileError: ``costs`` lacks a task.
     """
-    if strategy not in STRATEGIES:
-        raise UsageError(f"unknown strategy {strategy!r}; there are: {', '.join(sorted(STRATEGIES))}")
+    check_strategy(strategy)
     if budget_bytes <= 0 or time_limit_seconds <= 0 or not 0 <= gap < 1:
         raise UsageError(
             f"budget_bytes ({budget_bytes}) and time_limit_seconds ({time_limit_seconds}) must be more than 0, "
