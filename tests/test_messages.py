@@ -1,0 +1,522 @@
+"""What people read when something is wrong: every bad input of the command line, and its message."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from monet_like.cli import inspect_command, main, parse_batch, parse_shape, schedule_command, solve_command
+from monet_like.errors import MonetError, UsageError
+from monet_like.profile_data import Profile
+from monet_like.schedule_file import ScheduleRecord
+
+MODEL = """from torch import nn
+
+
+def make():
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 10))
+
+
+def chain():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), *(part for _ in range(10) for part in (nn.GELU(), nn.Conv2d(4, 4, 3, padding=1))))
+
+
+def without_parameters():
+    return nn.ReLU()
+"""
+
+#: Nothing is measured, nothing is larger than it must be.
+SMALL = ("--input-shape", "3,8,8", "--device", "cpu")
+ROOFLINE = ("--profile", "roofline:cpu")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory with a model file."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    Path("net.py").write_text(MODEL)
+    return tmp_path / "work"
+
+
+def solve(
+    *options: str,
+    model: str = "net.py:make",
+    batch: str = "4",
+    budget: str = "1",
+    mode: str = "normal",
+    solver: str = "HIGHS",
+    profile: tuple[str, ...] = ROOFLINE,
+) -> Result:
+    """The solve command in this process."""
+    positional = ("--", model, batch, budget, mode, solver)
+    return CliRunner().invoke(solve_command, [*SMALL, *profile, *options, *positional])
+
+
+def schedule(*options: str, batch: str = "4", shape: str = "3,8,8") -> Result:
+    """The schedule command in this process."""
+    return CliRunner().invoke(
+        schedule_command,
+        ["--device", "cpu", "--input-shape", shape, *options, "net.py:make", batch, "1", "normal", "HIGHS"],
+    )
+
+
+def error(result: Result) -> str:
+    """The message of a refusal: exit code 2, one line on stderr, no traceback."""
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0].removeprefix("error: ")
+
+
+def click_error(result: Result) -> str:
+    """The message of a refusal by the command line's parser: exit code 2, the last line of its usage note."""
+    assert result.exit_code == 2
+    assert "Usage: " in result.stderr
+    return result.stderr.strip().splitlines()[-1]
+
+
+def written() -> list[str]:
+    """Every file below the working directory, apart from the model and what importing it leaves."""
+    return sorted(str(p) for p in Path().rglob("*") if p.is_file() and p.name != "net.py" and p.suffix != ".pyc")
+
+
+# The positional arguments -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("resnet18", "MODEL 'resnet18' is not understood; give a dotted call with literal arguments "),
+        ("torchvision.models.resnet81()", "torchvision.models has no 'resnet81'; did you mean resnet18, "),
+        ("no.py:make", "MODEL 'no.py:make': there is no file no.py"),
+        ("net.py:mkae", "MODEL 'net.py:mkae': net.py has no function 'mkae'"),
+        ("torch.nn.Linear(__import__('os').system('touch sentinel'), 2)", "has an argument that is not a literal"),
+    ],
+)
+def test_model(model: str, expected: str) -> None:
+    assert expected in error(solve(model=model))
+    assert written() == []
+
+
+@pytest.mark.parametrize("batch", ["0", "x", "-4", "1.5", "", "²", "1e3"])
+def test_batch(batch: str) -> None:
+    assert error(solve(batch=batch)) == f"batch {batch!r} must be a whole number of at least 1, such as 184"
+
+
+def test_an_absurd_batch() -> None:
+    assert error(solve(batch="9" * 20)) == (
+        "an input of shape [99999999999999999999, 3, 8, 8] is too large; give a smaller batch or --input-shape"
+    )
+
+
+def test_batch_and_shape_as_numbers() -> None:
+    assert parse_batch("184") == 184
+    assert parse_shape(None) is None
+    assert parse_shape("3,224,224") == parse_shape("3x224x224") == parse_shape("(3, 224, 224)") == (3, 224, 224)
+    assert parse_shape("7") == (7,)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        ("0", "memory budget '0' must be more than 0; give GB as a number, such as 10"),
+        ("0 MB", "memory budget '0 MB' must be more than 0; give GB as a number, such as 10"),
+        (
+            "-1",
+            "memory budget '-1' is not an amount of memory; give GB as a number (10, 5.5) or an amount with its unit "
+            '("565 MB", "8 GB")',
+        ),
+        (
+            "abc",
+            "memory budget 'abc' is not an amount of memory; give GB as a number (10, 5.5) or an amount with its unit "
+            '("565 MB", "8 GB")',
+        ),
+    ],
+)
+def test_budget(budget: str, expected: str) -> None:
+    assert error(solve(budget=budget)) == expected
+
+
+def test_a_negative_budget_after_two_dashes() -> None:
+    result = CliRunner().invoke(solve_command, [*SMALL, "net.py:make", "4", "--", "-1", "normal"])
+    assert error(result).startswith("memory budget '-1' is not an amount of memory")
+
+
+def test_an_infeasible_budget_names_one_that_does() -> None:
+    """And the budget that it names works."""
+    message = error(solve(budget="1 KB"))
+    assert message.startswith("no schedule fits into 1.0 KB")
+    assert message.endswith("; give more memory or a smaller batch")
+    found = re.search(r"([0-9.]+ [KM]B) \(([0-9]+) bytes\) is known to do", message)
+    assert found, message
+    assert written() == []
+    result = solve("--out", "fits.pkl", budget=f"{found.group(2)} B")
+    assert result.exit_code == 0, result.output
+    record = ScheduleRecord.load(Path("fits.pkl"))
+    assert record.peak_bytes <= record.budget_bytes == int(found.group(2))
+
+
+def test_mode() -> None:
+    assert error(solve(mode="inplace_conv_multiwya_newnode")) == (
+        "mode 'inplace_conv_multiwya_newnode' has an unknown word 'multiwya'; a mode is some of inplace, conv, "
+        "multiway, newnode, normal joined by '_', such as inplace_conv_multiway_newnode or normal"
+    )
+    assert error(solve(mode="conv_conv")) == (
+        "mode 'conv_conv' repeats a word; give each of inplace, conv, multiway, newnode, normal at most once"
+    )
+
+
+def test_solver() -> None:
+    message = error(solve(solver="CBCC"))
+    assert "solver 'CBCC'" in message
+    assert "unknown" in message
+    assert "HIGHS" in message.partition("installed: ")[2]
+
+
+def test_solver_names_in_any_case() -> None:
+    assert solve("--out", "plan.pkl", solver="highs").exit_code == 0
+
+
+@pytest.mark.parametrize(("count", "missing"), [(0, "MODEL"), (1, "BATCH"), (2, "BUDGET"), (3, "MODE")])
+def test_missing_arguments(count: int, missing: str) -> None:
+    result = CliRunner().invoke(solve_command, ["net.py:make", "4", "1"][:count])
+    assert click_error(result) == f"Error: Missing argument '{missing}'."
+
+
+# Options ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--dtype", "float31"), "dtype 'float31' is unknown; give float32, float64, bfloat16 or float16"),
+        (("--dtype", "int32"), "dtype 'int32' is unknown; give float32, float64, bfloat16 or float16"),
+        (("--dtype", "zeros"), "dtype 'zeros' is unknown; give float32, float64, bfloat16 or float16"),
+        (("--device", "gpu"), "device 'gpu' is unknown; give auto, cpu, cuda or cuda:1"),
+        (("--device", "meta"), "device 'meta' is not supported; give auto, cpu, cuda or cuda:1"),
+        (
+            ("--device", "cuda:99"),
+            f"device 'cuda:99' is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices",
+        ),
+        *(
+            (
+                ("--input-shape", shape),
+                f"input shape {shape!r} must be positive whole numbers without the batch, such as 3,224,224",
+            )
+            for shape in ("3,8,", "3,0,8", "3,-8,8", "big", "", "3,8.5,8", "3,²,8")
+        ),
+        (("--profile-batch", "0"), "--profile-batch 0 must be at least 1"),
+        (("--profile-batch", "-3"), "--profile-batch -3 must be at least 1"),
+        (("--time-limit", "0"), "--time-limit 0.0 must be more than 0 seconds"),
+        (("--time-limit", "-5"), "--time-limit -5.0 must be more than 0 seconds"),
+        (("--time-limit", "nan"), "--time-limit nan must be more than 0 seconds"),
+        (("--gap", "2"), "--gap 2.0 must be at least 0 and less than 1, such as 0.01 for 1 %"),
+        (("--gap", "-0.1"), "--gap -0.1 must be at least 0 and less than 1, such as 0.01 for 1 %"),
+        (("--gap", "nan"), "--gap nan must be at least 0 and less than 1, such as 0.01 for 1 %"),
+        (("--optimizer", "adma"), "optimizer 'adma' is unknown; choose one of none, sgd, momentum, adam"),
+        (
+            ("--profile", "roofline:h900"),
+            "there is no roofline for 'h900'; choose one of cpu, p100, a100, h100, h200, rtx4090",
+        ),
+    ],
+)
+def test_option_values(options: tuple[str, str], expected: str) -> None:
+    assert error(solve(*options)) == expected
+    assert written() == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "kind"),
+    [("--profile-batch", "x", "integer"), ("--time-limit", "long", "float"), ("--gap", "1%", "float")],
+)
+def test_option_values_of_the_wrong_kind(option: str, value: str, kind: str) -> None:
+    assert click_error(solve(option, value)) == f"Error: Invalid value for '{option}': '{value}' is not a valid {kind}."
+
+
+def test_a_typo_in_an_option() -> None:
+    message = click_error(solve("--time-limt", "3"))
+    assert message.startswith("Error: No such option")
+    assert "--time-limt" in message
+    assert "Did you mean" in message
+    assert "--time-limit" in message
+
+
+def test_strategy() -> None:
+    message = error(solve("--strategy", "chne"))
+    assert "strategy 'chne'" in message
+    assert "unknown" in message
+    assert all(name in message for name in ("chen", "milp", "store_all"))
+
+
+def test_a_shape_that_the_model_refuses() -> None:
+    message = error(solve("--input-shape", "1,8,8"))
+    assert message.startswith(
+        "Sequential cannot be captured: RuntimeError: Given groups=1, weight of size [4, 3, 3, 3]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [
+        ("net.py/plan.pkl", "File exists; choose another place with --out"),
+        ("folder", "it is a directory; give the name of a file"),
+        ("n" * 300, "File name too long; choose another place with --out"),
+    ],
+)
+def test_an_unwritable_out_is_found_before_any_work(out: str, reason: str) -> None:
+    Path("folder").mkdir()
+    # the budget is infeasible, which only the planner, later, could say
+    assert error(solve("--out", out, budget="1 B")) == f"cannot write {out}: {reason}"
+
+
+def test_a_damaged_profile() -> None:
+    Path("profile.json").write_text('{"format": "monet_like profile", "version": 1, "costs": {')
+    message = error(solve(profile=("--profile", "profile.json")))
+    assert message.startswith("profile.json is not a profile (no JSON: ")
+    assert message.endswith("; delete it to measure again")
+    assert written() == ["profile.json"]
+
+
+def test_a_profile_of_another_machine() -> None:
+    Profile("cpu: another, 64 threads", {}).save(Path("profile.json"))
+    message = error(solve(profile=("--profile", "profile.json")))
+    assert message.startswith("the profile was measured on cpu: another, 64 threads, lacks ")
+    assert message.endswith("; profile the model there, or give another --profile file")
+
+
+def test_options_take_dashes_and_underscores_alike() -> None:
+    options = (
+        "--time_limit",
+        "20",
+        "--input_shape=3,8,8",
+        "--out=with_underscore-and-dash.pkl",
+        "--profile_batch",
+        "2",
+    )
+    result = solve(*options)
+    assert result.exit_code == 0, result.output
+    assert written() == ["with_underscore-and-dash.pkl"]
+    result = schedule("--solution_file", "with_underscore-and-dash.pkl", "--check_diff", "--run-bs")
+    assert "check_diff: passed" in result.output
+
+
+def test_options_take_underscores_under_the_group_too() -> None:
+    result = CliRunner().invoke(
+        main, ["solve", *SMALL, "--time_limit=0", *ROOFLINE, "net.py:make", "4", "1", "normal", "HIGHS"]
+    )
+    assert error(result) == "--time-limit 0.0 must be more than 0 seconds"
+
+
+def test_a_model_without_parameters_is_no_crash() -> None:
+    """Its dtype is asked for when the profile's file is named."""
+    result = solve(model="net.py:without_parameters", profile=())
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+
+
+# The schedule and inspect commands ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def solved() -> Iterator[ScheduleRecord]:
+    """A schedule file under the name that both commands agree on."""
+    result = solve()
+    assert result.exit_code == 0, result.output
+    yield ScheduleRecord.load(Path("solutions/solution_net_make_4_normal_1.00.pkl"))
+
+
+def test_no_check_asked_for() -> None:
+    assert error(schedule()) == "say what to check: --check_runtime, --check_diff or --run_bs"
+
+
+def test_a_missing_solution_file() -> None:
+    assert error(schedule("--run-bs")) == (
+        "there is no schedule file solutions/solution_net_make_4_normal_1.00.pkl; make one with solve.py, or give another"
+    )
+    assert error(schedule("--run-bs", "--solution-file", "no.pkl")) == (
+        "there is no schedule file no.pkl; make one with solve.py, or give another"
+    )
+    assert error(CliRunner().invoke(inspect_command, ["no.pkl"])) == (
+        "there is no schedule file no.pkl; make one with solve.py, or give another"
+    )
+
+
+def test_steps() -> None:
+    assert error(schedule("--check-runtime", "--steps", "0")) == "--steps 0 must be at least 1"
+
+
+@pytest.mark.usefixtures("solved")
+def test_a_schedule_of_another_shape() -> None:
+    message = error(schedule("--run-bs", "--solution-file", "solutions/solution_net_make_4_normal_1.00.pkl", batch="5"))
+    assert message == (
+        "the schedule was solved for float32[4, 3, 8, 8], the model was called with float32[5, 3, 8, 8]; "
+        "a smaller batch is fine, anything else needs a schedule of its own"
+    )
+
+
+def test_a_schedule_of_another_program(solved: ScheduleRecord) -> None:
+    replace(solved, model="another.py:make", fingerprint="0" * 64).save(Path("other.pkl"))
+    message = error(schedule("--run-bs", "--solution-file", "other.pkl"))
+    assert message.startswith("the schedule was made for another program: solved for another.py:make (")
+    assert message.endswith("or solve again")
+
+
+def test_a_step_that_does_not_fit_is_told_by_the_exit_code(solved: ScheduleRecord) -> None:
+    replace(solved, budget_bytes=1000).save(Path("tight.pkl"))
+    result = schedule("--run-bs", "--solution-file", "tight.pkl")
+    assert (result.exit_code, result.stdout.strip().splitlines()[-1]) == (1, "run_bs: did not fit")
+
+
+def test_inspect(solved: ScheduleRecord) -> None:
+    """Markup in a file's texts is shown, not obeyed; --json is one object with every field."""
+    replace(solved, model="net[/bold].py:make[red]").save(Path("odd.pkl"))
+    result = CliRunner().invoke(inspect_command, ["odd.pkl"])
+    assert result.exit_code == 0, result.exception
+    assert "net[/bold].py:make[red]" in result.stdout
+    assert "float32[4, 3, 8, 8]" in result.stdout
+    content = json.loads(CliRunner().invoke(inspect_command, ["--json", "odd.pkl"]).stdout)
+    assert content["fingerprint"] == solved.fingerprint
+    assert content["schedule"]["forward"] == list(solved.schedule.forward)
+    assert content["budget_bytes"] == 2**30
+
+
+def test_inspect_refuses_hostile_files() -> None:
+    Path("hostile.pkl").write_bytes(b"cos\nsystem\n(S'touch sentinel'\ntR.")
+    assert error(CliRunner().invoke(inspect_command, ["hostile.pkl"])) == (
+        "hostile.pkl is refused: a schedule holds plain data only, and this file has GLOBAL os system"
+    )
+    assert not Path("sentinel").exists()
+
+
+# Help ---------------------------------------------------------------------------------------------------------
+
+COMMANDS = {"solve": solve_command, "schedule": schedule_command, "inspect": inspect_command}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_tells_every_option_its_default_and_an_example(name: str) -> None:
+    command = COMMANDS[name]
+    text = CliRunner().invoke(command, ["--help"]).output
+    assert re.search(r"^  Examples?:\n    +\S", text, re.MULTILINE)
+    usage, _, section = text.partition("\nOptions:\n")
+    entries = [" ".join(entry.split()) for entry in re.split(r"^  (?=-)", section, flags=re.MULTILINE)]
+    for parameter in command.params:
+        if isinstance(parameter, click.Argument):
+            assert parameter.human_readable_name.strip("[]") in usage
+            continue
+        assert isinstance(parameter, click.Option)
+        (entry,) = [entry for entry in entries if entry.split()[:1] == [parameter.opts[-1]]]
+        assert re.search(r"\[default: \S.*\]$", entry), entry
+        if not parameter.is_flag:  # a value is shown, or all of them are listed
+            assert re.search(r"such as \S|: (auto|none|milp)\b|roofline:h100", entry), entry
+
+
+def test_help_has_examples_that_parse() -> None:
+    """Every example line in the help is accepted up to the model's name."""
+    text = solve_command.help or ""
+    examples = [line.split(None, 2)[2] for line in text.splitlines() if line.strip().startswith("python solve.py")]
+    assert len(examples) >= 3
+    for example in examples:
+        with solve_command.make_context("solve.py", shlex.split(example)) as context:
+            parse_batch(context.params["batch"])
+            parse_shape(context.params["input_shape"])
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_the_groups_help_lists_the_commands(flag: str) -> None:
+    text = CliRunner().invoke(main, [flag]).output
+    assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in COMMANDS)
+
+
+# Failures on the way ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"), "ran out of memory"),
+        (MemoryError(), "ran out of memory"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            "ran out of memory",
+        ),
+        (RuntimeError("no kernel for this"), "failed"),
+    ],
+)
+def test_an_operator_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, failure: Exception, reason: str) -> None:
+    def fail(*_: Any) -> int:
+        raise failure
+
+    monkeypatch.setattr("monet_like.profiler.allocated_peak", fail)
+    message = error(solve(profile=()))
+    first = str(failure).partition("\n")[0] or "MemoryError"
+    assert message.startswith(f"profiling convolution {reason}: ")
+    assert first in message
+    assert "4, 3, 8, 8" in message  # the shapes tell which call it is
+    assert message.endswith("; measure at a smaller batch with --profile-batch") == (reason == "ran out of memory")
+    assert written() == []
+
+
+def test_ctrl_c_while_solving_writes_nothing() -> None:
+    """A real SIGINT, sent while the solver's process runs; that is gone afterwards."""
+    seen: list[int] = []
+    done = threading.Event()
+
+    def press() -> None:
+        while not done.is_set():
+            for child in psutil.Process().children():
+                if any("monet_like.plan.worker" in part for part in child.cmdline()):
+                    seen.append(child.pid)
+                    time.sleep(0.1)  # as no person is faster; it is still importing numpy
+                    os.kill(os.getpid(), signal.SIGINT)
+                    return
+            time.sleep(0.01)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    try:
+        result = solve("--gap", "0", "--out", "plan.pkl", model="net.py:chain", budget="24 KB")
+    finally:
+        done.set()
+        presser.join()
+    assert seen, result.output
+    assert (result.exit_code, result.stderr.strip()) == (130, "interrupted; no schedule was written")
+    assert written() == []
+    assert not psutil.pid_exists(seen[0])
+
+
+def test_ctrl_c_while_profiling_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("monet_like.profiler.allocated_peak", interrupt)
+    result = solve(profile=())
+    assert (result.exit_code, result.stderr.strip()) == (130, "interrupted; no schedule was written")
+    assert written() == []
+
+
+def test_every_refusal_is_of_one_family() -> None:
+    """A caller in Python can catch MonetError, or ValueError for wrong arguments."""
+    assert issubclass(UsageError, MonetError)
+    assert issubclass(UsageError, ValueError)
+    with pytest.raises(UsageError):
+        parse_shape("x")
