@@ -66,7 +66,9 @@ def _random_operation(
     tasks.append(maker.task(name, reads, writes, _random_cost(rng), runs=runs))
     own = [v for v in reads if v != source]
     if room > 1 and own and rng.random() < 0.3:
-        tasks.append(maker.task(name + "i", reads, writes, _random_cost(rng), overwrites=rng.choice(own), variant="inplace"))
+        tasks.append(
+            maker.task(name + "i", reads, writes, _random_cost(rng), overwrites=rng.choice(own), variant="inplace")
+        )
         room -= 1
     if room > 1 and rng.random() < 0.4:
         other = tuple(sorted({*reads, *(() if rng.random() < 0.5 else (rng.choice(chain),) if chain else ())}))

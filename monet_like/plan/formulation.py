@@ -49,16 +49,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..program import Cost, Program, Task
 from ..schedule import Schedule
 from ..simulate import cost_of
 from .matrix import ONE, ZERO, Builder, Expr, MatrixProgram, total
-from .needs import BackwardBytes, Needs, dominated_tasks, find_backward_bytes, find_needs, prune, useful_ways
+from .needs import BackwardBytes, Needs, dominated_tasks, find_backward_bytes, find_needs, useful_ways
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,14 @@ class Formulation:
         budget_bytes: int,
         extra_bytes: int = 0,
         options: Options = Options(),
+        admit: Schedule | None = None,
     ) -> None:
+        """Build it; ``admit`` is a schedule whose runs get columns even outside the window, to start from it."""
         self.program, self.costs, self.budget, self.options = program, costs, budget_bytes, options
         self.needs: Needs = find_needs(program)
         self.backward: BackwardBytes = find_backward_bytes(program)
         self.builder = Builder()
+        self.admitted = {(p, slot + 1) for slot, tasks in enumerate(admit.again if admit else ()) for p in tasks}
         self.outputs = frozenset(program.outputs)
         self.dominated = dominated_tasks(program, costs, self.needs.groups)
         overwritten = {task.overwrites for task in program.tasks}
@@ -126,6 +129,8 @@ class Formulation:
         self.w: dict[int, tuple[Expr, ...]] = {}
         self.K: dict[tuple[int, int], Expr] = {}
         self._above: dict[tuple[int, int, int], Expr] = {}
+        self._ways_reading: dict[int, dict[int, Expr]] = {}
+        self._reading: dict[tuple[int, int], list[int]] = {}
         self._run_rows: set[tuple[int, int]] = set()
         self._build()
 
@@ -196,7 +201,7 @@ class Formulation:
         last = max(self.needs.last[v] for v in results)
         window = self.options.window
         start = 1 if window is None else min(self.needs.first[v] for v in results) - window
-        return [t for t in self.needs.stages[1:] if start <= t <= last]
+        return [t for t in self.needs.stages[1:] if t <= last and (t >= start or (p, t) in self.admitted)]
 
     def _way_columns(self) -> None:
         """Columns w and rows (3)."""
@@ -206,7 +211,9 @@ class Formulation:
                 chosen = [ONE if k in possible else ZERO for k in range(len(ways))]
                 self.builder.offset += self._units(ways[possible[0]])
             else:
-                chosen = [self.builder.column(self._units(way)) if k in possible else ZERO for k, way in enumerate(ways)]
+                chosen = [
+                    self.builder.column(self._units(way)) if k in possible else ZERO for k, way in enumerate(ways)
+                ]
                 self.builder.equal(total(chosen), ONE)
             self.w[slot + 1] = tuple(chosen)
 
@@ -245,12 +252,19 @@ class Formulation:
 
     def _way_reads(self, v: int, t: int) -> Expr:
         """Sum of w[k,t] over the ways that read v."""
+        if t not in self._ways_reading:
+            self._ways_reading[t] = self._reads_of_ways(t)
+        return self._ways_reading[t].get(v, ZERO)
+
+    def _reads_of_ways(self, t: int) -> dict[int, Expr]:
         if t == 0:
-            return ZERO
-        slot = self.program.slots[t - 1]
-        chosen = [w for way, w in zip(slot, self.w[t], strict=True) if v in way.reads]
-        readable = sum(not w.is_zero for w in self.w[t])
-        return ONE if chosen and sum(not w.is_zero for w in chosen) == readable else total(chosen)
+            return {}
+        ways = [(way, w) for way, w in zip(self.program.slots[t - 1], self.w[t], strict=True) if not w.is_zero]
+        found: dict[int, Expr] = {}
+        for v in {v for way, _ in ways for v in way.reads}:
+            chosen = [w for way, w in ways if v in way.reads]
+            found[v] = ONE if len(chosen) == len(ways) else total(chosen)
+        return found
 
     def _group_reads(self, v: int, group: int, t: int) -> Expr:
         """Sum of e[p,t] over the tasks of the group that read v."""
@@ -287,7 +301,9 @@ class Formulation:
         return self._above[key]
 
     def _reader_groups(self, v: int, t: int) -> list[int]:
-        return sorted({self.group_of[p] for p in self.readers[v] if (p, t) in self.e})
+        if (v, t) not in self._reading:
+            self._reading[v, t] = sorted({self.group_of[p] for p in self.readers[v] if (p, t) in self.e})
+        return self._reading[v, t]
 
     def _alive_between(self, v: int, group: int, t: int) -> Expr:
         """v has producers on both sides of the group: alive if carried in, or made before, needed, and not made later."""
@@ -374,7 +390,8 @@ class Formulation:
         parts = [extra, Expr(self.resident + self.output_bytes + base)]
         for v in self.tracked:
             alive = self._alive_at_slot(v, t) if at_slot else self.K.get((v, t), ZERO)
-            parts.append(alive * self.program.values[v].bytes)
+            if not alive.is_zero:
+                parts.append(alive * self.program.values[v].bytes)
         self._memory_row(parts)
 
     def _memory_row(self, parts: Iterable[Expr]) -> None:
@@ -399,7 +416,7 @@ class Formulation:
         if t:
             parts.append(Expr(self.output_bytes + self.backward.before[t - 1]))
         else:
-            parts += [self._made(v, 0, high=group) * values[v].bytes for v in self.outputs]
+            parts += [self._made(v, 0, high=group) * values[v].bytes for v in self.outputs if values[v].bytes]
         for v in self.tracked:
             low, high = self.span[v]
             if high < group:
@@ -408,66 +425,33 @@ class Formulation:
                 alive = self._incoming(v, t)
             else:
                 alive = self._alive_between(v, group, t)
-            parts.append(alive * values[v].bytes)
+            if not alive.is_zero:
+                parts.append(alive * values[v].bytes)
         self._memory_row(parts)
         return True
 
-    # ---- solutions ----------------------------------------------------------------------------------------
+    def big_runs(self, share: float) -> list[tuple[int, int]]:
+        """(stage, group) for reruns that take at least ``share`` of the budget: their rows (9) bind most often."""
+        values, found = self.program.values, set()
+        for p, t in self.e:
+            task = self.program.tasks[p]
+            size = sum(values[v].bytes for v in task.writes) + cost_of(task, self.costs).workspace_bytes
+            if t and size >= share * self.budget:
+                found.add((t, self.group_of[p]))
+        return sorted(found)
 
     def matrix(self) -> MatrixProgram:
         """The matrix form of all rows so far."""
         return self.builder.finish(self.seconds_per_unit)
 
-    def decode(self, x: NDArray[Any]) -> Schedule:
-        """The schedule of a 0/1 point, without useless runs."""
-        runs: dict[int, list[int]] = {t: [] for t in range(len(self.program.slots) + 1)}
-        for (p, t), expr in self.e.items():
-            if expr.value(x) > 0.5:
-                runs[t].append(p)
-        ways = [max(range(len(w)), key=lambda k, w=w: w[k].value(x)) for _, w in sorted(self.w.items())]  # type: ignore[misc]
-        again = tuple(tuple(sorted(runs[t])) for t in range(1, len(self.program.slots) + 1))
-        return prune(self.program, Schedule(tuple(sorted(runs[0])), again, tuple(ways)))
 
-    def encode(self, schedule: Schedule) -> NDArray[Any] | None:
-        """The point of a schedule, to start a solver from; None if the restrictions exclude it."""
-        import numpy as np
-
-        schedule = prune(self.program, schedule)
-        x = np.zeros(len(self.builder.cost))
-
-        def choose(expr: Expr | None) -> bool:
-            if expr is None or expr.is_zero:
-                return False
-            x[[column for column, _ in expr.terms]] = 1.0
-            return True
-
-        stages = {0: schedule.forward} | {t + 1: again for t, again in enumerate(schedule.again)}
-        runs = [(p, t) for t, tasks in stages.items() for p in tasks]
-        if not all([choose(self.e.get(run)) for run in runs]):
-            return None
-        if not all([choose(self.w[slot + 1][way]) for slot, way in enumerate(schedule.ways)]):
-            return None
-        for v, t in self._carried(schedule):
-            if v in self.span and v not in self.outputs and not choose(self.K.get((v, t))):
-                return None
-        for column, parts in self.builder.follows:
-            x[column] = min(1.0, max(0.0, *(part.value(x) for part in parts)))
-        return x if self.matrix().violation(x) < 1e-6 else None
-
-    def _carried(self, schedule: Schedule) -> list[tuple[int, int]]:
-        """(v, t): v is read after stage t before it is made anew."""
-        found: list[tuple[int, int]] = []
-        wanted: set[int] = set()
-        for t in reversed(self.needs.stages):
-            found += [(v, t) for v in wanted]
-            tasks = self.program.tasks
-            runs = schedule.again[t - 1] if t else schedule.forward
-            made = {v for p in runs for v in tasks[p].writes}
-            wanted |= {v for p in runs for v in self.program.forward_reads(tasks[p])}
-            if t:
-                wanted |= set(self.program.forward_reads(self.program.slots[t - 1][schedule.ways[t - 1]]))
-            wanted -= made
-        return found
+def estimated_columns(program: Program, needs: Needs) -> int:
+    """About how many columns the unrestricted program has: run columns, and as many for what is carried."""
+    runs = 0
+    for p, task in enumerate(program.tasks):
+        last = max((needs.last[v] for v in task.writes), default=0) if needs.rerun[p] else 0
+        runs += sum(0 < t <= last for t in needs.stages)
+    return 2 * runs
 
 
 def _readers(program: Program) -> tuple[tuple[int, ...], ...]:

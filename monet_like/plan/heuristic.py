@@ -8,6 +8,7 @@ The search is counted in evaluations and seeded, so that the same program always
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,14 @@ from ..errors import ScheduleError
 from ..program import Cost, Program
 from ..schedule import Schedule
 from ..simulate import Report, cost_of, simulate
-from .needs import find_backward_bytes, find_needs, prune, useful_ways
+from .needs import dominated_tasks, find_backward_bytes, find_needs, prune, useful_ways
+
+#: Values below this fraction of the budget are not worth a decision.
+SMALL = 5000
+#: Simulated steps that one search may take in all: bounds its time on programs of thousands of tasks.
+MOST_STEPS = 800_000
+#: What a whole budget of bytes too many costs, in seconds per second of the schedule, at first and in the end.
+FIRST_WEIGHT, LAST_WEIGHT = 0.3, 20.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,11 @@ class Found:
         """Bytes over the budget, then seconds: smaller is better."""
         return (float(max(0, self.report.peak_bytes - budget_bytes)), self.report.seconds)
 
+    def penalised(self, budget_bytes: int, weight: float) -> float:
+        """Seconds, and more for bytes over the budget."""
+        excess = max(0, self.report.peak_bytes - budget_bytes) / max(1, budget_bytes)
+        return self.report.seconds * (1 + weight * excess)
+
 
 class Searcher:
     """Derives schedules from policies and improves them."""
@@ -52,12 +65,16 @@ class Searcher:
         self.outputs = frozenset(program.outputs)
         self.seconds = [cost_of(task, costs).seconds for task in program.tasks]
         self.reads = [program.forward_reads(task) for task in program.tasks]
-        self.makers_again = [[p for p in makers if self._again(p)] for makers in program.producers]
-        self.makers_first = [[p for p in makers if program.tasks[p].runs != "again"] for makers in program.producers]
+        useless = dominated_tasks(program, costs, self.needs.groups)
+        makers_of = [[p for p in makers if p not in useless] for makers in program.producers]
+        self.makers_again = [[p for p in makers if self._again(p)] for makers in makers_of]
+        self.makers_first = [[p for p in makers if program.tasks[p].runs != "again"] for makers in makers_of]
+        self.useless = useless
         possible = find_backward_bytes(program).possible
         self.ways = [useful_ways(program, costs, slot, possible[slot]) for slot in range(len(program.slots))]
         self.siblings = {p: group for group in self.needs.groups for p in group}
         self.evaluations = 0
+        self.work = 0
 
     def _again(self, p: int) -> bool:
         return self.needs.rerun[p] and self.program.tasks[p].overwrites is None
@@ -66,27 +83,29 @@ class Searcher:
 
     def derive(self, policy: Policy) -> Schedule | None:
         """The schedule of a policy, or None if something it needs cannot be made."""
-        present = set(policy.keep) | set(self.outputs)
+        present = set(policy.keep) | self.outputs
         carried: set[int] = set()
         made_again: set[int] = set()
         again: list[tuple[int, ...]] = []
         for slot, way in enumerate(policy.ways):
             needed = self.program.forward_reads(self.program.slots[slot][way])
-            runs = self._make(needed, present | made_again, self.makers_again)
+            runs = self._make(needed, present)
             if runs is None:
                 return None
             results = {v for p in runs for v in self.program.tasks[p].writes}
             read = {v for p in runs for v in self.reads[p]} | set(needed)
             carried |= (read - results) - made_again
             made_again |= results & policy.hold
+            present |= results & policy.hold
             again.append(tuple(sorted(runs)))
         forward = self._forward(carried | self.outputs)
         if forward is None:
             return None
         return prune(self.program, Schedule(forward, tuple(again), policy.ways))
 
-    def _make(self, wanted: Iterable[int], present: set[int], makers: list[list[int]]) -> set[int] | None:
-        """The tasks that make what is wanted and not present, each by its cheapest producer."""
+    def _make(self, wanted: Iterable[int], present: set[int]) -> set[int] | None:
+        """The tasks that make again what is wanted and not present, each by its cheapest producer."""
+        makers = self.makers_again
         price: dict[int, tuple[float, int]] = {}
 
         def estimate(v: int) -> float:
@@ -117,11 +136,11 @@ class Searcher:
     def _forward(self, wanted: set[int]) -> tuple[int, ...] | None:
         """What the forward runs so that ``wanted`` exists at its end: last values first."""
         producers = self.makers_first
-        order = sorted((v for v in wanted), key=lambda v: producers[v][-1] if producers[v] else -1)
-        needed, runs = set(wanted), set[int]()
-        made: set[int] = set()
-        while order:
-            v = order.pop()
+        queue = [(-producers[v][-1] if producers[v] else 1, v) for v in wanted]
+        heapq.heapify(queue)
+        needed, runs, made = set(wanted), set[int](), set[int]()
+        while queue:
+            _, v = heapq.heappop(queue)
             if v in made:
                 continue
             options = [p for p in producers[v] if not self._conflicts(p, runs, needed)]
@@ -130,10 +149,10 @@ class Searcher:
             best = min(options, key=lambda p: (self.seconds[p] + self._missing(p, needed), self._is_in_place(p), p))
             runs.add(best)
             made.update(self.program.tasks[best].writes)
-            new = [u for u in self.reads[best] if u not in needed]
-            needed.update(new)
-            if new:
-                order = sorted({*order, *new}, key=lambda u: producers[u][-1] if producers[u] else -1)
+            for u in self.reads[best]:
+                if u not in needed:
+                    needed.add(u)
+                    heapq.heappush(queue, (-producers[u][-1] if producers[u] else 1, u))
         return self._in_place(runs, wanted)
 
     def _is_in_place(self, p: int) -> bool:
@@ -141,7 +160,9 @@ class Searcher:
 
     def _missing(self, p: int, needed: set[int]) -> float:
         """Seconds of the cheapest direct producers of what p reads and nothing else wants."""
-        return sum(min((self.seconds[q] for q in self.makers_first[u]), default=0.0) for u in self.reads[p] if u not in needed)
+        return sum(
+            min((self.seconds[q] for q in self.makers_first[u]), default=0.0) for u in self.reads[p] if u not in needed
+        )
 
     def _conflicts(self, p: int, runs: set[int], needed: set[int]) -> bool:
         """Whether p would write an output a second time, or take it from the only maker of something needed."""
@@ -167,14 +188,14 @@ class Searcher:
         read_later = set(wanted)
         for p in sorted(runs, reverse=True):
             task = self.program.tasks[p]
-            best, own = p, read_later if task.overwrites is None else read_later - {task.overwrites}
+            best, free = p, {task.overwrites} if task.overwrites is not None else set()
             for q in self.siblings[p]:
-                other = self.program.tasks[q]
-                taken = other.overwrites
-                same = other.writes == task.writes and other.reads and set(other.reads) == set(task.reads)
-                if same and taken is not None and other.runs != "again" and taken not in own | self.outputs:
-                    if self.seconds[q] <= self.seconds[best]:
-                        best = q
+                other, taken = self.program.tasks[q], self.program.tasks[q].overwrites
+                alike = other.writes == task.writes and set(other.reads) == set(task.reads) and other.runs != "again"
+                if taken is None or taken in (read_later - free) | self.outputs or q in self.useless or not alike:
+                    continue
+                if self.seconds[q] <= self.seconds[best]:
+                    best = q
             chosen.append(best)
             read_later |= set(self.reads[best])
         return tuple(reversed(chosen))
@@ -188,16 +209,19 @@ class Searcher:
         if schedule is None:
             return None
         try:
-            return Found(policy, schedule, simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes))
+            report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
         except ScheduleError:  # a derived schedule may overwrite what is read later: not a plan
             return None
+        self.work += len(report.steps)
+        return Found(policy, schedule, report)
 
-    def starts(self) -> list[Found]:
-        """Keep everything; the same with packed ways; keep nothing."""
+    def starts(self, budget_bytes: int) -> list[Found]:
+        """Keep everything, or only what must be kept, with the fastest and with the smallest ways."""
         everything = frozenset(v for v, value in enumerate(self.program.values) if value.kind == "forward")
         fastest = tuple(min(ways, key=lambda k, s=s: self._way_seconds(s, k)) for s, ways in enumerate(self.ways))  # type: ignore[misc]
         smallest = tuple(min(ways, key=lambda k, s=s: self._way_bytes(s, k)) for s, ways in enumerate(self.ways))  # type: ignore[misc]
-        single = frozenset(v for v in everything if not self.makers_again[v])
+        small = {v for v in everything if self.program.values[v].bytes * SMALL <= budget_bytes}
+        single = frozenset(v for v in everything if not self.makers_again[v] or v in small)
         found = [
             self.judge(Policy(keep, hold, ways))
             for ways in (fastest, smallest)
@@ -221,29 +245,48 @@ class Searcher:
             return min(self.seconds[p] for p in makers) / max(1, values[v].bytes) if makers else math.inf
 
         best = found
-        for v in sorted((v for v in found.policy.keep if price(v) < math.inf), key=price):
+        droppable = [v for v in found.policy.keep if price(v) < math.inf and values[v].bytes * SMALL > budget_bytes]
+        order = sorted(droppable, key=lambda v: (price(v), v))
+        chunk = 1 + len(order) // 100
+        for begin in range(0, len(order), chunk):
             if best.report.peak_bytes <= budget_bytes:
                 break
-            tried = self.judge(Policy(best.policy.keep - {v}, best.policy.hold, best.policy.ways))
+            dropped = best.policy.keep.difference(order[begin : begin + chunk])
+            tried = self.judge(Policy(dropped, best.policy.hold, best.policy.ways))
             if tried is not None and tried.report.peak_bytes <= best.report.peak_bytes:
                 best = tried
         return best
 
     def improve(self, found: Found, budget_bytes: int, evaluations: int) -> Found:
-        """Try random changes, keeping those that are better: first fit the budget, then save seconds."""
+        """Simulated annealing: bytes over the budget cost seconds, little at first and much in the end.
+
+        Returns the fastest schedule seen that fits, or the one with the lowest peak.
+        """
         candidates = [
             v
             for v, value in enumerate(self.program.values)
-            if value.kind == "forward" and self.makers_again[v] and self.needs.last[v] > 0 and value.bytes * 5000 > budget_bytes
+            if value.kind == "forward"
+            and self.makers_again[v]
+            and self.needs.last[v] > 0
+            and value.bytes * SMALL > budget_bytes
         ]
         slots = [slot for slot, ways in enumerate(self.ways) if len(ways) > 1]
         if not candidates and not slots:
             return found
-        best = found
-        for _ in range(evaluations):
-            changed = self._change(best.policy, candidates, slots)
-            tried = self.judge(changed)
-            if tried is not None and tried.score(budget_bytes) <= best.score(budget_bytes):
+        best = current = found
+        work = self.work
+        for turn in range(evaluations):
+            cooled = max(turn / evaluations, (self.work - work) / MOST_STEPS)
+            if cooled > 1:
+                break
+            tried = self.judge(self._change(current.policy, candidates, slots))
+            if tried is None:
+                continue
+            weight = FIRST_WEIGHT * (LAST_WEIGHT / FIRST_WEIGHT) ** cooled
+            slack = 0.001 * (1 - cooled) * current.report.seconds * self.random.random()
+            if tried.penalised(budget_bytes, weight) <= current.penalised(budget_bytes, weight) + slack:
+                current = tried
+            if tried.score(budget_bytes) < best.score(budget_bytes):
                 best = tried
         return best
 
@@ -263,7 +306,13 @@ class Searcher:
 
 
 def find_start(
-    program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0, seed: int = 0, evaluations: int = 600
+    program: Program,
+    costs: Mapping[str, Cost],
+    budget_bytes: int,
+    *,
+    extra_bytes: int = 0,
+    seed: int = 0,
+    evaluations: int = 1200,
 ) -> Schedule | None:
     """A schedule within ``budget_bytes`` (bytes), as fast as a short search finds; None if it finds none.
 
@@ -290,8 +339,11 @@ def _search(
     program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int, seed: int, evaluations: int
 ) -> Found | None:
     searcher = Searcher(program, costs, extra_bytes, seed)
-    starts = [searcher.greedy(found, budget_bytes) for found in searcher.starts()]
+    starts = searcher.starts(budget_bytes)
+    starts += [searcher.greedy(found, budget_bytes) for found in starts[:2]]
     if not starts:
         return None
-    starts.sort(key=lambda found: found.score(budget_bytes))
-    return searcher.improve(starts[0], budget_bytes, evaluations)
+    # A budget of 0 asks for the lowest peak: there only bytes count.
+    first = min(starts, key=lambda f: f.penalised(budget_bytes, 0.5) if budget_bytes else f.score(0))
+    best = searcher.improve(first, budget_bytes, evaluations)
+    return min([best, *starts], key=lambda found: found.score(budget_bytes))

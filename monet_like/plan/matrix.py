@@ -102,6 +102,23 @@ class MatrixProgram:
         worst = np.concatenate([self.lower - activity, activity - self.upper, -x, x - 1.0, np.zeros(1)])
         return float(worst.max())
 
+    def fixed(self, free: NDArray[np.bool_], x: NDArray[np.float64]) -> MatrixProgram:
+        """The program in the ``free`` columns alone, the others being fixed at their values in ``x``."""
+        import numpy as np
+
+        given = np.where(free, 0.0, x)
+        activity = self.matrix @ given
+        return MatrixProgram(
+            matrix=self.matrix[:, free].tocsr(),
+            lower=self.lower - activity,
+            upper=self.upper - activity,
+            cost=self.cost[free],
+            integral=self.integral[free],
+            offset=self.offset + float(self.cost @ given),
+            seconds_per_unit=self.seconds_per_unit,
+            contradiction=self.contradiction,
+        )
+
 
 @dataclass
 class Builder:

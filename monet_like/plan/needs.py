@@ -75,7 +75,7 @@ def dominated_tasks(program: Program, costs: Mapping[str, Cost], groups: Iterabl
     """Tasks that another of their group replaces in every schedule, at no more seconds and bytes."""
     found: set[int] = set()
     for group in groups:
-        for p in group:
+        for p in reversed(group):  # of equals, the first stays
             found.update(p for q in group if q != p and q not in found and _replaces(program, costs, q, p))
     return frozenset(found)
 

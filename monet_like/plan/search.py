@@ -12,9 +12,10 @@ from ..program import Cost, Program
 from ..schedule import Schedule
 from ..simulate import Report, cost_of, simulate
 from ..units import MIB, format_bytes
-from .formulation import Formulation, Options
+from .decode import decode, encode, neighbourhood
+from .formulation import Formulation, Options, estimated_columns
 from .heuristic import find_start, smallest_known
-from .needs import find_backward_bytes
+from .needs import find_backward_bytes, find_needs
 from .result import Plan
 
 if TYPE_CHECKING:
@@ -22,9 +23,15 @@ if TYPE_CHECKING:
 
 #: Programs with more columns than this are searched with a start window first.
 MOST_COLUMNS = 8_000
+#: Programs with more columns than this get no unrestricted relaxation: it would take minutes.
+MOST_UNRESTRICTED = 200_000
 #: Slots before its first use from which a task may run again, in large programs (measured: wider windows give
 #: the same relaxation on ResNet-50 to 0.01 %, and several times the columns).
 WINDOW = 32
+#: Reruns that take this share of the budget have their memory rows from the start.
+BIG_SHARE = 0.08
+#: Slots before a broken row that are opened to mend it, at first.
+MEND_REACH = 24
 #: The chosen solver's share of the time before HiGHS, which takes a start, goes on from its plan.
 FIRST_SHARE = 0.4
 
@@ -48,7 +55,7 @@ class Search:
     progress: Progress | None = None
     options: Options | None = None
     fallback: bool = True
-    evaluations: int = 600
+    evaluations: int = 1200
     seconds: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "heuristic": 0.0, "solve": 0.0})
     best: tuple[Schedule, Report, str] | None = None
     bounds: dict[str, float] = field(default_factory=dict)
@@ -66,26 +73,35 @@ class Search:
         solver = check_solver(self.solver)
         self._check_floor()
         self._heuristic()
-        formulation = self._build(self.options)
-        options = formulation.options
-        if self.options is None and len(formulation.builder.cost) > MOST_COLUMNS:
-            self._relaxation()
-            options = replace(options, window=WINDOW)
-            formulation = self._build(options)
+        options = self.options or self._choose_options()
+        formulation = self._build(options)
         verdict = self._solve(formulation, solver)
         restricted = options.pin_bytes > 0 or options.window is not None
-        if self.best is None and verdict == "infeasible" and restricted:
+        if self.best is None and verdict == "infeasible" and restricted and self._columns() < MOST_UNRESTRICTED:
             formulation = self._build(Options())
             verdict = self._solve(formulation, solver)
             restricted = False
         if self.best is None and verdict == "infeasible":
-            raise self._infeasible("proven")
+            raise self._infeasible("not proven" if restricted else "proven")
         if self.best is None:
             raise SolverError(
                 f"{solver} found no plan within {format_bytes(self.budget_bytes)} in {self.time_limit_seconds:g} s"
                 f" ({verdict}); allow more time or more memory"
             )
         return self._plan(formulation, solver)
+
+    def _columns(self) -> int:
+        return estimated_columns(self.program, find_needs(self.program))
+
+    def _choose_options(self) -> Options:
+        """Small values are kept; large programs get a window, and their bound from a relaxation without it."""
+        options = Options(pin_bytes=default_pin_bytes(self.budget_bytes))
+        columns = self._columns()
+        if columns <= MOST_COLUMNS:
+            return options
+        if columns <= MOST_UNRESTRICTED:
+            self._relaxation()
+        return replace(options, window=WINDOW)
 
     # ---- steps --------------------------------------------------------------------------------------------
 
@@ -145,10 +161,10 @@ class Search:
         self._accept(schedule, "heuristic")
         self.seconds["heuristic"] += time.monotonic() - begin
 
-    def _build(self, options: Options | None) -> Formulation:
+    def _build(self, options: Options) -> Formulation:
         begin = time.monotonic()
-        options = options or Options(pin_bytes=default_pin_bytes(self.budget_bytes))
-        result = Formulation(self.program, self.costs, self.budget_bytes, self.extra_bytes, options)
+        admit = self.best[0] if self.best is not None else None
+        result = Formulation(self.program, self.costs, self.budget_bytes, self.extra_bytes, options, admit)
         self.seconds["build"] += time.monotonic() - begin
         return result
 
@@ -191,13 +207,17 @@ class Search:
                 current, share = "HIGHS", self.left
             solution = self._solve_once(formulation, current, share)
             verdict = solution.status
-            self._say(f"{current}: {verdict}, {solution.message}, {solution.wall_seconds:.1f} s, gap {solution.gap:.2%}")
+            self._say(
+                f"{current}: {verdict}, {solution.message}, {solution.wall_seconds:.1f} s, gap {solution.gap:.2%}"
+            )
             if verdict == "infeasible":
                 break
             self._bound(kind, solution.bound_seconds)
             if solution.x is not None:
-                schedule = formulation.decode(solution.x)
-                if not self._accept(schedule, current) and self._broken_rows(formulation, schedule):
+                schedule = decode(formulation, solution.x)
+                broken = [] if self._accept(schedule, current) else self._broken_rows(formulation, schedule)
+                if broken:
+                    self._mend(formulation, schedule, current, broken)
                     continue
             if verdict == "optimal" and self.best is not None:
                 break
@@ -215,7 +235,7 @@ class Search:
     def _solve_once(self, formulation: Formulation, solver: str, seconds: float) -> Solution:
         from .solvers import solve
 
-        start: Any = formulation.encode(self.best[0]) if self.best is not None else None
+        start: Any = encode(formulation, self.best[0]) if self.best is not None else None
         return solve(
             formulation.matrix(), solver, time_limit_seconds=seconds, gap=self.gap, start=start, progress=self.progress
         )
@@ -224,20 +244,47 @@ class Search:
         """Run rows where the start comes near the budget: the likeliest to be broken."""
         if self.best is not None:
             self._add_rows(formulation, self.best[0], self.best[1], self.budget_bytes * share)
+        for t, group in formulation.big_runs(BIG_SHARE):
+            formulation.add_run_row(t, group)
 
-    def _broken_rows(self, formulation: Formulation, schedule: Schedule) -> bool:
+    def _broken_rows(self, formulation: Formulation, schedule: Schedule) -> list[int]:
+        """Add the rows that the schedule breaks; the stages of those that were missing."""
         report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
-        return self._add_rows(formulation, schedule, report, self.budget_bytes) > 0
+        return self._add_rows(formulation, schedule, report, self.budget_bytes)
 
-    def _add_rows(self, formulation: Formulation, schedule: Schedule, report: Report, over_bytes: float) -> int:
+    def _add_rows(self, formulation: Formulation, schedule: Schedule, report: Report, over_bytes: float) -> list[int]:
         runs = [(0, p) for p in schedule.forward]
         for slot, tasks in enumerate(schedule.again):
             runs += [(slot + 1, p) for p in tasks] + [(slot + 1, -1)]
-        added = 0
+        added: list[int] = []
         for step, (t, p) in zip(report.steps, runs, strict=True):
-            if p >= 0 and step.bytes > over_bytes:
-                added += formulation.add_run_row(t, formulation.group_of[p])
+            if p >= 0 and step.bytes > over_bytes and formulation.add_run_row(t, formulation.group_of[p]):
+                added.append(t)
         return added
+
+    def _mend(self, formulation: Formulation, schedule: Schedule, solver: str, stages: list[int]) -> None:
+        """A good schedule breaks a few rows that were left out: change only what is near them."""
+        from .solvers import solve
+
+        for turn in range(4):
+            for t in set(stages):
+                for group in range(len(formulation.needs.groups)):
+                    formulation.add_run_row(t, group)
+            x = encode(formulation, schedule, check=False)
+            if x is None or self.left < 2:
+                return
+            free = neighbourhood(formulation, x, stages, MEND_REACH * (turn + 1))
+            small = formulation.matrix().fixed(free, x)
+            limit = min(20.0, self.left * 0.3)
+            found = solve(small, solver, time_limit_seconds=limit, gap=self.gap / 4, progress=self.progress)
+            self._say(f"mending with {small.columns} free columns: {found.status}, {found.wall_seconds:.1f} s")
+            if found.x is None:
+                continue
+            x[free] = found.x
+            schedule = decode(formulation, x)
+            if self._accept(schedule, solver):
+                return
+            stages = self._broken_rows(formulation, schedule) or stages
 
     def _plan(self, formulation: Formulation, solver: str) -> Plan:
         assert self.best is not None

@@ -82,7 +82,7 @@ def installed_solvers() -> tuple[str, ...]:
     """Names of the solvers on this machine that handle 0/1 programs."""
     from importlib.util import find_spec
 
-    found = set()
+    found: set[str] = set()
     if find_spec("cvxpy") is not None:
         from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS
 
@@ -190,10 +190,10 @@ def _judge(
         without: dict[str, Status] = {"infeasible": "infeasible", "limit": "no_incumbent"}
         return Solution(without.get(meaning, "error"), None, float("inf"), bound * unit, float("inf"), seconds, message)
     objective = float(problem.cost @ x + problem.offset)
-    if meaning == "optimal" and bound == float("-inf"):
-        bound = objective * (1 - gap) if gap < 1 and not relax else objective
+    if meaning == "optimal":  # it stopped because this close; its gap is relative to the objective without the offset
+        bound = max(bound, objective - (0.0 if relax else gap * abs(objective - problem.offset)))
     bound = min(bound, objective)
-    reached = (objective - bound) / objective if objective > 0 else 0.0
+    reached = (objective - bound) / abs(objective) if objective else 0.0
     proven = meaning == "optimal" or reached <= gap
     return Solution("optimal" if proven else "feasible", x, objective * unit, bound * unit, reached, seconds, message)
 
@@ -224,7 +224,11 @@ def _run_child(job: dict[str, Any], deadline: float, log: _Log) -> dict[str, Any
     """Run the worker; never leaves it behind."""
     reading, writing = os.pipe()
     root = str(Path(__file__).resolve().parents[2])
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    environment = dict(
+        os.environ,
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+    )
     child = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", f"{__package__}.worker", str(writing)],
         stdin=subprocess.PIPE,

@@ -1,0 +1,142 @@
+"""The integer program against the best of all schedules, on programs small enough to try them all."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from random_programs import best_seconds, random_program
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from monet_like.plan.decode import decode, encode
+from monet_like.plan.formulation import Formulation, Options
+from monet_like.plan.needs import prune
+from monet_like.plan.strategies.store_all import store_all
+from monet_like.program import Cost, Program
+from monet_like.schedule import Schedule
+from monet_like.simulate import simulate
+
+
+def solve_exactly(formulation: Formulation, every_row: bool = False) -> tuple[Schedule, float] | None:
+    """Solve with HiGHS (through scipy), adding the run rows that a schedule breaks, or all of them at once."""
+    if every_row:
+        for t in formulation.needs.stages:
+            for group in range(len(formulation.needs.groups)):
+                formulation.add_run_row(t, group)
+    while True:
+        problem = formulation.matrix()
+        if problem.contradiction:
+            return None
+        x = np.zeros(0)
+        if problem.columns:
+            rows = LinearConstraint(problem.matrix, problem.lower, problem.upper)
+            answer = milp(
+                problem.cost, constraints=rows, bounds=Bounds(0, 1), integrality=problem.integral.astype(int),
+                options={"mip_rel_gap": 0.0},
+            )  # fmt: skip
+            if answer.status == 2:
+                return None
+            assert answer.status == 0, answer.message
+            x = answer.x
+        schedule = decode(formulation, x)
+        report = simulate(formulation.program, schedule, formulation.costs)
+        if report.peak_bytes <= formulation.budget:
+            return schedule, (problem.offset + float(problem.cost @ x)) * problem.seconds_per_unit
+        assert not every_row, "all rows stand, and yet the schedule is over the budget"
+        runs = [(0, p) for p in schedule.forward]
+        for slot, tasks in enumerate(schedule.again):
+            runs += [(slot + 1, p) for p in (*tasks, -1)]
+        broken = [run for step, run in zip(report.steps, runs, strict=True) if step.bytes > formulation.budget]
+        assert all(p >= 0 for _, p in broken), "a slot is over the budget, whose row stands from the start"
+        added = [formulation.add_run_row(t, formulation.group_of[p]) for t, p in broken]
+        assert any(added)
+
+
+def instance(seed: int, most_tasks: int = 5) -> tuple[Program, dict[str, Cost], int]:
+    rng = random.Random(seed)
+    program, costs = random_program(rng, most_tasks)
+    program.check()
+    return program, costs, rng.randint(program.resident_bytes + 4, program.resident_bytes + 24)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_optimum_is_the_best_of_all_schedules(block: int) -> None:
+    feasible = 0
+    for seed in range(block * 32, block * 32 + 32):
+        program, costs, budget = instance(seed, 5 if seed % 8 == 0 else 4)
+        wanted = best_seconds(program, costs, budget)
+        found = solve_exactly(Formulation(program, costs, budget), every_row=seed % 2 == 0)
+        assert (found is None) == (wanted is None), f"seed {seed}: {wanted} by trying all, {found} by the program"
+        if found is not None:
+            feasible += 1
+            seconds = simulate(program, found[0], costs).seconds
+            assert seconds == pytest.approx(wanted), f"seed {seed}"
+            assert found[1] == pytest.approx(wanted, abs=1e-6), f"seed {seed}: objective"
+    assert 5 < feasible < 32  # both kinds occur
+
+
+def test_rows_four_bytes_too_loose_would_be_noticed() -> None:
+    """The comparison can fail: with a budget 4 bytes off, the program and the brute force disagree."""
+    wrong = 0
+    for seed in range(60):
+        program, costs, budget = instance(seed, 4)
+        loose = solve_exactly(Formulation(program, costs, budget + 4))
+        wanted = best_seconds(program, costs, budget)
+        wrong += (None if loose is None else simulate(program, loose[0], costs).seconds) != wanted
+    assert wrong > 5
+
+
+def test_encode_is_the_inverse_of_decode() -> None:
+    tried = 0
+    for seed in range(60):
+        program, costs, _ = instance(seed)
+        formulation = Formulation(program, costs, 1000)
+        found = solve_exactly(formulation)
+        if found is None:
+            continue
+        x = encode(formulation, found[0])
+        assert x is not None, seed
+        assert decode(formulation, x) == found[0]
+        assert formulation.matrix().violation(x) < 1e-9
+        tried += 1
+    assert tried > 30
+
+
+def test_restrictions_and_relaxation_enclose_the_optimum() -> None:
+    checked = 0
+    for seed in range(100, 160):
+        program, costs, budget = instance(seed, 4)
+        exact = solve_exactly(Formulation(program, costs, budget))
+        restricted = solve_exactly(Formulation(program, costs, budget, options=Options(pin_bytes=2, window=1)))
+        if restricted is not None:
+            assert exact is not None
+            assert restricted[1] >= exact[1] - 1e-6, seed
+        if exact is not None:
+            problem = Formulation(program, costs, budget, options=Options(pin_bytes=2, relaxed=True)).matrix()
+            if problem.columns == 0:
+                continue
+            rows = LinearConstraint(problem.matrix, problem.lower, problem.upper)
+            answer = milp(problem.cost, constraints=rows, bounds=Bounds(0, 1), integrality=problem.integral.astype(int))
+            assert answer.status == 0
+            assert (answer.fun + problem.offset) * problem.seconds_per_unit <= exact[1] + 1e-6, seed
+            checked += 1
+    assert checked > 15
+
+
+def test_extra_bytes_shift_the_budget() -> None:
+    for seed in range(20):
+        program, costs, budget = instance(seed, 3)
+        plain = solve_exactly(Formulation(program, costs, budget))
+        shifted = Formulation(program, costs, budget + 7, extra_bytes=7).matrix()
+        assert shifted.contradiction == Formulation(program, costs, budget).matrix().contradiction
+        assert plain is None or shifted.columns == Formulation(program, costs, budget).matrix().columns
+
+
+def test_prune_removes_only_useless_runs() -> None:
+    for seed in range(80):
+        program, costs, _ = instance(seed)
+        schedule = store_all(program)
+        pruned = prune(program, schedule)
+        assert pruned == prune(program, pruned)
+        assert simulate(program, pruned, costs).seconds <= simulate(program, schedule, costs).seconds

@@ -1,0 +1,238 @@
+"""Planning end to end: solvers agree, limits are held in wall seconds, and every refusal says what would do."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from random_programs import ProgramMaker, best_seconds, random_program
+
+from monet_like.errors import InfeasibleError, SolverError, UsageError
+from monet_like.plan import STRATEGIES, plan, solvers, store_all
+from monet_like.plan.formulation import Options
+from monet_like.plan.matrix import MatrixProgram
+from monet_like.plan.solvers import check_solver, installed_solvers, solve
+from monet_like.program import Cost, Program, Task
+from monet_like.simulate import simulate
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_cbc = pytest.mark.skipif("CBC" not in installed_solvers(), reason="CBC (cylp) is not installed")
+
+
+def network(layers: int, seed: int = 0) -> tuple[Program, dict[str, Cost]]:
+    """A chain of ``layers`` tasks whose backward reads every value, in kilobytes and milliseconds."""
+    rng, maker = random.Random(seed), ProgramMaker()
+    last = maker.value("x", 1000, "input")
+    forward: list[int] = []
+    tasks = []
+    for layer in range(layers):
+        value = maker.value(f"v{layer}", 1000 * rng.randint(2, 9), "forward")
+        tasks.append(maker.task(f"f{layer}", (last,), (value,), Cost(rng.randint(1, 20) / 1000)))
+        forward.append(value)
+        last = value
+    gradient = maker.value("g", 1000, "backward")
+    tangents, slots = (gradient,), []
+    for layer in reversed(range(layers)):
+        following = maker.value(f"g{layer}", 1000, "backward")
+        ways = [maker.task(f"b{layer}", (forward[layer], gradient), (following,), Cost(0.01))]
+        if layer:
+            ways.append(
+                maker.task(f"b{layer}.other", (forward[layer - 1], gradient), (following,), Cost(0.012), variant="o")
+            )
+        slots.append(tuple(ways))
+        gradient = following
+    return Program(tuple(maker.values), tuple(tasks), tuple(slots), (last,), tangents), maker.costs
+
+
+def peak(program: Program, costs: dict[str, Cost]) -> int:
+    return simulate(program, store_all(program), costs).peak_bytes
+
+
+def hard_problem(rows: int = 30, columns: int = 400) -> MatrixProgram:
+    """A multidimensional knapsack: feasible at 0, not proven within seconds."""
+    rng = np.random.default_rng(1)
+    weights = rng.integers(10, 100, (rows, columns)).astype(float)
+    cost = -weights.mean(axis=0) - rng.random(columns)
+    half = weights.sum(axis=1) / 2
+    return MatrixProgram(
+        sp.csr_matrix(weights), np.full(rows, -np.inf), half, cost, np.ones(columns, dtype=bool), 1e6, 1e-3
+    )
+
+
+@pytest.mark.parametrize("solver", ["HIGHS", pytest.param("cbc", marks=needs_cbc)])
+def test_solvers_find_the_best_of_all_schedules(solver: str) -> None:
+    tried = 0
+    for seed in range(400, 404):
+        program, costs = random_program(random.Random(seed), 4)
+        budget = program.resident_bytes + 18
+        wanted = best_seconds(program, costs, budget)
+        if wanted is None:
+            with pytest.raises(InfeasibleError):
+                plan(program, costs, budget, solver=solver, gap=0.0, time_limit_seconds=20)
+            continue
+        found = plan(
+            program, costs, budget, solver=solver, gap=0.0, time_limit_seconds=20, fallback=False, evaluations=0
+        )
+        assert found.report.seconds == pytest.approx(wanted)
+        assert found.report.peak_bytes <= budget
+        assert found.status == "optimal"
+        tried += 1
+    assert tried >= 2
+
+
+@needs_cbc
+def test_cbc_and_highs_agree_and_gap_is_against_an_honest_bound() -> None:
+    program, costs = network(14)
+    budget = int(peak(program, costs) * 0.6)
+    exact = {"options": Options(), "evaluations": 0, "fallback": False}
+    one = plan(program, costs, budget, solver="CBC", gap=1e-6, time_limit_seconds=30, **exact)
+    two = plan(program, costs, budget, solver="highs", gap=1e-6, time_limit_seconds=30, **exact)
+    assert one.report.seconds == pytest.approx(two.report.seconds)
+    loose = plan(program, costs, budget, solver="HIGHS", gap=0.2, time_limit_seconds=30)
+    for found in (one, two, loose):
+        assert found.status == "optimal"
+        assert found.bound_seconds <= two.report.seconds + 1e-9
+        assert found.gap == pytest.approx(1 - found.bound_seconds / found.report.seconds)
+        assert found.rows > 0
+        assert found.columns > 0
+    assert (one.bound_kind, one.solver, one.found_by) == ("unrestricted", "CBC", "CBC")
+    assert loose.gap <= 0.2
+
+
+@pytest.mark.parametrize("solver", ["HIGHS", pytest.param("CBC", marks=needs_cbc)])
+def test_time_limit_is_wall_time(solver: str) -> None:
+    begin = time.monotonic()
+    solution = solve(hard_problem(), solver, time_limit_seconds=4, gap=0.0)
+    wall = time.monotonic() - begin
+    assert wall < 5
+    assert solution.status in ("feasible", "no_incumbent")
+    if solution.x is not None:
+        assert solution.bound_seconds <= solution.objective_seconds
+
+
+def test_start_is_the_incumbent_when_nothing_better_comes() -> None:
+    problem = hard_problem()
+    solution = solve(problem, "HIGHS", time_limit_seconds=0.05, gap=0.0, start=np.zeros(problem.columns))
+    assert solution.status == "feasible"
+    assert solution.objective_seconds == pytest.approx(1000.0)
+
+
+def test_values_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = hard_problem(2, 5)
+    for x in (np.full(5, 0.5), np.ones(5), np.full(4, 1.0)):
+        answer = {"status": "kOptimal", "x": x if len(x) == 5 else None, "bound": None}
+        monkeypatch.setattr(solvers, "_run_child", lambda *_, answer=answer: dict(answer))
+        assert solve(problem, "HIGHS").status == "error"
+    monkeypatch.setattr(solvers, "_run_child", lambda *_: {"status": "optimal_inaccurate", "x": np.ones(5)})
+    assert solve(problem, "HIGHS").status == "no_incumbent"
+
+
+def test_no_incumbent_is_an_error_and_returns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monet_like.plan.search.find_start", lambda *_, **__: None)
+    program, costs = network(60)
+    with pytest.raises(SolverError, match=r"found no plan within .* allow more time or more memory"):
+        plan(program, costs, 30_000, solver="HIGHS", time_limit_seconds=0.8, options=Options())
+
+
+def test_infeasible_names_a_budget_that_does() -> None:
+    program, costs = network(8)
+    with pytest.raises(InfeasibleError, match=r"no schedule fits into .* is known to do") as caught:
+        plan(program, costs, 6_000, solver="HIGHS", time_limit_seconds=20)
+    assert caught.value.step
+    smallest = caught.value.smallest_bytes
+    assert smallest is not None
+    assert plan(program, costs, smallest, solver="HIGHS", time_limit_seconds=20).report.peak_bytes <= smallest
+
+
+def test_one_slot_over_the_budget_needs_no_solver() -> None:
+    program, costs = network(8)
+    begin = time.monotonic()
+    with pytest.raises(InfeasibleError, match="alone needs"):
+        plan(program, costs, 3_000, solver="HIGHS", time_limit_seconds=20)
+    assert time.monotonic() - begin < 2
+
+
+def test_unknown_names_are_usage_errors_that_list_the_known() -> None:
+    program, costs = network(3)
+    with pytest.raises(UsageError, match=r"unknown solver 'CBCC'; installed: .*HIGHS"):
+        plan(program, costs, 10**6, solver="CBCC")
+    with pytest.raises(UsageError, match="unknown strategy 'magic'; there are: chen, milp, store_all"):
+        plan(program, costs, 10**6, strategy="magic")
+    with pytest.raises(UsageError, match="must be more than 0"):
+        plan(program, costs, 0)
+    missing = next(name for name in ("XPRESS", "CPLEX", "GUROBI", "COPT") if name not in installed_solvers())
+    with pytest.raises(SolverError, match=f"{missing.lower()} is not installed here"):
+        check_solver(missing.lower())
+
+
+def test_interrupt_leaves_no_solver_behind() -> None:
+    script = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "import os; from test_plan import hard_problem; from monet_like.plan import solvers\n"
+        "real = solvers.subprocess.Popen\n"
+        "def popen(*a, **k):\n    child = real(*a, **k); print(child.pid, flush=True); return child\n"
+        "solvers.subprocess.Popen = popen\n"
+        "solvers.solve(hard_problem(), 'HIGHS', time_limit_seconds=60, gap=0.0)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    time.sleep(1)
+    parent.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    _, errors = parent.communicate(timeout=20)
+    assert time.monotonic() - begin < 5
+    assert "KeyboardInterrupt" in errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_strategies() -> None:
+    program, costs = network(25)
+    plain = plan(program, costs, 10**9, strategy="store_all")
+    segments = plan(program, costs, 10**9, strategy="chen")
+    assert plain.schedule == store_all(program)
+    assert plain.report.rerun_seconds == 0
+    assert segments.report.peak_bytes < plain.report.peak_bytes * 0.6
+    assert segments.schedule.rerun_count <= 25
+    with pytest.raises(SolverError, match=r"strategy store_all needs .* use strategy milp"):
+        plan(program, costs, plain.report.peak_bytes - 1, strategy="store_all")
+    for name in STRATEGIES:
+        options = {"solver": "HIGHS"} if name == "milp" else {}
+        schedule = STRATEGIES[name](program, costs, plain.report.peak_bytes, **options)
+        assert simulate(program, schedule, costs).peak_bytes <= plain.report.peak_bytes
+
+
+def test_store_all_runs_again_only_tasks_just_before_their_reader() -> None:
+    maker = ProgramMaker()
+    x, a, s, u = (maker.value(n, 8, "input" if n == "x" else "forward") for n in "xasu")
+    g, h, k = (maker.value(n, 8, "backward") for n in "ghk")
+    one = Cost(1.0)
+    tasks = (
+        maker.task("a", (x,), (a,), one),
+        maker.task("s", (a,), (s,), one),
+        maker.task("u", (s,), (u,), one, runs="again"),
+        maker.task("u2", (s,), (u,), one, variant="other"),
+    )
+    slots = ((maker.task("b0", (a, g), (h,), one),), (maker.task("b1", (u, h), (k,), one),))
+    program = Program(tuple(maker.values), tasks, slots, (a,), (g,))
+    program.check()
+    schedule = store_all(program)
+    assert (schedule.forward, schedule.again, schedule.ways) == ((0, 1), ((), (2,)), (0, 0))
+    assert isinstance(tasks[0], Task)
+
+
+def test_importing_the_planner_is_light() -> None:
+    script = (
+        "import sys, monet_like.plan; print([m for m in ('torch', 'numpy', 'cvxpy', 'highspy') if m in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert answer.stdout.strip() == "[]"

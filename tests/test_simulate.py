@@ -1,0 +1,122 @@
+"""The simulator against bytes counted by hand, and against every rule it enforces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from monet_like.errors import ProfileError, ScheduleError
+from monet_like.program import Cost, Program, Task, Value
+from monet_like.schedule import Schedule
+from monet_like.simulate import simulate
+
+W, X, A, B, C, S, GC, GB, GA, GW = range(10)
+
+
+def chain() -> tuple[Program, dict[str, Cost]]:
+    """x -> a -> b -> c (the output) with weights; b has an in-place variant; the backward reads b, then a, then x."""
+    values = (
+        Value("w", 100, "parameter"),
+        Value("x", 10, "input"),
+        Value("a", 40, "forward"),
+        Value("b", 30, "forward"),
+        Value("c", 5, "forward"),
+        Value("s", 0, "forward"),
+        Value("gc", 5, "backward"),
+        Value("gb", 30, "backward"),
+        Value("ga", 40, "backward"),
+        Value("gw", 100, "backward"),
+    )
+    tasks = (
+        Task("ta", (X, W), (A,), "ta"),
+        Task("tb", (A,), (B,), "tb"),
+        Task("tb.in_place", (A,), (B,), "tb", variant="in_place", overwrites=A),
+        Task("tc", (B,), (C, S), "tc"),
+    )
+    slots = (
+        (Task("bc", (B, GC), (GB,), "bc"),),
+        (Task("bb", (A, GB), (GA,), "bb"), Task("bb.in_place", (A, GB), (GA,), "bb", overwrites=GB)),
+        (Task("ba", (X, GA), (GW,), "ba"),),
+    )
+    costs = {
+        "ta": Cost(1.0, 7),
+        "tb": Cost(2.0),
+        "tc": Cost(3.0, 2),
+        "bc": Cost(4.0, 11),
+        "bb": Cost(5.0),
+        "ba": Cost(6.0, 1),
+    }
+    return Program(values, tasks, slots, outputs=(C, S), tangents=(GC,), gradients=(GW,)), costs
+
+
+def bytes_of(schedule: Schedule) -> list[int]:
+    program, costs = chain()
+    program.check()
+    return [step.bytes for step in simulate(program, schedule, costs).steps]
+
+
+def test_store_all_bytes_per_step() -> None:
+    # resident 110; ta: +40 and 7 workspace; tb: 40+30; tc: 40+30+5+2; bc: 40+30+5 (c) +5 (gc) +30+11; bb: 40+5+30+40; ba: 5+40+100+1
+    assert bytes_of(Schedule((0, 1, 3), ((), (), ()), (0, 0, 0))) == [157, 180, 187, 231, 225, 256]
+
+
+def test_overwriting_takes_over_the_storage() -> None:
+    # tb.in_place: 40 + 30 - 40 while it runs, then 30 are left; a is made again before slot 1, next to gb.
+    steps = bytes_of(Schedule((0, 2, 3), ((), (0,), ()), (0, 1, 0)))
+    assert steps == [157, 140, 147, 191, 110 + 5 + 30 + 40 + 7, 110 + 5 + 30 + 40 + 40 - 30, 256]
+
+
+def test_rerun_in_the_slot_that_reads_it() -> None:
+    # a and b are freed in the forward; slot 0 makes both again, and a stays for slot 1. gc is there from the start.
+    steps = bytes_of(Schedule((0, 1, 3), ((0, 1), (), ()), (0, 0, 0)))
+    assert steps[:3] == [157, 180, 110 + 30 + 5 + 2]
+    assert steps[3:5] == [110 + 5 + 5 + 40 + 7, 110 + 5 + 5 + 40 + 30]
+    assert steps[5:] == [110 + 5 + 5 + 40 + 30 + 30 + 11, 225, 256]
+
+
+def test_report_sums() -> None:
+    program, costs = chain()
+    report = simulate(program, Schedule((0, 1, 3), ((0, 1), (), ()), (0, 0, 0)), costs, extra_bytes=1000)
+    assert (report.peak_bytes, report.seconds, report.rerun_seconds) == (1256, 24.0, 3.0)
+    assert report.peak_step.task == "ba"
+    assert [step.slot for step in report.steps] == [None, None, None, 0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wording"),
+    [
+        (Schedule((0, 1, 3), ((), ()), (0, 0)), "the schedule has 2 backward slots, the program 3"),
+        (Schedule((1, 0, 3), ((), (), ()), (0, 0, 0)), "task 0 is out of order or out of range in the forward"),
+        (Schedule((0, 1, 9), ((), (), ()), (0, 0, 0)), "task 9 is out of order or out of range in the forward"),
+        (Schedule((1, 3), ((), (), ()), (0, 0, 0)), "tb reads a in the forward, but nothing has made it"),
+        (
+            Schedule((0, 2, 3), ((), (), ()), (0, 0, 0)),
+            "bb reads a in backward slot 1, after tb.in_place took over its storage",
+        ),
+        (Schedule((0, 1), ((), (), ()), (0, 0, 0)), "the forward does not make its output c"),
+        (Schedule((0, 1, 3), ((3,), (), ()), (0, 0, 0)), "tc writes c a second time; the caller holds it"),
+        (Schedule((0, 1, 3), ((), (), (0,)), (0, 0, 0)), "tasks run again before slot 2, which reads no forward value"),
+        (Schedule((0, 1, 3), ((), (), ()), (0, 2, 0)), "slot 1 has no way 2"),
+    ],
+)
+def test_broken_rules(schedule: Schedule, wording: str) -> None:
+    program, costs = chain()
+    with pytest.raises(ScheduleError) as caught:
+        simulate(program, schedule, costs)
+    assert str(caught.value) == wording
+
+
+@pytest.mark.parametrize(("runs", "stage"), [("again", "the forward"), ("first", "backward slot 0")])
+def test_tasks_run_only_where_they_may(runs: str, stage: str) -> None:
+    program, costs = chain()
+    tasks = (replace(program.tasks[0], runs=runs), *program.tasks[1:])
+    with pytest.raises(ScheduleError, match=f"ta may not run in {stage}"):
+        simulate(replace(program, tasks=tasks), Schedule((0, 1, 3), ((0,), (), ()), (0, 0, 0)), costs)
+
+
+def test_missing_cost_is_named() -> None:
+    program, costs = chain()
+    del costs["bb"]
+    with pytest.raises(ProfileError, match="no entry for bb"):
+        simulate(program, Schedule((0, 1, 3), ((), (), ()), (0, 0, 0)), costs)
