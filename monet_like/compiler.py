@@ -30,8 +30,8 @@ from .tracing import fake_mode
 #: Optimizer state in units of the trainable parameters' bytes.
 OPTIMIZERS: Mapping[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2}
 
-#: Measuring every operator should not take much longer than this; else it is done at a smaller batch.
-PROFILE_SECONDS = 60.0
+#: Measuring every operator should not be estimated to take longer than this (it takes several times that); else it is done at a smaller batch.
+PROFILE_SECONDS = 12.0
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -88,7 +88,10 @@ def _from_dotted(text: str) -> tuple[str, Any]:
         raise UsageError(
             f"MODEL {text!r} has an argument that is not a literal (number, string, True, None, tuple …)"
         ) from None
-    return names[-1], _call(_find(names, text), args, kwargs, text)
+    make = _find(names, text)
+    if str(getattr(make, "__module__", "")).partition(".")[0] in sys.stdlib_module_names:
+        raise UsageError(f"MODEL {text!r} is a function of Python's standard library, not a model")
+    return names[-1], _call(make, args, kwargs, text)
 
 
 def _dotted(node: ast.AST) -> list[str] | None:

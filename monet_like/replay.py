@@ -12,11 +12,12 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture import Captured, capture
-from .errors import ScheduleFileError, UsageError
+from .errors import ScheduleError, ScheduleFileError, UsageError
 from .mode import parse_mode
-from .program import Program
+from .program import FREE, Cost, Program
 from .runtime import Step, run_step
 from .schedule_file import InputSpec, ScheduleRecord
+from .simulate import simulate
 from .tracing import fake_mode
 from .variants import with_variants
 
@@ -119,6 +120,7 @@ class ScheduleWrapper(nn.Module):
         _check_inputs(record, found)
         captured = admitted(capture(self._model, args, kwargs), record.mode, ablation=record.ablation)
         _check_program(record, captured.program, type(self._model).__name__)
+        _check_schedule(record, captured.program)
         step = Step(captured, record.schedule)
         modules = dict(self._model.named_modules())
         step.parameter_slots = [_slot(modules, name, "_parameters") for name, _ in captured.parameters]
@@ -213,3 +215,18 @@ def _check_program(record: ScheduleRecord, program: Program, name: str) -> None:
             f"with PyTorch {torch.__version__}; use the same model, frozen parameters, train/eval flags, precision and "
             "version, or solve again"
         )
+
+
+class _Free(dict[str, Cost]):
+    """Costs for checking rules only: everything is free."""
+
+    def __missing__(self, key: str) -> Cost:
+        return FREE
+
+
+def _check_schedule(record: ScheduleRecord, program: Program) -> None:
+    """The simulator must be able to follow the schedule before a single operator runs."""
+    try:
+        simulate(program, record.schedule, _Free())
+    except ScheduleError as error:
+        raise ScheduleFileError(f"the schedule does not fit the program it names: {error}; solve again") from None

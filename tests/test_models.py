@@ -181,7 +181,7 @@ def test_a_module_that_lacks_a_dependency(tmp_path: Path, monkeypatch: pytest.Mo
         ("torch.nn.Linear(2, 3, size=4)", "cannot be called so: got an unexpected keyword argument 'size'"),
         ("torch.nn.Linear(1, 2, 3, 4, 5, 6, 7)", "cannot be called so: too many positional arguments"),
         ("torch.nn.Linear(2, 3, in_features=4)", "cannot be called so: multiple values for argument 'in_features'"),
-        ("collections.Counter()", "collections.Counter() gave a Counter, not a torch.nn.Module"),
+        ("torch.Size()", "torch.Size() gave a Size, not a torch.nn.Module"),
         ("torch.zeros(3)", "torch.zeros(3) gave a Tensor, not a torch.nn.Module"),
     ],
 )
@@ -351,3 +351,13 @@ def test_unet_concatenates_equal_levels() -> None:
             assert not torch.allclose(net(image), whole)
             up[0].weight.copy_(kept)
         assert torch.equal(net(image), whole)
+
+
+@pytest.mark.parametrize(
+    "text", ["os.system('touch bad')", "torch.os.system('touch bad')", "pathlib.Path('bad').touch()"]
+)
+def test_the_standard_library_holds_no_models(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError):
+        build_model(text)
+    assert not list(tmp_path.iterdir())
