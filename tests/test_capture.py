@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torchvision
+import zoo
 from torch import nn
 
-import zoo
 from monet_like.capture import capture
 from monet_like.errors import CaptureError
 from monet_like.measure import allocated_peak
@@ -108,7 +108,9 @@ class _DataDependent(nn.Module):
 
 
 def test_data_dependence_is_refused_with_the_line() -> None:
-    with pytest.raises(CaptureError, match=r"_DataDependent cannot be captured.*depends on the values of a tensor") as caught:
+    with pytest.raises(
+        CaptureError, match=r"_DataDependent cannot be captured.*depends on the values of a tensor"
+    ) as caught:
         capture(_DataDependent(), (torch.randn(2, 4),))
     assert "if y.sum() > 0:" in str(caught.value)
     assert "test_capture.py" in str(caught.value)
@@ -149,5 +151,3 @@ def test_no_tensor_out_and_opaque_results_are_refused() -> None:
 
     with pytest.raises(CaptureError, match="returned a Box"):
         capture(Opaque(2, 2), (torch.randn(2, 2),))
-
-

@@ -164,6 +164,8 @@ class Search:
     def _build(self, options: Options) -> Formulation:
         begin = time.monotonic()
         admit = self.best[0] if self.best is not None else None
+        if admit is not None and admit.rerun_count > 3 * len(self.program.tasks):
+            admit = None  # a start of this kind is worth less than the columns it would need
         result = Formulation(self.program, self.costs, self.budget_bytes, self.extra_bytes, options, admit)
         self.seconds["build"] += time.monotonic() - begin
         return result
