@@ -107,7 +107,7 @@ class ScheduleWrapper(nn.Module):
             (id(m), m.training, *(p.requires_grad for p in m._parameters.values() if p is not None))
             for m in self.modules()
         )
-        return described, str(spec) if len(leaves) != 1 else None, flags[1:], autocast_name(_device_of(self))
+        return described, str(spec), flags[1:], autocast_name(_device_of(self))
 
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """Capture the model for these arguments and compile the schedule's decisions for it."""

@@ -134,9 +134,9 @@ def _runs(captured: Captured, schedule: Schedule, start: int, stop: int) -> tupl
 
 
 def _distinct(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, each a tensor object of its own: autograd marks the objects a function returns."""
+    """Outputs, each a tensor object of its own that autograd takes for no view, so that callers may write into it."""
     return [
-        Tensor(Ref(f"output{i}"), t.value, (*t.calls, Call("aten.alias.default", (t.ref,), (), (Ref(f"output{i}"),))))
+        Tensor(Ref(f"output{i}"), t.value, (*t.calls, Call("aten.detach.default", (t.ref,), (), (Ref(f"output{i}"),))))
         for i, t in enumerate(outputs)
     ]
 

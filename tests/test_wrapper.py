@@ -182,6 +182,16 @@ def test_a_second_backward_is_pytorchs_own_error_and_retain_graph_works() -> Non
     )
 
 
+def test_outputs_may_be_changed_in_place() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    for candidate in (plain, wrapped):
+        result = candidate(x)
+        result.mul_(2).add_(1)
+        result.square().mean().backward()
+    assert same(gradients(plain), gradients(wrapped))
+
+
 def test_changing_a_weight_before_the_backward_is_pytorchs_own_error() -> None:
     model, record, (_, (x,), _) = made()
     loss = ScheduleWrapper(model, record)(x).square().mean()
