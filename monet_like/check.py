@@ -24,8 +24,12 @@ from .show import aligned_table
 from .solve import SOLUTIONS
 from .units import format_bytes, format_seconds
 
-#: Relative difference (2-norm) that changed arithmetic may cause in a gradient, by bytes per element.
-TOLERANCE = {8: 1e-10, 4: 1e-3, 2: 5e-2}
+#: Relative difference (2-norm) that changed arithmetic may cause, by bytes per element.
+TOLERANCE = {8: 1e-10, 4: 1e-4, 2: 2e-2}
+
+#: Beyond that, so many times what rounding does to plain PyTorch itself, measured against float64. One ReLU whose
+#: input is near zero and changes sign moves a gradient by more than any fixed tolerance would allow.
+ROUNDING_FACTOR = 4.0
 
 
 def check(
@@ -85,33 +89,42 @@ def train_step(model: nn.Module, example: Example) -> list[torch.Tensor]:
 
 def _diff(console: Console, model: nn.Module, record: ScheduleRecord, example: Example) -> bool:
     plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
-    results = []
-    for candidate in (plain, wrapped):
-        torch.manual_seed(1)
-        results.append(train_step(candidate, example))
-    pairs: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = []
-    pairs += [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(*results, strict=True))]
-    others = dict(wrapped.named_parameters())
-    pairs += [(f"gradient of {n}", p.grad, others[n].grad) for n, p in plain.named_parameters()]
-    buffers = dict(wrapped.named_buffers())
-    pairs += [(f"buffer {n}", b, buffers[n]) for n, b in plain.named_buffers()]
-    equal, worst, bad = 0, (0.0, ""), []
-    for name, mine, theirs in pairs:
-        error = difference(mine, theirs)
-        equal += error == 0.0
-        worst = max(worst, (error, name))
-        size = mine.element_size() if mine is not None and mine.is_floating_point() else 4
-        if not error <= TOLERANCE.get(size, 0.0):
-            bad.append(f"{name}: {error:.2e}")
+    mine, theirs = everything_after_a_step(plain, example), everything_after_a_step(wrapped, example)
+    errors = {name: difference(tensor, theirs[name]) for name, tensor in mine.items()}
+    sizes = {n: t.element_size() if t is not None and t.is_floating_point() else 0 for n, t in mine.items()}
+    bad = {name for name, error in errors.items() if not error <= TOLERANCE.get(sizes[name], 0.0)}
+    name, worst = max(errors.items(), key=lambda item: item[1])
+    equal = sum(error == 0.0 for error in errors.values())
     console.print(
-        f"{equal} of {len(pairs)} tensors equal bit by bit; largest relative difference {worst[0]:.2e} {worst[1]}"
+        f"{equal} of {len(errors)} tensors equal bit by bit; largest relative difference {worst:.2e} ({name})"
     )
-    for line in bad[:10]:
-        console.print(f"differs: {line}")
-    console.print(
-        "check_diff: " + ("passed" if not bad else f"failed, {len(bad)} tensors differ by more than the tolerance")
-    )
+    if bad and max(errors[n] for n in bad) < 1 and all(sizes[n] in (2, 4) for n in bad):
+        exact = everything_after_a_step(copy.deepcopy(model).double(), _as_double(example))
+        rounding = {n: difference(exact[n], t.double() if t is not None else None) for n, t in mine.items() if sizes[n]}
+        largest = max(rounding.values())
+        console.print(f"rounding of plain PyTorch itself, against float64: {largest:.2e}")
+        bad = {n for n in bad if errors[n] > ROUNDING_FACTOR * largest}
+    for name in sorted(bad, key=errors.__getitem__, reverse=True)[:10]:
+        console.print(f"differs: {name}: {errors[name]:.2e}")
+    console.print("check_diff: " + (f"failed, {len(bad)} tensors differ" if bad else "passed"))
     return not bad
+
+
+def everything_after_a_step(model: nn.Module, example: Example) -> dict[str, torch.Tensor | None]:
+    """Outputs, gradients and buffers after one step from a fixed seed, by name."""
+    torch.manual_seed(1)
+    found: dict[str, torch.Tensor | None] = {f"output {i}": t for i, t in enumerate(train_step(model, example))}
+    found.update((f"gradient of {name}", p.grad) for name, p in model.named_parameters())
+    found.update((f"buffer {name}", buffer) for name, buffer in model.named_buffers())
+    return found
+
+
+def _as_double(example: Example) -> Example:
+    def wide(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    args, kwargs = pytree.tree_map(wide, example)
+    return args, kwargs
 
 
 def difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
