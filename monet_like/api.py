@@ -16,7 +16,7 @@ from torch import nn
 from .compiler import Request, compile_schedule
 from .errors import UsageError
 from .profile_data import Profile
-from .profiler import device_name, versions
+from .profiler import device_name, device_slug, versions
 from .replay import ScheduleWrapper, autocast_name
 from .schedule_file import ScheduleRecord
 from .units import parse_bytes
@@ -73,8 +73,7 @@ def auto_schedule(
     place = folder / f"schedule_{_digest(request, memory_budget, device)}.pkl"
     if place.exists():
         return ScheduleWrapper(model, ScheduleRecord.load(place), example=example)
-    device_slug = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    store = folder / f"profile_{device_slug}_{torch.__version__}.json"
+    store = folder / f"profile_{device_slug(device)}_{torch.__version__}.json"
     compiled = compile_schedule(
         request,
         budget,

@@ -9,6 +9,7 @@ layout changes do not grow with the batch.
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,11 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     return f"cpu: {_cpu_model()}, {torch.get_num_threads()} threads"
+
+
+def device_slug(device: torch.device) -> str:
+    """`device_name` as a part of file names."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
 
 
 def _cpu_model() -> str:

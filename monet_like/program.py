@@ -176,30 +176,6 @@ class Program:
         """
         return tuple(any(self.forward_reads(way) for way in slot) for slot in self.slots)
 
-    @cached_property
-    def backward_alive(self) -> tuple[tuple[int, ...], ...]:
-        """For every slot, the backward values alive while it runs, its own results included.
-
-        The order of the backward is fixed, so this does not depend on the schedule: a gradient lives from
-        the slot that writes it to the last that reads it; tangents from the start; ``gradients`` to the end.
-        """
-        count = len(self.slots)
-        first = dict.fromkeys(self.tangents, 0)
-        last: dict[int, int] = dict.fromkeys(self.tangents, 0)
-        for index, slot in enumerate(self.slots):
-            for value in slot[0].writes:
-                first.setdefault(value, index)
-                last.setdefault(value, index)
-            for value in slot[0].reads:
-                if self.values[value].kind == "backward":
-                    last[value] = index
-        last.update((value, count - 1) for value in self.gradients)
-        alive: list[list[int]] = [[] for _ in range(count)]
-        for value, start in first.items():
-            for index in range(start, last[value] + 1):
-                alive[index].append(value)
-        return tuple(map(tuple, alive))
-
     def restrict(self, words: frozenset[str], *, rerun: bool = True) -> Program:
         """The program with only the variants that ``words`` admit; without ``rerun``, nothing is run again."""
         tasks = tuple(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from .errors import UsageError
 from .files import check_writable
 from .problem import Problem, read_problem
 from .profile_data import Profile
-from .profiler import device_name
+from .profiler import device_slug
 from .show import Progress, show_compiled
 
 SOLUTIONS = Path("solutions")
@@ -48,7 +47,7 @@ def solve(*, profile_file: Path | None, out: Path | None, **options: Any) -> Com
 
 def profile_path(problem: Problem) -> Path:
     """Where this model's profile on this device is kept."""
-    device = re.sub(r"[^a-z0-9]+", "-", device_name(problem.device).lower()).strip("-")
+    device = device_slug(problem.device)
     dtype = next((str(p.dtype).removeprefix("torch.") for p in problem.request.model.parameters()), "float32")
     suffix = "" if dtype == "float32" else f"_{dtype}"
     return SOLUTIONS / "profiles" / f"profile_{problem.spec.name}_{problem.request.batch}{suffix}_{device}.json"
