@@ -30,7 +30,7 @@ class BuildWithKernels(build_py):
         if compiled is not None:
             library = package / "kernels" / "lib"
             library.mkdir(parents=True, exist_ok=True)
-            for path in (compiled, compiled.with_suffix(".json")):
+            for path in (compiled, compiled.with_suffix(".json"), compiled.with_name("monet_like_search.so")):
                 shutil.copy2(path, library / path.name)
 
 

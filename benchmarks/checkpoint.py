@@ -17,6 +17,7 @@ from typing import Any
 import click
 import torch
 import torchvision
+from rich.progress import track
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -83,6 +84,7 @@ def main(batch: int, size: int, steps: int, seconds: float, budgets: str) -> Non
     }
     costs: dict[str, Any] = {}
     for budget in map(int, budgets.split(",")):
+        click.echo(f"planning for {budget} MB", err=True)
         try:
             wrapped, record = scheduled(copy.deepcopy(model), x, budget * MB, seconds, costs)
         except InfeasibleError as error:
@@ -90,14 +92,16 @@ def main(batch: int, size: int, steps: int, seconds: float, budgets: str) -> Non
             continue
         gap = "no bound" if record.gap is None else f"gap {100 * record.gap:.1f} %"
         contenders[f"monet_like, {budget} MB ({record.status}, {gap})"] = wrapped
-    peaks = {name: allocated_peak(lambda c=c: train_step(c, x), CPU) for name, c in contenders.items()}
+    peaks = {}
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for index in range(steps + 1):
+    for index in track(range(steps + 1), "steps of each contender"):
         for name, contender in contenders.items():
+            if index == 0:  # warms up, and is not timed: recording the allocations takes time of its own
+                peaks[name] = allocated_peak(lambda c=contender: train_step(c, x), CPU)
+                continue
             started = time.perf_counter()
             train_step(contender, x)
-            if index:
-                times[name].append(time.perf_counter() - started)
+            times[name].append(time.perf_counter() - started)
     plain = statistics.median(times["plain PyTorch"])
     click.echo(
         f"ResNet-50, batch {batch}, {size} x {size}, float32, {torch.get_num_threads()} CPU threads, torch {torch.__version__}\n"

@@ -1,4 +1,5 @@
-"""The start without a solver: feasible where one is easily found, the same every time, never better than the best."""
+"""The plan without a solver: the compiled search is its Python twin, its memory and time are the simulator's, and it
+finds what is easily found, the same every time."""
 
 from __future__ import annotations
 
@@ -9,11 +10,54 @@ from random_programs import best_seconds, random_program
 from test_plan import network, peak
 
 from monet_like.plan import store_all
-from monet_like.plan.heuristic import Policy, Searcher, find_start, smallest_known
+from monet_like.plan.annealing import PythonEngine, Settings
+from monet_like.plan.heuristic import Searcher, find_start, smallest_known
+from monet_like.plan.native import NativeEngine, library
+from monet_like.plan.policy import Tables, make_tables, to_policy
 from monet_like.simulate import simulate
 
 
-def test_ample_budget_gives_the_fastest_ways_without_reruns() -> None:
+def settings(tables: Tables, budget: int, seed: int, evaluations: int) -> Settings:
+    return Settings(
+        budget,
+        evaluations,
+        10**9,
+        seed,
+        tables.changeable,
+        tuple(slot for slot, options in enumerate(tables.options) if len(options) > 1),
+        tuple(v for v, makers in enumerate(tables.first) if len(makers) > 1),
+    )
+
+
+def test_compiled_search_is_its_twin_and_counts_as_the_simulator() -> None:
+    compiled = library()
+    if compiled is None:
+        pytest.skip("not compiled")
+    judged = 0
+    for seed in range(150):
+        program, costs = random_program(random.Random(seed), 6) if seed < 140 else network(seed - 125)
+        tables = make_tables(program, costs, pin_bytes=seed % 3)
+        native, python = NativeEngine(tables, compiled), PythonEngine(tables)
+        budget = program.resident_bytes + 18
+        start = tables.policy([True] * len(tables.bytes), hold=True, smallest=False)
+        given = settings(tables, budget, seed, 200)
+        found = native.improve(start, given)
+        assert found == python.improve(start, given), seed
+        assert native.judge(found, budget) == python.judge(found, budget), seed
+        answer = native.judge(found, budget)
+        if answer is not None and not seed % 3:
+            plan = Searcher(program, costs, with_engine=native).judge(found, budget)
+            assert plan is not None
+            assert plan.report.peak_bytes == answer[0].peak_bytes, seed
+            assert plan.report.seconds == pytest.approx(answer[0].seconds, rel=1e-12), seed
+            judged += 1
+    assert judged > 40
+
+
+@pytest.mark.parametrize("engine", ["native", "python"])
+def test_ample_budget_gives_the_fastest_ways_without_reruns(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if engine == "python":
+        monkeypatch.setattr("monet_like.plan.native.library", lambda: None)
     program, costs = network(12)
     schedule = find_start(program, costs, peak(program, costs), evaluations=0)
     assert schedule is not None
@@ -42,13 +86,13 @@ def test_is_reproducible_and_search_does_not_make_it_worse() -> None:
         assert simulate(program, first, costs).seconds <= simulate(program, none, costs).seconds
 
 
-def test_never_beats_the_best_of_all_schedules_and_often_meets_it() -> None:
+def test_never_beats_the_best_of_all_schedules_and_nearly_always_meets_it() -> None:
     met = found = possible = 0
     for seed in range(60):
         program, costs = random_program(random.Random(seed), 4)
         budget = program.resident_bytes + 18
         best = best_seconds(program, costs, budget)
-        schedule = find_start(program, costs, budget, evaluations=100)
+        schedule = find_start(program, costs, budget, evaluations=1000)
         possible += best is not None
         if schedule is None:
             continue
@@ -58,8 +102,8 @@ def test_never_beats_the_best_of_all_schedules_and_often_meets_it() -> None:
         assert report.seconds >= best - 1e-9
         found += 1
         met += report.seconds == pytest.approx(best)
-    assert found >= 0.8 * possible
-    assert met >= 0.6 * found
+    assert found == possible
+    assert met >= 0.95 * found
 
 
 def test_smallest_known_is_below_plain() -> None:
@@ -71,9 +115,24 @@ def test_smallest_known_is_below_plain() -> None:
     assert report.peak_bytes < peak(program, costs) / 2
 
 
+def test_a_found_schedule_comes_back_from_its_policy() -> None:
+    program, costs = network(30)
+    budget = int(peak(program, costs) * 0.5)
+    schedule = find_start(program, costs, budget, evaluations=3000)
+    assert schedule is not None
+    searcher = Searcher(program, costs)
+    again = searcher.judge(to_policy(program, searcher.tables, schedule), budget)
+    assert again is not None
+    assert again.report.peak_bytes <= budget
+    assert again.report.seconds <= simulate(program, schedule, costs).seconds * (1 + 1e-9)
+
+
 def test_policies_that_lack_something_give_no_schedule() -> None:
     program, costs = network(3)
     searcher = Searcher(program, costs)
-    assert searcher.derive(Policy(frozenset(), frozenset(), (0, 0, 0))) is not None
-    searcher.makers_again = [[] for _ in program.values]
-    assert searcher.derive(Policy(frozenset(), frozenset(), (0, 0, 0))) is None
+    assert searcher.keeping((), peak(program, costs)) is not None
+    barren = searcher.tables.__class__(**(vars(searcher.tables) | {"again": ((),) * len(searcher.tables.again)}))
+    nothing = barren.policy([False] * len(barren.bytes), hold=False, smallest=False)
+    assert PythonEngine(barren).judge(nothing, 1) is None
+    compiled = library()
+    assert compiled is None or NativeEngine(barren, compiled).judge(nothing, 1) is None

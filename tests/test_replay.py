@@ -84,7 +84,7 @@ def test_planned_schedules_are_exact_and_fit(name: str) -> None:
         store_all_peak = simulate(program, store_all(program), costs).peak_bytes
         for share in (1.0, 0.6, 0.35):
             budget = int(share * store_all_peak)
-            schedule = find_start(program, costs, budget, evaluations=20)
+            schedule = find_start(program, costs, budget, evaluations=2000)
             if schedule is None:
                 continue  # a deep cut may be out of reach at this size, where weights are most of the memory
             tried.add((mode, share))

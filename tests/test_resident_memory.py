@@ -32,7 +32,7 @@ captured = admitted(capture(model, example[1]), "inplace_multiway_newnode")
 costs = costs_of(captured, example, "inplace_multiway_newnode", timed=False)
 peak = simulate(captured.program, store_all(captured.program), costs).peak_bytes
 shares = (0.6, 0.7, 0.8)
-schedule = next(s for share in shares if (s := find_start(captured.program, costs, int(share * peak), evaluations=20)))
+schedule = next(s for share in shares if (s := find_start(captured.program, costs, int(share * peak), evaluations=2000)))
 predicted = simulate(captured.program, schedule, costs).peak_bytes - captured.program.resident_bytes
 wrapped = ScheduleWrapper(model, record_for(captured, schedule, "inplace_multiway_newnode", example))
 run(wrapped, example[1], {})  # libraries allocate once what they keep

@@ -42,10 +42,10 @@ def vit() -> Built:
 
 
 def deeplab() -> Built:
-    model = torchvision.models.segmentation.deeplabv3_mobilenet_v3_large(
+    model = torchvision.models.segmentation.deeplabv3_resnet50(
         weights=None, weights_backbone=None, num_classes=5, aux_loss=True
     )
-    return model.train(), (image(2, 96),), {}
+    return model.train(), (image(2, 48),), {}
 
 
 def gpt2() -> Built:
@@ -122,7 +122,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     "resnet18": _vision("resnet18", 4, 64),
     "resnet50": _vision("resnet50", 4, 64),
     "googlenet": _vision("googlenet", 4, 64, init_weights=False),
-    "inception_v3": _vision("inception_v3", 4, 80, init_weights=False, aux_logits=False),
+    "inception_v3": _vision("inception_v3", 2, 299, init_weights=False),
     "mobilenet_v2": _vision("mobilenet_v2", 4, 64),
     "vgg16": _vision("vgg16", 4, 64),
     "densenet121": _vision("densenet121", 4, 64),

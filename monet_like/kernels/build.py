@@ -1,7 +1,8 @@
-"""Compile csrc/ into one shared library: `python -m monet_like.kernels.build [--cuda | --no-cuda] [--force] [-v]`.
+"""Compile csrc/ into two shared libraries: `python -m monet_like.kernels.build [--cuda | --no-cuda] [--force] [-v]`.
 
 The compilers are called directly, one object file per source, in parallel; an object is reused while its source, the
-headers, the flags and torch stay the same. The library is `lib/monet_like_kernels.so` beside this file.
+headers, the flags and torch stay the same. The libraries are `lib/monet_like_kernels.so` beside this file, and
+`lib/monet_like_search.so`, the planner's local search, which knows nothing of torch.
 
 Environment:
     MONET_LIKE_CUDA       1: compile the CUDA sources too, 0: do not; unset: if there is a GPU, nvcc and a CUDA torch
@@ -21,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,14 @@ from pathlib import Path
 from monet_like.errors import MonetError
 
 LIBRARY_NAME = "monet_like_kernels.so"
+SEARCH_LIBRARY_NAME = "monet_like_search.so"
 
 # Products and sums must stay apart where the code keeps them apart: bit-equality with ATen depends on it.
 _CXX_FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fopenmp"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
+_SEARCH_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-shared")
 _NVCC_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "--expt-extended-lambda", "-Xcompiler", "-fPIC")
 
 
@@ -45,6 +48,11 @@ class KernelBuildError(MonetError):
 def library_path() -> Path:
     """Where the compiled library is, or would be."""
     return Path(__file__).resolve().parent / "lib" / LIBRARY_NAME
+
+
+def search_library_path() -> Path:
+    """Where the compiled local search is, or would be."""
+    return library_path().with_name(SEARCH_LIBRARY_NAME)
 
 
 def manifest() -> dict[str, str]:
@@ -101,24 +109,32 @@ def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = Fals
 
     objects = {path: objects_directory / _object_name(path, header_bytes, tools) for path in sources}
     digest = hashlib.sha256(" ".join([*sorted(o.name for o in objects.values()), *tools.link_flags]).encode())
+    search = source / "plan" / "search.cpp"
+    digest.update(search.read_bytes() + " ".join(_SEARCH_FLAGS).encode())
     wanted = {"torch": tools.torch_version, "cuda": str(bool(tools.nvcc)), "digest": digest.hexdigest()}
-    if not force and target.exists() and manifest() == wanted:
+    if not force and target.exists() and search_library_path().exists() and manifest() == wanted:
         return target
+    _replace(search_library_path(), lambda partial: [tools.cxx, *_SEARCH_FLAGS, str(search), "-o", partial], verbose)
 
     todo = [path for path in sources if force or not objects[path].exists()]
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
         list(pool.map(lambda path: _compile(path, objects[path], tools, verbose), todo))
 
-    partial = target.with_suffix(f".{os.getpid()}.partial")
     linker = [tools.nvcc, "-shared", "-cudart=shared", "-ccbin", tools.cxx] if tools.nvcc else [tools.cxx, "-shared"]
-    _run([*linker, *map(str, objects.values()), "-o", str(partial), *tools.link_flags], verbose)
-    # Replace, never overwrite: a running process may have the old library mapped.
-    os.replace(partial, target)
+    inputs = [*linker, *map(str, objects.values())]
+    _replace(target, lambda partial: [*inputs, "-o", partial, *tools.link_flags], verbose)
     target.with_suffix(".json").write_text(json.dumps(wanted, indent=1) + "\n")
     for stale in set(objects_directory.glob("*.o")) - set(objects.values()):
         stale.unlink(missing_ok=True)
     return target
+
+
+def _replace(target: Path, command: Callable[[str], Sequence[str]], verbose: bool) -> None:
+    """Make ``target`` by a command; replaced, never overwritten: a running process may have the old one mapped."""
+    partial = target.with_suffix(f".{os.getpid()}.partial")
+    _run(command(str(partial)), verbose)
+    os.replace(partial, target)
 
 
 def _object_name(path: Path, header_bytes: bytes, tools: _Toolchain) -> str:

@@ -55,7 +55,7 @@ from ..program import Cost, Program, Task
 from ..schedule import Schedule
 from ..simulate import cost_of
 from .matrix import ONE, ZERO, Builder, Expr, MatrixProgram, total
-from .needs import BackwardBytes, Needs, dominated_tasks, find_backward_bytes, find_needs, useful_ways
+from .needs import BackwardBytes, Needs, dominated_tasks, find_backward_bytes, find_needs, pinned_values, useful_ways
 
 if TYPE_CHECKING:
     pass
@@ -98,13 +98,7 @@ class Formulation:
         self.admitted = {(p, slot + 1) for slot, tasks in enumerate(admit.again if admit else ()) for p in tasks}
         self.outputs = frozenset(program.outputs)
         self.dominated = dominated_tasks(program, costs, self.needs.groups)
-        overwritten = {task.overwrites for task in program.tasks}
-        self.pinned = frozenset(
-            v
-            for v, value in enumerate(program.values)
-            if value.kind == "forward" and value.bytes <= options.pin_bytes and v not in self.outputs | overwritten
-            if any(program.tasks[p].runs != "again" for p in program.producers[v])
-        )
+        self.pinned = pinned_values(program, options.pin_bytes)
         self.tracked = tuple(
             v
             for v, value in enumerate(program.values)

@@ -1,40 +1,25 @@
-"""A fast start without a solver: decide what to keep, derive everything else on demand, and try changes.
+"""A fast plan without a solver: policies (see policy.py), improved by simulated annealing, judged by the simulator.
 
-A `Policy` says which values the backward may read from the forward (``keep``), which it may read again after
-making them once more (``hold``) and which way each slot takes. The schedule follows: what a slot lacks is made
-just before it, by the cheapest producers; the forward makes what is read. Every policy is judged by `simulate`.
-The search is counted in evaluations and seeded, so that the same program always gives the same plan.
+The search is counted in evaluations and seeded, not clocked: the same program gives the same plan every time.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..errors import ScheduleError
 from ..program import Cost, Program
 from ..schedule import Schedule
-from ..simulate import Report, cost_of, simulate
-from .needs import dominated_tasks, find_backward_bytes, find_needs, prune, useful_ways
+from ..simulate import Report, simulate
+from .annealing import PythonEngine, Settings
+from .native import NativeEngine, engine
+from .policy import Policy, Tables, make_tables, to_schedule
 
-#: Values below this fraction of the budget are not worth a decision.
-SMALL = 5000
-#: Simulated steps that one search may take in all: bounds its time on programs of thousands of tasks.
-MOST_STEPS = 800_000
-#: What a whole budget of bytes too many costs, in seconds per second of the schedule, at first and in the end.
-FIRST_WEIGHT, LAST_WEIGHT = 0.3, 20.0
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The decisions; everything else follows."""
-
-    keep: frozenset[int]
-    hold: frozenset[int]
-    ways: tuple[int, ...]
+#: Policies judged by one annealing by default, and the runs of tasks that all of them may have: seconds either way.
+EVALUATIONS = {"native": 120_000, "python": 1200}
+MOST_STEPS = {"native": 60_000_000, "python": 800_000}
 
 
 @dataclass(frozen=True)
@@ -45,264 +30,95 @@ class Found:
     schedule: Schedule
     report: Report
 
-    def score(self, budget_bytes: int) -> tuple[float, float]:
+    def score(self, budget_bytes: int) -> tuple[int, float]:
         """Bytes over the budget, then seconds: smaller is better."""
-        return (float(max(0, self.report.peak_bytes - budget_bytes)), self.report.seconds)
-
-    def penalised(self, budget_bytes: int, weight: float) -> float:
-        """Seconds, and more for bytes over the budget."""
-        excess = max(0, self.report.peak_bytes - budget_bytes) / max(1, budget_bytes)
-        return self.report.seconds * (1 + weight * excess)
+        return max(0, self.report.peak_bytes - budget_bytes), self.report.seconds
 
 
 class Searcher:
-    """Derives schedules from policies and improves them."""
+    """Policies for one program: starts, greedy cuts, annealing."""
 
-    def __init__(self, program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        program: Program,
+        costs: Mapping[str, Cost],
+        extra_bytes: int = 0,
+        pin_bytes: int = 0,
+        with_engine: NativeEngine | PythonEngine | None = None,
+    ) -> None:
         self.program, self.costs, self.extra_bytes = program, costs, extra_bytes
-        self.random = random.Random(seed)
-        self.needs = find_needs(program)
-        self.outputs = frozenset(program.outputs)
-        self.seconds = [cost_of(task, costs).seconds for task in program.tasks]
-        self.reads = [program.forward_reads(task) for task in program.tasks]
-        useless = dominated_tasks(program, costs, self.needs.groups)
-        makers_of = [[p for p in makers if p not in useless] for makers in program.producers]
-        self.makers_again = [[p for p in makers if self._again(p)] for makers in makers_of]
-        self.makers_first = [[p for p in makers if program.tasks[p].runs != "again"] for makers in makers_of]
-        self.useless = useless
-        possible = find_backward_bytes(program).possible
-        self.ways = [useful_ways(program, costs, slot, possible[slot]) for slot in range(len(program.slots))]
-        self.siblings = {p: group for group in self.needs.groups for p in group}
-        self.evaluations = 0
-        self.work = 0
+        self.tables: Tables = with_engine.t if with_engine else make_tables(program, costs, extra_bytes, pin_bytes)
+        self.engine = with_engine or engine(self.tables)
 
-    def _again(self, p: int) -> bool:
-        return self.needs.rerun[p] and self.program.tasks[p].overwrites is None
-
-    # ---- from a policy to a schedule ----------------------------------------------------------------------
-
-    def derive(self, policy: Policy) -> Schedule | None:
-        """The schedule of a policy, or None if something it needs cannot be made."""
-        present = set(policy.keep) | self.outputs
-        carried: set[int] = set()
-        made_again: set[int] = set()
-        again: list[tuple[int, ...]] = []
-        for slot, way in enumerate(policy.ways):
-            needed = self.program.forward_reads(self.program.slots[slot][way])
-            runs = self._make(needed, present)
-            if runs is None:
-                return None
-            results = {v for p in runs for v in self.program.tasks[p].writes}
-            read = {v for p in runs for v in self.reads[p]} | set(needed)
-            carried |= (read - results) - made_again
-            made_again |= results & policy.hold
-            present |= results & policy.hold
-            again.append(tuple(sorted(runs)))
-        forward = self._forward(carried | self.outputs)
-        if forward is None:
+    def judge(self, policy: Policy, budget_bytes: int) -> Found | None:
+        """The policy's schedule and the simulator's word on it; None if it cannot be carried out."""
+        judged = self.engine.judge(policy, budget_bytes)
+        if judged is None:
             return None
-        return prune(self.program, Schedule(forward, tuple(again), policy.ways))
-
-    def _make(self, wanted: Iterable[int], present: set[int]) -> set[int] | None:
-        """The tasks that make again what is wanted and not present, each by its cheapest producer."""
-        makers = self.makers_again
-        price: dict[int, tuple[float, int]] = {}
-
-        def estimate(v: int) -> float:
-            if v in present:
-                return 0.0
-            if v not in price:
-                price[v] = (math.inf, -1)  # while open: a value cannot need itself
-                options = [(self.seconds[p] + sum(map(estimate, self.reads[p])), p) for p in makers[v]]
-                price[v] = min(options, default=(math.inf, -1))
-            return price[v][0]
-
-        runs: set[int] = set()
-        pending = [v for v in wanted if v not in present]
-        done: set[int] = set()
-        while pending:
-            v = pending.pop()
-            if v in done:
-                continue
-            done.add(v)
-            if estimate(v) == math.inf:
-                return None
-            p = price[v][1]
-            if p not in runs:
-                runs.add(p)
-                pending += [u for u in self.reads[p] if u not in present]
-        return runs
-
-    def _forward(self, wanted: set[int]) -> tuple[int, ...] | None:
-        """What the forward runs so that ``wanted`` exists at its end: last values first."""
-        producers = self.makers_first
-        queue = [(-producers[v][-1] if producers[v] else 1, v) for v in wanted]
-        heapq.heapify(queue)
-        needed, runs, made = set(wanted), set[int](), set[int]()
-        while queue:
-            _, v = heapq.heappop(queue)
-            if v in made:
-                continue
-            options = [p for p in producers[v] if not self._conflicts(p, runs, needed)]
-            if not options:
-                return None
-            best = min(options, key=lambda p: (self.seconds[p] + self._missing(p, needed), self._is_in_place(p), p))
-            runs.add(best)
-            made.update(self.program.tasks[best].writes)
-            for u in self.reads[best]:
-                if u not in needed:
-                    needed.add(u)
-                    heapq.heappush(queue, (-producers[u][-1] if producers[u] else 1, u))
-        return self._in_place(runs, wanted)
-
-    def _is_in_place(self, p: int) -> bool:
-        return self.program.tasks[p].overwrites is not None
-
-    def _missing(self, p: int, needed: set[int]) -> float:
-        """Seconds of the cheapest direct producers of what p reads and nothing else wants."""
-        return sum(
-            min((self.seconds[q] for q in self.makers_first[u]), default=0.0) for u in self.reads[p] if u not in needed
-        )
-
-    def _conflicts(self, p: int, runs: set[int], needed: set[int]) -> bool:
-        """Whether p would write an output a second time, or take it from the only maker of something needed."""
-        results = self.program.tasks[p].writes
-        for output in self.outputs.intersection(results):
-            for q in self.program.producers[output]:
-                if q == p:
-                    continue
-                if q in runs:
-                    return True
-                for x in self.program.tasks[q].writes:
-                    if x in needed and x not in results and all(self._share(p, r) for r in self.makers_first[x]):
-                        return True
-        return False
-
-    def _share(self, p: int, q: int) -> bool:
-        """Both write the same output."""
-        return not self.outputs.isdisjoint(set(self.program.tasks[p].writes) & set(self.program.tasks[q].writes))
-
-    def _in_place(self, runs: set[int], wanted: set[int]) -> tuple[int, ...]:
-        """Replace tasks by their in-place variants where nobody reads the overwritten value afterwards."""
-        chosen: list[int] = []
-        read_later = set(wanted)
-        for p in sorted(runs, reverse=True):
-            task = self.program.tasks[p]
-            best, free = p, {task.overwrites} if task.overwrites is not None else set()
-            for q in self.siblings[p]:
-                other, taken = self.program.tasks[q], self.program.tasks[q].overwrites
-                alike = other.writes == task.writes and set(other.reads) == set(task.reads) and other.runs != "again"
-                if taken is None or taken in (read_later - free) | self.outputs or q in self.useless or not alike:
-                    continue
-                if self.seconds[q] <= self.seconds[best]:
-                    best = q
-            chosen.append(best)
-            read_later |= set(self.reads[best])
-        return tuple(reversed(chosen))
-
-    # ---- search -------------------------------------------------------------------------------------------
-
-    def judge(self, policy: Policy) -> Found | None:
-        """Derive and simulate."""
-        self.evaluations += 1
-        schedule = self.derive(policy)
-        if schedule is None:
-            return None
+        runs = judged[1]
+        schedule = to_schedule(self.program, runs.forward, runs.again, runs.ways)
         try:
             report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
-        except ScheduleError:  # a derived schedule may overwrite what is read later: not a plan
+        except ScheduleError:  # classes of one stage may stand between each other's tasks: not a plan
             return None
-        self.work += len(report.steps)
         return Found(policy, schedule, report)
+
+    def keeping(self, keep: Iterable[int], budget_bytes: int) -> Found | None:
+        """Keep these forward values and what cannot be made again; everything else is made again once."""
+        kept = set(keep)
+        again = self.tables.again
+        choice = [v in kept or not again[v] for v in range(len(again))]
+        return self.judge(self.tables.policy(choice, hold=True, smallest=False), budget_bytes)
 
     def starts(self, budget_bytes: int) -> list[Found]:
         """Keep everything, or only what must be kept, with the fastest and with the smallest ways."""
-        everything = frozenset(v for v, value in enumerate(self.program.values) if value.kind == "forward")
-        fastest = tuple(min(ways, key=lambda k, s=s: self._way_seconds(s, k)) for s, ways in enumerate(self.ways))  # type: ignore[misc]
-        smallest = tuple(min(ways, key=lambda k, s=s: self._way_bytes(s, k)) for s, ways in enumerate(self.ways))  # type: ignore[misc]
-        small = {v for v in everything if self.program.values[v].bytes * SMALL <= budget_bytes}
-        single = frozenset(v for v in everything if not self.makers_again[v] or v in small)
-        found = [
-            self.judge(Policy(keep, hold, ways))
-            for ways in (fastest, smallest)
-            for keep, hold in ((everything, everything), (single, everything), (single, frozenset[int]()))
+        everything = [True] * len(self.tables.bytes)
+        single = [not makers for makers in self.tables.again]
+        policies = [
+            self.tables.policy(keep, hold, smallest)
+            for smallest in (False, True)
+            for keep, hold in ((everything, True), (single, True), (single, False))
         ]
-        return [f for f in found if f is not None]
-
-    def _way_seconds(self, slot: int, k: int) -> tuple[float, float]:
-        return cost_of(self.program.slots[slot][k], self.costs).seconds, self._way_bytes(slot, k)
-
-    def _way_bytes(self, slot: int, k: int) -> float:
-        way = self.program.slots[slot][k]
-        return float(sum(self.program.values[v].bytes for v in self.program.forward_reads(way)))
+        return [found for policy in policies if (found := self.judge(policy, budget_bytes)) is not None]
 
     def greedy(self, found: Found, budget_bytes: int) -> Found:
         """Stop keeping values, cheapest to make per byte first, until the peak fits."""
-        values = self.program.values
+        tables = self.tables
 
         def price(v: int) -> float:
-            makers = self.makers_again[v]
-            return min(self.seconds[p] for p in makers) / max(1, values[v].bytes) if makers else math.inf
+            return min(tables.again_seconds[c] for c in tables.again[v]) / max(1, tables.bytes[v])
 
-        best = found
-        droppable = [v for v in found.policy.keep if price(v) < math.inf and values[v].bytes * SMALL > budget_bytes]
-        order = sorted(droppable, key=lambda v: (price(v), v))
+        order = sorted(self.tables.changeable, key=lambda v: (price(v), v))
         chunk = 1 + len(order) // 100
         for begin in range(0, len(order), chunk):
-            if best.report.peak_bytes <= budget_bytes:
+            if found.report.peak_bytes <= budget_bytes:
                 break
-            dropped = best.policy.keep.difference(order[begin : begin + chunk])
-            tried = self.judge(Policy(dropped, best.policy.hold, best.policy.ways))
-            if tried is not None and tried.report.peak_bytes <= best.report.peak_bytes:
-                best = tried
-        return best
+            policy = found.policy.copy()
+            for v in order[begin : begin + chunk]:
+                policy.keep[v] = 0
+            tried = self.judge(policy, budget_bytes)
+            if tried is not None and tried.report.peak_bytes <= found.report.peak_bytes:
+                found = tried
+        return found
 
-    def improve(self, found: Found, budget_bytes: int, evaluations: int) -> Found:
-        """Simulated annealing: bytes over the budget cost seconds, little at first and much in the end.
-
-        Returns the fastest schedule seen that fits, or the one with the lowest peak.
-        """
-        candidates = [
-            v
-            for v, value in enumerate(self.program.values)
-            if value.kind == "forward"
-            and self.makers_again[v]
-            and self.needs.last[v] > 0
-            and value.bytes * SMALL > budget_bytes
+    def improve(self, starts: Sequence[Found], budget_bytes: int, evaluations: int, seed: int) -> Found:
+        """Anneal from every start, several at once; the best of what came and of the starts."""
+        settings = [
+            Settings(
+                budget_bytes=max(1, budget_bytes),
+                evaluations=evaluations,
+                most_steps=MOST_STEPS[self.engine.name],
+                seed=seed + number,
+                candidates=self.tables.changeable,
+                choices=tuple(slot for slot, options in enumerate(self.tables.options) if len(options) > 1),
+                preferring=tuple(v for v, makers in enumerate(self.tables.first) if len(makers) > 1),
+            )
+            for number in range(len(starts))
         ]
-        slots = [slot for slot, ways in enumerate(self.ways) if len(ways) > 1]
-        if not candidates and not slots:
-            return found
-        best = current = found
-        work = self.work
-        for turn in range(evaluations):
-            cooled = max(turn / evaluations, (self.work - work) / MOST_STEPS)
-            if cooled > 1:
-                break
-            tried = self.judge(self._change(current.policy, candidates, slots))
-            if tried is None:
-                continue
-            weight = FIRST_WEIGHT * (LAST_WEIGHT / FIRST_WEIGHT) ** cooled
-            slack = 0.001 * (1 - cooled) * current.report.seconds * self.random.random()
-            if tried.penalised(budget_bytes, weight) <= current.penalised(budget_bytes, weight) + slack:
-                current = tried
-            if tried.score(budget_bytes) < best.score(budget_bytes):
-                best = tried
-        return best
-
-    def _change(self, policy: Policy, candidates: list[int], slots: list[int]) -> Policy:
-        """One to three random changes, near each other, since neighbours replace each other."""
-        keep, hold, ways = set(policy.keep), set(policy.hold), list(policy.ways)
-        centre = self.random.randrange(len(candidates)) if candidates else 0
-        for _ in range(self.random.choice((1, 2, 3))):
-            kind = self.random.random()
-            if slots and (kind < 0.2 or not candidates):
-                slot = self.random.choice(slots)
-                ways[slot] = self.random.choice(self.ways[slot])
-                continue
-            index = min(len(candidates) - 1, max(0, centre + self.random.randint(-6, 6)))
-            (keep if kind < 0.75 else hold).symmetric_difference_update({candidates[index]})
-        return Policy(frozenset(keep), frozenset(hold), tuple(ways))
+        with ThreadPoolExecutor(2) as pool:
+            policies = list(pool.map(lambda f, s: self.engine.improve(f.policy, s), starts, settings))
+        found = [*starts, *(self.judge(policy, budget_bytes) for policy in policies)]
+        return min((f for f in found if f is not None), key=lambda f: f.score(budget_bytes))
 
 
 def find_start(
@@ -311,43 +127,61 @@ def find_start(
     budget_bytes: int,
     *,
     extra_bytes: int = 0,
+    pin_bytes: int = 0,
     seed: int = 0,
-    evaluations: int = 1200,
+    evaluations: int | None = None,
 ) -> Schedule | None:
-    """A schedule within ``budget_bytes`` (bytes), as fast as a short search finds; None if it finds none.
+    """A schedule within ``budget_bytes`` (bytes), as fast as the search finds; None if it finds none.
 
     Args:
         program, costs: what to plan.
         budget_bytes: the limit on the peak.
         extra_bytes: resident memory beyond the program's.
+        pin_bytes: values up to this size are always kept, and counted throughout.
         seed: of the random changes.
-        evaluations: how many schedules to judge in the search.
+        evaluations: policies judged by each of two annealings; None: some seconds' worth.
     """
-    found = _search(program, costs, budget_bytes, extra_bytes, seed, evaluations)
+    searcher = Searcher(program, costs, extra_bytes, pin_bytes)
+    found = _search(searcher, budget_bytes, seed, evaluations)
     return found.schedule if found is not None and found.report.peak_bytes <= budget_bytes else None
 
 
 def smallest_known(
-    program: Program, costs: Mapping[str, Cost], *, extra_bytes: int = 0, seed: int = 0, evaluations: int = 300
+    program: Program,
+    costs: Mapping[str, Cost],
+    *,
+    extra_bytes: int = 0,
+    seed: int = 0,
+    evaluations: int | None = None,
 ) -> tuple[Schedule, Report] | None:
-    """The schedule with the lowest peak that a short search finds, and its report. Not proven to be the lowest."""
-    found = _search(program, costs, 0, extra_bytes, seed, evaluations)
-    return (found.schedule, found.report) if found is not None else None
-
-
-def _search(
-    program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int, seed: int, evaluations: int
-) -> Found | None:
-    searcher = Searcher(program, costs, extra_bytes, seed)
-    starts = searcher.starts(budget_bytes)
-    starts += [searcher.greedy(found, budget_bytes) for found in starts[:2]]
+    """The schedule with the lowest peak that a search finds, and its report. Not proven to be the lowest."""
+    searcher = Searcher(program, costs, extra_bytes)
+    starts = searcher.starts(0)
     if not starts:
         return None
-    # A budget of 0 asks for the lowest peak: there only bytes count.
-    first = min(starts, key=lambda f: f.penalised(budget_bytes, 0.5) if budget_bytes else f.score(0))
-    best = searcher.improve(first, budget_bytes, evaluations)
-    for _ in range(2 if budget_bytes else 0):  # often it ends a hair above the budget
+    count = evaluations if evaluations is not None else EVALUATIONS[searcher.engine.name] // 10
+    best = min(starts, key=lambda f: f.report.peak_bytes)
+    step = 0.2
+    while step > 0.002:  # ask for less as long as it is found, then for a little less
+        target = int(best.report.peak_bytes * (1 - step))
+        tried = searcher.improve([best], target, count, seed)
+        step = step if tried.report.peak_bytes <= target else step / 2
+        best = min(best, tried, key=lambda f: f.report.peak_bytes)
+    return best.schedule, best.report
+
+
+def _search(searcher: Searcher, budget_bytes: int, seed: int, evaluations: int | None) -> Found | None:
+    starts = searcher.starts(budget_bytes)
+    if not starts:
+        return None
+    count = evaluations if evaluations is not None else EVALUATIONS[searcher.engine.name]
+    starts += [searcher.greedy(found, budget_bytes) for found in starts[:4:3]]
+    starts.sort(key=lambda f: f.score(budget_bytes))
+    if not count:
+        return starts[0]
+    best = searcher.improve(starts[:2], budget_bytes, count, seed)
+    for turn in range(1, 3):  # often it ends a hair above the budget
         if best.report.peak_bytes <= budget_bytes:
             break
-        best = searcher.improve(best, budget_bytes, evaluations)
-    return min([best, *starts], key=lambda found: found.score(budget_bytes))
+        best = searcher.improve([best, best], budget_bytes, count, seed + 100 * turn)
+    return best

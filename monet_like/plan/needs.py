@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..program import Cost, Program, Task
 from ..schedule import Schedule
 from ..simulate import cost_of
+from ..units import MIB
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,29 @@ def find_needs(program: Program) -> Needs:
                     first[value] = min(first[value], *(first[v] for v in task.writes), NEVER)
     stages = (0, *(slot + 1 for slot, reads in enumerate(program.slot_reads) if reads))
     return Needs(stages, tuple(last), tuple(first), rerun, _groups(program.tasks))
+
+
+def pinned_values(program: Program, pin_bytes: int) -> frozenset[int]:
+    """Values of at most ``pin_bytes`` that a restricted search always keeps and always counts."""
+    excluded = set(program.outputs) | {task.overwrites for task in program.tasks}
+    return frozenset(
+        v
+        for v, value in enumerate(program.values)
+        if value.kind == "forward" and value.bytes <= pin_bytes and v not in excluded
+        if any(program.tasks[p].runs != "again" for p in program.producers[v])
+    )
+
+
+def default_pin_bytes(program: Program, budget_bytes: int) -> int:
+    """The size up to which all values together take at most a thousandth of the budget; at most 1 MiB."""
+    sizes = sorted(value.bytes for value in program.values if value.kind == "forward" and value.bytes <= MIB)
+    left, largest = budget_bytes // 1000, 0
+    for size in sizes:
+        left -= size
+        if left < 0:
+            break
+        largest = size
+    return largest if sizes and left >= 0 else max(0, largest - 1)
 
 
 def _groups(tasks: tuple[Task, ...]) -> tuple[tuple[int, ...], ...]:

@@ -11,11 +11,11 @@ from ..errors import InfeasibleError, SolverError
 from ..program import Cost, Program
 from ..schedule import Schedule
 from ..simulate import Report, cost_of, simulate
-from ..units import MIB, format_bytes
+from ..units import format_bytes
 from .decode import decode, encode, neighbourhood
 from .formulation import Formulation, Options, estimated_columns
 from .heuristic import find_start, smallest_known
-from .needs import find_backward_bytes, find_needs
+from .needs import default_pin_bytes, find_backward_bytes, find_needs
 from .result import Plan
 
 if TYPE_CHECKING:
@@ -36,11 +36,6 @@ MEND_REACH = 24
 FIRST_SHARE = 0.4
 
 
-def default_pin_bytes(budget_bytes: int) -> int:
-    """Values up to this many bytes are always kept: 1 MiB, or 0.02 % of a small budget."""
-    return min(MIB, budget_bytes // 5000)
-
-
 @dataclass
 class Search:
     """One search; `run` is called once."""
@@ -55,7 +50,7 @@ class Search:
     progress: Progress | None = None
     options: Options | None = None
     fallback: bool = True
-    evaluations: int = 1200
+    evaluations: int | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "heuristic": 0.0, "solve": 0.0})
     best: tuple[Schedule, Report, str] | None = None
     bounds: dict[str, float] = field(default_factory=dict)
@@ -70,6 +65,7 @@ class Search:
         from .solvers import check_solver
 
         self.started = time.monotonic()
+        self.pin_bytes = default_pin_bytes(self.program, self.budget_bytes)
         solver = check_solver(self.solver)
         self._check_floor()
         self._heuristic()
@@ -95,7 +91,7 @@ class Search:
 
     def _choose_options(self) -> Options:
         """Small values are kept; large programs get a window, and their bound from a relaxation without it."""
-        options = Options(pin_bytes=default_pin_bytes(self.budget_bytes))
+        options = Options(pin_bytes=self.pin_bytes)
         columns = self._columns()
         if columns <= MOST_COLUMNS:
             return options
@@ -142,7 +138,7 @@ class Search:
         return read + cost_of(way, self.costs).workspace_bytes - taken
 
     def _infeasible(self, how: str, floor: tuple[int, str] | None = None) -> InfeasibleError:
-        known = smallest_known(self.program, self.costs, extra_bytes=self.extra_bytes, evaluations=100)
+        known = smallest_known(self.program, self.costs, extra_bytes=self.extra_bytes)
         message = f"no schedule fits into {format_bytes(self.budget_bytes)} ({how})"
         step = floor[1] if floor else ""
         if floor:
@@ -156,7 +152,12 @@ class Search:
     def _heuristic(self) -> None:
         begin = time.monotonic()
         schedule = find_start(
-            self.program, self.costs, self.budget_bytes, extra_bytes=self.extra_bytes, evaluations=self.evaluations
+            self.program,
+            self.costs,
+            self.budget_bytes,
+            extra_bytes=self.extra_bytes,
+            pin_bytes=self.pin_bytes if self.options is None else self.options.pin_bytes,
+            evaluations=self.evaluations,
         )
         self._accept(schedule, "heuristic")
         self.seconds["heuristic"] += time.monotonic() - begin
@@ -176,7 +177,7 @@ class Search:
 
         if "HIGHS" not in installed_solvers():
             return
-        options = Options(pin_bytes=default_pin_bytes(self.budget_bytes), relaxed=True)
+        options = Options(pin_bytes=self.pin_bytes, relaxed=True)
         matrix = self._build(options).matrix()
         begin = time.monotonic()
         limit = min(30.0, self.left * 0.15)

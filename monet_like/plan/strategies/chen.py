@@ -8,7 +8,7 @@ from typing import Any
 
 from ...program import Cost, Program
 from ...schedule import Schedule
-from ..heuristic import Policy, Searcher
+from ..heuristic import Searcher
 from .store_all import store_all
 
 
@@ -20,10 +20,8 @@ def chen(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **optio
     plain = store_all(program)
     size = max(1, math.isqrt(len(plain.forward)))
     segment = {v: place // size for place, p in enumerate(plain.forward) for v in program.tasks[p].writes}
-    searcher = Searcher(program, costs)
-    keep = {v for v in segment if not searcher.makers_again[v]}
+    keep: set[int] = set()
     for place, p in enumerate(plain.forward):
         keep.update(v for v in program.forward_reads(program.tasks[p]) if segment[v] != place // size)
-    everything = frozenset(v for v, value in enumerate(program.values) if value.kind == "forward")
-    schedule = searcher.derive(Policy(frozenset(keep), everything, plain.ways))
-    return schedule if schedule is not None else plain
+    found = Searcher(program, costs).keeping(keep, budget_bytes)
+    return found.schedule if found is not None else plain
