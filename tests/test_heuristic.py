@@ -11,7 +11,7 @@ from test_plan import network, peak
 
 from monet_like.plan import store_all
 from monet_like.plan.annealing import PythonEngine, Settings
-from monet_like.plan.heuristic import Searcher, find_start, smallest_known
+from monet_like.plan.heuristic import Found, Searcher, find_start, smallest_known
 from monet_like.plan.native import NativeEngine, library
 from monet_like.plan.policy import Tables, make_tables, to_policy
 from monet_like.simulate import simulate
@@ -46,10 +46,10 @@ def test_compiled_search_is_its_twin_and_counts_as_the_simulator() -> None:
         assert native.judge(found, budget) == python.judge(found, budget), seed
         answer = native.judge(found, budget)
         if answer is not None and not seed % 3:
-            plan = Searcher(program, costs, with_engine=native).judge(found, budget)
+            plan = Searcher(program, costs, with_engine=native).plan(Found(found, answer[0]), budget)
             assert plan is not None
-            assert plan.report.peak_bytes == answer[0].peak_bytes, seed
-            assert plan.report.seconds == pytest.approx(answer[0].seconds, rel=1e-12), seed
+            assert plan[1].peak_bytes == answer[0].peak_bytes, seed
+            assert plan[1].seconds == pytest.approx(answer[0].seconds, rel=1e-12), seed
             judged += 1
     assert judged > 40
 
@@ -123,8 +123,8 @@ def test_a_found_schedule_comes_back_from_its_policy() -> None:
     searcher = Searcher(program, costs)
     again = searcher.judge(to_policy(program, searcher.tables, schedule), budget)
     assert again is not None
-    assert again.report.peak_bytes <= budget
-    assert again.report.seconds <= simulate(program, schedule, costs).seconds * (1 + 1e-9)
+    assert again.judgement.peak_bytes <= budget
+    assert again.judgement.seconds <= simulate(program, schedule, costs).seconds * (1 + 1e-9)
 
 
 def test_policies_that_lack_something_give_no_schedule() -> None:

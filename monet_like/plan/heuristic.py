@@ -15,7 +15,7 @@ from ..schedule import Schedule
 from ..simulate import Report, simulate
 from .annealing import PythonEngine, Settings
 from .native import NativeEngine, engine
-from .policy import Policy, Tables, make_tables, to_schedule
+from .policy import Judgement, Policy, Tables, make_tables, to_schedule
 
 #: Policies judged by one annealing by default, and the runs of tasks that all of them may have: seconds either way.
 EVALUATIONS = {"native": 120_000, "python": 1200}
@@ -24,15 +24,14 @@ MOST_STEPS = {"native": 60_000_000, "python": 800_000}
 
 @dataclass(frozen=True)
 class Found:
-    """A judged schedule."""
+    """A judged policy."""
 
     policy: Policy
-    schedule: Schedule
-    report: Report
+    judgement: Judgement
 
     def score(self, budget_bytes: int) -> tuple[int, float]:
         """Bytes over the budget, then seconds: smaller is better."""
-        return max(0, self.report.peak_bytes - budget_bytes), self.report.seconds
+        return max(0, self.judgement.peak_bytes - budget_bytes), self.judgement.seconds
 
 
 class Searcher:
@@ -51,17 +50,21 @@ class Searcher:
         self.engine = with_engine or engine(self.tables)
 
     def judge(self, policy: Policy, budget_bytes: int) -> Found | None:
-        """The policy's schedule and the simulator's word on it; None if it cannot be carried out."""
+        """What the policy takes; None if it cannot be carried out."""
         judged = self.engine.judge(policy, budget_bytes)
+        return None if judged is None else Found(policy, judged[0])
+
+    def plan(self, found: Found, budget_bytes: int) -> tuple[Schedule, Report] | None:
+        """A policy's schedule and the simulator's word on it."""
+        judged = self.engine.judge(found.policy, budget_bytes)
         if judged is None:
             return None
         runs = judged[1]
         schedule = to_schedule(self.program, runs.forward, runs.again, runs.ways)
         try:
-            report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
+            return schedule, simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
         except ScheduleError:  # classes of one stage may stand between each other's tasks: not a plan
             return None
-        return Found(policy, schedule, report)
 
     def keeping(self, keep: Iterable[int], budget_bytes: int) -> Found | None:
         """Keep these forward values and what cannot be made again; everything else is made again once."""
@@ -91,13 +94,13 @@ class Searcher:
         order = sorted(self.tables.changeable, key=lambda v: (price(v), v))
         chunk = 1 + len(order) // 100
         for begin in range(0, len(order), chunk):
-            if found.report.peak_bytes <= budget_bytes:
+            if found.judgement.peak_bytes <= budget_bytes:
                 break
             policy = found.policy.copy()
             for v in order[begin : begin + chunk]:
                 policy.keep[v] = 0
             tried = self.judge(policy, budget_bytes)
-            if tried is not None and tried.report.peak_bytes <= found.report.peak_bytes:
+            if tried is not None and tried.judgement.peak_bytes <= found.judgement.peak_bytes:
                 found = tried
         return found
 
@@ -143,7 +146,8 @@ def find_start(
     """
     searcher = Searcher(program, costs, extra_bytes, pin_bytes)
     found = _search(searcher, budget_bytes, seed, evaluations)
-    return found.schedule if found is not None and found.report.peak_bytes <= budget_bytes else None
+    planned = None if found is None else searcher.plan(found, budget_bytes)
+    return planned[0] if planned is not None and planned[1].peak_bytes <= budget_bytes else None
 
 
 def smallest_known(
@@ -160,14 +164,14 @@ def smallest_known(
     if not starts:
         return None
     count = evaluations if evaluations is not None else EVALUATIONS[searcher.engine.name] // 10
-    best = min(starts, key=lambda f: f.report.peak_bytes)
+    best = min(starts, key=lambda f: f.judgement.peak_bytes)
     step = 0.2
     while step > 0.002:  # ask for less as long as it is found, then for a little less
-        target = int(best.report.peak_bytes * (1 - step))
+        target = int(best.judgement.peak_bytes * (1 - step))
         tried = searcher.improve([best], target, count, seed)
-        step = step if tried.report.peak_bytes <= target else step / 2
-        best = min(best, tried, key=lambda f: f.report.peak_bytes)
-    return best.schedule, best.report
+        step = step if tried.judgement.peak_bytes <= target else step / 2
+        best = min(best, tried, key=lambda f: f.judgement.peak_bytes)
+    return searcher.plan(best, best.judgement.peak_bytes)
 
 
 def _search(searcher: Searcher, budget_bytes: int, seed: int, evaluations: int | None) -> Found | None:
@@ -181,7 +185,7 @@ def _search(searcher: Searcher, budget_bytes: int, seed: int, evaluations: int |
         return starts[0]
     best = searcher.improve(starts[:2], budget_bytes, count, seed)
     for turn in range(1, 3):  # often it ends a hair above the budget
-        if best.report.peak_bytes <= budget_bytes:
+        if best.judgement.peak_bytes <= budget_bytes:
             break
         best = searcher.improve([best, best], budget_bytes, count, seed + 100 * turn)
     return best

@@ -23,5 +23,7 @@ def chen(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **optio
     keep: set[int] = set()
     for place, p in enumerate(plain.forward):
         keep.update(v for v in program.forward_reads(program.tasks[p]) if segment[v] != place // size)
-    found = Searcher(program, costs).keeping(keep, budget_bytes)
-    return found.schedule if found is not None else plain
+    searcher = Searcher(program, costs)
+    found = searcher.keeping(keep, budget_bytes)
+    planned = None if found is None else searcher.plan(found, budget_bytes)
+    return planned[0] if planned is not None else plain
