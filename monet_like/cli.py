@@ -99,7 +99,12 @@ _problem = _options(
 @click.option(
     "--optimizer", default="none", show_default=True, help="Count this optimizer's state: none, sgd, momentum or adam."
 )
-@click.option("--strategy", default="milp", show_default=True, help="How to plan: milp, store_all or chen.")
+@click.option(
+    "--strategy",
+    default="milp",
+    show_default=True,
+    help="How to plan: milp, heuristic, checkmate, ogc, chen_greedy, chen_sqrt, griewank, torch_budget or store_all.",
+)
 @click.option("--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16.")
 @click.option(
     "--input-shape",

@@ -11,7 +11,7 @@ from test_plan import network, peak
 
 from monet_like.plan import store_all
 from monet_like.plan.annealing import PythonEngine, Settings
-from monet_like.plan.heuristic import Found, Searcher, find_start, smallest_known
+from monet_like.plan.heuristic import Searcher, find_start, smallest_known
 from monet_like.plan.native import NativeEngine, library
 from monet_like.plan.policy import Tables, make_tables, to_policy
 from monet_like.simulate import simulate
@@ -46,7 +46,7 @@ def test_compiled_search_is_its_twin_and_counts_as_the_simulator() -> None:
         assert native.judge(found, budget) == python.judge(found, budget), seed
         answer = native.judge(found, budget)
         if answer is not None and not seed % 3:
-            plan = Searcher(program, costs, with_engine=native).plan(Found(found, answer[0]), budget)
+            plan = Searcher(program, costs, with_engine=native).plan(found, budget)
             assert plan is not None
             assert plan[1].peak_bytes == answer[0].peak_bytes, seed
             assert plan[1].seconds == pytest.approx(answer[0].seconds, rel=1e-12), seed
@@ -130,7 +130,7 @@ def test_a_found_schedule_comes_back_from_its_policy() -> None:
 def test_policies_that_lack_something_give_no_schedule() -> None:
     program, costs = network(3)
     searcher = Searcher(program, costs)
-    assert searcher.keeping((), peak(program, costs)) is not None
+    assert searcher.plan(searcher.keeping(()), peak(program, costs)) is not None
     barren = searcher.tables.__class__(**(vars(searcher.tables) | {"again": ((),) * len(searcher.tables.again)}))
     nothing = barren.policy([False] * len(barren.bytes), hold=False, smallest=False)
     assert PythonEngine(barren).judge(nothing, 1) is None

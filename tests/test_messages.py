@@ -265,7 +265,7 @@ def test_strategy() -> None:
     message = error(solve("--strategy", "chne"))
     assert "strategy 'chne'" in message
     assert "unknown" in message
-    assert all(name in message for name in ("chen", "milp", "store_all"))
+    assert all(name in message for name in ("chen_sqrt", "milp", "store_all"))
 
 
 def test_a_shape_that_the_model_refuses() -> None:

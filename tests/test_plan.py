@@ -198,7 +198,7 @@ def test_interrupt_leaves_no_solver_behind() -> None:
 def test_strategies() -> None:
     program, costs = network(25)
     plain = plan(program, costs, 10**9, strategy="store_all")
-    segments = plan(program, costs, 10**9, strategy="chen")
+    segments = plan(program, costs, 10**9, strategy="chen_sqrt")
     assert plain.schedule == store_all(program)
     assert plain.report.rerun_seconds == 0
     assert segments.report.peak_bytes < plain.report.peak_bytes * 0.6

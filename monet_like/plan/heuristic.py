@@ -54,9 +54,9 @@ class Searcher:
         judged = self.engine.judge(policy, budget_bytes)
         return None if judged is None else Found(policy, judged[0])
 
-    def plan(self, found: Found, budget_bytes: int) -> tuple[Schedule, Report] | None:
-        """A policy's schedule and the simulator's word on it."""
-        judged = self.engine.judge(found.policy, budget_bytes)
+    def plan(self, policy: Policy, budget_bytes: int) -> tuple[Schedule, Report] | None:
+        """A policy's schedule and the simulator's word on it; None if it cannot be carried out."""
+        judged = self.engine.judge(policy, budget_bytes)
         if judged is None:
             return None
         runs = judged[1]
@@ -66,12 +66,10 @@ class Searcher:
         except ScheduleError:  # classes of one stage may stand between each other's tasks: not a plan
             return None
 
-    def keeping(self, keep: Iterable[int], budget_bytes: int) -> Found | None:
+    def keeping(self, keep: Iterable[int]) -> Policy:
         """Keep these forward values and what cannot be made again; everything else is made again once."""
         kept = set(keep)
-        again = self.tables.again
-        choice = [v in kept or not again[v] for v in range(len(again))]
-        return self.judge(self.tables.policy(choice, hold=True, smallest=False), budget_bytes)
+        return self.tables.policy([v in kept or not makers for v, makers in enumerate(self.tables.again)], True, False)
 
     def starts(self, budget_bytes: int) -> list[Found]:
         """Keep everything, or only what must be kept, with the fastest and with the smallest ways."""
@@ -146,7 +144,7 @@ def find_start(
     """
     searcher = Searcher(program, costs, extra_bytes, pin_bytes)
     found = _search(searcher, budget_bytes, seed, evaluations)
-    planned = None if found is None else searcher.plan(found, budget_bytes)
+    planned = None if found is None else searcher.plan(found.policy, budget_bytes)
     return planned[0] if planned is not None and planned[1].peak_bytes <= budget_bytes else None
 
 
@@ -171,7 +169,7 @@ def smallest_known(
         tried = searcher.improve([best], target, count, seed)
         step = step if tried.judgement.peak_bytes <= target else step / 2
         best = min(best, tried, key=lambda f: f.judgement.peak_bytes)
-    return searcher.plan(best, best.judgement.peak_bytes)
+    return searcher.plan(best.policy, best.judgement.peak_bytes)
 
 
 def _search(searcher: Searcher, budget_bytes: int, seed: int, evaluations: int | None) -> Found | None:

@@ -1,4 +1,8 @@
-"""Ways to make a schedule, by name. Each is ``(program, costs, budget_bytes, **options) -> Schedule``."""
+"""Ways to make a schedule, by name. Each is ``(program, costs, budget_bytes, **options) -> Schedule``.
+
+``milp``, ``heuristic``, ``checkmate``, ``chen_greedy``, ``griewank`` and ``torch_budget`` plan for the budget; the
+others make one schedule, whatever the budget. All use only what `Program` says and are judged by `simulate`.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,29 @@ from collections.abc import Callable, Mapping
 
 from ...errors import UsageError
 from ...schedule import Schedule
-from .chen import chen
+from .checkmate import checkmate
+from .chen_greedy import chen_greedy
+from .chen_sqrt import chen_sqrt
+from .griewank import griewank
+from .heuristic import heuristic
 from .milp import milp
+from .ogc import ogc
 from .store_all import store_all_strategy
+from .torch_budget import torch_budget
 
 Strategy = Callable[..., Schedule]
 
-STRATEGIES: Mapping[str, Strategy] = {"milp": milp, "store_all": store_all_strategy, "chen": chen}
+STRATEGIES: Mapping[str, Strategy] = {
+    "milp": milp,
+    "heuristic": heuristic,
+    "store_all": store_all_strategy,
+    "chen_sqrt": chen_sqrt,
+    "chen_greedy": chen_greedy,
+    "griewank": griewank,
+    "checkmate": checkmate,
+    "ogc": ogc,
+    "torch_budget": torch_budget,
+}
 
 
 def check_strategy(name: str) -> None:

@@ -1,0 +1,289 @@
+"""OGC (Feng and Huang 2021): the optimal checkpoints on any graph, segments having one input and one output.
+
+The graph has a vertex per operator of the forward, weighing the bytes of its results. A set K of vertices is kept
+such that every connected part of the rest, a *segment*, is entered from one vertex of K only and left to one only.
+The objective is the bytes of K plus those of the largest segment. Time and budget play no part.
+
+The segments that are possible form a tree (the paper's division tree): within a segment either everything passes
+through some vertices one after the other (a chain), or the largest proper segments are apart from each other. For
+a bound C on the largest segment the best K follows by dynamic programming over the tree; along a chain the segments
+that fit into C are a sliding window. The bounds that can be best are the weights of segments and of stretches of
+chains; a stretch of bounds whose ends prove that none of it is better is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import networkx as nx
+
+from ...program import Cost, Program
+from ...schedule import Schedule
+from .plain import Keeping
+
+
+def ogc(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule:
+    """Keep OGC's vertices, run every segment again when it is needed."""
+    keeping = Keeping(program, costs, extra_bytes)
+    kept, _ = best_vertices(keeping.forward.reads, keeping.forward.bytes)
+    return keeping.whole(keeping.schedule(kept))
+
+
+def best_vertices(reads: Sequence[frozenset[int]], weights: Sequence[int]) -> tuple[frozenset[int], int]:
+    """The vertices to keep and the objective.
+
+    Args:
+        reads: for every vertex, its predecessors; all of them have smaller numbers.
+        weights: of every vertex, at least 0.
+    """
+    tree = _Graph(reads, weights).root
+    total = sum(weights)
+    found: dict[int, int] = {}
+
+    def objective(bound: int) -> int:
+        if bound not in found:
+            found[bound] = total - tree.covered(bound)[0] + bound
+        return found[bound]
+
+    bounds = sorted({0, *tree.bounds()})
+    best = bounds[0]
+    stretches = [(0, len(bounds) - 1)]
+    while stretches:
+        low, high = stretches.pop()
+        for end in (low, high):
+            if objective(bounds[end]) < objective(best):
+                best = bounds[end]
+        # What is kept at a bound in between is no less than at the upper end, and the bound no less than the lower.
+        if high - low > 1 and objective(bounds[high]) - bounds[high] + bounds[low + 1] < objective(best):
+            middle = (low + high) // 2
+            stretches += [(low, middle), (middle, high)]
+    covered = tree.covered(best)[1]
+    return frozenset(range(len(weights))) - covered, objective(best)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A segment and how it divides.
+
+    Attributes:
+        inside: its vertices.
+        weight: of all of them.
+        chain: the vertices through which everything passes, in order; empty if there are none.
+        parts: the segments between one of the chain's vertices and the next, ends included; without a chain, one
+            list of the largest proper segments.
+    """
+
+    inside: frozenset[int]
+    weight: int
+    chain: tuple[int, ...]
+    weights: tuple[int, ...]
+    parts: tuple[tuple[_Segment, ...], ...]
+
+    def covered(self, bound: int) -> tuple[int, frozenset[int]]:
+        """The most weight that segments of at most ``bound`` can cover, and the vertices that they cover."""
+        if self.weight <= bound:
+            return self.weight, self.inside
+        alone = [[part.covered(bound) for part in parts] for parts in self.parts]
+        sums = [sum(weight for weight, _ in parts) for parts in alone]
+        if not self.chain:
+            return sums[0], frozenset().union(*(vertices for _, vertices in alone[0]))
+        # best[i]: up to the i-th vertex of the chain, which is kept; 0 and the last are the segment's own ends.
+        places = len(self.chain) + 2
+        best, source = [0] * places, [0] * places
+        window: list[int] = []  # starts of stretches that fit, the best one first
+        head = 0
+        for i in range(1, places):
+            best[i], source[i] = best[i - 1] + sums[i - 1], i - 1
+            if i >= 2:
+                start = i - 2
+                while (
+                    len(window) > head
+                    and best[window[-1]] - self._before[window[-1]] <= best[start] - self._before[start]
+                ):
+                    window.pop()
+                window.append(start)
+            while len(window) > head and self._stretch(window[head], i) > bound:
+                head += 1
+            if len(window) > head:
+                value = best[window[head]] + self._stretch(window[head], i)
+                if value > best[i]:
+                    best[i], source[i] = value, window[head]
+        vertices: set[int] = set()
+        i = places - 1
+        while i:
+            start = source[i]
+            if start == i - 1:
+                vertices.update(*(covered for _, covered in alone[start]))
+            else:
+                vertices.update(self.chain[start : i - 1])
+                vertices.update(*(part.inside for parts in self.parts[start:i] for part in parts))
+            i = start
+        return best[-1], frozenset(vertices)
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """Weight of all that stands before the i-th place of the chain and of that place."""
+        between = [sum(part.weight for part in parts) for parts in self.parts]
+        return [0, *accumulate(a + b for a, b in zip(between, (*self.weights, 0), strict=True))]
+
+    def _stretch(self, start: int, end: int) -> int:
+        """Weight strictly between two places of the chain, which are kept."""
+        last = 0 if end > len(self.chain) else self.weights[end - 1]
+        return self._before[end] - self._before[start] - last
+
+    def bounds(self) -> Iterator[int]:
+        """Weights of all segments that could be chosen."""
+        yield self.weight
+        if self.chain:
+            places = len(self.chain) + 2
+            yield from (self._stretch(i, j) for i in range(places) for j in range(i + 2, places))
+        for parts in self.parts:
+            for part in parts:
+                yield from part.bounds()
+
+
+class _Graph:
+    """Vertices 0 .. n - 1 between a source and a target; sets of vertices are the bits of an integer."""
+
+    def __init__(self, reads: Sequence[frozenset[int]], weights: Sequence[int]) -> None:
+        count = len(weights)
+        self.weights = (*weights, 0, 0)
+        self.source, self.target = count, count + 1
+        self.before = [_bits(us) if us else 1 << self.source for us in reads] + [0, 0]
+        self.after = [0] * (count + 2)
+        for v in range(count):
+            for u in _members(self.before[v]):
+                self.after[u] |= 1 << v
+        for v in range(count):
+            if not self.after[v]:
+                self.after[v] = 1 << self.target
+                self.before[self.target] |= 1 << v
+        parts = tuple(
+            self._segment(part, self.source, self.target)
+            for part in self._parts(self.source, self.target, (1 << count) - 1)
+        )
+        # Apart from each other, they are never one segment: as one, they would be dearer than keeping everything.
+        whole = _Segment(frozenset(range(count)), sum(weights) + 1, (), (), (parts,))
+        self.root = parts[0] if len(parts) == 1 else whole
+
+    def _parts(self, a: int, b: int, within: int) -> list[int]:
+        """The segments from a to b among the vertices ``within``: nothing else borders on them."""
+        left = within & self._reach(a, within, self.after) & self._reach(b, within, self.before)
+        while True:
+            ends_a, ends_b = left | 1 << a, left | 1 << b
+            bad = [v for v in _members(left) if self.before[v] & ~ends_a or self.after[v] & ~ends_b]
+            if not bad:
+                break
+            left &= ~_bits(bad)
+        found = []
+        while left:
+            part = self._connected(left & -left, left)
+            found.append(part)
+            left &= ~part
+        return found
+
+    def _reach(self, start: int, within: int, neighbours: Sequence[int]) -> int:
+        seen, new = 0, neighbours[start] & within
+        while new:
+            seen |= new
+            step = 0
+            for v in _members(new):
+                step |= neighbours[v]
+            new = step & within & ~seen
+        return seen
+
+    def _connected(self, seed: int, within: int) -> int:
+        seen, new = 0, seed
+        while new:
+            seen |= new
+            step = 0
+            for v in _members(new):
+                step |= self.before[v] | self.after[v]
+            new = step & within & ~seen
+        return seen
+
+    def _segment(self, inside: int, a: int, b: int) -> _Segment:
+        weight = sum(self.weights[v] for v in _members(inside))
+        chain = self._passed_by_all(inside, a, b)
+        if chain:
+            ends = [a, *chain, b]
+            parts = []
+            for low, high in zip(ends, ends[1:], strict=False):
+                between = inside & ~_bits(chain)
+                parts.append(tuple(self._segment(p, low, high) for p in self._parts(low, high, between)))
+        else:
+            parts = [tuple(self._largest(inside, a, b))]
+        names = frozenset(_members(inside))
+        return _Segment(names, weight, tuple(chain), tuple(self.weights[v] for v in chain), tuple(parts))
+
+    def _passed_by_all(self, inside: int, a: int, b: int) -> list[int]:
+        """The vertices inside on every path from a to b, in order: the dominators of b."""
+        graph = nx.DiGraph()
+        for v in _members(inside):
+            graph.add_edges_from((u, v) for u in _members(self.before[v] & (inside | 1 << a)))
+            if self.after[v] & 1 << b:
+                graph.add_edge(v, b)
+        if b not in graph or a not in graph:
+            return []
+        dominator = nx.immediate_dominators(graph, a)
+        found: list[int] = []
+        v = dominator[b]
+        while v is not None and v != a:
+            found.append(v)
+            v = dominator[v]
+        return found[::-1]
+
+    def _largest(self, inside: int, a: int, b: int) -> Iterator[_Segment]:
+        """The largest proper segments inside; two of them never touch."""
+        around = inside | 1 << a | 1 << b
+        candidates: list[tuple[int, int, int]] = []
+        for low in _members(around):
+            if low == b:
+                continue
+            below = self._reach(low, inside | 1 << b, self.after)
+            for high in _members(below):
+                if (low, high) != (a, b):
+                    within = inside & below & ~(1 << high)
+                    candidates += ((part, low, high) for part in self._parts(low, high, within))
+        taken = 0
+        for part, low, high in sorted(candidates, key=lambda c: -c[0].bit_count()):
+            if not part & taken and part != inside:
+                taken |= part
+                yield self._segment(part, low, high)
+
+
+def _bits(members: Sequence[int] | frozenset[int]) -> int:
+    result = 0
+    for v in members:
+        result |= 1 << v
+    return result
+
+
+def _members(bits: int) -> Iterator[int]:
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
+
+
+def brute_force(reads: Sequence[frozenset[int]], weights: Sequence[int]) -> int:
+    """The same objective by trying every set of kept vertices; for small graphs."""
+    graph, count = _Graph(reads, weights), len(weights)
+    best = sum(weights)
+    for kept in range(1 << count):
+        left, largest, legal = ((1 << count) - 1) & ~kept, 0, True
+        while left and legal:
+            part = graph._connected(left & -left, left)
+            left &= ~part
+            entries = exits = 0
+            for v in _members(part):
+                entries |= graph.before[v] & ~part
+                exits |= graph.after[v] & ~part
+            legal = entries.bit_count() == 1 and exits.bit_count() == 1
+            largest = max(largest, sum(graph.weights[v] for v in _members(part)))
+        if legal:
+            best = min(best, sum(weights[v] for v in _members(kept)) + largest)
+    return best

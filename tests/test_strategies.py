@@ -1,0 +1,188 @@
+"""Strategies side by side: each is what its source says, all are replayable, and the integer program is never worse."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from random_programs import ProgramMaker, best_seconds, random_program
+from test_plan import network, peak
+
+from monet_like.errors import MonetError, SolverError
+from monet_like.plan import store_all
+from monet_like.plan.needs import prune
+from monet_like.plan.strategies import STRATEGIES
+from monet_like.plan.strategies.griewank import _Chain, _revolve
+from monet_like.plan.strategies.ogc import best_vertices, brute_force
+from monet_like.plan.strategies.plain import Keeping, Plain
+from monet_like.plan.strategies.torch_budget import knapsack
+from monet_like.program import Cost, Program, Task
+from monet_like.simulate import Report, simulate
+
+SOLVED = {"milp": {"solver": "HIGHS", "gap": 0.0}, "checkmate": {"solver": "HIGHS", "gap": 0.0}}
+
+
+def report(name: str, program: Program, costs: dict[str, Cost], budget: int) -> Report:
+    return simulate(program, STRATEGIES[name](program, costs, budget, **SOLVED.get(name, {})), costs)
+
+
+def random_graph(seed: int) -> tuple[list[frozenset[int]], list[int]]:
+    rng = random.Random(seed)
+    count, density = rng.randint(2, 11), rng.choice([0.1, 0.3, 0.6])
+    reads = []
+    for v in range(count):
+        before = {u for u in range(v) if rng.random() < density * (1 if v - u < 4 else 0.3)}
+        reads.append(frozenset(before or ({v - 1} if v and rng.random() < 0.8 else ())))
+    return reads, [rng.randint(0, 9) for _ in range(count)]
+
+
+def test_ogc_is_the_best_of_all_segmentations() -> None:
+    saving = 0
+    for seed in range(400):
+        reads, weights = random_graph(seed)
+        kept, objective = best_vertices(reads, weights)
+        assert objective == brute_force(reads, weights), seed
+        assert sum(weights[v] for v in kept) <= objective
+        saving += objective < sum(weights)
+    assert saving > 200
+
+
+def unet_of(depth: int) -> tuple[Program, dict[str, Cost]]:
+    """Nested skips: level k going down is read again by level k going up."""
+    maker = ProgramMaker()
+    x = maker.value("x", 1, "input")
+    tasks: list[Task] = []
+    chain: list[int] = []
+
+    def add(name: str, reads: tuple[int, ...], size: int) -> int:
+        value = maker.value(name, size, "forward")
+        tasks.append(maker.task(f"f {name}", reads, (value,), Cost(1.0)))
+        chain.append(value)
+        return value
+
+    current, down = x, []
+    for level in range(depth):
+        current = add(f"down{level}", (current,), 2 ** (depth - level))
+        down.append(current)
+    for level in reversed(range(depth - 1)):
+        current = add(f"up{level}", (current, down[level]), 2 ** (depth - level))
+    slots, gradient = [], maker.value("gy", 1, "backward")
+    tangent = gradient
+    for number, value in enumerate(reversed(chain)):
+        result = maker.value(f"g{number}", 1, "backward")
+        slots.append((maker.task(f"b{number}", (gradient, value), (result,), Cost(1.0)),))
+        gradient = result
+    return Program(tuple(maker.values), tuple(tasks), tuple(slots), (chain[-1],), (tangent,), (gradient,)), maker.costs
+
+
+def test_milp_saves_where_nested_skips_leave_ogc_nothing() -> None:
+    program, costs = unet_of(4)
+    plain = simulate(program, store_all(program), costs)
+    ogc = report("ogc", program, costs, plain.peak_bytes)
+    assert ogc.peak_bytes == plain.peak_bytes
+    assert report("milp", program, costs, int(0.8 * plain.peak_bytes)).peak_bytes <= 0.8 * plain.peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
+def test_milp_is_at_least_as_good_as_every_other(share: float) -> None:
+    programs = [network(12), unet_of(4), *(random_program(random.Random(seed), 4) for seed in range(10))]
+    compared = 0
+    for program, costs in programs:
+        budget = max(program.resident_bytes + 15, int(share * peak(program, costs)))
+        others = []
+        for name in STRATEGIES:
+            try:
+                others.append((name, report(name, program, costs, budget)))
+            except MonetError:
+                continue  # infeasible, or no chain
+        fitting = {name: other.seconds for name, other in others if other.peak_bytes <= budget}
+        if fitting:
+            assert min(fitting.values()) >= fitting["milp"] - 1e-9
+            compared += len(fitting) - 1
+        if len(program.tasks) < 5:
+            assert fitting.get("milp") == pytest.approx(best_seconds(program, costs, budget))
+    assert compared > 20
+
+
+def test_checkmate_is_the_best_without_variants() -> None:
+    solved = 0
+    for seed in range(30):
+        program, costs = random_program(random.Random(seed), 5)
+        plain = Plain.of(program)
+        budget = program.resident_bytes + 18
+        best = best_seconds(plain.program, costs, budget)
+        if best is None:
+            continue
+        found = report("checkmate", program, costs, budget)
+        assert found.seconds == pytest.approx(best), seed
+        assert found.peak_bytes <= budget
+        solved += 1
+    assert solved > 10
+
+
+def chain_of(links: int) -> tuple[Program, dict[str, Cost]]:
+    """Equal links, each of whose results the backward needs; nothing else takes memory."""
+    maker = ProgramMaker()
+    x = maker.value("x", 1, "input")
+    values, tasks, before = [], [], x
+    for k in range(links):
+        before_value = before
+        before = maker.value(f"v{k}", 1, "forward")
+        values.append(before)
+        tasks.append(maker.task(f"f{k}", (before_value,), (before,), Cost(1.0)))
+    gradient = tangent = maker.value("gy", 0, "backward")
+    slots = []
+    for k in reversed(range(links)):
+        result = maker.value(f"g{k}", 0, "backward")
+        slots.append((maker.task(f"b{k}", (gradient, values[k]), (result,), Cost(0.0)),))
+        gradient = result
+    done = maker.value("done", 0, "forward")
+    tasks.append(maker.task("out", (before,), (done,), Cost(0.0), runs="first"))
+    return Program(tuple(maker.values), tuple(tasks), tuple(slots), (done,), (tangent,), (gradient,)), maker.costs
+
+
+def fewest_runs(links: int, snapshots: int) -> int:
+    """The least number of links run again to reverse a chain that has just been run, by dynamic programming."""
+    if links <= 1:
+        return 0
+    if snapshots == 0:
+        return links * (links - 1) // 2
+    return min(fewest_runs(links - m, snapshots - 1) + m + fewest_runs(m, snapshots) for m in range(1, links))
+
+
+def test_griewank_runs_as_few_links_again_as_possible() -> None:
+    for links in range(2, 9):
+        program, costs = chain_of(links)
+        keeping = Keeping(program, costs)
+        for snapshots in range(1, 4):
+            chain = _Chain.of(keeping)
+            schedule = prune(program, _revolve(keeping, chain, snapshots))
+            assert len(chain.links) == links
+            assert schedule.rerun_count == fewest_runs(links, snapshots), (links, snapshots)
+
+
+def test_griewank_goes_where_one_rerun_each_cannot() -> None:
+    program, costs = chain_of(30)
+    assert peak(program, costs) == 31
+    for budget in (14, 8, 6):
+        assert report("griewank", program, costs, budget).peak_bytes <= budget
+    assert report("chen_greedy", program, costs, 6).peak_bytes > 6
+
+
+def test_griewank_refuses_what_is_no_chain() -> None:
+    program, costs = chain_of(1)
+    with pytest.raises(SolverError, match="chains only"):
+        report("griewank", program, costs, 10)
+
+
+def test_knapsack_is_exact() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        items = [(name, rng.randint(0, 9), float(rng.randint(0, 9))) for name in range(rng.randint(0, 7))]
+        capacity = rng.randint(0, 25)
+        subsets = itertools.chain.from_iterable(itertools.combinations(items, n) for n in range(len(items) + 1))
+        best = max(sum(v for _, _, v in s) for s in subsets if sum(w for _, w, _ in s) <= capacity)
+        chosen = knapsack(items, capacity)
+        assert sum(w for name, w, _ in items if name in chosen) <= capacity
+        assert sum(v for name, _, v in items if name in chosen) == best, seed
