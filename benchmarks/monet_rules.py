@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -202,15 +202,23 @@ def published_stages(schedule: list[dict[str, Any]]) -> list[Stage]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What MONeT's rules say: milliseconds, peak bytes, and the first rule that is broken."""
+    """What MONeT's rules say.
+
+    Attributes:
+        ms: of the whole step.
+        peak_bytes: the largest row of memory.
+        violation: the first rule that is broken; "" if none is.
+        rows: of every forward task that is run in a later stage, by its number, its largest row.
+    """
 
     ms: float
     peak_bytes: int
     violation: str = ""
+    rows: Mapping[int, int] = field(default_factory=dict)
 
 
 def judge(data: Mapping[str, Any], stages: list[Stage]) -> Verdict:
-    """Replay stages by the rules beside the data: legality, time, and the largest of all rows of memory."""
+    """Replay stages by the rules beside the data: legality, time, and all rows of memory."""
     size = {tensor["id"]: int(tensor["bytes"]) for tensor in data["tensors"]}
     forward, backward = data["forward"], data["backward"]
     count = len(forward)
@@ -231,6 +239,7 @@ def judge(data: Mapping[str, Any], stages: list[Stage]) -> Verdict:
     born = {name: t for t, task in enumerate(backward, 1) for name in task["grad_outputs"]}
     born.setdefault(backward[0]["grad_inputs"][0], 0)
     cents, peak, kept = 0, 0, frozenset[int]()
+    rows: dict[int, int] = {}
     for t, stage in enumerate(stages):
         task = backward[t - 1] if t else None
         grads = sum(size[name] for name, start in born.items() if t and start < t <= readers.get(name, 0))
@@ -278,6 +287,8 @@ def judge(data: Mapping[str, Any], stages: list[Stage]) -> Verdict:
             row += sum(out[i] for i in kept if i > j)
             row += sum(out[i] for i in stage.keep if i < j and i not in static[j])
             peak = max(peak, row)
+            if t:
+                rows[j] = max(rows.get(j, 0), row)
             cents += round(100 * alternative["recompute_ms" if t else "ms"])
             made.add(j)
             if alternative["inplace_of"] is not None and not forward[j].get("optional"):
@@ -295,4 +306,4 @@ def judge(data: Mapping[str, Any], stages: list[Stage]) -> Verdict:
             peak = max(peak, row)
             cents += round(100 * chosen["ms"])
         kept = stage.keep
-    return Verdict(cents / 100, peak)
+    return Verdict(cents / 100, peak, rows=rows)

@@ -1,4 +1,4 @@
-"""The command line: ``monet-like solve | schedule | inspect``, also as ``solve.py`` and ``scripts/schedule.py``."""
+"""The command line: ``monet-like solve | schedule | compare | pareto | ...``, also as ``solve.py`` and ``scripts/schedule.py``."""
 
 from __future__ import annotations
 
@@ -171,6 +171,104 @@ def schedule_command(**options: Any) -> None:
     from .check import check
 
     check(**options)
+
+
+_exploring = _options(
+    click.argument("mode", default="inplace_conv_multiway_newnode"),
+    click.argument("solver", default="HIGHS"),
+    click.option("--device", default="auto", show_default=True, help="Where to measure: auto, cpu, cuda:1."),
+    click.option(
+        "--profile",
+        "profile_file",
+        type=click.Path(path_type=Path),
+        help="Profile file to reuse and extend, or roofline:DEVICE, such as roofline:a100.  "
+        "[default: solutions/profiles/profile_NAME_BATCH_DEVICE.json]",
+    ),
+    click.option("--time-limit", type=float, default=30.0, show_default=True, help="Wall seconds for each plan."),
+    click.option("--gap", type=float, default=0.01, show_default=True, help="Stop when proven this close."),
+    click.option("--optimizer", default="none", show_default=True, help="Count its state: none, momentum or adam."),
+    click.option("--dtype", default="float32", show_default=True, help="Of the model and its input."),
+    click.option("--input-shape", help="Without the batch, such as 3,224,224.  [default: as for solve]"),
+)
+_files = _options(
+    click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Also write the figures, such as out.csv."),
+    click.option("--plot", type=click.Path(path_type=Path), help="Also draw them, such as out.png (matplotlib)."),
+)
+
+
+@main.command("compare", cls=_Command, context_settings=_CONTEXT)
+@click.argument("model")
+@click.argument("batch")
+@click.argument("budgets")
+@_exploring
+@click.option(
+    "--strategies",
+    default="",
+    help="Some of milp, heuristic, checkmate, ogc, chen_greedy, chen_sqrt, griewank, torch_budget, store_all.  "
+    "[default: all]",
+)
+@_files
+def compare_command(**options: Any) -> None:
+    """Step time of every strategy at every one of BUDGETS (GB, or % of plain PyTorch's peak), by one simulator.
+
+    \b
+    Example:
+      monet-like compare "torchvision.models.resnet50()" 184 12,10,8 --profile roofline:a100 --plot fronts.png
+    """
+    from .explore import compare
+
+    compare(**options)
+
+
+@main.command("pareto", cls=_Command, context_settings=_CONTEXT)
+@click.argument("model")
+@click.argument("batch")
+@_exploring
+@click.option("--points", type=int, default=8, show_default=True, help="How many budgets, evenly spread.")
+@click.option("--budgets", default="", help="These instead, such as 10,8,6 or 80%,60%.")
+@_files
+def pareto_command(**options: Any) -> None:
+    """The time-memory front of a model, and what each further GB would buy.
+
+    \b
+    Example:
+      monet-like pareto "torchvision.models.resnet50()" 184 --profile roofline:a100 --points 6 --csv front.csv
+    """
+    from .explore import front
+
+    front(**options)
+
+
+@main.command("smallest", cls=_Command, context_settings=_CONTEXT)
+@click.argument("model")
+@click.argument("batch")
+@_exploring
+def smallest_command(**options: Any) -> None:
+    """The smallest budget that is feasible: the lowest peak found, and what is proven.
+
+    \b
+    Example:
+      monet-like smallest "torchvision.models.resnet50()" 184 --profile roofline:a100
+    """
+    from .explore import smallest
+
+    smallest(**options)
+
+
+@main.command("largest-batch", cls=_Command, context_settings=_CONTEXT)
+@click.argument("model")
+@click.argument("budget")
+@_exploring
+def largest_batch_command(**options: Any) -> None:
+    """The largest batch for which a schedule within BUDGET (GB) is found.
+
+    \b
+    Example:
+      monet-like largest-batch "torchvision.models.resnet50()" 10 --profile roofline:a100
+    """
+    from .explore import largest_batch
+
+    largest_batch(**options)
 
 
 @main.command("inspect", cls=_Command, context_settings=_CONTEXT)

@@ -58,6 +58,27 @@ class Compiled:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """Everything that planning needs.
+
+    Attributes:
+        captured: the program with the admitted variants.
+        profile: where the costs come from.
+        costs: of all tasks of the program.
+        extra_bytes: the optimizer's state.
+        plain: the simulator's report on plain PyTorch's schedule.
+        stage_seconds: wall seconds of capture and profile.
+    """
+
+    captured: Captured
+    profile: Profile
+    costs: Mapping[str, Cost]
+    extra_bytes: int
+    plain: Report
+    stage_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Request:
     """What is asked of the compiler; see the command line's options of the same names."""
 
@@ -218,6 +239,34 @@ def compile_schedule(
         profile: an earlier profile; what it lacks is measured.
         save_profile: called with the profile as soon as something was measured.
     """
+    ready = prepare(request, device, profile=profile, save_profile=save_profile, progress=progress)
+    limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
+    found = plan(
+        ready.captured.program,
+        ready.costs,
+        limit,
+        solver=request.solver,
+        time_limit_seconds=request.time_limit_seconds,
+        gap=request.gap,
+        strategy=request.strategy,
+        extra_bytes=ready.extra_bytes,
+        progress=plan_progress,
+    )
+    record = _record(request, ready, found, limit)
+    return Compiled(
+        ready.captured, ready.costs, found, ready.plain, record, {**ready.stage_seconds, **found.stage_seconds}
+    )
+
+
+def prepare(
+    request: Request,
+    device: torch.device,
+    *,
+    profile: Profile | None = None,
+    save_profile: Callable[[Profile], None] | None = None,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Capture and profile; see `compile_schedule`."""
     started = time.perf_counter()
     captured = admitted(capture(request.model, *request.example), request.mode, ablation=request.ablation)
     extra = optimizer_bytes(request.model, request.optimizer)
@@ -225,21 +274,7 @@ def compile_schedule(
     started = time.perf_counter()
     profile, costs = _profiled(request, captured, device, profile, save_profile, progress)
     seconds["profile"] = time.perf_counter() - started
-    plain = plain_report(captured, costs, extra)
-    limit = budget if isinstance(budget, int) else budget(plain.peak_bytes)
-    found = plan(
-        captured.program,
-        costs,
-        limit,
-        solver=request.solver,
-        time_limit_seconds=request.time_limit_seconds,
-        gap=request.gap,
-        strategy=request.strategy,
-        extra_bytes=extra,
-        progress=plan_progress,
-    )
-    record = _record(request, captured, found, plain, limit, extra, profile)
-    return Compiled(captured, costs, found, plain, record, {**seconds, **found.stage_seconds})
+    return Prepared(captured, profile, costs, extra, plain_report(captured, costs, extra), seconds)
 
 
 def _profiled(
@@ -266,9 +301,8 @@ def _profiled(
     return profile, costs
 
 
-def _record(
-    request: Request, captured: Captured, found: Plan, plain: Report, limit: int, extra: int, profile: Profile
-) -> ScheduleRecord:
+def _record(request: Request, ready: Prepared, found: Plan, limit: int) -> ScheduleRecord:
+    captured, profile, plain = ready.captured, ready.profile, ready.plain
     tensors = [t for t in pytree.tree_leaves(request.example) if isinstance(t, torch.Tensor)]
     return ScheduleRecord(
         schedule=found.schedule,
@@ -293,7 +327,7 @@ def _record(
         solve_seconds=sum(found.stage_seconds.values()),
         ablation=request.ablation,
         optimizer=request.optimizer,
-        optimizer_bytes=extra,
+        optimizer_bytes=ready.extra_bytes,
         autocast=autocast_name(captured.device),
         note=profile.note,
         counts=summary_counts(captured.program, found),

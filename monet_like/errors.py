@@ -25,12 +25,16 @@ class InfeasibleError(MonetError):
     Attributes:
         smallest_bytes: a budget for which a schedule is known, or None.
         step: the step of the training iteration that needs the most, in words.
+        proven: no schedule exists; else none was found by a restricted search.
     """
 
-    def __init__(self, message: str, smallest_bytes: int | None = None, step: str = "") -> None:
+    def __init__(
+        self, message: str, smallest_bytes: int | None = None, step: str = "", *, proven: bool = False
+    ) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
         self.step = step
+        self.proven = proven
 
 
 class SolverError(MonetError):

@@ -52,6 +52,8 @@ def read_problem(
     from .plan.solvers import check_solver
     from .plan.strategies import check_strategy
 
+    if solver.lower() == "heuristic":  # no solver at all
+        solver, strategy = "CBC", "heuristic"
     size, limit, shape = parse_batch(batch), parse_bytes(budget), parse_shape(input_shape)
     parse_mode(mode)
     if profile_batch is not None and profile_batch < 1:

@@ -5,6 +5,7 @@ Importing this module imports neither a solver nor numpy; the ``milp`` strategy 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,8 +39,8 @@ def plan(
     Args:
         program: the training step, with the variants that may be used.
         costs: seconds and workspace bytes per task key.
-        budget_bytes: the limit on everything the step allocates. Only ``milp`` heeds it; the plan of another
-            strategy is refused if it does not fit.
+        budget_bytes: the limit on everything the step allocates. A plan that does not fit is refused, whatever the
+            strategy.
         solver: a cvxpy solver's name, in any case of letters.
         time_limit_seconds: wall seconds for the whole search.
         gap: relative distance from the bound at which the search stops.
@@ -65,11 +66,16 @@ def plan(
             program, costs, budget_bytes, solver, time_limit_seconds, gap, extra_bytes, progress=progress, **options
         )
         return search.run()
+    options["extra_bytes"] = extra_bytes
+    if strategy == "checkmate":
+        options |= {"solver": solver, "time_limit_seconds": time_limit_seconds, "gap": gap, "progress": progress}
+    started = time.monotonic()
     schedule = STRATEGIES[strategy](program, costs, budget_bytes, **options)
+    seconds = time.monotonic() - started
     report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
     if report.peak_bytes > budget_bytes:
         raise SolverError(
             f"strategy {strategy} needs {format_bytes(report.peak_bytes)}, more than {format_bytes(budget_bytes)}, "
-            "and does not plan for a budget; use strategy milp"
+            "and finds nothing smaller; use strategy milp"
         )
-    return Plan(schedule, report, "feasible", found_by=strategy)
+    return Plan(schedule, report, "feasible", found_by=strategy, stage_seconds={strategy: seconds})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import InfeasibleError, SolverError
-from ..program import Cost, Program
+from ..program import Cost, Program, Task
 from ..schedule import Schedule
 from ..simulate import Report, cost_of, simulate
 from ..units import format_bytes
@@ -21,6 +21,8 @@ from .result import Plan
 if TYPE_CHECKING:
     from .solvers import Progress, Solution
 
+#: Seconds of the time limit for each round of annealing, at the start and at the end; see `find_start`.
+SECONDS_PER_ROUND = 15.0
 #: Programs with more columns than this are searched with a start window first.
 MOST_COLUMNS = 8_000
 #: Programs with more columns than this get no unrestricted relaxation: it would take minutes.
@@ -34,6 +36,24 @@ BIG_SHARE = 0.08
 MEND_REACH = 24
 #: The chosen solver's share of the time before HiGHS, which takes a start, goes on from its plan.
 FIRST_SHARE = 0.4
+
+
+def floor_bytes(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> tuple[int, str]:
+    """Bytes below which no schedule can be, and the task that takes them: the hungriest slot by itself."""
+    backward = find_backward_bytes(program)
+    outputs = set(program.outputs)
+    base = program.resident_bytes + extra_bytes + sum(program.values[v].bytes for v in outputs)
+
+    def needs(way: Task) -> int:
+        read = sum(program.values[v].bytes for v in set(program.forward_reads(way)) - outputs)
+        taken = 0 if way.overwrites is None else program.values[way.overwrites].bytes
+        return read + cost_of(way, costs).workspace_bytes - taken
+
+    found = (base, "")
+    for slot, ways in enumerate(program.slots):
+        least = base + backward.during[slot] + min(needs(ways[k]) for k in backward.possible[slot])
+        found = max(found, (least, ways[0].name), key=lambda item: item[0])
+    return found
 
 
 @dataclass
@@ -51,6 +71,7 @@ class Search:
     options: Options | None = None
     fallback: bool = True
     evaluations: int | None = None
+    start: Schedule | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "heuristic": 0.0, "solve": 0.0})
     best: tuple[Schedule, Report, str] | None = None
     bounds: dict[str, float] = field(default_factory=dict)
@@ -68,7 +89,10 @@ class Search:
         self.pin_bytes = default_pin_bytes(self.program, self.budget_bytes)
         solver = check_solver(self.solver)
         self._check_floor()
-        self._heuristic()
+        rounds = 1 + int(self.time_limit_seconds / SECONDS_PER_ROUND)
+        if self.start is not None:
+            self._accept(self.start, "start")
+        self._heuristic(rounds)
         options = self.options or self._choose_options()
         formulation = self._build(options)
         verdict = self._solve(formulation, solver)
@@ -79,6 +103,8 @@ class Search:
             restricted = False
         if self.best is None and verdict == "infeasible":
             raise self._infeasible("not proven" if restricted else "proven")
+        if self.best is not None and self.evaluations != 0 and not self._closed():
+            self._heuristic(1, self.best[0])
         if self.best is None:
             raise SolverError(
                 f"{solver} found no plan within {format_bytes(self.budget_bytes)} in {self.time_limit_seconds:g} s"
@@ -123,19 +149,9 @@ class Search:
 
     def _check_floor(self) -> None:
         """A slot that does not fit by itself, in any of its ways, needs no solver to be refused."""
-        backward = find_backward_bytes(self.program)
-        base = self.program.resident_bytes + self.extra_bytes
-        base += sum(self.program.values[v].bytes for v in set(self.program.outputs))
-        for slot, ways in enumerate(self.program.slots):
-            least = min(self._way_bytes(slot, k) for k in backward.possible[slot])
-            if base + backward.during[slot] + least > self.budget_bytes:
-                raise self._infeasible("proven", (base + backward.during[slot] + least, ways[0].name))
-
-    def _way_bytes(self, slot: int, k: int) -> int:
-        way, values = self.program.slots[slot][k], self.program.values
-        read = sum(values[v].bytes for v in set(self.program.forward_reads(way)) - set(self.program.outputs))
-        taken = 0 if way.overwrites is None else values[way.overwrites].bytes
-        return read + cost_of(way, self.costs).workspace_bytes - taken
+        floor, step = floor_bytes(self.program, self.costs, self.extra_bytes)
+        if floor > self.budget_bytes:
+            raise self._infeasible("proven", (floor, step))
 
     def _infeasible(self, how: str, floor: tuple[int, str] | None = None) -> InfeasibleError:
         known = smallest_known(self.program, self.costs, extra_bytes=self.extra_bytes)
@@ -147,9 +163,11 @@ class Search:
         if known is not None:
             smallest, step = known[1].peak_bytes, step or known[1].peak_step.task
             message += f"; {format_bytes(smallest)} ({smallest} bytes) is known to do, where {known[1].peak_step.task} needs the most"
-        return InfeasibleError(message + "; give more memory or a smaller batch", smallest, step)
+        return InfeasibleError(
+            message + "; give more memory or a smaller batch", smallest, step, proven=how == "proven"
+        )
 
-    def _heuristic(self) -> None:
+    def _heuristic(self, rounds: int, start: Schedule | None = None) -> None:
         begin = time.monotonic()
         schedule = find_start(
             self.program,
@@ -157,7 +175,10 @@ class Search:
             self.budget_bytes,
             extra_bytes=self.extra_bytes,
             pin_bytes=self.pin_bytes if self.options is None else self.options.pin_bytes,
+            seed=0 if start is None else 10_000,
             evaluations=self.evaluations,
+            rounds=rounds,
+            start=start,
         )
         self._accept(schedule, "heuristic")
         self.seconds["heuristic"] += time.monotonic() - begin
@@ -203,11 +224,12 @@ class Search:
         self._near_rows(formulation)
         verdict = "no_incumbent"
         current = solver
+        polish = 0.05 * self.time_limit_seconds  # at the end, what was found is annealed once more
         first_end = self.left * (1 - FIRST_SHARE)
-        while not self._closed() and self.left > 0.3:
-            share = self.left - first_end if current == solver and self._can_fall_back(solver) else self.left
+        while not self._closed() and self.left > 0.3 + polish:
+            share = self.left - (first_end if current == solver and self._can_fall_back(solver) else polish)
             if share < 0.5:
-                current, share = "HIGHS", self.left
+                current, share = "HIGHS", self.left - polish
             solution = self._solve_once(formulation, current, share)
             verdict = solution.status
             self._say(

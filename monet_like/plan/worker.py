@@ -9,17 +9,26 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
 import time
 from typing import Any
 
 
 def main(answer_fd: int) -> None:
     """Solve the problem on stdin; answer on ``answer_fd``."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     job: dict[str, Any] = pickle.load(sys.stdin.buffer)
     started = time.monotonic()
     answer = run_highs(job) if job["solver"] == "HIGHS" else run_cvxpy(job, started)
     with os.fdopen(answer_fd, "wb") as pipe:
         pickle.dump(answer, pipe)
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent has gone, however that went."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def run_highs(job: dict[str, Any]) -> dict[str, Any]:

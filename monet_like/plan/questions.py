@@ -1,0 +1,140 @@
+"""What people ask of a planner besides a plan: how little memory would do, and what more memory would buy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import InfeasibleError, SolverError
+from ..program import Cost, Program
+from ..schedule import Schedule
+from ..simulate import Report, simulate
+from .heuristic import find_start, smallest_known
+from .result import Plan
+from .search import Search, floor_bytes
+
+#: `smallest_budget` stops when its two answers are this close.
+CLOSE = 0.01
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest budget.
+
+    Attributes:
+        schedule, report: of a schedule with the lowest peak that was found.
+        proven_bytes: no schedule at all has a lower peak than this.
+        step: the task that needs the most memory in the schedule.
+    """
+
+    schedule: Schedule
+    report: Report
+    proven_bytes: int
+    step: str
+
+
+def smallest_budget(
+    program: Program,
+    costs: Mapping[str, Cost],
+    *,
+    extra_bytes: int = 0,
+    solver: str = "HIGHS",
+    time_limit_seconds: float = 60.0,
+) -> Smallest:
+    """The lowest peak that any schedule has, from both sides: a schedule, and a bound.
+
+    The local search goes down as far as it gets; then the integer program is asked halfway between that and what a
+    single slot needs, again and again, until the two meet or the time is over.
+
+    Raises:
+        SolverError: not even one schedule was found.
+    """
+    started = time.monotonic()
+    known = smallest_known(program, costs, extra_bytes=extra_bytes)
+    if known is None:
+        raise SolverError("the search found no schedule of this program at all")
+    schedule, report = known
+    proven, _ = floor_bytes(program, costs, extra_bytes)
+    low = proven  # not proven, but not worth asking again
+    while report.peak_bytes - low > CLOSE * report.peak_bytes:
+        left = time_limit_seconds - (time.monotonic() - started)
+        if left < 1:
+            break
+        target = (low + report.peak_bytes) // 2
+        search = Search(program, costs, target, solver, left / 2, gap=0.99, extra_bytes=extra_bytes)
+        try:
+            found = search.run()
+            schedule, report = found.schedule, found.report
+        except InfeasibleError as error:
+            low = target
+            if error.proven:
+                proven = target
+        except SolverError:
+            low = target
+    return Smallest(schedule, report, proven, report.peak_step.task)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the time-memory front: a budget, and the plan for it (None: none was found)."""
+
+    budget_bytes: int
+    plan: Plan | None
+
+
+def pareto(
+    program: Program,
+    costs: Mapping[str, Cost],
+    budgets_bytes: Sequence[int],
+    *,
+    extra_bytes: int = 0,
+    solver: str = "HIGHS",
+    time_limit_seconds: float = 60.0,
+    gap: float = 0.01,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Point, ...]:
+    """A plan for every budget, the smallest budget first: each plan is where the next one starts.
+
+    Args:
+        time_limit_seconds: wall seconds for each budget.
+        progress: called with how many budgets are done and how many there are.
+    """
+    points: list[Point] = []
+    start: Schedule | None = None
+    for done, budget in enumerate(sorted(budgets_bytes)):
+        if progress is not None:
+            progress(done, len(budgets_bytes))
+        search = Search(program, costs, budget, solver, time_limit_seconds, gap, extra_bytes=extra_bytes, start=start)
+        try:
+            found: Plan | None = search.run()
+        except (InfeasibleError, SolverError):
+            found = None
+        if found is not None:
+            start = found.schedule
+        points.append(Point(budget, found))
+    return tuple(points)
+
+
+def seconds_per_gigabyte(points: Sequence[Point]) -> tuple[float | None, ...]:
+    """For every point, the seconds of a step that each further GB (2**30 bytes) up to the next point saves."""
+    found: list[float | None] = []
+    for one, other in zip(points, points[1:], strict=False):
+        if one.plan is None or other.plan is None:
+            found.append(None)
+            continue
+        gigabytes = (other.budget_bytes - one.budget_bytes) / 2**30
+        found.append((one.plan.report.seconds - other.plan.report.seconds) / gigabytes)
+    return (*found, None)
+
+
+def fits(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule | None:
+    """A schedule within the budget if the local search finds one, however slow: the quick answer."""
+    schedule = find_start(program, costs, budget_bytes, extra_bytes=extra_bytes)
+    if schedule is not None:
+        return schedule
+    known = smallest_known(program, costs, extra_bytes=extra_bytes)
+    if known is None or known[1].peak_bytes > budget_bytes:
+        return None
+    assert simulate(program, known[0], costs, extra_bytes=extra_bytes).peak_bytes <= budget_bytes
+    return known[0]
