@@ -93,7 +93,7 @@ def row(table: Table, solution: dict[str, Any], solver: str, seconds: float, gap
 @click.option("--data", type=click.Path(path_type=Path, exists=True), required=True, help="Folder of the tables.")
 @click.option("--solver", default="HIGHS", show_default=True)
 @click.option("--seconds", default=60.0, show_default=True, help="Wall seconds for each budget.")
-@click.option("--gap", default=0.0005, show_default=True, help="Stop when proven this close.")
+@click.option("--gap", default=1e-6, show_default=True, help="Stop when proven this close.")
 @click.option("--models", default=",".join(MODELS), show_default=True)
 @click.option("--budgets", default="", help="Only these, in GB, such as 10,8.  [default: all]")
 def main(data: Path, solver: str, seconds: float, gap: float, models: str, budgets: str) -> None:

@@ -87,7 +87,8 @@ def show_compiled(problem: Problem, compiled: Compiled, path: Path, profile: Pat
     details = aligned_table()
     details.add_row("program", f"{found.columns:,} columns, {found.rows:,} rows")
     by = "" if found.found_by in ("", found.solver) else f", plan found by {found.found_by}"
-    details.add_row("solver", f"{record.solver}: {record.status}{by}")
+    stopped = ", stopped by hand" if found.interrupted else ""
+    details.add_row("solver", f"{record.solver}: {record.status}{by}{stopped}")
     details.add_row("incumbent", format_seconds(record.seconds))
     details.add_row("bound, gap", _bound(record))
     details.add_row("stages", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in compiled.stage_seconds.items()))

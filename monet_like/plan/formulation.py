@@ -39,8 +39,7 @@ removed and dominated variants replaced (`dominated_tasks`, `useful_ways`), sati
 side is the simulated memory. Three things make the program smaller and are *not* exact:
 
 * pinned: values of at most ``pin_bytes`` are always kept once made and always counted; tasks that make nothing
-  else never run again. With ``relaxed`` such values cost no memory and their makers may run without their
-  reads: that program is a relaxation of the unrestricted one, so its optimum is an honest bound.
+  else never run again.
 * window: a task runs again at most ``window`` slots before the first slot that can use its results.
 * again_at_most: each group runs at most this many times during the backward.
 """
@@ -63,19 +62,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """How to restrict or relax the program; the default is exact.
+    """How to restrict the program; the default is exact.
 
     Attributes:
         pin_bytes: values up to this size are always kept.
         window: slots before the first use from which a task may run again; None: from the first on.
         again_at_most: how often a group may run in the backward; None: any number.
-        relaxed: pinned values are free; for bounds.
     """
 
     pin_bytes: int = 0
     window: int | None = None
     again_at_most: int | None = None
-    relaxed: bool = False
 
 
 class Formulation:
@@ -113,8 +110,7 @@ class Formulation:
         #: Resident throughout the step, in bytes; pinned values and outputs come on top.
         self.resident = program.resident_bytes + extra_bytes
         self.output_bytes = sum(program.values[v].bytes for v in self.outputs)
-        if not options.relaxed:
-            self.resident += sum(program.values[v].bytes for v in self.pinned)
+        self.resident += sum(program.values[v].bytes for v in self.pinned)
         seconds = [cost_of(task, costs).seconds for group in (program.tasks, *program.slots) for task in group]
         #: Objective unit: about a thousandth of the step, so that solver tolerances mean the same for every model.
         self.seconds_per_unit = (sum(seconds) or 1.0) / 1000
@@ -190,8 +186,8 @@ class Formulation:
         results = [v for v in task.writes if v not in self.pinned]
         if not self.needs.rerun[p] or p in self.dominated:
             return []
-        if not results:  # in a relaxation, one column stands for a run in any stage
-            return list(self.needs.stages[1:2]) if self.options.relaxed and task.runs == "again" else []
+        if not results:
+            return []
         last = max(self.needs.last[v] for v in results)
         window = self.options.window
         start = 1 if window is None else min(self.needs.first[v] for v in results) - window
@@ -274,8 +270,6 @@ class Formulation:
             return ONE if t else self._made(v, t)
         if v not in self.pinned:
             return self._incoming(v, t) + self._made(v, t)
-        if self.options.relaxed:
-            return total(self._made(v, stage) for stage in self.needs.stages)
         return self._made(v, 0)
 
     def _alive_at_slot(self, v: int, t: int) -> Expr:
@@ -324,23 +318,11 @@ class Formulation:
         for group, members in enumerate(self.needs.groups):
             running = [p for p in members if (p, t) in self.e]
             reads = {u for p in running for u in self.program.forward_reads(self.program.tasks[p])}
-            if self.options.relaxed and t and all(set(self.program.tasks[p].writes) <= self.pinned for p in running):
-                continue
             for u in reads:
-                if self.options.relaxed and t == 0:
-                    self._relaxed_read(u, running)
-                else:
-                    self.builder.at_most(self._group_reads(u, group, t), self._available(u, t))
+                self.builder.at_most(self._group_reads(u, group, t), self._available(u, t))
         if t:
             for u in {u for way in self.program.slots[t - 1] for u in self.program.forward_reads(way)}:
                 self.builder.at_most(self._way_reads(u, t), self._available(u, t))
-
-    def _relaxed_read(self, u: int, running: list[int]) -> None:
-        """In a relaxation a task that makes only pinned values may stand for its run in a later stage."""
-        tasks = self.program.tasks
-        free = [p for p in running if tasks[p].runs == "both" and set(tasks[p].writes) <= self.pinned]
-        reading = total(self.e[p, 0] for p in running if p not in free and u in tasks[p].reads)
-        self.builder.at_most(reading, self._available(u, 0))
 
     def _overwrite_rows(self, t: int) -> None:
         """Rows (6)."""

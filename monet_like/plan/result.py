@@ -26,6 +26,7 @@ class Plan:
         found_by: what found the schedule: ``heuristic``, a solver's name, or the strategy.
         stage_seconds: wall seconds of ``build``, ``heuristic`` and ``solve``.
         pin_bytes, window: how the program was restricted; window None: not.
+        interrupted: stopped by hand (Ctrl-C) with this plan at hand.
     """
 
     schedule: Schedule
@@ -41,3 +42,4 @@ class Plan:
     stage_seconds: dict[str, float] = field(default_factory=dict)
     pin_bytes: int = 0
     window: int | None = None
+    interrupted: bool = False

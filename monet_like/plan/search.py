@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +12,7 @@ from ..program import Cost, Program, Task
 from ..schedule import Schedule
 from ..simulate import Report, cost_of, simulate
 from ..units import format_bytes
+from .bound import block_program
 from .decode import decode, encode, neighbourhood
 from .formulation import Formulation, Options, estimated_columns
 from .heuristic import find_start, smallest_known
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 SECONDS_PER_ROUND = 15.0
 #: Programs with more columns than this are searched with a start window first.
 MOST_COLUMNS = 8_000
-#: Programs with more columns than this get no unrestricted relaxation: it would take minutes.
+#: Programs with more columns than this are not solved without restrictions: it would take minutes.
 MOST_UNRESTRICTED = 200_000
 #: Slots before its first use from which a task may run again, in large programs (measured: wider windows give
 #: the same relaxation on ResNet-50 to 0.01 %, and several times the columns).
@@ -72,7 +73,9 @@ class Search:
     fallback: bool = True
     evaluations: int | None = None
     start: Schedule | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "heuristic": 0.0, "solve": 0.0})
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"heuristic": 0.0, "bound": 0.0, "build": 0.0, "solve": 0.0}
+    )
     best: tuple[Schedule, Report, str] | None = None
     bounds: dict[str, float] = field(default_factory=dict)
 
@@ -89,13 +92,31 @@ class Search:
         self.pin_bytes = default_pin_bytes(self.program, self.budget_bytes)
         solver = check_solver(self.solver)
         self._check_floor()
-        rounds = 1 + int(self.time_limit_seconds / SECONDS_PER_ROUND)
         if self.start is not None:
             self._accept(self.start, "start")
-        self._heuristic(rounds)
-        options = self.options or self._choose_options()
-        formulation = self._build(options)
+        formulation: Formulation | None = None
+        interrupted = False
+        try:
+            self._heuristic(1 + int(self.time_limit_seconds / SECONDS_PER_ROUND))
+            options = self.options or self._choose_options()
+            if options.pin_bytes or options.window is not None:
+                self._honest_bound(0.1)
+                if self.best is not None:
+                    self._honest_bound(0.15, self._fullest_slots(3))
+            formulation = self._build(options)
+            formulation = self._search(formulation, solver)
+            if self.best is not None and self.evaluations != 0 and not self._closed():
+                self._heuristic(1, self.best[0])
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            interrupted = True
+        return self._plan(formulation, solver, interrupted)
+
+    def _search(self, formulation: Formulation, solver: str) -> Formulation:
+        """Solve; where a restricted program has no solution, solve the unrestricted one. The one that was solved."""
         verdict = self._solve(formulation, solver)
+        options = formulation.options
         restricted = options.pin_bytes > 0 or options.window is not None
         if self.best is None and verdict == "infeasible" and restricted and self._columns() < MOST_UNRESTRICTED:
             formulation = self._build(Options())
@@ -103,27 +124,20 @@ class Search:
             restricted = False
         if self.best is None and verdict == "infeasible":
             raise self._infeasible("not proven" if restricted else "proven")
-        if self.best is not None and self.evaluations != 0 and not self._closed():
-            self._heuristic(1, self.best[0])
         if self.best is None:
             raise SolverError(
                 f"{solver} found no plan within {format_bytes(self.budget_bytes)} in {self.time_limit_seconds:g} s"
                 f" ({verdict}); allow more time or more memory"
             )
-        return self._plan(formulation, solver)
+        return formulation
 
     def _columns(self) -> int:
         return estimated_columns(self.program, find_needs(self.program))
 
     def _choose_options(self) -> Options:
-        """Small values are kept; large programs get a window, and their bound from a relaxation without it."""
+        """Small values are kept; large programs get a window."""
         options = Options(pin_bytes=self.pin_bytes)
-        columns = self._columns()
-        if columns <= MOST_COLUMNS:
-            return options
-        if columns <= MOST_UNRESTRICTED:
-            self._relaxation()
-        return replace(options, window=WINDOW)
+        return options if self._columns() <= MOST_COLUMNS else replace(options, window=WINDOW)
 
     # ---- steps --------------------------------------------------------------------------------------------
 
@@ -192,21 +206,33 @@ class Search:
         self.seconds["build"] += time.monotonic() - begin
         return result
 
-    def _relaxation(self) -> None:
-        """A bound for the unrestricted program: its linear relaxation, small values free (HiGHS)."""
+    def _honest_bound(self, share: float, alone: Sequence[int] = ()) -> None:
+        """A bound for every schedule, by HiGHS; see bound.py."""
         from .solvers import installed_solvers, solve
 
-        if "HIGHS" not in installed_solvers():
+        limit = min(self.left * 0.5, self.time_limit_seconds * share)
+        if "HIGHS" not in installed_solvers() or limit < 0.5 or self._closed():
             return
-        options = Options(pin_bytes=self.pin_bytes, relaxed=True)
-        matrix = self._build(options).matrix()
         begin = time.monotonic()
-        limit = min(30.0, self.left * 0.15)
-        if limit > 1:
-            solved = solve(matrix, "HIGHS", time_limit_seconds=limit, relax=True)
-            if solved.status == "optimal":
-                self._bound("unrestricted", solved.objective_seconds)
-        self.seconds["solve"] += time.monotonic() - begin
+        matrix = block_program(self.program, self.costs, self.budget_bytes, alone, self.extra_bytes)
+        solved = solve(matrix, "HIGHS", time_limit_seconds=limit, gap=1e-4)
+        if solved.status in ("optimal", "feasible", "no_incumbent"):
+            self._bound("unrestricted", solved.bound_seconds)
+            self._say(f"bound for all schedules: {self.bounds['unrestricted']:.6g} s")
+        self.seconds["bound"] += time.monotonic() - begin
+
+    def _fullest_slots(self, most: int) -> list[int]:
+        """The backward slots that take the most memory in the best plan, apart from each other."""
+        assert self.best is not None
+        steps = [step for step in self.best[1].steps if step.slot is not None and not step.again]
+        found: list[int] = []
+        for step in sorted(steps, key=lambda step: -step.bytes):
+            assert step.slot is not None
+            if all(abs(step.slot - other) > 5 for other in found) and self.program.slot_reads[step.slot]:
+                found.append(step.slot)
+            if len(found) == most:
+                break
+        return found
 
     def _bound(self, kind: str, seconds: float) -> None:
         # A hair below what the solver says: it works in floating point.
@@ -311,7 +337,7 @@ class Search:
                 return
             stages = self._broken_rows(formulation, schedule) or stages
 
-    def _plan(self, formulation: Formulation, solver: str) -> Plan:
+    def _plan(self, formulation: Formulation | None, solver: str, interrupted: bool) -> Plan:
         assert self.best is not None
         schedule, report, by = self.best
         if report.peak_bytes > self.budget_bytes:
@@ -320,7 +346,7 @@ class Search:
         kind: Literal["unrestricted", "restricted", "none"] = "none"
         bound = 0.0
         for candidate in kinds:  # the restricted bound is named only where it says more than the honest one
-            if min(self.bounds.get(candidate, 0.0), report.seconds) > bound:
+            if min(self.bounds.get(candidate, 0.0), report.seconds) > bound * (1 if kind == "none" else 1.001):
                 kind, bound = candidate, min(self.bounds[candidate], report.seconds)
             if report.seconds - bound <= self.gap * report.seconds:
                 break
@@ -332,11 +358,12 @@ class Search:
             bound_seconds=bound,
             bound_kind=kind,
             gap=gap,
-            rows=len(formulation.builder._upper),
-            columns=len(formulation.builder.cost),
+            rows=len(formulation.builder._upper) if formulation else 0,
+            columns=len(formulation.builder.cost) if formulation else 0,
             solver=solver,
             found_by=by,
             stage_seconds=dict(self.seconds),
-            pin_bytes=formulation.options.pin_bytes,
-            window=formulation.options.window,
+            pin_bytes=formulation.options.pin_bytes if formulation else self.pin_bytes,
+            window=formulation.options.window if formulation else None,
+            interrupted=interrupted,
         )

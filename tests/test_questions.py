@@ -1,0 +1,149 @@
+"""Questions besides a plan: the smallest budget, the front, the largest batch; against brute force and as commands."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from random_programs import best_seconds, random_program
+from test_plan import network, peak
+from test_strategies import chain_of
+
+from monet_like.cli import main
+from monet_like.plan.bound import block_program
+from monet_like.plan.formulation import Formulation, Options
+from monet_like.plan.questions import pareto, seconds_per_gigabyte, smallest_budget
+from monet_like.plan.solvers import solve
+
+RESNET = ["torchvision.models.resnet18()", "64"]
+QUICK = ["--profile", "roofline:a100", "--time-limit", "3", "--input-shape", "3,96,96"]
+
+
+def test_smallest_budget_is_the_smallest() -> None:
+    for seed in range(5):
+        program, costs = random_program(random.Random(seed), 4)
+        found = smallest_budget(program, costs, time_limit_seconds=20)
+        lowest = found.report.peak_bytes
+        assert best_seconds(program, costs, lowest) is not None, seed
+        assert found.proven_bytes <= lowest
+        assert best_seconds(program, costs, lowest - 1) is None, seed
+
+
+def test_bound_holds_for_every_schedule_and_is_often_the_best() -> None:
+    tried = tight = 0
+    for seed in range(30):
+        program, costs = random_program(random.Random(seed), 4)
+        budget = program.resident_bytes + 14
+        best = best_seconds(program, costs, budget)
+        if best is None:
+            continue
+        for alone in ((), (0, 2)):
+            matrix = block_program(program, costs, budget, [slot for slot in alone if slot < len(program.slots)])
+            solved = solve(matrix, "HIGHS", time_limit_seconds=10, gap=0.0)
+            assert solved.status == "optimal", (seed, alone)
+            assert solved.bound_seconds <= best + 1e-6, (seed, alone)
+            tried += 1
+            tight += solved.bound_seconds >= best - 1e-6
+    assert tried > 25
+    assert tight > 0.7 * tried
+
+
+def test_front_is_the_best_at_every_budget_and_never_rises() -> None:
+    program, costs = random_program(random.Random(5), 4)
+    budgets = [program.resident_bytes + extra for extra in (4, 8, 12, 16, 20, 30)]
+    points = pareto(program, costs, budgets, time_limit_seconds=20, gap=0.0)
+    assert [point.budget_bytes for point in points] == budgets
+    for point in points:
+        best = best_seconds(program, costs, point.budget_bytes)
+        assert (point.plan is None) == (best is None)
+        assert point.plan is None or point.plan.report.seconds == pytest.approx(best)
+
+
+def test_what_a_gigabyte_more_buys() -> None:
+    program, costs = network(20)
+    top = peak(program, costs)
+    points = pareto(program, costs, [top // 2, top], time_limit_seconds=10)
+    one, other = (point.plan for point in points)
+    assert one is not None
+    assert other is not None
+    expected = (one.report.seconds - other.report.seconds) / ((top - top // 2) / 2**30)
+    assert seconds_per_gigabyte(points) == (pytest.approx(expected), None)
+    assert expected > 0
+
+
+def test_several_reruns_reach_what_one_each_cannot() -> None:
+    """A chain of 12 equal links: with one rerun each it needs more memory, and where both fit it is slower."""
+    program, costs = chain_of(12)
+    lowest: dict[int | None, int] = {}
+    at_six: dict[int | None, float] = {}
+    for most in (1, None):
+        for budget in range(4, 9):
+            formulation = Formulation(program, costs, budget, options=Options(again_at_most=most))
+            for t in formulation.needs.stages:
+                for group in range(len(formulation.needs.groups)):
+                    formulation.add_run_row(t, group)
+            solution = solve(formulation.matrix(), "HIGHS", time_limit_seconds=60, gap=0.0)
+            if solution.status == "optimal":
+                lowest.setdefault(most, budget)
+                at_six.setdefault(most, 0.0)
+                if budget == 6:
+                    at_six[most] = solution.objective_seconds
+    assert lowest[None] < lowest[1]
+    if at_six[1]:
+        assert at_six[None] <= at_six[1]
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_pareto_command(tmp_path: Path) -> None:
+    table, picture = tmp_path / "front.csv", tmp_path / "front.png"
+    text = run("pareto", *RESNET, *QUICK, "--points", "3", "--csv", str(table), "--plot", str(picture))
+    assert "1 GB more saves" in text
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == 3
+    seconds = [float(row["seconds"]) for row in rows]
+    assert seconds == sorted(seconds, reverse=True)
+    assert all(int(row["peak_bytes"]) <= int(row["budget_bytes"]) for row in rows)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_command(tmp_path: Path) -> None:
+    table = tmp_path / "all.csv"
+    text = run("compare", *RESNET, "90%,75%", *QUICK, "--strategies", "heuristic,ogc,store_all", "--csv", str(table))
+    rows = {(row["strategy"], row["budget_bytes"]): row for row in csv.DictReader(table.open())}
+    assert len(rows) == 6
+    assert all(row["seconds"] for (name, _), row in rows.items() if name == "heuristic")
+    assert not any(row["seconds"] for (name, _), row in rows.items() if name == "store_all")
+    assert "store_all" in text
+
+
+def test_smallest_and_largest_batch_agree() -> None:
+    assert "proven minimum" in run("smallest", *RESNET, *QUICK)
+    arguments = ("largest-batch", RESNET[0], "0.2", "--profile", "roofline:a100", "--input-shape", "3,96,96")
+    text = run(*arguments)
+    batch = int(text.split("largest batch found: ")[1])
+    assert f"batch {batch}: fits" in text
+    assert f"batch {batch + 1}: does not fit" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("compare", *RESNET, "abc%"), "no percentage"),
+        (("compare", *RESNET, "50%", "--strategies", "best"), "unknown strategy"),
+        (("pareto", *RESNET, "--points", "1"), "at least 2"),
+        (("largest-batch", RESNET[0], "1"), "roofline"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:
+    extra = ("--profile", "roofline:a100") if arguments[0] == "compare" else ()
+    result = CliRunner().invoke(main, [*arguments, *extra])
+    assert result.exit_code == 2
+    assert words in result.stderr
