@@ -165,7 +165,7 @@ def test_unknown_names_are_usage_errors_that_list_the_known() -> None:
     with pytest.raises(UsageError, match=r"unknown solver 'CBCC'; installed: .*HIGHS"):
         plan(program, costs, 10**6, solver="CBCC")
     with pytest.raises(
-        UsageError, match="unknown strategy 'magic'; there are: checkmate, chen_greedy, .* milp, .* torch_budget"
+        UsageError, match=r"unknown strategy 'magic'; there are: checkmate, chen_greedy, .* milp, .* torch_budget"
     ):
         plan(program, costs, 10**6, strategy="magic")
     with pytest.raises(UsageError, match="must be more than 0"):
