@@ -21,17 +21,16 @@ class BuildWithKernels(build_py):
 
     def run(self) -> None:
         super().run()
-        compiled = _compile_kernels()
+        libraries = _compile_kernels()
         if self.editable_mode:
             return  # the package is used where it stands
         package = Path(self.build_lib) / "monet_like"
         # The sources travel with the package, so that an installed one can build its kernels later.
         shutil.copytree(ROOT / "csrc", package / "csrc", dirs_exist_ok=True)
-        if compiled is not None:
-            library = package / "kernels" / "lib"
-            library.mkdir(parents=True, exist_ok=True)
-            for path in (compiled, compiled.with_suffix(".json"), compiled.with_name("monet_like_search.so")):
-                shutil.copy2(path, library / path.name)
+        target = package / "kernels" / "lib"
+        target.mkdir(parents=True, exist_ok=True)
+        for path in libraries:
+            shutil.copy2(path, target / path.name)
 
 
 class PlatformDistribution(Distribution):
@@ -41,19 +40,20 @@ class PlatformDistribution(Distribution):
         return True
 
 
-def _compile_kernels() -> Path | None:
-    """The library, or None and a printed reason."""
+def _compile_kernels() -> list[Path]:
+    """The libraries and what they were made from; nothing, and a printed reason, where they cannot be compiled."""
     sys.path.insert(0, str(ROOT))
     try:
         from monet_like.kernels import build
     finally:
         sys.path.remove(str(ROOT))
     try:
-        return build.build()
+        kernels = build.build()
     except (build.KernelBuildError, OSError) as error:  # a missing compiler must not stop the installation
         later = "install with --no-build-isolation or run: python -m monet_like.kernels.build"
         print(f"monet_like: kernels not built ({error}); {later}", file=sys.stderr)
-        return None
+        return []
+    return [kernels, kernels.with_suffix(".json"), build.search_library_path()]
 
 
 setup(cmdclass={"build_py": BuildWithKernels}, distclass=PlatformDistribution)

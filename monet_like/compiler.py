@@ -22,7 +22,7 @@ from .profile_data import Profile
 from .profiler import Inputs, Progress, Scaling, device_name, matched, measure_task, to_profile, versions
 from .program import Cost, Program, Task
 from .replay import admitted, autocast_name
-from .roofline import DEVICES, roofline
+from .roofline import DEVICES, DeviceLimits, roofline
 from .schedule_file import InputSpec, ScheduleRecord
 from .simulate import Report, simulate
 from .tracing import fake_mode
@@ -226,35 +226,47 @@ def compile_schedule(
     budget: int | Callable[[int], int],
     device: torch.device,
     *,
-    profile: Profile | None = None,
+    profile: Profile | DeviceLimits | None = None,
     save_profile: Callable[[Profile], None] | None = None,
     progress: Progress | None = None,
-    plan_progress: Callable[..., None] | None = None,
+    plan_progress: Callable[[str], None] | None = None,
 ) -> Compiled:
     """From a request to a schedule.
 
     Args:
         budget: bytes, or a function from plain PyTorch's peak to bytes.
         device: to measure on.
-        profile: an earlier profile; what it lacks is measured.
+        profile: an earlier profile, what it lacks being measured; or a device's rates, nothing being measured.
         save_profile: called with the profile as soon as something was measured.
     """
     ready = prepare(request, device, profile=profile, save_profile=save_profile, progress=progress)
     limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
-    found = plan(
-        ready.captured.program,
-        ready.costs,
-        limit,
-        solver=request.solver,
-        time_limit_seconds=request.time_limit_seconds,
-        gap=request.gap,
-        strategy=request.strategy,
-        extra_bytes=ready.extra_bytes,
-        progress=plan_progress,
-    )
+    found = plan_for(ready, request, limit, progress=plan_progress)
     record = _record(request, ready, found, limit)
     return Compiled(
         ready.captured, ready.costs, found, ready.plain, record, {**ready.stage_seconds, **found.stage_seconds}
+    )
+
+
+def plan_for(
+    ready: Prepared,
+    request: Request,
+    budget_bytes: int,
+    *,
+    strategy: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Plan what was prepared, as the request says; ``strategy`` instead of the request's own."""
+    return plan(
+        ready.captured.program,
+        ready.costs,
+        budget_bytes,
+        solver=request.solver,
+        time_limit_seconds=request.time_limit_seconds,
+        gap=request.gap,
+        strategy=strategy or request.strategy,
+        extra_bytes=ready.extra_bytes,
+        progress=progress,
     )
 
 
@@ -262,7 +274,7 @@ def prepare(
     request: Request,
     device: torch.device,
     *,
-    profile: Profile | None = None,
+    profile: Profile | DeviceLimits | None = None,
     save_profile: Callable[[Profile], None] | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
@@ -272,19 +284,23 @@ def prepare(
     extra = optimizer_bytes(request.model, request.optimizer)
     seconds = {"capture": time.perf_counter() - started}
     started = time.perf_counter()
-    profile, costs = _profiled(request, captured, device, profile, save_profile, progress)
+    found = _profiled(request, captured, device, profile, save_profile, progress)
     seconds["profile"] = time.perf_counter() - started
-    return Prepared(captured, profile, costs, extra, plain_report(captured, costs, extra), seconds)
+    return Prepared(captured, found, found.costs, extra, plain_report(captured, found.costs, extra), seconds)
 
 
 def _profiled(
     request: Request,
     captured: Captured,
     device: torch.device,
-    profile: Profile | None,
+    profile: Profile | DeviceLimits | None,
     save_profile: Callable[[Profile], None] | None,
     progress: Progress | None,
-) -> tuple[Profile, Mapping[str, Cost]]:
+) -> Profile:
+    if isinstance(profile, DeviceLimits):
+        costs = roofline(captured, captured.program, profile)
+        note = "estimated from datasheet rates"
+        return Profile(f"roofline:{profile.name}", costs, note, {"torch": torch.__version__})
     known = profile.costs if profile else {}
     if profile and not profile.device.startswith("roofline") and profile.device != device_name(device):
         lacking = [t for t in _all_tasks(captured.program) if t.cost and t.cost not in known]
@@ -298,7 +314,7 @@ def _profiled(
         profile = to_profile(costs, device, note)
         if save_profile:
             save_profile(profile)
-    return profile, costs
+    return profile
 
 
 def _record(request: Request, ready: Prepared, found: Plan, limit: int) -> ScheduleRecord:

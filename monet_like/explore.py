@@ -13,16 +13,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress as Bar
 
-from .compiler import Prepared, prepare, with_batch
+from .compiler import Prepared, plan_for, prepare, with_batch
 from .errors import MonetError, UsageError
 from .files import check_writable, write_atomically
-from .plan import STRATEGIES, plan
+from .plan import STRATEGIES
 from .plan.questions import Point, fits, pareto, seconds_per_gigabyte, smallest_budget
 from .plan.strategies import check_strategy
 from .problem import Problem, read_problem
-from .profile_data import Profile
+from .roofline import DeviceLimits
 from .show import aligned_table
-from .solve import profile_path, roofline_profile
+from .solve import profile_path, read_profile
 from .units import format_bytes, format_seconds, parse_bytes
 
 #: Largest batch that `largest_batch` tries.
@@ -33,10 +33,7 @@ def _prepared(profile_file: Path | None, options: dict[str, Any]) -> tuple[Probl
     """Read the arguments, capture and profile."""
     problem = read_problem(budget="1", **options)
     store = profile_file or profile_path(problem)
-    if str(store).startswith("roofline:"):
-        profile: Profile | None = roofline_profile(str(store), problem)
-        return problem, prepare(problem.request, problem.device, profile=profile)
-    profile = Profile.load(store) if store.exists() else None
+    profile = read_profile(store)
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("profile")
         return problem, prepare(
@@ -103,16 +100,7 @@ def compare(
                 bar.update(task, description=f"{name} at {format_bytes(limit)}")
                 started = time.monotonic()
                 try:
-                    found = plan(
-                        ready.captured.program,
-                        ready.costs,
-                        limit,
-                        solver=request.solver,
-                        time_limit_seconds=request.time_limit_seconds,
-                        gap=request.gap,
-                        strategy=name,
-                        extra_bytes=ready.extra_bytes,
-                    )
+                    found = plan_for(ready, request, limit, strategy=name)
                 except MonetError:
                     cells.append("-")
                     rows.append([name, limit, "", "", f"{time.monotonic() - started:.2f}"])
@@ -221,7 +209,8 @@ def largest_batch(*, budget: str, profile_file: Path | None, **options: Any) -> 
     """The largest batch for which the search finds a schedule within a budget: doubling, then halving the step."""
     limit = parse_bytes(budget)
     options["batch"] = "1"
-    if profile_file is None or not str(profile_file).startswith("roofline:"):
+    limits = read_profile(profile_file) if profile_file is not None else None
+    if not isinstance(limits, DeviceLimits):
         raise UsageError("largest-batch needs --profile roofline:DEVICE: measuring at every batch would take too long")
     problem = read_problem(budget=budget, **options)
     console = Console(highlight=False)
@@ -230,8 +219,7 @@ def largest_batch(*, budget: str, profile_file: Path | None, **options: Any) -> 
     def fitting(batch: int) -> bool:
         if batch not in tried:
             request = replace(problem.request, example=with_batch(problem.request.example, batch))
-            at = replace(problem, request=request)
-            ready = prepare(request, problem.device, profile=roofline_profile(str(profile_file), at))
+            ready = prepare(request, problem.device, profile=limits)
             found = fits(ready.captured.program, ready.costs, limit, extra_bytes=ready.extra_bytes)
             tried[batch] = found is not None
             plain = "fits" if ready.plain.peak_bytes <= limit else "does not"

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .compiler import Compiled, compile_schedule, default_names
 from .errors import UsageError
 from .files import check_writable
 from .problem import Problem, read_problem
 from .profile_data import Profile
 from .profiler import device_slug
+from .roofline import DEVICES, DeviceLimits
 from .show import Progress, show_compiled
 
 SOLUTIONS = Path("solutions")
@@ -25,18 +24,14 @@ def solve(*, profile_file: Path | None, out: Path | None, **options: Any) -> Com
     path = out or default_names(problem.spec.name, request, problem.budget_bytes, SOLUTIONS)
     check_writable(path)
     store = profile_file or profile_path(problem)
-    roofline = str(store).startswith("roofline:")
-    profile = roofline_profile(str(store), problem) if roofline else None
-    if not roofline:
-        check_writable(store)
-        profile = Profile.load(store) if store.exists() else None
+    profile = read_profile(store)
     with Progress() as progress:
         compiled = compile_schedule(
             request,
             problem.budget_bytes,
             problem.device,
             profile=profile,
-            save_profile=None if roofline else lambda found: found.save(store),
+            save_profile=lambda found: found.save(store),
             progress=progress.profiling,
             plan_progress=progress.planning,
         )
@@ -53,20 +48,17 @@ def profile_path(problem: Problem) -> Path:
     return SOLUTIONS / "profiles" / f"profile_{problem.spec.name}_{problem.request.batch}{suffix}_{device}.json"
 
 
-def roofline_profile(text: str, problem: Problem) -> Profile:
-    """Costs from a datasheet: ``roofline:a100``.
+def read_profile(store: Path) -> Profile | DeviceLimits | None:
+    """Where costs come from: a device's rates for ``roofline:a100``, else what the file holds, if there is one.
 
     Raises:
-        UsageError: unknown device name.
+        UsageError: an unknown device name, or a folder that cannot be written to.
+        ProfileError: the file is no profile.
     """
-    from .capture import capture
-    from .replay import admitted
-    from .roofline import DEVICES, roofline
-
-    name = text.partition(":")[2]
+    if not str(store).startswith("roofline:"):
+        check_writable(store)
+        return Profile.load(store) if store.exists() else None
+    name = str(store).partition(":")[2]
     if name not in DEVICES:
         raise UsageError(f"there is no roofline for {name!r}; choose one of {', '.join(DEVICES)}")
-    request = problem.request
-    captured = admitted(capture(request.model, *request.example), request.mode, ablation=request.ablation)
-    costs = roofline(captured, captured.program, DEVICES[name])
-    return Profile(text, costs, "estimated from datasheet rates", {"torch": torch.__version__})
+    return DEVICES[name]

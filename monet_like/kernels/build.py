@@ -145,14 +145,12 @@ def _object_name(path: Path, header_bytes: bytes, tools: _Toolchain) -> str:
 
 
 def _compile(path: Path, target: Path, tools: _Toolchain, verbose: bool) -> None:
-    partial = target.with_suffix(f".{os.getpid()}.partial")
     if path.suffix == ".cu":
         assert tools.nvcc is not None
         compiler, flags = [tools.nvcc, "-ccbin", tools.cxx], tools.nvcc_flags
     else:
         compiler, flags = [tools.cxx], tools.cxx_flags
-    _run([*compiler, *flags, "-c", str(path), "-o", str(partial)], verbose)
-    os.replace(partial, target)
+    _replace(target, lambda partial: [*compiler, *flags, "-c", str(path), "-o", partial], verbose)
 
 
 def _run(command: Sequence[str], verbose: bool) -> None:

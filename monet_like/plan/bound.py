@@ -29,10 +29,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..program import Cost, Program, Task
+from ..program import Cost, Program
 from ..simulate import cost_of
 from .matrix import ONE, ZERO, Builder, Expr, MatrixProgram, total
-from .needs import dominated_tasks, find_backward_bytes, find_needs, useful_ways
+from .needs import dominated_tasks, find_backward_bytes, find_needs, net_workspace, useful_ways
 
 
 def block_program(
@@ -49,7 +49,6 @@ def block_program(
     sizes = [value.bytes for value in program.values]
     all_seconds = [cost_of(task, costs).seconds for group in (program.tasks, *program.slots) for task in group]
     unit = (sum(all_seconds) or 1.0) / 1000
-    byte_unit = max(1.0, budget_bytes / 2**13)
     count = len(program.slots)
     own = {slot + 1 for slot in alone if slot + 1 in needs.stages}
     starts = sorted({1, *own, *(t + 1 for t in own if t < count)}) if count else []
@@ -92,8 +91,7 @@ def block_program(
         carried.append(held)
         parts = [held[v] * sizes[v] for v in held if sizes[v]]
         fixed = program.resident_bytes + extra_bytes + sum(sizes[v] for v in outputs) + backward.before[start - 1]
-        row = total([*parts, Expr(float(fixed))]) * (1 / byte_unit)
-        builder.at_most(row, Expr((budget_bytes + 0.5) / byte_unit))
+        builder.fits([*parts, Expr(float(fixed))], budget_bytes)
         for p, run in e[b].items():
             for u in set(reads[p]) - outputs:
                 builder.at_most(run, held.get(u, ZERO) + made[b][u])
@@ -109,7 +107,7 @@ def block_program(
             parts = [extra, Expr(float(fixed))]
             for v in {*after, *reading}:
                 parts.append(builder.highest([after.get(v, ZERO), reading.get(v, ZERO)]) * sizes[v])
-            builder.at_most(total(parts) * (1 / byte_unit), Expr((budget_bytes + 0.5) / byte_unit))
+            builder.fits(parts, budget_bytes)
     return builder.finish(unit)
 
 
@@ -138,9 +136,5 @@ def _slot(
         readers = [chosen[k] for k, way in ways.items() if u in way.reads]
         reading[u] = ONE if len(readers) == len(ways) else total(readers)
         builder.at_most(reading[u], held.get(u, ZERO) + made[u])
-    extra = total(chosen[k] * (cost_of(way, costs).workspace_bytes - _taken(program, way)) for k, way in ways.items())
+    extra = total(chosen[k] * net_workspace(program, costs, way) for k, way in ways.items())
     return extra, reading
-
-
-def _taken(program: Program, way: Task) -> int:
-    return 0 if way.overwrites is None else program.values[way.overwrites].bytes

@@ -46,18 +46,23 @@ side is the simulated memory. Three things make the program smaller and are *not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..program import Cost, Program, Task
 from ..schedule import Schedule
 from ..simulate import cost_of
 from .matrix import ONE, ZERO, Builder, Expr, MatrixProgram, total
-from .needs import BackwardBytes, Needs, dominated_tasks, find_backward_bytes, find_needs, pinned_values, useful_ways
-
-if TYPE_CHECKING:
-    pass
+from .needs import (
+    BackwardBytes,
+    Needs,
+    dominated_tasks,
+    find_backward_bytes,
+    find_needs,
+    net_workspace,
+    pinned_values,
+    useful_ways,
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,6 @@ class Formulation:
         seconds = [cost_of(task, costs).seconds for group in (program.tasks, *program.slots) for task in group]
         #: Objective unit: about a thousandth of the step, so that solver tolerances mean the same for every model.
         self.seconds_per_unit = (sum(seconds) or 1.0) / 1000
-        self.byte_unit = max(1.0, budget_bytes / 2**13)
         self.e: dict[tuple[int, int], Expr] = {}
         self.w: dict[int, tuple[Expr, ...]] = {}
         self.K: dict[tuple[int, int], Expr] = {}
@@ -347,8 +351,7 @@ class Formulation:
                 stage, worst = t, 0
             ways = self.program.slots[t - 1]
             extra = total(
-                w * (cost_of(way, self.costs).workspace_bytes - self._taken(way))
-                for way, w in zip(ways, self.w[t], strict=True)
+                w * net_workspace(self.program, self.costs, way) for way, w in zip(ways, self.w[t], strict=True)
             )
             if t == stage:
                 self._slot_row(stage, self.backward.during[t - 1], extra, at_slot=True)
@@ -368,14 +371,7 @@ class Formulation:
             alive = self._alive_at_slot(v, t) if at_slot else self.K.get((v, t), ZERO)
             if not alive.is_zero:
                 parts.append(alive * self.program.values[v].bytes)
-        self._memory_row(parts)
-
-    def _memory_row(self, parts: Iterable[Expr]) -> None:
-        """At most B, with half a byte to spare: bytes are whole, so nothing more is let in."""
-        self.builder.at_most(total(parts) * (1 / self.byte_unit), Expr((self.budget + 0.5) / self.byte_unit))
-
-    def _taken(self, task: Task) -> int:
-        return 0 if task.overwrites is None else self.program.values[task.overwrites].bytes
+        self.builder.fits(parts, self.budget)
 
     def add_run_row(self, t: int, group: int) -> bool:
         """Row (9) for the tasks of a group in stage t; False if it stands already."""
@@ -388,7 +384,7 @@ class Formulation:
         for p in members:
             task = self.program.tasks[p]
             written = sum(values[v].bytes for v in task.writes)
-            parts.append(self.e[p, t] * (written + cost_of(task, self.costs).workspace_bytes - self._taken(task)))
+            parts.append(self.e[p, t] * (written + net_workspace(self.program, self.costs, task)))
         if t:
             parts.append(Expr(self.output_bytes + self.backward.before[t - 1]))
         else:
@@ -403,7 +399,7 @@ class Formulation:
                 alive = self._alive_between(v, group, t)
             if not alive.is_zero:
                 parts.append(alive * values[v].bytes)
-        self._memory_row(parts)
+        self.builder.fits(parts, self.budget)
         return True
 
     def big_runs(self, share: float) -> list[tuple[int, int]]:

@@ -163,6 +163,14 @@ class Builder:
         self._upper.append(-expr.const)
         self._lower.append(-expr.const if equal else float("-inf"))
 
+    def fits(self, parts: Iterable[Expr], budget_bytes: int) -> None:
+        """The row "the sum of these bytes is at most the budget", in units of an 8192nd of the budget.
+
+        With half a byte to spare: bytes are whole, so nothing more is let in.
+        """
+        unit = max(1.0, budget_bytes / 2**13)
+        self.at_most(total(parts) * (1 / unit), Expr((budget_bytes + 0.5) / unit))
+
     def highest(self, parts: Iterable[Expr]) -> Expr:
         """An upper bound of 0/1 expressions: a new column that follows from them, or the only one of them."""
         some = tuple(dict.fromkeys(part for part in parts if not part.is_zero))

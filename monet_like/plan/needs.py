@@ -56,6 +56,12 @@ def find_needs(program: Program) -> Needs:
     return Needs(stages, tuple(last), tuple(first), rerun, _groups(program.tasks))
 
 
+def net_workspace(program: Program, costs: Mapping[str, Cost], task: Task) -> int:
+    """Bytes that a task takes beyond what it reads and writes, less the storage that it takes over."""
+    taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
+    return cost_of(task, costs).workspace_bytes - taken
+
+
 def pinned_values(program: Program, pin_bytes: int) -> frozenset[int]:
     """Values of at most ``pin_bytes`` that a restricted search always keeps and always counts."""
     excluded = set(program.outputs) | {task.overwrites for task in program.tasks}
@@ -121,10 +127,8 @@ def useful_ways(program: Program, costs: Mapping[str, Cost], slot: int, possible
     ways = program.slots[slot]
 
     def price(k: int) -> tuple[float, int, set[int]]:
-        taken = ways[k].overwrites
-        cost = cost_of(ways[k], costs)
-        extra = cost.workspace_bytes - (0 if taken is None else program.values[taken].bytes)
-        return cost.seconds, extra, set(program.forward_reads(ways[k]))
+        seconds, extra = cost_of(ways[k], costs).seconds, net_workspace(program, costs, ways[k])
+        return seconds, extra, set(program.forward_reads(ways[k]))
 
     kept: list[int] = []
     for k in sorted(possible, key=lambda k: (price(k)[0], price(k)[1], len(price(k)[2]), k)):

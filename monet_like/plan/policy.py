@@ -24,7 +24,7 @@ from math import inf
 from ..program import Cost, Program
 from ..schedule import Schedule
 from ..simulate import cost_of
-from .needs import dominated_tasks, find_backward_bytes, find_needs, pinned_values, prune, useful_ways
+from .needs import dominated_tasks, find_backward_bytes, find_needs, net_workspace, pinned_values, prune, useful_ways
 
 #: No cut: as long as it is needed.
 NEVER = 2**31 - 1
@@ -85,17 +85,20 @@ class Tables:
     """A program and its costs as the search sees them. Lists of lists are by value, class, slot or option.
 
     Attributes:
+        bytes: of every value; 0 for pinned ones, which ``resident_bytes`` counts.
+        output: which values are outputs.
         resident_bytes: throughout the step, outputs apart.
         output_bytes: of all outputs.
-        reads, writes: of every class; forward values only.
+        reads, writes, written_bytes: of every class; forward values only.
         shared: whether a class writes an output that another one writes too.
+        members: the tasks of every class, the fastest first.
         first_seconds, again_seconds: of the fastest member that may run in the forward, or again; inf if none.
         first, again: for every value, the classes that may make it in the forward, or again.
         options: for every slot, its options as numbers into ``option_reads`` and ``ways``.
+        option_reads, ways: what every option reads, and the ways that read just that, the fastest first.
         before, during: bytes of backward values when a slot's tasks run again, and during the slot.
         uses: for every value, the slots that may read it.
         changeable: values that may or may not be kept.
-        slots: the program's slots with the number of the first way that is possible; for their order only.
     """
 
     bytes: tuple[int, ...]
@@ -178,10 +181,9 @@ def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
         found: dict[tuple[int, ...], list[Way]] = {}
         for k in useful_ways(program, costs, slot, possible):
             task = program.slots[slot][k]
-            taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
-            cost = cost_of(task, costs)
             key = tuple(sorted(set(program.forward_reads(task))))
-            found.setdefault(key, []).append(Way(k, cost.seconds, cost.workspace_bytes - taken))
+            way = Way(k, cost_of(task, costs).seconds, net_workspace(program, costs, task))
+            found.setdefault(key, []).append(way)
         options.append(tuple(range(len(ways), len(ways) + len(found))))
         option_reads += found
         ways += (tuple(sorted(w, key=lambda way: (way.seconds, way.extra))) for w in found.values())
@@ -217,11 +219,10 @@ def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
 
 
 def _member(program: Program, costs: Mapping[str, Cost], rerun: Sequence[bool], p: int) -> Member:
-    task, cost = program.tasks[p], cost_of(program.tasks[p], costs)
-    taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
+    task = program.tasks[p]
     runs = (FIRST if task.runs != "again" else 0) | (AGAIN if rerun[p] else 0)
-    overwrites = -1 if task.overwrites is None else task.overwrites
-    return Member(p, cost.seconds, cost.workspace_bytes - taken, overwrites, runs)
+    taken = -1 if task.overwrites is None else task.overwrites
+    return Member(p, cost_of(task, costs).seconds, net_workspace(program, costs, task), taken, runs)
 
 
 def to_schedule(

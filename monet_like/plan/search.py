@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import InfeasibleError, SolverError
 from ..program import Cost, Program, Task
 from ..schedule import Schedule
-from ..simulate import Report, cost_of, simulate
+from ..simulate import Report, simulate
 from ..units import format_bytes
 from .bound import block_program
 from .decode import decode, encode, neighbourhood
 from .formulation import Formulation, Options, estimated_columns
 from .heuristic import find_start, smallest_known
-from .needs import default_pin_bytes, find_backward_bytes, find_needs
+from .needs import default_pin_bytes, find_backward_bytes, find_needs, net_workspace
 from .result import Plan
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def floor_bytes(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
 
     def needs(way: Task) -> int:
         read = sum(program.values[v].bytes for v in set(program.forward_reads(way)) - outputs)
-        taken = 0 if way.overwrites is None else program.values[way.overwrites].bytes
-        return read + cost_of(way, costs).workspace_bytes - taken
+        return read + net_workspace(program, costs, way)
 
     found = (base, "")
     for slot, ways in enumerate(program.slots):

@@ -118,7 +118,6 @@ def solve(
     time_limit_seconds: float = 60.0,
     gap: float = 0.01,
     start: NDArray[Any] | None = None,
-    relax: bool = False,
     progress: Progress | None = None,
     options: dict[str, Any] | None = None,
 ) -> Solution:
@@ -130,7 +129,6 @@ def solve(
         time_limit_seconds: wall seconds in all; at the end the solver is stopped.
         gap: relative gap at which it may stop.
         start: a feasible point; used by solvers that accept one (HIGHS), as the incumbent for all.
-        relax: solve the linear relaxation instead; ``x`` is then fractional and None unless optimal.
         progress: called with lines of the solver's log.
         options: further options in the solver's own names.
 
@@ -143,9 +141,8 @@ def solve(
     started = time.monotonic()
     if problem.contradiction:
         return Solution("infeasible", None, float("inf"), float("inf"), float("inf"), 0.0, "a row cannot hold")
-    integral = np.zeros_like(problem.integral) if relax else problem.integral
     if problem.columns == 0:
-        return _judge(problem, {"status": "optimal", "x": np.zeros(0)}, problem.offset, started, gap, relax)
+        return _judge(problem, {"status": "optimal", "x": np.zeros(0)}, problem.offset, started, gap)
     job = {
         "solver": name,
         "matrix": problem.matrix,
@@ -153,7 +150,7 @@ def solve(
         "upper": problem.upper,
         "cost": problem.cost,
         "offset": problem.offset,
-        "integral": integral,
+        "integral": problem.integral,
         "limit": time_limit_seconds * 0.97 - 0.5 if time_limit_seconds > 2 else time_limit_seconds * 0.7,
         "gap": gap,
         "start": start,
@@ -164,23 +161,19 @@ def solve(
     answer = _run_child(job, started + time_limit_seconds, log)
     bound = answer.get("bound")
     if bound is None or not np.isfinite(bound):
-        bound = log.bound if not relax else float("-inf")
-    if answer.get("x") is None and start is not None and not relax and MEANING.get(answer["status"]) == "limit":
+        bound = log.bound
+    if answer.get("x") is None and start is not None and MEANING.get(answer["status"]) == "limit":
         answer["x"] = start
-    return _judge(problem, answer, bound + problem.offset, started, gap, relax)
+    return _judge(problem, answer, bound + problem.offset, started, gap)
 
 
-def _judge(
-    problem: MatrixProgram, answer: dict[str, Any], bound: float, started: float, gap: float, relax: bool
-) -> Solution:
+def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, started: float, gap: float) -> Solution:
     """The one place where a status and values become a `Solution`."""
     import numpy as np
 
     meaning = MEANING.get(answer["status"], "error")
     x = answer.get("x")
-    if x is not None and relax:
-        x = x if meaning == "optimal" else None
-    elif x is not None:
+    if x is not None:
         rounded = np.where(problem.integral, np.round(x), np.clip(x, 0.0, 1.0))
         distance = float(np.abs(rounded - x)[problem.integral].max(initial=0.0))
         x = rounded if distance < 1e-3 and problem.violation(rounded) < TOLERANCE else None
@@ -191,7 +184,7 @@ def _judge(
         return Solution(without.get(meaning, "error"), None, float("inf"), bound * unit, float("inf"), seconds, message)
     objective = float(problem.cost @ x + problem.offset)
     if meaning == "optimal":  # it stopped because this close; its gap is relative to the objective without the offset
-        bound = max(bound, objective - (0.0 if relax else gap * abs(objective - problem.offset)))
+        bound = max(bound, objective - gap * abs(objective - problem.offset))
     bound = min(bound, objective)
     reached = (objective - bound) / abs(objective) if objective else 0.0
     proven = meaning == "optimal" or reached <= gap

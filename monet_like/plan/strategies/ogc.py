@@ -267,23 +267,3 @@ def _members(bits: int) -> Iterator[int]:
         low = bits & -bits
         yield low.bit_length() - 1
         bits ^= low
-
-
-def brute_force(reads: Sequence[frozenset[int]], weights: Sequence[int]) -> int:
-    """The same objective by trying every set of kept vertices; for small graphs."""
-    graph, count = _Graph(reads, weights), len(weights)
-    best = sum(weights)
-    for kept in range(1 << count):
-        left, largest, legal = ((1 << count) - 1) & ~kept, 0, True
-        while left and legal:
-            part = graph._connected(left & -left, left)
-            left &= ~part
-            entries = exits = 0
-            for v in _members(part):
-                entries |= graph.before[v] & ~part
-                exits |= graph.after[v] & ~part
-            legal = entries.bit_count() == 1 and exits.bit_count() == 1
-            largest = max(largest, sum(graph.weights[v] for v in _members(part)))
-        if legal:
-            best = min(best, sum(weights[v] for v in _members(kept)) + largest)
-    return best

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ...program import Cost, Program, Task
 from ...schedule import Schedule
-from ...simulate import Report, simulate
+from ...simulate import Report, cost_of, simulate
 from ..heuristic import Searcher
 from .store_all import store_all
 
@@ -78,7 +78,7 @@ def plain_forward(program: Program, costs: Mapping[str, Cost]) -> PlainForward:
         schedule,
         tuple(frozenset(place[v] for v in program.forward_reads(task)) for task in tasks),
         tuple(sum(program.values[v].bytes for v in task.writes) for task in tasks),
-        tuple(costs[task.cost].seconds if task.cost else 0.0 for task in tasks),
+        tuple(cost_of(task, costs).seconds for task in tasks),
         tuple(task.writes for task in tasks),
     )
 
