@@ -82,7 +82,7 @@ def auto_schedule(
         save_profile=lambda found: found.save(store),
     )
     compiled.record.save(place)
-    return ScheduleWrapper(model, compiled.record, example=example)
+    return ScheduleWrapper(model, compiled.record, example=example, captured=compiled.captured)
 
 
 def _budget(memory_budget: str | int) -> Any:

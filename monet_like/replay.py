@@ -47,6 +47,8 @@ class ScheduleWrapper(nn.Module):
         solution_file: a schedule file, or a loaded `ScheduleRecord`.
         input_shape: shape of the input, with or without the batch; a list of shapes for several inputs. It is
             compared with what the schedule was solved for. None takes the file's word.
+        example: arguments to capture the model with, as (args, kwargs); default: fake ones of the file's shapes.
+        captured: the model as captured with ``example`` and the schedule's mode, if that is at hand: it takes seconds.
 
     Raises:
         ScheduleFileError: the file is unreadable or was made for another model, shape or version.
@@ -60,6 +62,7 @@ class ScheduleWrapper(nn.Module):
         input_shape: Sequence[int] | Sequence[Sequence[int]] | None = None,
         *,
         example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        captured: Captured | None = None,
     ) -> None:
         super().__init__()
         if isinstance(model, ScheduleWrapper):
@@ -81,7 +84,8 @@ class ScheduleWrapper(nn.Module):
             example = (tensors, {})
         if model.training:
             leaves, spec = pytree.tree_flatten(example)
-            self._step(self._key(leaves, spec), *example)
+            args, kwargs = example
+            self._step(self._key(leaves, spec), args, kwargs, captured)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's forward; its backward follows the schedule."""
@@ -109,7 +113,7 @@ class ScheduleWrapper(nn.Module):
         )
         return described, str(spec), flags[1:], autocast_name(_device_of(self))
 
-    def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
         """Capture the model for these arguments and compile the schedule's decisions for it."""
         record = self.record
         found = tuple(
@@ -118,7 +122,8 @@ class ScheduleWrapper(nn.Module):
             if isinstance(leaf, torch.Tensor)
         )
         _check_inputs(record, found)
-        captured = admitted(capture(self._model, args, kwargs), record.mode, ablation=record.ablation)
+        if captured is None:
+            captured = admitted(capture(self._model, args, kwargs), record.mode, ablation=record.ablation)
         _check_program(record, captured.program, type(self._model).__name__)
         _check_schedule(record, captured.program)
         step = Step(captured, record.schedule)

@@ -58,9 +58,12 @@ def costs_of(captured: Captured, example: zoo.Built, mode: str, *, timed: bool) 
     return {key: Cost(seconds[key] + 1e-6, cost.workspace_bytes) for key, cost in costs.items() if key in seconds}
 
 
-def replayed(example: zoo.Built, record: ScheduleRecord, *, measured: bool = True) -> Outcome:
+def replayed(
+    example: zoo.Built, captured: Captured, schedule: Schedule, mode: str, *, measured: bool = True
+) -> Outcome:
     model, args, kwargs = example
-    wrapped = ScheduleWrapper(twin(model), record, example=(args, kwargs))
+    record = record_for(captured, schedule, mode, example)
+    wrapped = ScheduleWrapper(twin(model), record, example=(args, kwargs), captured=captured)
     return run(wrapped, args, kwargs, measured=measured)
 
 
@@ -92,7 +95,7 @@ def test_planned_schedules_are_exact_and_fit(name: str) -> None:
                 continue
             done.add(budget)
             report = simulate(program, schedule, costs)
-            outcome = replayed(example, record_for(captured, schedule, mode, example))
+            outcome = replayed(example, captured, schedule, mode)
             assert worst(plain, outcome) == 0.0, (mode, budget)
             peak = program.resident_bytes + outcome.rise_bytes - LOSS_BYTES
             assert report.peak_bytes <= budget
@@ -112,9 +115,7 @@ def test_any_amount_of_recompute_is_bit_equal(name: str, drop: float) -> None:
     schedule = random_schedule(captured.program, seed=3, drop=drop, others=0.0)
     assert schedule.rerun_count > 5
     plain = run(twin(model), args, kwargs)
-    differences = plain.differences(
-        replayed(example, record_for(captured, schedule, "normal", example), measured=False)
-    )
+    differences = plain.differences(replayed(example, captured, schedule, "normal", measured=False))
     assert {name: d for name, d in differences.items() if d} == {}
 
 
@@ -128,7 +129,7 @@ def test_every_variant_agrees_in_float64(name: str) -> None:
     plain = run(twin(model), args, kwargs)
     for seed in range(3):
         schedule = random_schedule(captured.program, seed, drop=0.5, others=0.7)
-        outcome = replayed(example, record_for(captured, schedule, FULL, example), measured=False)
+        outcome = replayed(example, captured, schedule, FULL, measured=False)
         assert worst(plain, outcome) <= 1e-10, seed
 
 
@@ -141,8 +142,5 @@ def test_predicted_peak_is_the_measured_one_for_any_schedule(name: str) -> None:
     for seed, (drop, others) in enumerate([(0.0, 0.0), (0.5, 0.3), (0.9, 0.9)]):
         schedule = random_schedule(captured.program, seed, drop=drop, others=others)
         predicted = simulate(captured.program, schedule, costs).peak_bytes
-        measured = (
-            captured.program.resident_bytes
-            + replayed(example, record_for(captured, schedule, FULL, example)).rise_bytes
-        )
+        measured = captured.program.resident_bytes + replayed(example, captured, schedule, FULL).rise_bytes
         assert abs(measured - predicted) <= 0.002 * predicted, seed
