@@ -114,7 +114,8 @@ def test_restrictions_and_the_block_program_enclose_the_optimum() -> None:
             assert exact is not None
             assert restricted[1] >= exact[1] - 1e-6, seed
         if exact is not None:
-            problem = block_program(program, costs, budget, [slot for slot in (0, 2) if slot < len(program.slots)])
+            slots = [slot for slot in (0, 2) if slot < len(program.slots)]
+            problem = block_program(program, costs, budget, slots).matrix
             if problem.columns == 0:
                 continue
             rows = LinearConstraint(problem.matrix, problem.lower, problem.upper)

@@ -41,7 +41,8 @@ def test_bound_holds_for_every_schedule_and_is_often_the_best() -> None:
         if best is None:
             continue
         for alone in ((), (0, 2)):
-            matrix = block_program(program, costs, budget, [slot for slot in alone if slot < len(program.slots)])
+            slots = [slot for slot in alone if slot < len(program.slots)]
+            matrix = block_program(program, costs, budget, slots).matrix
             solved = solve(matrix, "HIGHS", time_limit_seconds=10, gap=0.0)
             assert solved.status == "optimal", (seed, alone)
             assert solved.bound_seconds <= best + 1e-6, (seed, alone)

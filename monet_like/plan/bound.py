@@ -28,21 +28,61 @@ needs the most memory (U-Net), it says little.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ..program import Cost, Program
 from ..simulate import cost_of
 from .matrix import ONE, ZERO, Builder, Expr, MatrixProgram, total
 from .needs import dominated_tasks, find_backward_bytes, find_needs, net_workspace, useful_ways
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: The budget of a program without one.
+NO_BUDGET = 2**62
+
+
+@dataclass(frozen=True)
+class BlockProgram:
+    """The program, and how to read a point of it.
+
+    Attributes:
+        matrix: the program.
+        carried: for every block, K of the values that may be carried into it.
+        ways: for every slot, w of its useful ways.
+    """
+
+    matrix: MatrixProgram
+    carried: tuple[Mapping[int, Expr], ...]
+    ways: tuple[Mapping[int, Expr], ...]
+
+    def kept(self, x: NDArray[Any]) -> tuple[int, ...]:
+        """The values that the forward keeps."""
+        return tuple(v for v, held in self.carried[0].items() if held.value(x) > 0.5) if self.carried else ()
+
+    def chosen(self, x: NDArray[Any]) -> tuple[int, ...]:
+        """The way of every slot."""
+        return tuple(max(ways, key=lambda k, w=ways: w[k].value(x)) for ways in self.ways)  # type: ignore[misc]
+
 
 def block_program(
     program: Program,
     costs: Mapping[str, Cost],
-    budget_bytes: int,
+    budget_bytes: int = NO_BUDGET,
     alone: Iterable[int] = (),
     extra_bytes: int = 0,
-) -> MatrixProgram:
-    """The program above; ``alone`` are slots that are blocks by themselves, what lies between them are the others."""
+    *,
+    seconds_per_byte: float = 0.0,
+    required: Iterable[int] = (),
+) -> BlockProgram:
+    """The program above.
+
+    Args:
+        alone: slots that are blocks by themselves; what lies between them are the other blocks.
+        seconds_per_byte: price of what the forward keeps, added to the objective.
+        required: values that the forward must make besides the outputs.
+    """
     needs, backward = find_needs(program), find_backward_bytes(program)
     useless = dominated_tasks(program, costs, needs.groups)
     builder, outputs = Builder(), set(program.outputs)
@@ -74,7 +114,7 @@ def block_program(
         e.append(mine)
     made_first = {v: total(x[p] for p in makers[v] if p in x) for v in range(len(sizes))}
     made = [{v: total(mine[p] for p in makers[v] if p in mine) for v in range(len(sizes))} for mine in e]
-    for v in outputs:
+    for v in {*outputs, *required}:
         builder.equal(made_first[v], ONE)
     for p in x:
         for u in reads[p]:
@@ -86,7 +126,7 @@ def block_program(
         for v in forward:
             source = made_first[v] if b == 0 else carried[-1].get(v, ZERO) + made[b - 1][v]
             if needs.last[v] >= start and not source.is_zero:
-                held[v] = builder.column()
+                held[v] = builder.column(0.0 if b else seconds_per_byte * sizes[v] / unit)
                 builder.at_most(held[v], source)
         carried.append(held)
         parts = [held[v] * sizes[v] for v in held if sizes[v]]
@@ -95,11 +135,13 @@ def block_program(
         for p, run in e[b].items():
             for u in set(reads[p]) - outputs:
                 builder.at_most(run, held.get(u, ZERO) + made[b][u])
+    ways: list[Mapping[int, Expr]] = []
     for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
         for t in range(start, end):
-            extra, reading = _slot(
+            chosen, extra, reading = _slot(
                 program, costs, builder, t - 1, backward.possible[t - 1], unit, carried[b], made[b], outputs
             )
+            ways.append(chosen)
             if t not in own:
                 continue
             after = carried[b + 1] if b + 1 < len(starts) else {}
@@ -108,7 +150,7 @@ def block_program(
             for v in {*after, *reading}:
                 parts.append(builder.highest([after.get(v, ZERO), reading.get(v, ZERO)]) * sizes[v])
             builder.fits(parts, budget_bytes)
-    return builder.finish(unit)
+    return BlockProgram(builder.finish(unit), tuple(carried), tuple(ways))
 
 
 def _slot(
@@ -121,8 +163,8 @@ def _slot(
     held: Mapping[int, Expr],
     made: Mapping[int, Expr],
     outputs: set[int],
-) -> tuple[Expr, dict[int, Expr]]:
-    """Columns w and rows (3) and (5) of one slot; the bytes that its ways take, and which values they read."""
+) -> tuple[dict[int, Expr], Expr, dict[int, Expr]]:
+    """Columns w and rows (3) and (5) of one slot; w, the bytes that its ways take, and which values they read."""
     ways = {k: program.slots[slot][k] for k in useful_ways(program, costs, slot, possible)}
     price = {k: cost_of(way, costs).seconds / unit for k, way in ways.items()}
     if len(ways) == 1:
@@ -137,4 +179,4 @@ def _slot(
         reading[u] = ONE if len(readers) == len(ways) else total(readers)
         builder.at_most(reading[u], held.get(u, ZERO) + made[u])
     extra = total(chosen[k] * net_workspace(program, costs, way) for k, way in ways.items())
-    return extra, reading
+    return chosen, extra, reading

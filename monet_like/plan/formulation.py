@@ -417,12 +417,13 @@ class Formulation:
         return self.builder.finish(self.seconds_per_unit)
 
 
-def estimated_columns(program: Program, needs: Needs) -> int:
-    """About how many columns the unrestricted program has: run columns, and as many for what is carried."""
+def estimated_columns(program: Program, needs: Needs, window: int | None = None) -> int:
+    """About how many columns the program has, unrestricted or with a window: run columns, and as many for carrying."""
     runs = 0
     for p, task in enumerate(program.tasks):
         last = max((needs.last[v] for v in task.writes), default=0) if needs.rerun[p] else 0
-        runs += sum(0 < t <= last for t in needs.stages)
+        first = 1 if window is None else min((needs.first[v] for v in task.writes), default=last) - window
+        runs += sum(max(1, first) <= t <= last for t in needs.stages)
     return 2 * runs
 
 

@@ -15,8 +15,9 @@ from ..units import format_bytes
 from .bound import block_program
 from .decode import decode, encode, neighbourhood
 from .formulation import Formulation, Options, estimated_columns
-from .heuristic import find_start, smallest_known
+from .heuristic import Searcher, find_start, smallest_known
 from .needs import default_pin_bytes, find_backward_bytes, find_needs, net_workspace
+from .parts import Parts, compose
 from .result import Plan
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ SECONDS_PER_ROUND = 15.0
 MOST_COLUMNS = 8_000
 #: Programs with more columns than this are not solved without restrictions: it would take minutes.
 MOST_UNRESTRICTED = 200_000
+#: Programs with more columns than this even with a window are composed from parts and annealed, without a solver
+#: for the whole: building the program alone would take longer than that.
+MOST_WINDOWED = 60_000
+#: Share of the time limit for solving parts.
+PARTS_SHARE = 0.3
 #: Slots before its first use from which a task may run again, in large programs (measured: wider windows give
 #: the same relaxation on ResNet-50 to 0.01 %, and several times the columns).
 WINDOW = 32
@@ -73,7 +79,7 @@ class Search:
     evaluations: int | None = None
     start: Schedule | None = None
     seconds: dict[str, float] = field(
-        default_factory=lambda: {"heuristic": 0.0, "bound": 0.0, "build": 0.0, "solve": 0.0}
+        default_factory=lambda: {"parts": 0.0, "heuristic": 0.0, "bound": 0.0, "build": 0.0, "solve": 0.0}
     )
     best: tuple[Schedule, Report, str] | None = None
     bounds: dict[str, float] = field(default_factory=dict)
@@ -96,7 +102,18 @@ class Search:
         formulation: Formulation | None = None
         interrupted = False
         try:
-            self._heuristic(1 + int(self.time_limit_seconds / SECONDS_PER_ROUND))
+            composed = self._compose()
+            rounds = 1 + int(self.time_limit_seconds / SECONDS_PER_ROUND)
+            if (
+                self.options is None
+                and estimated_columns(self.program, find_needs(self.program), WINDOW) > MOST_WINDOWED
+            ):
+                if not self._closed():
+                    self._heuristic(rounds, composed)
+                if self.best is None:
+                    raise self._infeasible("not proven")
+                return self._plan(None, "", interrupted)
+            self._heuristic(rounds)
             options = self.options or self._choose_options()
             if options.pin_bytes or options.window is not None:
                 self._honest_bound(0.1)
@@ -180,6 +197,27 @@ class Search:
             message + "; give more memory or a smaller batch", smallest, step, proven=how == "proven"
         )
 
+    def _compose(self) -> Schedule | None:
+        """A bound and a schedule from the parts of the program; see parts.py."""
+        from .solvers import installed_solvers
+
+        if "HIGHS" not in installed_solvers() or self.evaluations == 0:
+            return None
+        begin = time.monotonic()
+        ends = begin + PARTS_SHARE * self.time_limit_seconds
+        parts = Parts(self.program, self.costs, self.extra_bytes)
+        searcher = Searcher(self.program, self.costs, self.extra_bytes, self.pin_bytes)
+        found = compose(parts, searcher, self.budget_bytes, lambda: ends - time.monotonic())
+        schedule = None
+        if found is not None:
+            self._bound("unrestricted", found.bound_seconds)
+            self._say(f"bound from {len(parts.parts)} parts: {found.bound_seconds:.6g} s")
+            planned = found.found and searcher.plan(found.found.policy, self.budget_bytes)
+            if planned and self._accept(planned[0], "parts"):
+                schedule = planned[0]
+        self.seconds["parts"] += time.monotonic() - begin
+        return schedule
+
     def _heuristic(self, rounds: int, start: Schedule | None = None) -> None:
         begin = time.monotonic()
         schedule = find_start(
@@ -213,8 +251,8 @@ class Search:
         if "HIGHS" not in installed_solvers() or limit < 0.5 or self._closed():
             return
         begin = time.monotonic()
-        matrix = block_program(self.program, self.costs, self.budget_bytes, alone, self.extra_bytes)
-        solved = solve(matrix, "HIGHS", time_limit_seconds=limit, gap=1e-4)
+        blocks = block_program(self.program, self.costs, self.budget_bytes, alone, self.extra_bytes)
+        solved = solve(blocks.matrix, "HIGHS", time_limit_seconds=limit, gap=1e-4)
         if solved.status in ("optimal", "feasible", "no_incumbent"):
             self._bound("unrestricted", solved.bound_seconds)
             self._say(f"bound for all schedules: {self.bounds['unrestricted']:.6g} s")

@@ -1,0 +1,435 @@
+"""Deep models: a bound and a plan from parts that are solved one by one, equal parts only once.
+
+The forward is cut where at most one value crosses. With a price L per byte for what the backward finds kept, the
+question of bound.py, "what does the forward keep", falls apart into one small program per part, joined by whether the
+values that cross are needed in the backward: a shortest path over the parts. For every L,
+
+    bound(L) = min over paths (seconds + L * bytes kept) + L * (resident + backward values + outputs - B)
+
+is a bound for all schedules (Lagrangian relaxation of row (6) of bound.py; Everett 1963). It is concave in L, and
+since many parts share one row its best value comes within about one part's share of the optimum of bound.py. Eighty
+equal blocks cost as much as one.
+
+The two paths at the best L, one over the budget and one within it, are mixed part by part into a plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import inf
+from typing import Any
+
+from ..program import Cost, Program, Runs, Task, Value
+from ..simulate import cost_of
+from .bound import block_program
+from .heuristic import Found, Searcher
+from .needs import find_backward_bytes
+from .policy import Policy
+from .worker import run_highs
+
+#: Values of at most this size cross cuts for nothing.
+SMALL_BYTES = 4096
+#: A part has at least this many tasks; small programs are solved exactly in any case.
+LEAST_TASKS = 12
+#: Seconds for the program of one part.
+PART_SECONDS = 5.0
+#: How often the price is improved.
+TURNS = 12
+#: How often the price is raised fourfold until the answer fits.
+MOST_RISES = 30
+#: Factor of the price where a plan takes more than what it keeps.
+STEP = 1.15
+#: How often the price rises without another answer before the search ends.
+MOST_IDLE = 20
+#: Lengths of chains that are tried; see `Parts.answer`.
+CHAINS = (0, 1, 3, 7)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring forward tasks and the slots that read their results.
+
+    Attributes:
+        tasks, slots: indices in the whole program.
+        enters: what it reads of earlier parts.
+        leaves: what later parts read of it, or through it.
+    """
+
+    tasks: tuple[int, ...]
+    slots: tuple[int, ...]
+    enters: tuple[int, ...]
+    leaves: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One part's best answer to a price: a bound of its seconds and priced bytes, both of them, values kept, ways."""
+
+    bound: float
+    seconds: float
+    bytes: int
+    kept: tuple[int, ...]
+    ways: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best path at a price: the bound of its priced seconds, its seconds, its bytes, the choice in every part."""
+
+    price: float
+    bound: float
+    seconds: float
+    bytes: int
+    choices: tuple[Choice, ...]
+
+
+#: Bound so far, the last choice, the path before it.
+_Path = tuple[float, "Choice | None", Any]
+
+
+@dataclass(frozen=True)
+class _Small:
+    """A part as a program by itself, in numbers of its own.
+
+    Attributes:
+        leaves: its numbers of what the forward must make.
+        values: the whole program's numbers of its values.
+        ways: the whole program's numbers of its slots' ways.
+        number: the same for equal programs.
+    """
+
+    program: Program
+    leaves: tuple[int, ...]
+    values: tuple[int, ...]
+    ways: tuple[tuple[int, ...], ...]
+    number: int
+
+
+def split(program: Program) -> tuple[Part, ...]:
+    """The parts of a program, in order; a single one where it cannot be cut."""
+    count = len(program.tasks)
+    places = _places(program)
+    first, last, slot_places = _spans(program, places)
+    crossing, closed = [0] * (count + 1), [False] * (count + 1)
+    for v, makers in enumerate(program.producers):
+        for cut in range(first[v] + 1, last[v] + 1):
+            crossing[cut] += program.values[v].bytes > SMALL_BYTES
+            closed[cut] |= cut <= max(places[p] for p in makers)
+    starts = [0]
+    for cut in range(1, count):
+        if crossing[cut] <= 1 and not closed[cut] and cut - starts[-1] >= LEAST_TASKS:
+            starts.append(cut)
+    ends = [*starts[1:], count]
+    crossings = [
+        tuple(
+            v
+            for v, value in enumerate(program.values)
+            if first[v] < start <= last[v] and value.bytes > SMALL_BYTES and program.producers[v]
+        )
+        for start in starts
+    ]
+    tasks: list[list[int]] = [[] for _ in starts]
+    for p, place in enumerate(places):
+        tasks[bisect_right(starts, place) - 1].append(p)
+    slots: list[list[int]] = [[] for _ in starts]
+    for slot, place in slot_places.items():
+        slots[bisect_right(starts, place) - 1].append(slot)
+    return tuple(
+        Part(tuple(tasks[k]), tuple(slots[k]), crossings[k], crossings[k + 1] if k + 1 < len(ends) else ())
+        for k in range(len(starts))
+    )
+
+
+def _places(program: Program) -> list[int]:
+    """For every task the index where it could stand: that of its last input's producer, if only the backward uses it.
+
+    Capture puts what the backward computes from forward values alone at the end of the forward.
+    """
+    outputs, read = set(program.outputs), set[int]()
+    trunk = [False] * len(program.tasks)
+    for p in reversed(range(len(program.tasks))):
+        task = program.tasks[p]
+        trunk[p] = not (outputs | read).isdisjoint(task.writes)
+        if trunk[p]:
+            read.update(program.forward_reads(task))
+    places: list[int] = []
+    for p, task in enumerate(program.tasks):
+        made = [min(places[q] for q in program.producers[v]) for v in program.forward_reads(task)]
+        places.append(p if trunk[p] or not made else max(made))
+    return places
+
+
+def _spans(program: Program, places: Sequence[int]) -> tuple[list[int], list[int], dict[int, int]]:
+    """For every value the places of its first producer and last reader; the places of slots that read any."""
+    first = [min((places[p] for p in makers), default=0) for makers in program.producers]
+    last = [max((places[p] for p in makers), default=0) for makers in program.producers]
+    for p, task in enumerate(program.tasks):
+        for v in program.forward_reads(task):
+            last[v] = max(last[v], places[p])
+    slot_places: dict[int, int] = {}
+    for slot, ways in enumerate(program.slots):
+        read = {v for way in ways for v in program.forward_reads(way)}
+        if read:
+            slot_places[slot] = max(first[v] for v in read)
+            for v in read:
+                last[v] = max(last[v], slot_places[slot])
+    return first, last, slot_places
+
+
+class Parts:
+    """The parts of one program and their answers to prices."""
+
+    def __init__(self, program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> None:
+        self.program, self.costs = program, costs
+        self.parts = split(program)
+        backward = find_backward_bytes(program)
+        self.outputs = frozenset(program.outputs)
+        self.fixed_bytes = program.resident_bytes + extra_bytes + sum(program.values[v].bytes for v in self.outputs)
+        self.fixed_bytes += backward.before[0] if backward.before else 0
+        self.possible = backward.possible
+        inside = {slot for part in self.parts for slot in part.slots}
+        #: Slots that read nothing of the forward.
+        self.fixed_seconds = sum(
+            min(cost_of(ways[k], costs).seconds for k in self.possible[slot])
+            for slot, ways in enumerate(program.slots)
+            if slot not in inside
+        )
+        self.made: dict[object, _Small | None] = {}
+        self.shapes: dict[object, int] = {}
+        self.known: dict[object, Choice | None] = {}
+
+    def answer(self, price: float, chain: int | None = None) -> Answer | None:
+        """The best path at a price in seconds per byte; None if some part could not be solved.
+
+        With ``chain``, of that many neighbouring parts what leaves them may be made again in one go; what leaves the
+        next one is kept. That bounds what the answer leaves out, the memory in the course of the backward.
+        """
+        paths: dict[tuple[tuple[bool, ...], int], _Path] = {((), 0): (0.0, None, None)}
+        for number, part in enumerate(self.parts):
+            longer: dict[tuple[tuple[bool, ...], int], _Path] = {}
+            for needed, kept in product(product((True, False), repeat=len(part.leaves)), (True, False)):
+                if kept and chain is None:
+                    continue
+                for (given, length), path in paths.items():
+                    link = 0 if kept or not any(needed) or chain is None else length + 1
+                    if chain is not None and link > chain:
+                        continue
+                    choice = self._choice(number, given, needed, price, kept)
+                    if choice is None:
+                        continue
+                    bound = path[0] + choice.bound
+                    if bound < longer.get((needed, link), (inf, None, None))[0]:
+                        longer[needed, link] = bound, choice, path
+            paths = longer
+        if not paths:
+            return None
+        best: _Path | None = min(paths.values(), key=lambda path: path[0])
+        assert best is not None
+        bound, choices = best[0], []
+        while best is not None and best[1] is not None:
+            choices.append(best[1])
+            best = best[2]
+        choices.reverse()
+        seconds = self.fixed_seconds + sum(choice.seconds for choice in choices)
+        return Answer(
+            price, bound + self.fixed_seconds, seconds, sum(choice.bytes for choice in choices), tuple(choices)
+        )
+
+    def _choice(
+        self, number: int, given: tuple[bool, ...], needed: tuple[bool, ...], price: float, kept: bool
+    ) -> Choice | None:
+        """A part's best answer if these values enter its backward and those leave it; None if that cannot be."""
+        case = number, given, needed, kept
+        if case not in self.made:
+            self.made[case] = self._small(self.parts[number], given, needed, kept)
+        small = self.made[case]
+        if small is None:
+            return None
+        key = small.number, price
+        if key not in self.known:
+            self.known[key] = _solve(small.program, self.costs, price, small.leaves)
+        choice = self.known[key]
+        if choice is None:
+            return None
+        values = tuple(small.values[v] for v in choice.kept)
+        ways = tuple(numbers[k] for numbers, k in zip(small.ways, choice.ways[: len(small.ways)], strict=True))
+        return Choice(choice.bound, choice.seconds, choice.bytes, values, ways)
+
+    def _small(self, part: Part, given: tuple[bool, ...], needed: tuple[bool, ...], kept: bool) -> _Small | None:
+        """The part as a program by itself.
+
+        What enters it exists for nothing; what enters for the forward only is read by nothing that runs again. What
+        leaves it is read by one more slot; ``kept``: and is not made again.
+        """
+        whole = self.program
+        own = sorted({v for p in part.tasks for v in whole.tasks[p].writes})
+        number = {v: k for k, v in enumerate(own)}
+        missing = {v for v, there in zip(part.enters, given, strict=True) if not there}
+        wanted = {v for v, is_wanted in zip(part.leaves, needed, strict=True) if is_wanted}
+        if wanted & missing:
+            return None
+
+        def alone(task: Task, runs: Runs = "both", last: bool = False) -> Task:
+            reads = tuple(number[v] for v in whole.forward_reads(task) if v in number)
+            overwrites = number.get(task.overwrites) if task.overwrites is not None and not last else None
+            writes = () if last else tuple(number[v] for v in task.writes)
+            return Task("", reads, writes, task.cost, overwrites=overwrites, runs=runs)
+
+        tasks = []
+        for p in part.tasks:
+            task = whole.tasks[p]
+            runs = task.runs
+            if missing & set(task.reads) or (kept and wanted & set(task.writes)):
+                if runs == "again":
+                    continue
+                runs = "first"
+            tasks.append(alone(task, runs))
+        slots, ways = [], []
+        for slot in part.slots:
+            able = [k for k in self.possible[slot] if not missing & set(whole.slots[slot][k].reads)]
+            if not able:
+                return None
+            slots.append(tuple(alone(whole.slots[slot][k], last=True) for k in able))
+            ways.append(tuple(able))
+        if wanted:
+            slots.append((Task("", tuple(sorted(number[v] for v in wanted if v in number)), ()),))
+        values = tuple(Value("", whole.values[v].bytes, "forward") for v in own)
+        outputs = tuple(number[v] for v in own if v in self.outputs)
+        leaves = tuple(number[v] for v in part.leaves if v in number)
+        program = Program(values, tuple(tasks), tuple(slots), outputs)
+        shape = self.shapes.setdefault((program, leaves), len(self.shapes))
+        return _Small(program, leaves, tuple(own), tuple(ways), shape)
+
+
+def _solve(program: Program, costs: Mapping[str, Cost], price: float, leaves: tuple[int, ...]) -> Choice | None:
+    """One part's best answer; the forward makes what leaves it in any case."""
+    blocks = block_program(program, costs, seconds_per_byte=price, required=leaves)
+    matrix = blocks.matrix
+    unit = matrix.seconds_per_unit
+    if matrix.contradiction:
+        return None
+    if not matrix.columns:
+        bound, x = matrix.offset, matrix.cost
+    else:
+        answer = run_highs(
+            {
+                **{"matrix": matrix.matrix, "lower": matrix.lower, "upper": matrix.upper, "cost": matrix.cost},
+                **{"integral": matrix.integral, "offset": matrix.offset, "limit": PART_SECONDS, "gap": 1e-6},
+                **{"start": None, "options": {}, "log": False},
+            }
+        )
+        if answer["x"] is None or answer["bound"] is None:
+            return None
+        bound, x = answer["bound"] + matrix.offset, answer["x"].round()
+    kept = blocks.kept(x)
+    size = sum(program.values[v].bytes for v in kept)
+    seconds = float(matrix.cost @ x + matrix.offset) * unit - price * size
+    return Choice(min(bound * unit, seconds + price * size), seconds, size, kept, blocks.chosen(x))
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What the parts give.
+
+    Attributes:
+        bound_seconds: no schedule within the budget is faster.
+        policy: keeps what the best answers keep; None if nothing within the budget was found.
+    """
+
+    bound_seconds: float
+    found: Found | None
+
+
+def compose(parts: Parts, searcher: Searcher, budget_bytes: int, time_left: Callable[[], float]) -> Composed | None:
+    """A bound and a plan for a budget; None if some part cannot be solved in time.
+
+    Args:
+        parts: of the searcher's program.
+        searcher: judges the plans.
+        time_left: seconds.
+    """
+    room = budget_bytes - parts.fixed_bytes
+    rich = parts.answer(0.0)
+    if rich is None:
+        return None
+    best, lean, price = rich.bound, rich, rich.seconds / max(1, rich.bytes)
+    for _ in range(MOST_RISES):  # dearer and dearer, until it fits
+        if lean.bytes <= room:
+            break
+        answer = parts.answer(price) if time_left() > 0 else None
+        if answer is None:
+            return Composed(best, None)
+        rich, lean = (answer, answer) if answer.bytes > room else (rich, answer)
+        price *= 4
+    else:  # not even the least that can be kept fits, says the bound of one block; others will say so too
+        return Composed(best, None)
+    for _ in range(TURNS):  # the price at which both are equally good, until nothing better is found there
+        best = max(best, rich.bound - rich.price * room, lean.bound - lean.price * room)
+        if rich.bytes <= lean.bytes:
+            break
+        price = (lean.seconds - rich.seconds) / (rich.bytes - lean.bytes)
+        answer = parts.answer(price) if time_left() > 0 else None
+        if answer is None or answer.bytes in (rich.bytes, lean.bytes):
+            best = best if answer is None else max(best, answer.bound - price * room)
+            break
+        rich, lean = (answer, lean) if answer.bytes > room else (rich, answer)
+    found = [_mixed(parts, searcher, budget_bytes, rich.price, lean.price, chain, time_left) for chain in CHAINS]
+    return Composed(best, min(filter(None, found), key=lambda f: f.score(budget_bytes), default=None))
+
+
+def _mixed(
+    parts: Parts,
+    searcher: Searcher,
+    budget_bytes: int,
+    rich_price: float,
+    lean_price: float,
+    chain: int,
+    time_left: Callable[[], float],
+) -> Found | None:
+    """The first parts as at the lean price, the others as at the rich one: as many of the latter as fit.
+
+    Where not even the lean answer fits, leaner ones are asked for.
+    """
+    rich, lean = parts.answer(rich_price, chain), parts.answer(lean_price, chain)
+    if rich is None or lean is None:
+        return None
+
+    def judged(first: Answer, second: Answer, cut: int) -> Found | None:
+        choices = (*first.choices[:cut], *second.choices[cut:])
+        return searcher.judge(_policy(parts, searcher, choices), budget_bytes)
+
+    count, idle = len(parts.parts), 0
+    while True:
+        found = judged(lean, lean, count)
+        if found is not None and found.judgement.peak_bytes <= budget_bytes:
+            break
+        leaner = parts.answer(max(lean.price * STEP, lean.seconds / 2**50), chain) if time_left() > 0 else None
+        idle = idle + 1 if leaner is not None and leaner.bytes == lean.bytes else 0
+        if leaner is None or idle > MOST_IDLE:
+            return found
+        rich, lean = (lean, leaner) if not idle else (rich, leaner)
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        tried = judged(lean, rich, middle)
+        if tried is not None and tried.judgement.peak_bytes <= budget_bytes:
+            found, high = tried, middle
+        else:
+            low = middle + 1
+    return found
+
+
+def _policy(parts: Parts, searcher: Searcher, choices: Sequence[Choice]) -> Policy:
+    """Keep what the choices keep and read what they read; what is made again stays until it is not needed."""
+    tables = searcher.tables
+    kept = {v for choice in choices for v in choice.kept}
+    policy = searcher.keeping(kept)
+    for part, choice in zip(parts.parts, choices, strict=True):
+        for slot, way in zip(part.slots, choice.ways, strict=True):
+            for k, option in enumerate(tables.options[slot]):
+                if any(w.way == way for w in tables.ways[option]):
+                    policy.option[slot] = k
+    return policy
