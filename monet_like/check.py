@@ -6,6 +6,7 @@ import copy
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
     return float((a - b).norm() / a.norm().clamp_min(1e-300))
 
 
-def _peak(model: nn.Module, example: Example, device: torch.device) -> int:
+def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:
     """Peak of a whole step: what exists before it, and the rise above that."""
     model.zero_grad(set_to_none=True)
     resident = [
@@ -155,7 +156,7 @@ def _peak(model: nn.Module, example: Example, device: torch.device) -> int:
 def _fits(console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device) -> bool:
     wrapped = ScheduleWrapper(copy.deepcopy(model), record)
     started = time.perf_counter()
-    peak = _peak(wrapped, example, device) + record.optimizer_bytes
+    peak = step_peak(wrapped, example, device) + record.optimizer_bytes
     seconds = time.perf_counter() - started
     fitted = peak <= record.budget_bytes
     console.print(
@@ -170,18 +171,8 @@ def _runtime(
     console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device, steps: int
 ) -> None:
     plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
-    peaks = [_peak(candidate, example, device) for candidate in (plain, wrapped)]
-    times: tuple[list[float], list[float]] = ([], [])
-    for index in range(steps + 1):
-        for candidate, found in zip((plain, wrapped), times, strict=True):
-            candidate.zero_grad(set_to_none=True)
-            _synchronize(device)
-            started = time.perf_counter()
-            train_step(candidate, example)
-            _synchronize(device)
-            if index:  # the first warms up
-                found.append(time.perf_counter() - started)
-    medians = [statistics.median(found) for found in times]
+    peaks = [step_peak(candidate, example, device) for candidate in (plain, wrapped)]
+    medians = step_seconds([(plain, example), (wrapped, example)], device, steps)
     table = aligned_table("", "measured step", "predicted", "measured peak", "predicted")
     rows = (
         ("plain PyTorch", record.plain_seconds, record.plain_peak_bytes),
@@ -194,6 +185,21 @@ def _runtime(
         f"check_runtime: {100 * (medians[1] / medians[0] - 1):+.1f} % time, {100 * (peaks[1] / peaks[0] - 1):+.1f} % memory, "
         f"medians of {steps} alternating steps"
     )
+
+
+def step_seconds(runs: Sequence[tuple[nn.Module, Example]], device: torch.device, steps: int) -> list[float]:
+    """Median wall seconds of a training step of every (model, inputs); they take turns, the first turn warms up."""
+    found: list[list[float]] = [[] for _ in runs]
+    for turn in range(steps + 1):
+        for (model, example), times in zip(runs, found, strict=True):
+            model.zero_grad(set_to_none=True)
+            _synchronize(device)
+            started = time.perf_counter()
+            train_step(model, example)
+            _synchronize(device)
+            if turn:
+                times.append(time.perf_counter() - started)
+    return [statistics.median(times) for times in found]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -266,9 +266,39 @@ def largest_batch_command(**options: Any) -> None:
     Example:
       monet-like largest-batch "torchvision.models.resnet50()" 10 --profile roofline:a100
     """
-    from .explore import largest_batch
+    from .tune import largest_batch
 
     largest_batch(**options)
+
+
+@main.command("tune", cls=_Command, context_settings=_CONTEXT)
+@click.argument("model")
+@click.argument("budget")
+@_exploring
+@click.option(
+    "--batches", default="", help="Only these, such as 64,96,128.  [default: powers of two, then around the best]"
+)
+@click.option("--best", type=int, default=3, show_default=True, help="How many batches are planned in full, measured.")
+@click.option("--steps", type=int, default=3, show_default=True, help="Timed steps of each; 0: nothing is measured.")
+@click.option(
+    "--profile-batch", type=int, help="Measure operators at this batch and half of it.  [default: as for solve]"
+)
+@_files
+@click.option("--out", type=click.Path(path_type=Path), help="Schedule file to write.  [default: as for solve]")
+def tune_command(**options: Any) -> None:
+    """The batch and schedule with the highest throughput (samples/s) within BUDGET (GB); writes the schedule.
+
+    Every batch tried is planned by the local search; the best few are planned in full and run, beside plain PyTorch
+    at its best batch (with --profile roofline:DEVICE nothing is run).
+
+    \b
+    Examples:
+      monet-like tune "torchvision.models.resnet50()" 2
+      monet-like tune "torchvision.models.resnet50()" 40 --profile roofline:a100 --plot tune.png
+    """
+    from .tune import tune
+
+    tune(**options)
 
 
 @main.command("inspect", cls=_Command, context_settings=_CONTEXT)

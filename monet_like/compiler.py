@@ -242,7 +242,7 @@ def compile_schedule(
     ready = prepare(request, device, profile=profile, save_profile=save_profile, progress=progress)
     limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
     found = plan_for(ready, request, limit, progress=plan_progress)
-    record = _record(request, ready, found, limit)
+    record = make_record(request, ready, found, limit)
     return Compiled(
         ready.captured, ready.costs, found, ready.plain, record, {**ready.stage_seconds, **found.stage_seconds}
     )
@@ -317,7 +317,8 @@ def _profiled(
     return profile
 
 
-def _record(request: Request, ready: Prepared, found: Plan, limit: int) -> ScheduleRecord:
+def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> ScheduleRecord:
+    """What a schedule file holds."""
     captured, profile, plain = ready.captured, ready.profile, ready.plain
     tensors = [t for t in pytree.tree_leaves(request.example) if isinstance(t, torch.Tensor)]
     return ScheduleRecord(

@@ -1,32 +1,24 @@
-"""Commands that answer questions about a model and memory: compare, pareto, smallest, largest-batch."""
+"""Commands that answer questions about a model and memory: compare, pareto, smallest."""
 
 from __future__ import annotations
 
-import csv
-import io
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress as Bar
 
-from .compiler import Prepared, plan_for, prepare, with_batch
+from .compiler import Prepared, plan_for, prepare
 from .errors import MonetError, UsageError
-from .files import check_writable, write_atomically
+from .files import check_writable
 from .plan import STRATEGIES
-from .plan.questions import Point, fits, pareto, seconds_per_gigabyte, smallest_budget
+from .plan.questions import Point, pareto, seconds_per_gigabyte, smallest_budget
 from .plan.strategies import check_strategy
 from .problem import Problem, read_problem
-from .roofline import DeviceLimits
-from .show import aligned_table
+from .show import aligned_table, draw, write_table
 from .solve import profile_path, read_profile
 from .units import format_bytes, format_seconds, parse_bytes
-
-#: Largest batch that `largest_batch` tries.
-MOST_BATCH = 1 << 20
 
 
 def _prepared(profile_file: Path | None, options: dict[str, Any]) -> tuple[Problem, Prepared]:
@@ -113,12 +105,9 @@ def compare(
             table.add_row(name, *cells)
     console.print(table)
     console.print("step time against plain PyTorch; -: no schedule that fits", soft_wrap=True)
-    _write(console, csv_file, ["strategy", "budget_bytes", "peak_bytes", "seconds", "planning_seconds"], rows)
-    if plot is not None:
-        fronts = {
-            name: [(row[1] / 2**30, float(row[3])) for row in rows if row[0] == name and row[3]] for name in names
-        }
-        _plot(console, plot, _title(problem, ready), fronts, ready)
+    write_table(console, csv_file, ["strategy", "budget_bytes", "peak_bytes", "seconds", "planning_seconds"], rows)
+    fronts = {name: [(row[1] / 2**30, float(row[3])) for row in rows if row[0] == name and row[3]] for name in names}
+    _draw(console, plot, fronts, problem, ready)
 
 
 def front(
@@ -171,9 +160,8 @@ def front(
         )
         rows.append([point.budget_bytes, report.peak_bytes, repr(report.seconds), repr(point.plan.bound_seconds)])
     console.print(table)
-    _write(console, csv_file, ["budget_bytes", "peak_bytes", "seconds", "bound_seconds"], rows)
-    if plot is not None:
-        _plot(console, plot, _title(problem, ready), {"monet_like": [(r[0] / 2**30, float(r[2])) for r in rows]}, ready)
+    write_table(console, csv_file, ["budget_bytes", "peak_bytes", "seconds", "bound_seconds"], rows)
+    _draw(console, plot, {"monet_like": [(row[0] / 2**30, float(row[2])) for row in rows]}, problem, ready)
 
 
 def _gap(point: Point) -> str:
@@ -205,41 +193,6 @@ def smallest(*, profile_file: Path | None, **options: Any) -> None:
     console.print(table)
 
 
-def largest_batch(*, budget: str, profile_file: Path | None, **options: Any) -> int:
-    """The largest batch for which the search finds a schedule within a budget: doubling, then halving the step."""
-    limit = parse_bytes(budget)
-    options["batch"] = "1"
-    limits = read_profile(profile_file) if profile_file is not None else None
-    if not isinstance(limits, DeviceLimits):
-        raise UsageError("largest-batch needs --profile roofline:DEVICE: measuring at every batch would take too long")
-    problem = read_problem(budget=budget, **options)
-    console = Console(highlight=False)
-    tried: dict[int, bool] = {}
-
-    def fitting(batch: int) -> bool:
-        if batch not in tried:
-            request = replace(problem.request, example=with_batch(problem.request.example, batch))
-            ready = prepare(request, problem.device, profile=limits)
-            found = fits(ready.captured.program, ready.costs, limit, extra_bytes=ready.extra_bytes)
-            tried[batch] = found is not None
-            plain = "fits" if ready.plain.peak_bytes <= limit else "does not"
-            console.print(f"batch {batch}: {'fits' if found else 'does not fit'} (plain PyTorch {plain})")
-        return tried[batch]
-
-    if not fitting(1):
-        raise UsageError(f"not even a batch of 1 fits into {format_bytes(limit)}")
-    low = 1
-    while low < MOST_BATCH and fitting(2 * low):
-        low *= 2
-    step = low // 2
-    while step:
-        if fitting(low + step):
-            low += step
-        step //= 2
-    console.print(f"largest batch found: {low}")
-    return low
-
-
 def _title(problem: Problem, ready: Prepared) -> str:
     plain = ready.plain
     return (
@@ -248,39 +201,14 @@ def _title(problem: Problem, ready: Prepared) -> str:
     )
 
 
-def _write(console: Console, path: Path | None, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    if path is None:
-        return
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue().encode())
-    console.print(f"wrote {path}", soft_wrap=True)
-
-
-def _plot(
-    console: Console, path: Path, title: str, fronts: dict[str, list[tuple[float, float]]], ready: Prepared
+def _draw(
+    console: Console,
+    path: Path | None,
+    fronts: dict[str, list[tuple[float, float]]],
+    problem: Problem,
+    ready: Prepared,
 ) -> None:
     """Step time over memory, a line for each front."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install 'monet_like[plots]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for name, points in fronts.items():
-        if points:
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, linewidth=1.2, label=name)
-    axes.plot([ready.plain.peak_bytes / 2**30], [ready.plain.seconds], "k*", markersize=11, label="plain PyTorch")
-    axes.set(xlabel="memory budget, GB", ylabel="step, predicted seconds")
-    axes.set_title(title, fontsize=9, wrap=True)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    data = io.BytesIO()
-    figure.savefig(data, format=path.suffix.lstrip(".") or "png", dpi=130)
-    pyplot.close(figure)
-    write_atomically(path, data.getvalue())
-    console.print(f"wrote {path}", soft_wrap=True)
+    plain = ready.plain.peak_bytes / 2**30, ready.plain.seconds
+    labels = "memory budget, GB", "step, predicted seconds"
+    draw(console, path, _title(problem, ready), fronts, labels, {"plain PyTorch": plain})

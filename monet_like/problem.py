@@ -19,12 +19,14 @@ from .units import parse_bytes
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, its inputs, a budget and a device."""
+    """A model, its inputs (their shape without the batch if one was given, their dtype), a budget and a device."""
 
     spec: ModelSpec
     request: Request
     budget_bytes: int
     device: torch.device
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
 
 
 def read_problem(
@@ -81,7 +83,7 @@ def read_problem(
         gap=gap,
         profile_batch=profile_batch,
     )
-    return Problem(spec, request, limit, where)
+    return Problem(spec, request, limit, where, shape, kind)
 
 
 def example_for(spec: ModelSpec, batch: int, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Example:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from .errors import UsageError
+from .files import write_atomically
 from .schedule_file import ScheduleRecord
 from .units import format_bytes, format_seconds
 
@@ -143,3 +148,54 @@ def show_record(record: ScheduleRecord) -> None:
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items())))
     table.add_row("fingerprint", record.fingerprint[:16])
     console.print(table)
+
+
+def write_table(console: Console, path: Path | None, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Figures as CSV, if a file was asked for."""
+    if path is None:
+        return
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue().encode())
+    console.print(f"wrote {path}", soft_wrap=True)
+
+
+def draw(
+    console: Console,
+    path: Path | None,
+    title: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    labels: tuple[str, str],
+    stars: Mapping[str, tuple[float, float]] | None = None,
+) -> None:
+    """Lines through points and single stars, by name, if a picture was asked for.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    if path is None:
+        return
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError("--plot needs matplotlib: pip install 'monet_like[plots]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for name, points in lines.items():
+        if points:
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, linewidth=1.2, label=name)
+    for name, point in (stars or {}).items():
+        axes.plot(*([extent] for extent in point), "k*", markersize=11, label=name)
+    axes.set(xlabel=labels[0], ylabel=labels[1])
+    axes.set_title(title, fontsize=9, wrap=True)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    data = io.BytesIO()
+    figure.savefig(data, format=path.suffix.lstrip(".") or "png", dpi=130)
+    pyplot.close(figure)
+    write_atomically(path, data.getvalue())
+    console.print(f"wrote {path}", soft_wrap=True)

@@ -40,12 +40,14 @@ def solve(*, profile_file: Path | None, out: Path | None, **options: Any) -> Com
     return compiled
 
 
-def profile_path(problem: Problem) -> Path:
-    """Where this model's profile on this device is kept."""
+def profile_path(problem: Problem, label: str = "") -> Path:
+    """Where this model's profile on this device is kept; ``label`` instead of the batch."""
     device = device_slug(problem.device)
     dtype = next((str(p.dtype).removeprefix("torch.") for p in problem.request.model.parameters()), "float32")
     suffix = "" if dtype == "float32" else f"_{dtype}"
-    return SOLUTIONS / "profiles" / f"profile_{problem.spec.name}_{problem.request.batch}{suffix}_{device}.json"
+    return (
+        SOLUTIONS / "profiles" / f"profile_{problem.spec.name}_{label or problem.request.batch}{suffix}_{device}.json"
+    )
 
 
 def read_profile(store: Path) -> Profile | DeviceLimits | None:
