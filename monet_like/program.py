@@ -169,11 +169,7 @@ class Program:
 
     @cached_property
     def slot_reads(self) -> tuple[bool, ...]:
-        """For every slot, whether any way reads a forward value.
-
-        Only before such slots may forward tasks be run again: at the others nothing is needed that was not
-        needed later as well.
-        """
+        """For every slot, whether any way reads a forward value."""
         return tuple(any(self.forward_reads(way) for way in slot) for slot in self.slots)
 
     def restrict(self, words: frozenset[str], *, rerun: bool = True) -> Program:

@@ -139,8 +139,6 @@ def _flatten(program: Program, schedule: Schedule) -> list[_Run]:
                 raise ScheduleError(f"{task.name} may not run in {_stage(slot)}")
             runs.append(_Run(task, slot, slot is not None))
         if slot is not None:
-            if tasks and not program.slot_reads[slot]:
-                raise ScheduleError(f"tasks run again before slot {slot}, which reads no forward value")
             if not 0 <= schedule.ways[slot] < len(program.slots[slot]):
                 raise ScheduleError(f"slot {slot} has no way {schedule.ways[slot]}")
             runs.append(_Run(program.slots[slot][schedule.ways[slot]], slot, False))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from monet_like.errors import ScheduleError
+from monet_like.plan.needs import find_needs
 from monet_like.program import Cost, Program, Task, Value, ValueKind
 from monet_like.schedule import Schedule
 from monet_like.simulate import simulate
@@ -100,15 +101,22 @@ def _random_backward(
     return tuple(slots), (incoming,), tuple(gradients)
 
 
-def all_schedules(program: Program, costs: dict[str, Cost], best: list[float]) -> Iterator[Schedule]:
-    """Every schedule whose reads find their values and whose seconds stay below ``best[0]`` as it falls."""
+def all_schedules(
+    program: Program, costs: dict[str, Cost], best: list[float], anywhere: bool = False
+) -> Iterator[Schedule]:
+    """Every schedule whose reads find their values and whose seconds stay below ``best[0]`` as it falls.
+
+    Args:
+        anywhere: tasks run again before any slot, not only where it can be of use.
+    """
     count = len(program.slots)
+    stages_of_use = find_needs(program).stages if not anywhere else range(count + 1)
 
     def stages(slot: int, born: frozenset[int], seconds: float, again: tuple, ways: tuple) -> Iterator[tuple]:
         if slot == count:
             yield again, ways
             return
-        allowed = range(len(program.tasks)) if program.slot_reads[slot] else ()
+        allowed = range(len(program.tasks)) if slot + 1 in stages_of_use else ()
         for chosen in subsets([i for i in allowed if program.tasks[i].runs != "first"]):
             after = run(chosen, born)
             if after is None:
@@ -141,10 +149,10 @@ def subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
         yield from combinations(items, size)
 
 
-def best_seconds(program: Program, costs: dict[str, Cost], budget: int) -> float | None:
+def best_seconds(program: Program, costs: dict[str, Cost], budget: int, anywhere: bool = False) -> float | None:
     """Fewest seconds of any schedule within the budget, by trying them all; None if there is none."""
     best = [float("inf")]
-    for schedule in all_schedules(program, costs, best):
+    for schedule in all_schedules(program, costs, best, anywhere):
         try:
             report = simulate(program, schedule, costs)
         except ScheduleError:

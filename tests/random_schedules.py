@@ -82,6 +82,9 @@ def _one(program: Program, draw: _Draw, rng: random.Random) -> Schedule:
         for value in slot[way].reads:
             draw.make(value, "again", chosen)
         again.append(tuple(sorted(chosen)))
+    for slot in range(1, len(again)):  # some of it earlier than needed
+        if again[slot] and not program.slot_reads[slot - 1] and not again[slot - 1] and draw.rng.random() < draw.others:
+            again[slot - 1], again[slot] = again[slot], ()
     return Schedule(tuple(sorted(forward)), tuple(again), ways)
 
 

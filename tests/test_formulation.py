@@ -6,13 +6,13 @@ import random
 
 import numpy as np
 import pytest
-from random_programs import best_seconds, random_program
+from random_programs import ProgramMaker, best_seconds, random_program
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from monet_like.plan.bound import block_program
 from monet_like.plan.decode import decode, encode
 from monet_like.plan.formulation import Formulation, Options
-from monet_like.plan.needs import prune
+from monet_like.plan.needs import find_needs, prune
 from monet_like.plan.strategies.store_all import store_all
 from monet_like.program import Cost, Program
 from monet_like.schedule import Schedule
@@ -22,7 +22,7 @@ from monet_like.simulate import simulate
 def solve_exactly(formulation: Formulation, every_row: bool = False) -> tuple[Schedule, float] | None:
     """Solve with HiGHS (through scipy), adding the run rows that a schedule breaks, or all of them at once."""
     if every_row:
-        for t in formulation.needs.stages:
+        for t in formulation.stages:
             for group in range(len(formulation.needs.groups)):
                 formulation.add_run_row(t, group)
     while True:
@@ -142,3 +142,45 @@ def test_prune_removes_only_useless_runs() -> None:
         pruned = prune(program, schedule)
         assert pruned == prune(program, pruned)
         assert simulate(program, pruned, costs).seconds <= simulate(program, schedule, costs).seconds
+
+
+def test_nothing_is_lost_by_running_again_only_where_it_can_be_of_use() -> None:
+    early = tried = 0
+    for seed in range(140):
+        program, costs = random_program(random.Random(seed), 3)
+        if len(program.slots) < 3 or all(program.slot_reads):
+            continue
+        stages = find_needs(program).stages
+        early += any(not program.slot_reads[t - 1] for t in stages[1:])
+        for room in (6, 9, 12):
+            budget = program.resident_bytes + room
+            assert best_seconds(program, costs, budget) == best_seconds(program, costs, budget, anywhere=True), seed
+            tried += 1
+    assert tried > 60
+    assert early > 10
+
+
+def test_an_early_rerun_fits_where_a_late_one_does_not() -> None:
+    """Between two slots that read, a gradient grows: what the second one needs is better made before it does."""
+    maker = ProgramMaker()
+    x = maker.value("x", 1, "input")
+    large, small = maker.value("large", 9, "forward"), maker.value("small", 1, "forward")
+    out = maker.value("out", 1, "forward")
+    tasks = (
+        maker.task("a", (x,), (large,), Cost(1.0)),
+        maker.task("b", (large,), (small,), Cost(1.0)),
+        maker.task("c", (small,), (out,), Cost(1.0)),
+    )
+    g0, g1, g2, g3 = (maker.value(f"g{k}", size, "backward") for k, size in enumerate((1, 1, 8, 1)))
+    slots = (
+        (maker.task("reads nothing", (g0,), (g1,), Cost(1.0)),),
+        (maker.task("grows", (g1,), (g2,), Cost(1.0)),),
+        (maker.task("reads", (small, g2), (g3,), Cost(1.0)),),
+    )
+    program = Program(tuple(maker.values), tasks, slots, (out,), (g0,))
+    assert find_needs(program).stages == (0, 1, 2, 3)
+    assert find_needs(program).late_stages == (0, 2, 3)
+    late = Schedule((0, 1, 2), ((), (), (0, 1)), (0, 0, 0))
+    early = Schedule((0, 1, 2), ((), (0, 1), ()), (0, 0, 0))
+    peaks = [simulate(program, schedule, maker.costs).peak_bytes for schedule in (late, early)]
+    assert peaks == [1 + 1 + 8 + 9 + 1, 1 + 1 + 1 + 9 + 1]

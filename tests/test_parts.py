@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 from random_programs import ProgramMaker, best_seconds, random_program
@@ -11,14 +12,22 @@ from monet_like.plan import parts as parts_module
 from monet_like.plan import plan, store_all
 from monet_like.plan.heuristic import Searcher
 from monet_like.plan.parts import Composed, Parts, compose, split
+from monet_like.plan.pool import Pool
 from monet_like.program import Cost, Program, Task
 from monet_like.simulate import simulate
 
 
-def composed(program: Program, costs: dict[str, Cost], budget: int) -> tuple[Parts, Composed | None]:
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Workers for all tests: starting them takes longer than most programs."""
+    with Pool() as workers:
+        yield workers
+
+
+def composed(program: Program, costs: dict[str, Cost], budget: int, pool: Pool) -> tuple[Parts, Composed | None]:
     """The parts of a program and what they give, with all the time in the world."""
-    parts = Parts(program, costs)
-    return parts, compose(parts, Searcher(program, costs, 0, 0), budget, lambda: 1e9)
+    parts = Parts(program, costs, pool)
+    return parts, compose(parts, Searcher(program, costs, 0, 0), budget)
 
 
 def blocks_in_a_row(blocks: int, seed: int = 0) -> tuple[Program, dict[str, Cost]]:
@@ -50,7 +59,7 @@ def blocks_in_a_row(blocks: int, seed: int = 0) -> tuple[Program, dict[str, Cost
     return Program(tuple(maker.values), tuple(tasks), tuple(slots), (stream,), (tangent,)), maker.costs
 
 
-def test_bound_holds_for_every_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bound_holds_for_every_schedule(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_module, "LEAST_TASKS", 1)
     monkeypatch.setattr(parts_module, "SMALL_BYTES", 0)
     tried = cut = planned = tight = 0
@@ -61,7 +70,7 @@ def test_bound_holds_for_every_schedule(monkeypatch: pytest.MonkeyPatch) -> None
             best = best_seconds(program, costs, budget)
             if best is None:
                 continue
-            parts, found = composed(program, costs, budget)
+            parts, found = composed(program, costs, budget, pool)
             assert found is not None, (seed, room)
             assert found.bound_seconds <= best + 1e-6, (seed, room)
             tried += 1
@@ -90,12 +99,12 @@ def test_deep_programs_are_planned_from_parts_alone(share: float, monkeypatch: p
     assert found.columns == 0  # no program for the whole
 
 
-def test_equal_blocks_are_solved_once() -> None:
+def test_equal_blocks_are_solved_once(pool: Pool) -> None:
     solved = []
     for blocks in (20, 60):
         program, costs = blocks_in_a_row(blocks)
         most = simulate(program, store_all(program), costs).peak_bytes
-        parts, found = composed(program, costs, most // 2)
+        parts, found = composed(program, costs, most // 2, pool)
         assert found is not None
         assert len(parts.parts) >= blocks / 3
         solved.append(len(parts.shapes))
@@ -111,3 +120,21 @@ def test_split_covers_every_task_once_in_order() -> None:
         assert len(slots) == len(set(slots))
         assert parts[0].enters == parts[-1].leaves == ()
         assert all(a.leaves == b.enters for a, b in zip(parts, parts[1:], strict=False))
+
+
+def test_without_time_there_is_no_bound(pool: Pool) -> None:
+    program, costs = blocks_in_a_row(20)
+    parts = Parts(program, costs, pool, time_left=lambda: 0.0)
+    assert parts.answer(0.0) is None
+    assert compose(parts, Searcher(program, costs, 0, 0), 10**6) is None
+
+
+def test_a_worker_that_dies_leaves_no_answer() -> None:
+    program, costs = blocks_in_a_row(20)
+    with Pool() as pool:
+        parts = Parts(program, costs, pool)
+        assert parts.answer(0.0) is not None
+        for child, _ in pool.workers:
+            child.kill()
+            child.wait()
+        assert parts.answer(1e-9) is None

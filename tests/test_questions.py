@@ -83,7 +83,7 @@ def test_several_reruns_reach_what_one_each_cannot() -> None:
     for most in (1, None):
         for budget in range(4, 9):
             formulation = Formulation(program, costs, budget, options=Options(again_at_most=most))
-            for t in formulation.needs.stages:
+            for t in formulation.stages:
                 for group in range(len(formulation.needs.groups)):
                     formulation.add_run_row(t, group)
             solution = solve(formulation.matrix(), "HIGHS", time_limit_seconds=60, gap=0.0)

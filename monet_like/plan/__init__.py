@@ -46,7 +46,7 @@ def plan(
         gap: relative distance from the bound at which the search stops.
         strategy: a name in `STRATEGIES`.
         extra_bytes: resident memory beyond the program's, such as optimizer state.
-        progress: called with lines for people.
+        progress: called with lines for people: who is at work, incumbent, bound, gap, seconds.
         options: further fields of `Search`, for ``milp``.
 
     Raises:

@@ -28,7 +28,7 @@ needs the most memory (U-Net), it says little.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..program import Cost, Program
@@ -51,11 +51,18 @@ class BlockProgram:
         matrix: the program.
         carried: for every block, K of the values that may be carried into it.
         ways: for every slot, w of its useful ways.
+        kept_bytes: for every column, the bytes that the forward keeps by it.
     """
 
     matrix: MatrixProgram
     carried: tuple[Mapping[int, Expr], ...]
     ways: tuple[Mapping[int, Expr], ...]
+    kept_bytes: NDArray[Any]
+
+    def priced(self, seconds_per_byte: float) -> MatrixProgram:
+        """The program with a price on every byte that the forward keeps."""
+        price = seconds_per_byte / self.matrix.seconds_per_unit
+        return replace(self.matrix, cost=self.matrix.cost + price * self.kept_bytes)
 
     def kept(self, x: NDArray[Any]) -> tuple[int, ...]:
         """The values that the forward keeps."""
@@ -72,17 +79,16 @@ def block_program(
     budget_bytes: int = NO_BUDGET,
     alone: Iterable[int] = (),
     extra_bytes: int = 0,
-    *,
-    seconds_per_byte: float = 0.0,
     required: Iterable[int] = (),
 ) -> BlockProgram:
     """The program above.
 
     Args:
         alone: slots that are blocks by themselves; what lies between them are the other blocks.
-        seconds_per_byte: price of what the forward keeps, added to the objective.
         required: values that the forward must make besides the outputs.
     """
+    import numpy as np
+
     needs, backward = find_needs(program), find_backward_bytes(program)
     useless = dominated_tasks(program, costs, needs.groups)
     builder, outputs = Builder(), set(program.outputs)
@@ -126,7 +132,7 @@ def block_program(
         for v in forward:
             source = made_first[v] if b == 0 else carried[-1].get(v, ZERO) + made[b - 1][v]
             if needs.last[v] >= start and not source.is_zero:
-                held[v] = builder.column(0.0 if b else seconds_per_byte * sizes[v] / unit)
+                held[v] = builder.column()
                 builder.at_most(held[v], source)
         carried.append(held)
         parts = [held[v] * sizes[v] for v in held if sizes[v]]
@@ -150,7 +156,10 @@ def block_program(
             for v in {*after, *reading}:
                 parts.append(builder.highest([after.get(v, ZERO), reading.get(v, ZERO)]) * sizes[v])
             builder.fits(parts, budget_bytes)
-    return BlockProgram(builder.finish(unit), tuple(carried), tuple(ways))
+    kept_bytes = np.zeros(len(builder.cost))
+    for v, kept in carried[0].items() if carried else ():
+        kept_bytes[kept.terms[0][0]] = sizes[v]
+    return BlockProgram(builder.finish(unit), tuple(carried), tuple(ways), kept_bytes)
 
 
 def _slot(

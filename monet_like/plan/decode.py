@@ -60,7 +60,7 @@ def _carried(formulation: Formulation, schedule: Schedule) -> list[tuple[int, in
     """(v, t): v is read after stage t before it is made anew."""
     found: list[tuple[int, int]] = []
     wanted: set[int] = set()
-    for t in reversed(formulation.needs.stages):
+    for t in reversed(formulation.stages):
         found += [(v, t) for v in wanted]
         tasks = formulation.program.tasks
         runs = schedule.again[t - 1] if t else schedule.forward
@@ -81,7 +81,7 @@ def neighbourhood(formulation: Formulation, x: NDArray[Any], stages: Iterable[in
     import numpy as np
 
     free = ~formulation.matrix().integral
-    near = {t for t in formulation.needs.stages if any(broken - reach <= t <= broken + 3 for broken in stages)}
+    near = {t for t in formulation.stages if any(broken - reach <= t <= broken + 3 for broken in stages)}
     carried = {v for (v, t), expr in formulation.K.items() if t in near and expr.value(x) > 0.5}
     loose = [expr for (_, t), expr in formulation.e.items() if t in near]
     loose += [expr for (v, t), expr in formulation.K.items() if v in carried or t in near]

@@ -1,7 +1,8 @@
 """The integer program: what to keep, what to run again, which way each backward slot takes.
 
-Stage 0 is the forward; stage t = 1..m is backward slot t - 1. Forward tasks may run again only in stages whose
-slot reads a forward value (`Needs.stages`); ``t'`` is the stage of that kind before t. All columns are 0 or 1.
+Stage 0 is the forward; stage t = 1..m is backward slot t - 1. Forward tasks may run again only in stages where that
+can be of use (`Needs.stages`): those whose slot reads a forward value, and those before which the backward's own
+values take less than from there to the next. ``t'`` is the stage of that kind before t. All columns are 0 or 1.
 
     e[p,t]   forward task p runs in stage t                                      (_run_columns)
     w[k,t]   the slot of stage t takes its way k                                 (_way_columns)
@@ -40,7 +41,8 @@ side is the simulated memory. Three things make the program smaller and are *not
 
 * pinned: values of at most ``pin_bytes`` are always kept once made and always counted; tasks that make nothing
   else never run again.
-* window: a task runs again at most ``window`` slots before the first slot that can use its results.
+* window: a task runs again at most ``window`` slots before the first slot that can use its results, and only in
+  stages that can be of use where its results are larger than what dies of its inputs (`Needs.late_stages`).
 * again_at_most: each group runs at most this many times during the backward.
 """
 
@@ -71,13 +73,19 @@ class Options:
 
     Attributes:
         pin_bytes: values up to this size are always kept.
-        window: slots before the first use from which a task may run again; None: from the first on.
+        window: slots before the first use from which a task may run again, and only in `Needs.late_stages`; None: from
+            the first on.
         again_at_most: how often a group may run in the backward; None: any number.
     """
 
     pin_bytes: int = 0
     window: int | None = None
     again_at_most: int | None = None
+
+    @property
+    def restricted(self) -> bool:
+        """Whether a bound of the program is not one for all schedules."""
+        return self.pin_bytes > 0 or self.window is not None or self.again_at_most is not None
 
 
 class Formulation:
@@ -119,6 +127,8 @@ class Formulation:
         seconds = [cost_of(task, costs).seconds for group in (program.tasks, *program.slots) for task in group]
         #: Objective unit: about a thousandth of the step, so that solver tolerances mean the same for every model.
         self.seconds_per_unit = (sum(seconds) or 1.0) / 1000
+        #: The stages in which tasks may run.
+        self.stages = self.needs.stages if options.window is None else self.needs.late_stages
         self.e: dict[tuple[int, int], Expr] = {}
         self.w: dict[int, tuple[Expr, ...]] = {}
         self.K: dict[tuple[int, int], Expr] = {}
@@ -131,12 +141,12 @@ class Formulation:
     # ---- columns ------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        self._previous = dict(zip(self.needs.stages[1:], self.needs.stages, strict=False))
+        self._previous = dict(zip(self.stages[1:], self.stages, strict=False))
         self._run_columns()
         self._way_columns()
         self._carry_columns()
         self._output_rows()
-        for stage in self.needs.stages:
+        for stage in self.stages:
             self._read_rows(stage)
             self._overwrite_rows(stage)
         self._slot_rows()
@@ -195,7 +205,7 @@ class Formulation:
         last = max(self.needs.last[v] for v in results)
         window = self.options.window
         start = 1 if window is None else min(self.needs.first[v] for v in results) - window
-        return [t for t in self.needs.stages[1:] if t <= last and (t >= start or (p, t) in self.admitted)]
+        return [t for t in self.stages[1:] if t <= last and (t >= start or (p, t) in self.admitted)]
 
     def _way_columns(self) -> None:
         """Columns w and rows (3)."""
@@ -215,7 +225,7 @@ class Formulation:
         """Columns K and rows (4); at stages that can neither make nor read the value, its column goes on."""
         for v in self.tracked:
             held = ZERO
-            for t in self.needs.stages:
+            for t in self.stages:
                 if t >= self.needs.last[v]:
                     break
                 makers = self._made(v, t)
@@ -423,7 +433,7 @@ def estimated_columns(program: Program, needs: Needs, window: int | None = None)
     for p, task in enumerate(program.tasks):
         last = max((needs.last[v] for v in task.writes), default=0) if needs.rerun[p] else 0
         first = 1 if window is None else min((needs.first[v] for v in task.writes), default=last) - window
-        runs += sum(max(1, first) <= t <= last for t in needs.stages)
+        runs += sum(max(1, first) <= t <= last for t in (needs.stages if window is None else needs.late_stages))
     return 2 * runs
 
 

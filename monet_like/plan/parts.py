@@ -16,19 +16,22 @@ The two paths at the best L, one over the budget and one within it, are mixed pa
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..program import Cost, Program, Runs, Task, Value
 from ..simulate import cost_of
-from .bound import block_program
+from .bound import BlockProgram, block_program
 from .heuristic import Found, Searcher
 from .needs import find_backward_bytes
 from .policy import Policy
-from .worker import run_highs
+from .pool import Pool
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 #: Values of at most this size cross cuts for nothing.
 SMALL_BYTES = 4096
@@ -36,6 +39,8 @@ SMALL_BYTES = 4096
 LEAST_TASKS = 12
 #: Seconds for the program of one part.
 PART_SECONDS = 5.0
+#: Relative gap at which it may stop.
+PART_GAP = 1e-6
 #: How often the price is improved.
 TURNS = 12
 #: How often the price is raised fourfold until the answer fits.
@@ -44,6 +49,8 @@ MOST_RISES = 30
 STEP = 1.15
 #: How often the price rises without another answer before the search ends.
 MOST_IDLE = 20
+#: How many exchanges of parts' choices are tried, and how far along a part's menu.
+MOST_EXCHANGES, REACH = 3000, 2
 #: Lengths of chains that are tried; see `Parts.answer`.
 CHAINS = (0, 1, 3, 7)
 
@@ -77,17 +84,23 @@ class Choice:
 
 @dataclass(frozen=True)
 class Answer:
-    """The best path at a price: the bound of its priced seconds, its seconds, its bytes, the choice in every part."""
+    """The best path at a price: the bound of its priced seconds, its seconds, its bytes, the choice in every part.
+
+    ``cases`` says of every part what enters its backward and what leaves it; choices for one case may be exchanged.
+    """
 
     price: float
     bound: float
     seconds: float
     bytes: int
     choices: tuple[Choice, ...]
+    cases: tuple[_Case, ...]
 
 
-#: Bound so far, the last choice, the path before it.
-_Path = tuple[float, "Choice | None", Any]
+#: A part's number, which values enter its backward, which leave it, and whether those are kept.
+_Case = tuple[int, tuple[bool, ...], tuple[bool, ...], bool]
+#: Bound so far, the last choice and its case, the path before it.
+_Path = tuple[float, "Choice | None", "_Case | None", Any]
 
 
 @dataclass(frozen=True)
@@ -180,10 +193,23 @@ def _spans(program: Program, places: Sequence[int]) -> tuple[list[int], list[int
 
 
 class Parts:
-    """The parts of one program and their answers to prices."""
+    """The parts of one program and their answers to prices.
 
-    def __init__(self, program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> None:
-        self.program, self.costs = program, costs
+    Args:
+        pool: solves the parts.
+        extra_bytes: resident memory beyond the program's.
+        time_left: seconds for all answers.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Mapping[str, Cost],
+        pool: Pool,
+        extra_bytes: int = 0,
+        time_left: Callable[[], float] = lambda: inf,
+    ) -> None:
+        self.program, self.costs, self.pool, self.time_left = program, costs, pool, time_left
         self.parts = split(program)
         backward = find_backward_bytes(program)
         self.outputs = frozenset(program.outputs)
@@ -197,9 +223,11 @@ class Parts:
             for slot, ways in enumerate(program.slots)
             if slot not in inside
         )
-        self.made: dict[object, _Small | None] = {}
+        self.made: dict[_Case, _Small | None] = {}
         self.shapes: dict[object, int] = {}
-        self.known: dict[object, Choice | None] = {}
+        self.blocks: dict[int, BlockProgram] = {}
+        #: For every shape and price.
+        self.known: dict[int, dict[float, Choice | None]] = {}
 
     def answer(self, price: float, chain: int | None = None) -> Answer | None:
         """The best path at a price in seconds per byte; None if some part could not be solved.
@@ -207,7 +235,9 @@ class Parts:
         With ``chain``, of that many neighbouring parts what leaves them may be made again in one go; what leaves the
         next one is kept. That bounds what the answer leaves out, the memory in the course of the backward.
         """
-        paths: dict[tuple[tuple[bool, ...], int], _Path] = {((), 0): (0.0, None, None)}
+        if not self._solve(price, chain is not None):
+            return None
+        paths: dict[tuple[tuple[bool, ...], int], _Path] = {((), 0): (0.0, None, None, None)}
         for number, part in enumerate(self.parts):
             longer: dict[tuple[tuple[bool, ...], int], _Path] = {}
             for needed, kept in product(product((True, False), repeat=len(part.leaves)), (True, False)):
@@ -217,54 +247,111 @@ class Parts:
                     link = 0 if kept or not any(needed) or chain is None else length + 1
                     if chain is not None and link > chain:
                         continue
-                    choice = self._choice(number, given, needed, price, kept)
+                    case = number, given, needed, kept
+                    choice = self._choice(case, price)
                     if choice is None:
                         continue
                     bound = path[0] + choice.bound
-                    if bound < longer.get((needed, link), (inf, None, None))[0]:
-                        longer[needed, link] = bound, choice, path
+                    if bound < longer.get((needed, link), (inf,))[0]:
+                        longer[needed, link] = bound, choice, case, path
             paths = longer
         if not paths:
             return None
         best: _Path | None = min(paths.values(), key=lambda path: path[0])
         assert best is not None
-        bound, choices = best[0], []
-        while best is not None and best[1] is not None:
-            choices.append(best[1])
-            best = best[2]
-        choices.reverse()
+        bound = best[0] + self.fixed_seconds
+        choices: list[Choice] = []
+        cases: list[_Case] = []
+        while best is not None and best[1] is not None and best[2] is not None:
+            choices.insert(0, best[1])
+            cases.insert(0, best[2])
+            best = best[3]
         seconds = self.fixed_seconds + sum(choice.seconds for choice in choices)
-        return Answer(
-            price, bound + self.fixed_seconds, seconds, sum(choice.bytes for choice in choices), tuple(choices)
-        )
+        size = sum(choice.bytes for choice in choices)
+        return Answer(price, bound, seconds, size, tuple(choices), tuple(cases))
 
-    def _choice(
-        self, number: int, given: tuple[bool, ...], needed: tuple[bool, ...], price: float, kept: bool
-    ) -> Choice | None:
-        """A part's best answer if these values enter its backward and those leave it; None if that cannot be."""
-        case = number, given, needed, kept
-        if case not in self.made:
-            self.made[case] = self._small(self.parts[number], given, needed, kept)
+    def menu(self, case: _Case) -> list[Choice]:
+        """The answers that are known for a case, at any price; none is worse than another in seconds and in bytes."""
         small = self.made[case]
-        if small is None:
-            return None
-        key = small.number, price
-        if key not in self.known:
-            self.known[key] = _solve(small.program, self.costs, price, small.leaves)
-        choice = self.known[key]
-        if choice is None:
-            return None
+        assert small is not None
+        known = [choice for choice in self.known[small.number].values() if choice is not None]
+        best: list[Choice] = []
+        for choice in sorted(known, key=lambda choice: (choice.bytes, choice.seconds)):
+            if not best or choice.seconds < best[-1].seconds:
+                best.append(choice)
+        return [self._in_whole(small, choice) for choice in best]
+
+    def _choice(self, case: _Case, price: float) -> Choice | None:
+        """A part's best answer in a case; None if that cannot be."""
+        small = self._made(case)
+        choice = None if small is None else self.known[small.number][price]
+        return None if small is None or choice is None else self._in_whole(small, choice)
+
+    def _made(self, case: _Case) -> _Small | None:
+        if case not in self.made:
+            small = self.made[case] = self._small(*case)
+            if small is not None:
+                self.known.setdefault(small.number, {})
+        return self.made[case]
+
+    def _solve(self, price: float, chained: bool) -> bool:
+        """Solve what is not known yet, of all parts in all cases, at a price; whether all is known then.
+
+        A case that was left out could have been on the best path: without it there is no bound.
+        """
+        todo: dict[int, _Small] = {}
+        for number, part in enumerate(self.parts):
+            kinds = (True, False) if chained else (False,)
+            sides = (product((True, False), repeat=len(values)) for values in (part.enters, part.leaves))
+            for (given, needed), kept in product(product(*sides), kinds):
+                small = self._made((number, given, needed, kept))
+                if small is not None and price not in self.known[small.number]:
+                    todo[small.number] = small
+        for number, small in todo.items():
+            if number not in self.blocks:
+                self.blocks[number] = block_program(small.program, self.costs, required=small.leaves)
+        matrices = {number: self.blocks[number].priced(price) for number in todo}
+        hard = [number for number, matrix in matrices.items() if matrix.columns and not matrix.contradiction]
+        answers = dict(
+            zip(
+                hard,
+                self.pool.solve([matrices[k] for k in hard], PART_SECONDS, PART_GAP, self.time_left),
+                strict=True,
+            )
+        )
+        for number, small in todo.items():
+            known = self.known[number]
+            if matrices[number].contradiction:
+                known[price] = None
+            elif number not in answers:
+                known[price] = self._read(small, matrices[number].cost, matrices[number].offset, price)
+            elif (answer := answers[number]) is not None and answer["x"] is not None and answer["bound"] is not None:
+                bound = answer["bound"] + matrices[number].offset
+                known[price] = self._read(small, answer["x"].round(), bound, price)
+        return all(price in self.known[number] for number in todo)
+
+    def _read(self, small: _Small, x: NDArray[Any], bound: float, price: float) -> Choice:
+        """A point of a part's program as a choice."""
+        blocks = self.blocks[small.number]
+        unit, kept = blocks.matrix.seconds_per_unit, blocks.kept(x)
+        size = sum(small.program.values[v].bytes for v in kept)
+        seconds = (float(blocks.matrix.cost @ x) + blocks.matrix.offset) * unit
+        return Choice(min(bound * unit, seconds + price * size), seconds, size, kept, blocks.chosen(x))
+
+    @staticmethod
+    def _in_whole(small: _Small, choice: Choice) -> Choice:
+        """A small program's answer in the whole program's numbers."""
         values = tuple(small.values[v] for v in choice.kept)
         ways = tuple(numbers[k] for numbers, k in zip(small.ways, choice.ways[: len(small.ways)], strict=True))
         return Choice(choice.bound, choice.seconds, choice.bytes, values, ways)
 
-    def _small(self, part: Part, given: tuple[bool, ...], needed: tuple[bool, ...], kept: bool) -> _Small | None:
+    def _small(self, place: int, given: tuple[bool, ...], needed: tuple[bool, ...], kept: bool) -> _Small | None:
         """The part as a program by itself.
 
         What enters it exists for nothing; what enters for the forward only is read by nothing that runs again. What
         leaves it is read by one more slot; ``kept``: and is not made again.
         """
-        whole = self.program
+        whole, part = self.program, self.parts[place]
         own = sorted({v for p in part.tasks for v in whole.tasks[p].writes})
         number = {v: k for k, v in enumerate(own)}
         missing = {v for v, there in zip(part.enters, given, strict=True) if not there}
@@ -304,32 +391,6 @@ class Parts:
         return _Small(program, leaves, tuple(own), tuple(ways), shape)
 
 
-def _solve(program: Program, costs: Mapping[str, Cost], price: float, leaves: tuple[int, ...]) -> Choice | None:
-    """One part's best answer; the forward makes what leaves it in any case."""
-    blocks = block_program(program, costs, seconds_per_byte=price, required=leaves)
-    matrix = blocks.matrix
-    unit = matrix.seconds_per_unit
-    if matrix.contradiction:
-        return None
-    if not matrix.columns:
-        bound, x = matrix.offset, matrix.cost
-    else:
-        answer = run_highs(
-            {
-                **{"matrix": matrix.matrix, "lower": matrix.lower, "upper": matrix.upper, "cost": matrix.cost},
-                **{"integral": matrix.integral, "offset": matrix.offset, "limit": PART_SECONDS, "gap": 1e-6},
-                **{"start": None, "options": {}, "log": False},
-            }
-        )
-        if answer["x"] is None or answer["bound"] is None:
-            return None
-        bound, x = answer["bound"] + matrix.offset, answer["x"].round()
-    kept = blocks.kept(x)
-    size = sum(program.values[v].bytes for v in kept)
-    seconds = float(matrix.cost @ x + matrix.offset) * unit - price * size
-    return Choice(min(bound * unit, seconds + price * size), seconds, size, kept, blocks.chosen(x))
-
-
 @dataclass(frozen=True)
 class Composed:
     """What the parts give.
@@ -343,13 +404,12 @@ class Composed:
     found: Found | None
 
 
-def compose(parts: Parts, searcher: Searcher, budget_bytes: int, time_left: Callable[[], float]) -> Composed | None:
+def compose(parts: Parts, searcher: Searcher, budget_bytes: int) -> Composed | None:
     """A bound and a plan for a budget; None if some part cannot be solved in time.
 
     Args:
         parts: of the searcher's program.
         searcher: judges the plans.
-        time_left: seconds.
     """
     room = budget_bytes - parts.fixed_bytes
     rich = parts.answer(0.0)
@@ -359,7 +419,7 @@ def compose(parts: Parts, searcher: Searcher, budget_bytes: int, time_left: Call
     for _ in range(MOST_RISES):  # dearer and dearer, until it fits
         if lean.bytes <= room:
             break
-        answer = parts.answer(price) if time_left() > 0 else None
+        answer = parts.answer(price) if parts.time_left() > 0 else None
         if answer is None:
             return Composed(best, None)
         rich, lean = (answer, answer) if answer.bytes > room else (rich, answer)
@@ -371,12 +431,12 @@ def compose(parts: Parts, searcher: Searcher, budget_bytes: int, time_left: Call
         if rich.bytes <= lean.bytes:
             break
         price = (lean.seconds - rich.seconds) / (rich.bytes - lean.bytes)
-        answer = parts.answer(price) if time_left() > 0 else None
+        answer = parts.answer(price) if parts.time_left() > 0 else None
         if answer is None or answer.bytes in (rich.bytes, lean.bytes):
             best = best if answer is None else max(best, answer.bound - price * room)
             break
         rich, lean = (answer, lean) if answer.bytes > room else (rich, answer)
-    found = [_mixed(parts, searcher, budget_bytes, rich.price, lean.price, chain, time_left) for chain in CHAINS]
+    found = [_mixed(parts, searcher, budget_bytes, rich.price, lean.price, chain) for chain in CHAINS]
     return Composed(best, min(filter(None, found), key=lambda f: f.score(budget_bytes), default=None))
 
 
@@ -387,7 +447,6 @@ def _mixed(
     rich_price: float,
     lean_price: float,
     chain: int,
-    time_left: Callable[[], float],
 ) -> Found | None:
     """The first parts as at the lean price, the others as at the rich one: as many of the latter as fit.
 
@@ -406,7 +465,7 @@ def _mixed(
         found = judged(lean, lean, count)
         if found is not None and found.judgement.peak_bytes <= budget_bytes:
             break
-        leaner = parts.answer(max(lean.price * STEP, lean.seconds / 2**50), chain) if time_left() > 0 else None
+        leaner = parts.answer(max(lean.price * STEP, lean.seconds / 2**50), chain) if parts.time_left() > 0 else None
         idle = idle + 1 if leaner is not None and leaner.bytes == lean.bytes else 0
         if leaner is None or idle > MOST_IDLE:
             return found
@@ -419,6 +478,55 @@ def _mixed(
             found, high = tried, middle
         else:
             low = middle + 1
+    choices = (*lean.choices[:high], *rich.choices[high:])
+    cases = (*lean.cases[:high], *rich.cases[high:])
+    return _exchanged(parts, searcher, budget_bytes, found, choices, cases)
+
+
+def _exchanged(
+    parts: Parts,
+    searcher: Searcher,
+    budget_bytes: int,
+    found: Found,
+    choices: Sequence[Choice],
+    cases: Sequence[_Case],
+) -> Found:
+    """Exchange the choices of single parts, then of two at once, one giving memory that the other takes."""
+    menus = [parts.menu(case) for case in cases]
+    chosen, left = list(choices), MOST_EXCHANGES
+
+    def better(changes: Mapping[int, Choice]) -> bool:
+        nonlocal found, left
+        left -= 1
+        changed = [changes.get(place, choice) for place, choice in enumerate(chosen)]
+        tried = searcher.judge(_policy(parts, searcher, changed), budget_bytes)
+        if tried is None or tried.score(budget_bytes) >= found.score(budget_bytes):
+            return False
+        chosen[:] = changed
+        found = tried
+        return True
+
+    def around(place: int, reach: int) -> tuple[list[Choice], list[Choice]]:
+        menu, size = menus[place], chosen[place].bytes
+        leaner = [choice for choice in menu if choice.bytes < size]
+        richer = [choice for choice in menu if choice.bytes > size]
+        return leaner[-reach:], richer[:reach]
+
+    def moves() -> Iterator[Mapping[int, Choice]]:
+        for place in range(len(menus)):
+            yield from ({place: choice} for choice in reversed(around(place, REACH)[1]))
+        for taker, giver in product(range(len(menus)), repeat=2):
+            if taker != giver:
+                pairs = product(around(taker, REACH)[1], around(giver, REACH)[0])
+                yield from ({taker: more, giver: less} for more, less in pairs)
+
+    improved = True
+    while improved:
+        improved = False
+        for move in moves():
+            if left <= 0 or parts.time_left() <= 0:
+                return found
+            improved |= better(move)
     return found
 
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import InfeasibleError, SolverError
 from ..program import Cost, Program, Task
 from ..schedule import Schedule
 from ..simulate import Report, simulate
-from ..units import format_bytes
+from ..units import format_bytes, format_seconds
 from .bound import block_program
 from .decode import decode, encode, neighbourhood
 from .formulation import Formulation, Options, estimated_columns
 from .heuristic import Searcher, find_start, smallest_known
 from .needs import default_pin_bytes, find_backward_bytes, find_needs, net_workspace
 from .parts import Parts, compose
+from .pool import Pool
 from .result import Plan
 
 if TYPE_CHECKING:
-    from .solvers import Progress, Solution
+    from .solvers import Solution, Watch
 
 #: Seconds of the time limit for each round of annealing, at the start and at the end; see `find_start`.
 SECONDS_PER_ROUND = 15.0
@@ -34,6 +36,8 @@ MOST_UNRESTRICTED = 200_000
 MOST_WINDOWED = 60_000
 #: Share of the time limit for solving parts.
 PARTS_SHARE = 0.3
+#: A bound this close to the best plan is not improved before the solver has had its turn.
+ENOUGH = 0.01
 #: Slots before its first use from which a task may run again, in large programs (measured: wider windows give
 #: the same relaxation on ResNet-50 to 0.01 %, and several times the columns).
 WINDOW = 32
@@ -73,7 +77,7 @@ class Search:
     time_limit_seconds: float = 60.0
     gap: float = 0.01
     extra_bytes: int = 0
-    progress: Progress | None = None
+    progress: Callable[[str], None] | None = None
     options: Options | None = None
     fallback: bool = True
     evaluations: int | None = None
@@ -102,22 +106,24 @@ class Search:
         formulation: Formulation | None = None
         interrupted = False
         try:
+            too_large = self.options is None and self._columns(WINDOW) > MOST_WINDOWED
             composed = self._compose()
             rounds = 1 + int(self.time_limit_seconds / SECONDS_PER_ROUND)
-            if (
-                self.options is None
-                and estimated_columns(self.program, find_needs(self.program), WINDOW) > MOST_WINDOWED
-            ):
+            if too_large:
                 if not self._closed():
                     self._heuristic(rounds, composed)
                 if self.best is None:
                     raise self._infeasible("not proven")
                 return self._plan(None, "", interrupted)
-            self._heuristic(rounds)
+            if composed is None:
+                self._heuristic(rounds)
+            elif not self._closed():  # where parts gave a plan the solver has more use for the time
+                self._heuristic(1)
+                self._heuristic(1, composed)
             options = self.options or self._choose_options()
-            if options.pin_bytes or options.window is not None:
+            if options.restricted:
                 self._honest_bound(0.1)
-                if self.best is not None:
+                if self.best is not None and self._gap() > ENOUGH:
                     self._honest_bound(0.15, self._fullest_slots(3))
             formulation = self._build(options)
             formulation = self._search(formulation, solver)
@@ -132,9 +138,15 @@ class Search:
     def _search(self, formulation: Formulation, solver: str) -> Formulation:
         """Solve; where a restricted program has no solution, solve the unrestricted one. The one that was solved."""
         verdict = self._solve(formulation, solver)
-        options = formulation.options
-        restricted = options.pin_bytes > 0 or options.window is not None
-        if self.best is None and verdict == "infeasible" and restricted and self._columns() < MOST_UNRESTRICTED:
+        restricted = formulation.options.restricted
+        chosen = self.options is None  # restrictions that were asked for stay
+        if (
+            self.best is None
+            and verdict == "infeasible"
+            and restricted
+            and chosen
+            and self._columns() < MOST_UNRESTRICTED
+        ):
             formulation = self._build(Options())
             verdict = self._solve(formulation, solver)
             restricted = False
@@ -147,8 +159,8 @@ class Search:
             )
         return formulation
 
-    def _columns(self) -> int:
-        return estimated_columns(self.program, find_needs(self.program))
+    def _columns(self, window: int | None = None) -> int:
+        return estimated_columns(self.program, find_needs(self.program), window)
 
     def _choose_options(self) -> Options:
         """Small values are kept; large programs get a window."""
@@ -157,9 +169,23 @@ class Search:
 
     # ---- steps --------------------------------------------------------------------------------------------
 
-    def _say(self, line: str) -> None:
-        if self.progress is not None:
-            self.progress(line)
+    def _say(self, who: str, incumbent: float = inf, bound: float = 0.0, kind: str = "unrestricted") -> None:
+        """Who is at work, and the incumbent, bound, gap and seconds so far."""
+        if self.progress is None:
+            return
+        best = min(incumbent, self.best[1].seconds if self.best is not None else inf)
+        honest = max(self.bounds.get("unrestricted", 0.0), bound if kind == "unrestricted" else 0.0)
+        least = max(honest, bound, self.bounds.get("restricted", 0.0))
+        words = [f"incumbent {format_seconds(best)}" if best < inf else "no incumbent"]
+        if least > 0:
+            words.append(f"bound {format_seconds(least)}")
+        if least > 0 and best < inf:
+            words.append(f"gap {100 * max(0.0, best - least) / best:.2f} %{'' if least == honest else ' restricted'}")
+        self.progress(f"{who}: {', '.join(words)}, {time.monotonic() - self.started:.0f} s")
+
+    def _watch(self, who: str, formulation: Formulation) -> Watch:
+        kind = "restricted" if formulation.options.restricted else "unrestricted"
+        return lambda incumbent, bound: self._say(who, incumbent, bound, kind)
 
     @property
     def left(self) -> float:
@@ -174,7 +200,7 @@ class Search:
         fits = report.peak_bytes <= self.budget_bytes
         if fits and (self.best is None or report.seconds < self.best[1].seconds):
             self.best = (schedule, report, by)
-            self._say(f"{by}: {report.seconds:.6g} s, peak {format_bytes(report.peak_bytes)}")
+            self._say(by)
         return fits
 
     def _check_floor(self) -> None:
@@ -205,13 +231,14 @@ class Search:
             return None
         begin = time.monotonic()
         ends = begin + PARTS_SHARE * self.time_limit_seconds
-        parts = Parts(self.program, self.costs, self.extra_bytes)
         searcher = Searcher(self.program, self.costs, self.extra_bytes, self.pin_bytes)
-        found = compose(parts, searcher, self.budget_bytes, lambda: ends - time.monotonic())
+        with Pool() as pool:
+            parts = Parts(self.program, self.costs, pool, self.extra_bytes, lambda: ends - time.monotonic())
+            found = compose(parts, searcher, self.budget_bytes)
         schedule = None
         if found is not None:
             self._bound("unrestricted", found.bound_seconds)
-            self._say(f"bound from {len(parts.parts)} parts: {found.bound_seconds:.6g} s")
+            self._say(f"{len(parts.parts)} parts")
             planned = found.found and searcher.plan(found.found.policy, self.budget_bytes)
             if planned and self._accept(planned[0], "parts"):
                 schedule = planned[0]
@@ -255,7 +282,7 @@ class Search:
         solved = solve(blocks.matrix, "HIGHS", time_limit_seconds=limit, gap=1e-4)
         if solved.status in ("optimal", "feasible", "no_incumbent"):
             self._bound("unrestricted", solved.bound_seconds)
-            self._say(f"bound for all schedules: {self.bounds['unrestricted']:.6g} s")
+            self._say("bound for all schedules")
         self.seconds["bound"] += time.monotonic() - begin
 
     def _fullest_slots(self, most: int) -> list[int]:
@@ -275,14 +302,17 @@ class Search:
         # A hair below what the solver says: it works in floating point.
         self.bounds[kind] = max(self.bounds.get(kind, 0.0), seconds * (1 - 1e-9))
 
+    def _gap(self) -> float:
+        assert self.best is not None
+        seconds = self.best[1].seconds
+        return (seconds - max(self.bounds.values(), default=0.0)) / seconds if seconds else 0.0
+
     def _closed(self) -> bool:
-        bound = max(self.bounds.values(), default=0.0)
-        return self.best is not None and self.best[1].seconds - bound <= self.gap * self.best[1].seconds
+        return self.best is not None and self._gap() <= self.gap
 
     def _solve(self, formulation: Formulation, solver: str) -> str:
         """Solve, simulate, add the run rows that were broken, and again; returns the last status."""
-        exact = formulation.options.pin_bytes == 0 and formulation.options.window is None
-        kind = "unrestricted" if exact else "restricted"
+        kind = "restricted" if formulation.options.restricted else "unrestricted"
         begin = time.monotonic()
         self._near_rows(formulation)
         verdict = "no_incumbent"
@@ -295,9 +325,6 @@ class Search:
                 current, share = "HIGHS", self.left - polish
             solution = self._solve_once(formulation, current, share)
             verdict = solution.status
-            self._say(
-                f"{current}: {verdict}, {solution.message}, {solution.wall_seconds:.1f} s, gap {solution.gap:.2%}"
-            )
             if verdict == "infeasible":
                 break
             self._bound(kind, solution.bound_seconds)
@@ -324,9 +351,8 @@ class Search:
         from .solvers import solve
 
         start: Any = encode(formulation, self.best[0]) if self.best is not None else None
-        return solve(
-            formulation.matrix(), solver, time_limit_seconds=seconds, gap=self.gap, start=start, progress=self.progress
-        )
+        matrix, watch = formulation.matrix(), self._watch(solver, formulation)
+        return solve(matrix, solver, time_limit_seconds=seconds, gap=self.gap, start=start, watch=watch)
 
     def _near_rows(self, formulation: Formulation, share: float = 0.97) -> None:
         """Run rows where the start comes near the budget: the likeliest to be broken."""
@@ -364,8 +390,7 @@ class Search:
             free = neighbourhood(formulation, x, stages, MEND_REACH * (turn + 1))
             small = formulation.matrix().fixed(free, x)
             limit = min(20.0, self.left * 0.3)
-            found = solve(small, solver, time_limit_seconds=limit, gap=self.gap / 4, progress=self.progress)
-            self._say(f"mending with {small.columns} free columns: {found.status}, {found.wall_seconds:.1f} s")
+            found = solve(small, solver, time_limit_seconds=limit, gap=self.gap / 4)
             if found.x is None:
                 continue
             x[free] = found.x

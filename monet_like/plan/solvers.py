@@ -21,37 +21,19 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from ..errors import SolverError, UsageError
 from .matrix import MatrixProgram
+from .solver_table import MEANING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Status = Literal["optimal", "feasible", "infeasible", "no_incumbent", "error"]
-Progress = Callable[[str], None]
+
+#: Called with the solver's incumbent (inf: none yet) and bound (-inf: none yet), in seconds of a step.
+Watch = Callable[[float, float], None]
 
 #: Largest violation of a row, after rounding, that is put down to floating point. In the rows' own units: 1 for
 #: logic rows, about a 8000th of the budget for memory rows. The simulator then counts in whole bytes.
 TOLERANCE = 1e-4
-
-#: What solvers and cvxpy call it -> what it can mean. With a checked incumbent, "limit" and "optimal" differ only
-#: in what is proven; without one, "optimal" is an error and "limit" is no incumbent.
-MEANING = {
-    "optimal": "optimal",
-    "kOptimal": "optimal",
-    "infeasible": "infeasible",
-    "kInfeasible": "infeasible",
-    "infeasible_or_unbounded": "infeasible",
-    "kUnboundedOrInfeasible": "infeasible",
-    "infeasible_inaccurate": "limit",
-    "optimal_inaccurate": "limit",
-    "user_limit": "limit",
-    "kTimeLimit": "limit",
-    "kIterationLimit": "limit",
-    "kSolutionLimit": "limit",
-    "kInterrupt": "limit",
-    "kObjectiveBound": "limit",
-    "kObjectiveTarget": "limit",
-    "killed": "limit",
-}
 
 
 @dataclass(frozen=True)
@@ -118,7 +100,8 @@ def solve(
     time_limit_seconds: float = 60.0,
     gap: float = 0.01,
     start: NDArray[Any] | None = None,
-    progress: Progress | None = None,
+    watch: Watch | None = None,
+    threads: int = 1,
     options: dict[str, Any] | None = None,
 ) -> Solution:
     """Minimise ``problem``.
@@ -129,7 +112,8 @@ def solve(
         time_limit_seconds: wall seconds in all; at the end the solver is stopped.
         gap: relative gap at which it may stop.
         start: a feasible point; used by solvers that accept one (HIGHS), as the incumbent for all.
-        progress: called with lines of the solver's log.
+        watch: called as the solver goes on (CBC and HiGHS).
+        threads: for solvers that use several.
         options: further options in the solver's own names.
 
     Raises:
@@ -143,21 +127,10 @@ def solve(
         return Solution("infeasible", None, float("inf"), float("inf"), float("inf"), 0.0, "a row cannot hold")
     if problem.columns == 0:
         return _judge(problem, {"status": "optimal", "x": np.zeros(0)}, problem.offset, started, gap)
-    job = {
-        "solver": name,
-        "matrix": problem.matrix,
-        "lower": problem.lower,
-        "upper": problem.upper,
-        "cost": problem.cost,
-        "offset": problem.offset,
-        "integral": problem.integral,
-        "limit": time_limit_seconds * 0.97 - 0.5 if time_limit_seconds > 2 else time_limit_seconds * 0.7,
-        "gap": gap,
-        "start": start,
-        "options": options or {},
-        "log": progress is not None,
-    }
-    log = _Log(progress)
+    limit = time_limit_seconds * 0.97 - 0.5 if time_limit_seconds > 2 else time_limit_seconds * 0.7
+    job = job_for(problem, name, limit, gap, threads) | {"start": start, "options": options or {}}
+    job["log"] = watch is not None
+    log = _Log(problem, watch)
     answer = _run_child(job, started + time_limit_seconds, log)
     bound = answer.get("bound")
     if bound is None or not np.isfinite(bound):
@@ -165,6 +138,25 @@ def solve(
     if answer.get("x") is None and start is not None and MEANING.get(answer["status"]) == "limit":
         answer["x"] = start
     return _judge(problem, answer, bound + problem.offset, started, gap)
+
+
+def job_for(problem: MatrixProgram, solver: str, limit: float, gap: float, threads: int = 1) -> dict[str, Any]:
+    """What the worker needs to know."""
+    return {
+        "solver": solver,
+        "matrix": problem.matrix,
+        "lower": problem.lower,
+        "upper": problem.upper,
+        "cost": problem.cost,
+        "offset": problem.offset,
+        "integral": problem.integral,
+        "limit": limit,
+        "gap": gap,
+        "threads": threads,
+        "start": None,
+        "options": {},
+        "log": False,
+    }
 
 
 def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, started: float, gap: float) -> Solution:
@@ -192,46 +184,70 @@ def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, started
 
 
 class _Log:
-    """Reads the solver's output: hands lines on, and remembers the best bound CBC mentions."""
+    """Reads the solver's output: the worker's ``progress`` lines, and what CBC says of its incumbent and bound."""
 
-    _BOUND = re.compile(r"(?:best possible|Lower bound:|Continuous objective value is) *(-?[0-9.]+(?:e[+-]?[0-9]+)?)")
+    _NUMBER = r"(-?(?:[0-9.]+(?:e[+-]?[0-9]+)?|inf))"
+    _INCUMBENT = re.compile(rf"(?:Integer solution of|^progress) *{_NUMBER}|{_NUMBER} best solution, best possible")
+    _BOUND = re.compile(rf"(?:best possible|Lower bound:|Continuous objective value is|^progress \S+) *{_NUMBER}")
 
-    def __init__(self, progress: Progress | None) -> None:
-        self.bound = float("-inf")
-        self.progress = progress
+    def __init__(self, problem: MatrixProgram, watch: Watch | None) -> None:
+        self.problem, self.watch = problem, watch
+        self.incumbent, self.bound = float("inf"), float("-inf")
 
     def read(self, stream: IO[bytes]) -> None:
         """Until the stream ends."""
         for raw in stream:
-            line = raw.decode(errors="replace").rstrip()
-            match = self._BOUND.search(line)
-            if match:
-                value = float(match.group(1))
-                if abs(value) < 1e40:
-                    self.bound = max(self.bound, value)
-            if self.progress is not None and line:
-                self.progress(line)
+            self.line(raw.decode(errors="replace").rstrip())
+
+    def line(self, line: str) -> None:
+        """One line; what it says counts from here on."""
+        before = self.incumbent, self.bound
+        offset = self.problem.offset if line.startswith("progress") else 0.0  # HiGHS knows it, CBC does not
+        if match := self._INCUMBENT.search(line):
+            value = float(match.group(1) or match.group(2)) - offset
+            self.incumbent = min(self.incumbent, value if abs(value) < 1e40 else float("inf"))
+        if match := self._BOUND.search(line):
+            value = float(match.group(1)) - offset
+            self.bound = max(self.bound, value if abs(value) < 1e40 else float("-inf"))
+        if self.watch is not None and before != (self.incumbent, self.bound):
+            unit, offset = self.problem.seconds_per_unit, self.problem.offset
+            self.watch((self.incumbent + offset) * unit, (self.bound + offset) * unit)
 
 
-def _run_child(job: dict[str, Any], deadline: float, log: _Log) -> dict[str, Any]:
-    """Run the worker; never leaves it behind."""
+def start_worker(threads: int = 1, output: int = subprocess.DEVNULL) -> tuple[subprocess.Popen[bytes], int]:
+    """A child process that solves what is written to its stdin, and the descriptor that its answers come from."""
     reading, writing = os.pipe()
     root = str(Path(__file__).resolve().parents[2])
     environment = dict(
         os.environ,
-        OMP_NUM_THREADS="1",
+        OMP_NUM_THREADS=str(threads),
         PYTHONPATH=os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
     )
     child = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", f"{__package__}.worker", str(writing)],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         pass_fds=(writing,),
         env=environment,
-        start_new_session=True,  # Ctrl-C is ours to handle: the child is stopped below
+        start_new_session=True,  # Ctrl-C is ours to handle: the child is stopped by who started it
     )
     os.close(writing)
+    return child, reading
+
+
+def stop_worker(child: subprocess.Popen[bytes]) -> bool:
+    """End it if it still runs; whether it did."""
+    running = child.poll() is None
+    if running:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    return running
+
+
+def _run_child(job: dict[str, Any], deadline: float, log: _Log) -> dict[str, Any]:
+    """Run the worker; never leaves it behind."""
+    child, reading = start_worker(job["threads"], subprocess.PIPE)
     received: list[bytes] = []
     assert child.stdin is not None and child.stdout is not None
     threads = [
@@ -246,10 +262,7 @@ def _run_child(job: dict[str, Any], deadline: float, log: _Log) -> dict[str, Any
     except subprocess.TimeoutExpired:
         pass
     finally:
-        late = child.poll() is None
-        if late:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        late = stop_worker(child)
         for thread in threads:
             if thread.ident is not None:
                 thread.join(5)

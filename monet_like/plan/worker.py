@@ -1,4 +1,4 @@
-"""The child process that runs one solver: reads a problem, writes the log to stdout and the answer to a pipe.
+"""The child process that runs solvers: reads problems, writes progress to stdout and the answers to a pipe.
 
 A solver cannot be relied on to stop in time or on Ctrl-C, and prints where it likes. In a process of its own it
 can be stopped at a hard deadline, and its log, the only place where CBC reports its bound, can be read.
@@ -13,15 +13,21 @@ import threading
 import time
 from typing import Any
 
+from .solver_table import DIALECTS
+
 
 def main(answer_fd: int) -> None:
-    """Solve the problem on stdin; answer on ``answer_fd``."""
+    """Solve the problems on stdin, one after another; answer on ``answer_fd``."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    job: dict[str, Any] = pickle.load(sys.stdin.buffer)
-    started = time.monotonic()
-    answer = run_highs(job) if job["solver"] == "HIGHS" else run_cvxpy(job, started)
     with os.fdopen(answer_fd, "wb") as pipe:
-        pickle.dump(answer, pipe)
+        while True:
+            try:
+                job: dict[str, Any] = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            started = time.monotonic()
+            pickle.dump(run_highs(job) if job["solver"] == "HIGHS" else run_cvxpy(job, started), pipe)
+            pipe.flush()
 
 
 def _end_with(parent: int) -> None:
@@ -48,10 +54,19 @@ def run_highs(job: dict[str, Any]) -> dict[str, Any]:
     if integral.any():
         model.integrality_ = [kinds[int(flag)] for flag in integral]
     solver: Any = highspy.Highs()
-    options = {"log_to_console": bool(job["log"]), "time_limit": float(job["limit"]), "mip_rel_gap": float(job["gap"])}
-    options |= {"threads": 1, "mip_abs_gap": 1e-9, "mip_feasibility_tolerance": 1e-7} | job["options"]
+    options: dict[str, Any] = {
+        "log_to_console": False,
+        "time_limit": float(job["limit"]),
+        "mip_rel_gap": float(job["gap"]),
+    }
+    options |= {"threads": job["threads"], "parallel": "on" if job["threads"] > 1 else "off"}
+    options |= {"mip_abs_gap": 1e-9, "mip_feasibility_tolerance": 1e-7} | job["options"]
     for name, value in options.items():
         solver.setOptionValue(name, value)
+    if job["log"]:
+        solver.cbMipLogging.subscribe(
+            lambda event: print("progress", event.data_out.mip_primal_bound, event.data_out.mip_dual_bound, flush=True)
+        )
     solver.passModel(model)
     if job["start"] is not None:
         start = highspy.HighsSolution()
@@ -93,34 +108,19 @@ def run_cvxpy(job: dict[str, Any], started: float) -> dict[str, Any]:
         constraints.append(matrix[equal] @ x == job["upper"][equal])
     problem = cp.Problem(cp.Minimize(cost @ x), constraints)
     left = max(1.0, job["limit"] - (time.monotonic() - started))
+    dialect = DIALECTS.get(job["solver"])
+    options = dialect.options(left, job["gap"], job["threads"]) if dialect else {}
     try:
-        problem.solve(
-            solver=job["solver"], verbose=False, **solver_options(job["solver"], left, job["gap"]), **job["options"]
-        )
+        problem.solve(solver=job["solver"], verbose=False, **options, **job["options"])
     except cp.error.SolverError as error:
         return {"status": "solver_error", "x": None, "bound": None, "message": str(error)}
     values = None
     if x.value is not None and len(x.value) == len(order):
         values = np.zeros(len(order))
         values[order] = x.value
-    bound = getattr(problem.solver_stats, "extra_stats", None)
-    return {"status": str(problem.status), "x": values, "bound": getattr(bound, "mip_dual_bound", None)}
-
-
-def solver_options(solver: str, seconds: float, gap: float) -> dict[str, Any]:
-    """How each solver is told its time limit and relative gap through cvxpy."""
-    known: dict[str, dict[str, Any]] = {
-        # CPU seconds, and it often looks at the clock late: hence the margin. The log is wanted for its bound.
-        "CBC": {"maximumSeconds": 0.85 * seconds, "allowableFractionGap": gap, "logLevel": 1},
-        "GUROBI": {"TimeLimit": seconds, "MIPGap": gap},
-        "SCIP": {"scip_params": {"limits/time": seconds, "limits/gap": gap}},
-        "GLPK_MI": {"tm_lim": int(seconds * 1000), "mip_gap": gap},
-        "CPLEX": {"cplex_params": {"timelimit": seconds, "mip.tolerances.mipgap": gap}},
-        "XPRESS": {"maxtime": int(seconds) + 1, "miprelstop": gap},
-        "MOSEK": {"mosek_params": {"MSK_DPAR_MIO_MAX_TIME": seconds, "MSK_DPAR_MIO_TOL_REL_GAP": gap}},
-        "SCIPY": {"scipy_options": {"time_limit": seconds, "mip_rel_gap": gap}},
-    }
-    return known.get(solver, {})
+    stats = getattr(problem.solver_stats, "extra_stats", None)
+    bound = dialect.bound(stats) if dialect and stats is not None else None
+    return {"status": str(problem.status), "x": values, "bound": bound}
 
 
 if __name__ == "__main__":

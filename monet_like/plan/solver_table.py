@@ -1,0 +1,95 @@
+"""What each solver calls things: statuses, and through cvxpy its time limit, gap, threads and bound.
+
+A solver that is not listed here still works if cvxpy finds it: it is stopped at the deadline and reports no bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Meaning = Literal["optimal", "infeasible", "limit"]
+
+#: Statuses of cvxpy and (k...) HiGHS -> what they can mean. With a checked incumbent, "limit" and "optimal" differ
+#: only in what is proven; without one, "optimal" is an error and "limit" is no incumbent. cvxpy reports
+#: ``user_limit`` and the inaccurate ones with and without an incumbent alike.
+MEANING: Mapping[str, Meaning] = {
+    "optimal": "optimal",
+    "kOptimal": "optimal",
+    "infeasible": "infeasible",
+    "kInfeasible": "infeasible",
+    "infeasible_or_unbounded": "infeasible",
+    "kUnboundedOrInfeasible": "infeasible",
+    "infeasible_inaccurate": "limit",
+    "optimal_inaccurate": "limit",
+    "user_limit": "limit",
+    "kTimeLimit": "limit",
+    "kIterationLimit": "limit",
+    "kSolutionLimit": "limit",
+    "kInterrupt": "limit",
+    "kObjectiveBound": "limit",
+    "kObjectiveTarget": "limit",
+    "killed": "limit",
+}
+
+
+def _no_bound(stats: Any) -> float | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One solver through cvxpy.
+
+    Attributes:
+        options: (wall seconds, relative gap, threads) -> arguments of `cvxpy.Problem.solve`.
+        bound: its ``extra_stats`` -> its bound of the objective; None if it tells none (CBC's is read off its log).
+    """
+
+    options: Callable[[float, float, int], dict[str, Any]]
+    bound: Callable[[Any], float | None] = _no_bound
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    # CPU seconds, and it often looks at the clock late: hence the margin. The log is wanted for its bound.
+    "CBC": Dialect(
+        lambda seconds, gap, threads: {
+            "maximumSeconds": 0.85 * seconds,
+            "allowableFractionGap": gap,
+            "logLevel": 1,
+        }
+    ),
+    "GUROBI": Dialect(
+        lambda seconds, gap, threads: {"TimeLimit": seconds, "MIPGap": gap, "Threads": threads},
+        lambda stats: float(stats.ObjBound),
+    ),
+    "SCIP": Dialect(
+        lambda seconds, gap, threads: {
+            "scip_params": {"limits/time": seconds, "limits/gap": gap, "lp/threads": threads}
+        },
+        lambda stats: float(stats["model"].getDualbound()),
+    ),
+    "SCIPY": Dialect(
+        lambda seconds, gap, threads: {"scipy_options": {"time_limit": seconds, "mip_rel_gap": gap}},
+        lambda stats: float(stats["mip_dual_bound"]),
+    ),
+    "GLPK_MI": Dialect(lambda seconds, gap, threads: {"tm_lim": int(seconds * 1000), "mip_gap": gap}),
+    "CPLEX": Dialect(
+        lambda seconds, gap, threads: {
+            "cplex_params": {"timelimit": seconds, "mip.tolerances.mipgap": gap, "threads": threads}
+        }
+    ),
+    "XPRESS": Dialect(
+        lambda seconds, gap, threads: {"maxtime": int(seconds) + 1, "miprelstop": gap, "threads": threads}
+    ),
+    "MOSEK": Dialect(
+        lambda seconds, gap, threads: {
+            "mosek_params": {
+                "MSK_DPAR_MIO_MAX_TIME": seconds,
+                "MSK_DPAR_MIO_TOL_REL_GAP": gap,
+                "MSK_IPAR_NUM_THREADS": threads,
+            }
+        }
+    ),
+}
