@@ -95,6 +95,13 @@ _problem = _options(
     show_default=True,
     help="Stop when proven this close to the optimum, such as 0.001.",
 )
+@click.option(
+    "--threads",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Of the solver, such as 8 (GUROBI, HIGHS, SCIP and others; CBC has one).",
+)
 @click.option("--ablation", is_flag=True, help="Operator choice only: nothing is recomputed.  [default: off]")
 @click.option(
     "--optimizer", default="none", show_default=True, help="Count this optimizer's state: none, sgd, momentum or adam."
@@ -186,6 +193,7 @@ _exploring = _options(
     ),
     click.option("--time-limit", type=float, default=30.0, show_default=True, help="Wall seconds for each plan."),
     click.option("--gap", type=float, default=0.01, show_default=True, help="Stop when proven this close."),
+    click.option("--threads", type=int, default=1, show_default=True, help="Of the solver, where it can use several."),
     click.option("--optimizer", default="none", show_default=True, help="Count its state: none, momentum or adam."),
     click.option("--dtype", default="float32", show_default=True, help="Of the model and its input."),
     click.option("--input-shape", help="Without the batch, such as 3,224,224.  [default: as for solve]"),

@@ -92,6 +92,7 @@ class Request:
     solver: str = "CBC"
     time_limit_seconds: float = 60.0
     gap: float = 0.01
+    threads: int = 1
     profile_batch: int | None = None
 
     @property
@@ -257,6 +258,7 @@ def plan_for(
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Plan what was prepared, as the request says; ``strategy`` instead of the request's own."""
+    chosen = strategy or request.strategy
     return plan(
         ready.captured.program,
         ready.costs,
@@ -264,9 +266,10 @@ def plan_for(
         solver=request.solver,
         time_limit_seconds=request.time_limit_seconds,
         gap=request.gap,
-        strategy=strategy or request.strategy,
+        strategy=chosen,
         extra_bytes=ready.extra_bytes,
         progress=progress,
+        **({"threads": request.threads} if chosen == "milp" else {}),
     )
 
 

@@ -42,6 +42,7 @@ def read_problem(
     profile_batch: int | None = None,
     time_limit: float = 60.0,
     gap: float = 0.01,
+    threads: int = 1,
     ablation: bool = False,
     optimizer: str = "none",
     strategy: str = "milp",
@@ -64,6 +65,8 @@ def read_problem(
         raise UsageError(f"--time-limit {time_limit} must be more than 0 seconds")
     if not 0 <= gap < 1:
         raise UsageError(f"--gap {gap} must be at least 0 and less than 1, such as 0.01 for 1 %")
+    if threads < 1:
+        raise UsageError(f"--threads {threads} must be at least 1")
     check_solver(solver)
     check_strategy(strategy)
     where, kind = read_device(device), read_dtype(dtype)
@@ -81,6 +84,7 @@ def read_problem(
         solver=solver,
         time_limit_seconds=time_limit,
         gap=gap,
+        threads=threads,
         profile_batch=profile_batch,
     )
     return Problem(spec, request, limit, where, shape, kind)

@@ -179,7 +179,7 @@ def test_an_early_rerun_fits_where_a_late_one_does_not() -> None:
     )
     program = Program(tuple(maker.values), tasks, slots, (out,), (g0,))
     assert find_needs(program).stages == (0, 1, 2, 3)
-    assert find_needs(program).late_stages == (0, 2, 3)
+    assert find_needs(program).reading_stages == (0, 3)
     late = Schedule((0, 1, 2), ((), (), (0, 1)), (0, 0, 0))
     early = Schedule((0, 1, 2), ((), (0, 1), ()), (0, 0, 0))
     peaks = [simulate(program, schedule, maker.costs).peak_bytes for schedule in (late, early)]

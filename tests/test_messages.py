@@ -230,6 +230,7 @@ def test_missing_arguments(count: int, missing: str) -> None:
         (("--time-limit", "0"), "--time-limit 0.0 must be more than 0 seconds"),
         (("--time-limit", "-5"), "--time-limit -5.0 must be more than 0 seconds"),
         (("--time-limit", "nan"), "--time-limit nan must be more than 0 seconds"),
+        (("--threads", "0"), "--threads 0 must be at least 1"),
         (("--gap", "2"), "--gap 2.0 must be at least 0 and less than 1, such as 0.01 for 1 %"),
         (("--gap", "-0.1"), "--gap -0.1 must be at least 0 and less than 1, such as 0.01 for 1 %"),
         (("--gap", "nan"), "--gap nan must be at least 0 and less than 1, such as 0.01 for 1 %"),

@@ -42,7 +42,7 @@ side is the simulated memory. Three things make the program smaller and are *not
 * pinned: values of at most ``pin_bytes`` are always kept once made and always counted; tasks that make nothing
   else never run again.
 * window: a task runs again at most ``window`` slots before the first slot that can use its results, and only in
-  stages that can be of use where its results are larger than what dies of its inputs (`Needs.late_stages`).
+  stages whose slot reads a forward value (measured: with the others, HiGHS ends 0.01 to 0.1 % worse on ResNet-50).
 * again_at_most: each group runs at most this many times during the backward.
 """
 
@@ -73,8 +73,8 @@ class Options:
 
     Attributes:
         pin_bytes: values up to this size are always kept.
-        window: slots before the first use from which a task may run again, and only in `Needs.late_stages`; None: from
-            the first on.
+        window: slots before the first use from which a task may run again, and only in
+            `Needs.reading_stages`; None: from the first on.
         again_at_most: how often a group may run in the backward; None: any number.
     """
 
@@ -128,7 +128,7 @@ class Formulation:
         #: Objective unit: about a thousandth of the step, so that solver tolerances mean the same for every model.
         self.seconds_per_unit = (sum(seconds) or 1.0) / 1000
         #: The stages in which tasks may run.
-        self.stages = self.needs.stages if options.window is None else self.needs.late_stages
+        self.stages = self.needs.stages if options.window is None else self.needs.reading_stages
         self.e: dict[tuple[int, int], Expr] = {}
         self.w: dict[int, tuple[Expr, ...]] = {}
         self.K: dict[tuple[int, int], Expr] = {}
@@ -433,7 +433,7 @@ def estimated_columns(program: Program, needs: Needs, window: int | None = None)
     for p, task in enumerate(program.tasks):
         last = max((needs.last[v] for v in task.writes), default=0) if needs.rerun[p] else 0
         first = 1 if window is None else min((needs.first[v] for v in task.writes), default=last) - window
-        runs += sum(max(1, first) <= t <= last for t in (needs.stages if window is None else needs.late_stages))
+        runs += sum(max(1, first) <= t <= last for t in (needs.stages if window is None else needs.reading_stages))
     return 2 * runs
 
 

@@ -18,7 +18,7 @@ class Needs:
 
     Attributes:
         stages: the stages in which forward tasks may run: 0 and those in which it can be of use to run one again.
-        late_stages: the same without those that are of use only where a task's results are smaller than its inputs.
+        reading_stages: of these 0 and those whose slot reads a forward value.
         last: for every value, the last stage that could use it; -1 if none, for forward values.
         first: for every value, the first stage >= 1 whose slot may read it; if no slot reads it, the first such
             stage of a value made from it; a large number if there is none.
@@ -27,7 +27,7 @@ class Needs:
     """
 
     stages: tuple[int, ...]
-    late_stages: tuple[int, ...]
+    reading_stages: tuple[int, ...]
     last: tuple[int, ...]
     first: tuple[int, ...]
     rerun: tuple[bool, ...]
@@ -55,29 +55,29 @@ def find_needs(program: Program) -> Needs:
                 last[value] = max(last[value], *(last[v] for v in task.writes), -1)
                 if value not in read_by_slots:
                     first[value] = min(first[value], *(first[v] for v in task.writes), NEVER)
-    stages, late = _rerun_stages(program)
-    return Needs((0, *stages), (0, *late), tuple(last), tuple(first), rerun, _groups(program.tasks))
+    reading = (slot + 1 for slot, reads in enumerate(program.slot_reads) if reads)
+    return Needs((0, *_rerun_stages(program)), (0, *reading), tuple(last), tuple(first), rerun, _groups(program.tasks))
 
 
-def _rerun_stages(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _rerun_stages(program: Program) -> list[int]:
     """Stages whose slot reads a forward value, and between two of these every one with fewer backward bytes than all
-    after it (those are the late ones), or than all before it.
+    before it, or than all after it.
 
     What runs in another stage can move: where its results are larger than what dies of its inputs to a later stage,
     else to an earlier one, of no more backward bytes; what it then takes is in no slot more than before.
     """
     before = find_backward_bytes(program).before
     reading = [slot for slot, reads in enumerate(program.slot_reads) if reads]
-    late, every = set(reading), set(reading)
+    stages = set(reading)
     for previous, end in zip([-1, *reading], reading, strict=False):
         gap = range(previous + 1, end)
-        for order, first, found in ((reversed(gap), before[end], late), (gap, inf, every)):
+        for order, first in ((reversed(gap), before[end]), (gap, inf)):
             least: float = first
             for slot in order:
                 if before[slot] < least:
-                    found.add(slot)
+                    stages.add(slot)
                     least = before[slot]
-    return tuple(slot + 1 for slot in sorted(late | every)), tuple(slot + 1 for slot in sorted(late))
+    return [slot + 1 for slot in sorted(stages)]
 
 
 def net_workspace(program: Program, costs: Mapping[str, Cost], task: Task) -> int:

@@ -80,6 +80,7 @@ class Search:
     progress: Callable[[str], None] | None = None
     options: Options | None = None
     fallback: bool = True
+    threads: int = 1
     evaluations: int | None = None
     start: Schedule | None = None
     seconds: dict[str, float] = field(
@@ -119,7 +120,8 @@ class Search:
                 self._heuristic(rounds)
             elif not self._closed():  # where parts gave a plan the solver has more use for the time
                 self._heuristic(1)
-                self._heuristic(1, composed)
+                if self.left > 0.5 * self.time_limit_seconds:
+                    self._heuristic(1, composed)
             options = self.options or self._choose_options()
             if options.restricted:
                 self._honest_bound(0.1)
@@ -127,7 +129,7 @@ class Search:
                     self._honest_bound(0.15, self._fullest_slots(3))
             formulation = self._build(options)
             formulation = self._search(formulation, solver)
-            if self.best is not None and self.evaluations != 0 and not self._closed():
+            if self.best is not None and self.evaluations != 0 and not self._closed() and self.left > 0:
                 self._heuristic(1, self.best[0])
         except KeyboardInterrupt:
             if self.best is None:
@@ -352,7 +354,15 @@ class Search:
 
         start: Any = encode(formulation, self.best[0]) if self.best is not None else None
         matrix, watch = formulation.matrix(), self._watch(solver, formulation)
-        return solve(matrix, solver, time_limit_seconds=seconds, gap=self.gap, start=start, watch=watch)
+        return solve(
+            matrix,
+            solver,
+            time_limit_seconds=seconds,
+            gap=self.gap,
+            start=start,
+            watch=watch,
+            threads=self.threads,
+        )
 
     def _near_rows(self, formulation: Formulation, share: float = 0.97) -> None:
         """Run rows where the start comes near the budget: the likeliest to be broken."""

@@ -1,7 +1,4 @@
-"""What each solver calls things: statuses, and through cvxpy its time limit, gap, threads and bound.
-
-A solver that is not listed here still works if cvxpy finds it: it is stopped at the deadline and reports no bound.
-"""
+"""What each solver calls things: its package, statuses, and through cvxpy its time limit, gap, threads and bound."""
 
 from __future__ import annotations
 
@@ -43,53 +40,66 @@ class Dialect:
     """One solver through cvxpy.
 
     Attributes:
+        package: what must be installed.
         options: (wall seconds, relative gap, threads) -> arguments of `cvxpy.Problem.solve`.
         bound: its ``extra_stats`` -> its bound of the objective; None if it tells none (CBC's is read off its log).
     """
 
+    package: str
     options: Callable[[float, float, int], dict[str, Any]]
     bound: Callable[[Any], float | None] = _no_bound
 
 
+def _own_interface(seconds: float, gap: float, threads: int) -> dict[str, Any]:
+    raise AssertionError("HiGHS is not run through cvxpy: there it takes no start")
+
+
 DIALECTS: Mapping[str, Dialect] = {
+    "HIGHS": Dialect("highspy", _own_interface),
     # CPU seconds, and it often looks at the clock late: hence the margin. The log is wanted for its bound.
     "CBC": Dialect(
+        "cylp",
         lambda seconds, gap, threads: {
             "maximumSeconds": 0.85 * seconds,
             "allowableFractionGap": gap,
             "logLevel": 1,
-        }
+        },
     ),
     "GUROBI": Dialect(
+        "gurobipy",
         lambda seconds, gap, threads: {"TimeLimit": seconds, "MIPGap": gap, "Threads": threads},
         lambda stats: float(stats.ObjBound),
     ),
     "SCIP": Dialect(
+        "pyscipopt",
         lambda seconds, gap, threads: {
             "scip_params": {"limits/time": seconds, "limits/gap": gap, "lp/threads": threads}
         },
         lambda stats: float(stats["model"].getDualbound()),
     ),
     "SCIPY": Dialect(
+        "scipy",
         lambda seconds, gap, threads: {"scipy_options": {"time_limit": seconds, "mip_rel_gap": gap}},
         lambda stats: float(stats["mip_dual_bound"]),
     ),
-    "GLPK_MI": Dialect(lambda seconds, gap, threads: {"tm_lim": int(seconds * 1000), "mip_gap": gap}),
+    "GLPK_MI": Dialect("cvxopt", lambda seconds, gap, threads: {"tm_lim": int(seconds * 1000), "mip_gap": gap}),
     "CPLEX": Dialect(
+        "cplex",
         lambda seconds, gap, threads: {
             "cplex_params": {"timelimit": seconds, "mip.tolerances.mipgap": gap, "threads": threads}
-        }
+        },
     ),
     "XPRESS": Dialect(
-        lambda seconds, gap, threads: {"maxtime": int(seconds) + 1, "miprelstop": gap, "threads": threads}
+        "xpress", lambda seconds, gap, threads: {"maxtime": int(seconds) + 1, "miprelstop": gap, "threads": threads}
     ),
     "MOSEK": Dialect(
+        "mosek",
         lambda seconds, gap, threads: {
             "mosek_params": {
                 "MSK_DPAR_MIO_MAX_TIME": seconds,
                 "MSK_DPAR_MIO_TOL_REL_GAP": gap,
                 "MSK_IPAR_NUM_THREADS": threads,
             }
-        }
+        },
     ),
 }

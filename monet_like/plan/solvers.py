@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from ..errors import SolverError, UsageError
 from .matrix import MatrixProgram
-from .solver_table import MEANING
+from .solver_table import DIALECTS, MEANING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,17 +62,14 @@ class Solution:
 
 
 def installed_solvers() -> tuple[str, ...]:
-    """Names of the solvers on this machine that handle 0/1 programs."""
-    from importlib.util import find_spec
+    """Names of the solvers on this machine that handle 0/1 programs; nothing is imported to find out.
 
-    found: set[str] = set()
-    if find_spec("cvxpy") is not None:
-        from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS
-
-        found.update(map(str, INSTALLED_MI_SOLVERS))
-    if find_spec("highspy") is not None:
-        found.add("HIGHS")
-    return tuple(sorted(found))
+    (cvxpy imports every solver's package, and HiGHS's and OR-Tools' cannot both be loaded into one process: a user's
+    process must stay free of either.)
+    """
+    if find_spec("cvxpy") is None:
+        return tuple(name for name in ("HIGHS",) if find_spec(DIALECTS[name].package) is not None)
+    return tuple(sorted(name for name, dialect in DIALECTS.items() if find_spec(dialect.package) is not None))
 
 
 def check_solver(name: str) -> str:
@@ -79,17 +77,16 @@ def check_solver(name: str) -> str:
 
     Raises:
         UsageError: no such solver.
-        SolverError: known, but not installed or not for 0/1 programs.
+        SolverError: known, but not installed.
     """
     upper = name.upper()
     installed = installed_solvers()
     if upper in installed:
         return upper
-    from cvxpy.reductions.solvers.defines import SOLVER_MAP_CONIC
-
     listing = ", ".join(installed) or "none"
-    if upper in map(str, SOLVER_MAP_CONIC):
-        raise SolverError(f"solver {name} is not installed here, or cannot solve 0/1 programs; installed: {listing}")
+    if upper in DIALECTS:
+        package = DIALECTS[upper].package
+        raise SolverError(f"solver {name} is not installed here (pip install {package}); installed: {listing}")
     raise UsageError(f"unknown solver {name!r}; installed: {listing}")
 
 
@@ -151,6 +148,7 @@ def job_for(problem: MatrixProgram, solver: str, limit: float, gap: float, threa
         "offset": problem.offset,
         "integral": problem.integral,
         "limit": limit,
+        "sent": time.time(),
         "gap": gap,
         "threads": threads,
         "start": None,

@@ -25,8 +25,7 @@ def main(answer_fd: int) -> None:
                 job: dict[str, Any] = pickle.load(sys.stdin.buffer)
             except EOFError:
                 return
-            started = time.monotonic()
-            pickle.dump(run_highs(job) if job["solver"] == "HIGHS" else run_cvxpy(job, started), pipe)
+            pickle.dump(run_highs(job) if job["solver"] == "HIGHS" else run_cvxpy(job), pipe)
             pipe.flush()
 
 
@@ -56,7 +55,7 @@ def run_highs(job: dict[str, Any]) -> dict[str, Any]:
     solver: Any = highspy.Highs()
     options: dict[str, Any] = {
         "log_to_console": False,
-        "time_limit": float(job["limit"]),
+        "time_limit": _left(job),
         "mip_rel_gap": float(job["gap"]),
     }
     options |= {"threads": job["threads"], "parallel": "on" if job["threads"] > 1 else "off"}
@@ -84,7 +83,12 @@ def run_highs(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_cvxpy(job: dict[str, Any], started: float) -> dict[str, Any]:
+def _left(job: dict[str, Any]) -> float:
+    """Seconds left for a job, starting this process and importing included."""
+    return float(max(0.1, job["limit"] - (time.time() - job["sent"])))
+
+
+def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
     """Any other solver, modelled in cvxpy's matrix form: integral columns first, bounds on the variables."""
     import cvxpy
     import numpy as np
@@ -107,9 +111,8 @@ def run_cvxpy(job: dict[str, Any], started: float) -> dict[str, Any]:
     if equal.any():
         constraints.append(matrix[equal] @ x == job["upper"][equal])
     problem = cp.Problem(cp.Minimize(cost @ x), constraints)
-    left = max(1.0, job["limit"] - (time.monotonic() - started))
     dialect = DIALECTS.get(job["solver"])
-    options = dialect.options(left, job["gap"], job["threads"]) if dialect else {}
+    options = dialect.options(_left(job), job["gap"], job["threads"]) if dialect else {}
     try:
         problem.solve(solver=job["solver"], verbose=False, **options, **job["options"])
     except cp.error.SolverError as error:

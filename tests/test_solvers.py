@@ -1,0 +1,123 @@
+"""Solvers and their interfaces: each trap that was met, with a test that fails without the guard against it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from scipy.optimize import Bounds, LinearConstraint, milp
+from test_plan import hard_problem
+
+from monet_like.plan import solvers
+from monet_like.plan.matrix import MatrixProgram
+from monet_like.plan.solver_table import DIALECTS
+from monet_like.plan.solvers import installed_solvers, solve
+
+ROOT = Path(__file__).resolve().parents[1]
+SOLVERS = [
+    pytest.param(name, marks=pytest.mark.skipif(name not in installed_solvers(), reason=f"{name} is not installed"))
+    for name in ("HIGHS", "CBC", "GUROBI", "SCIP", "SCIPY")
+]
+
+
+def mixed_problem(seed: int) -> MatrixProgram:
+    """Columns that must be 0 or 1 among columns that need not be; a start that is not the best."""
+    rng = np.random.default_rng(seed)
+    rows, columns = 6, 14
+    matrix = rng.integers(-4, 10, (rows, columns)).astype(float)
+    upper = np.maximum(1.0, matrix.clip(min=0).sum(axis=1) * 0.4)
+    lower = np.full(rows, -np.inf)
+    matrix[0], lower[0], upper[0] = 1.0, 5.0, 5.0  # an equality
+    cost = -rng.integers(1, 30, columns).astype(float)
+    integral = rng.random(columns) < 0.6
+    return MatrixProgram(sp.csr_matrix(matrix), lower, upper, cost, integral, 100.0, 0.5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_every_solver_finds_the_optimum_of_mixed_programs(solver: str) -> None:
+    """cvxpy's CBC interface misplaces the bounds of boolean variables; `run_cvxpy` gives it integers with bounds."""
+    for seed in range(4):
+        problem = mixed_problem(seed)
+        wanted = milp(
+            problem.cost,
+            constraints=LinearConstraint(problem.matrix, problem.lower, problem.upper),
+            bounds=Bounds(0, 1),
+            integrality=problem.integral.astype(int),
+        )
+        found = solve(problem, solver, time_limit_seconds=20, gap=0.0)
+        if wanted.status == 2:
+            assert found.status == "infeasible", seed
+            continue
+        assert found.status == "optimal", seed
+        assert found.objective_seconds == pytest.approx(0.5 * (wanted.fun + 100.0), abs=1e-5), seed
+        assert found.bound_seconds <= found.objective_seconds + 1e-6
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_at_the_time_limit_there_is_an_incumbent_a_bound_and_news(solver: str) -> None:
+    """cvxpy calls this ``user_limit`` or ``optimal_inaccurate``, hands out no bound of CBC's, and calls the same what
+    has no incumbent at all; CBC's own limit is of CPU seconds."""
+    news: list[tuple[float, float]] = []
+    problem = hard_problem()
+    found = solve(problem, solver, time_limit_seconds=4, gap=0.0, watch=lambda *pair: news.append(pair))
+    assert found.wall_seconds < 5
+    assert found.status == "feasible"
+    assert found.x is not None
+    assert problem.violation(found.x) < 1e-6
+    assert 0.9 * found.objective_seconds < found.bound_seconds <= found.objective_seconds
+    assert found.gap < 0.1
+    if solver in ("HIGHS", "CBC"):
+        assert len(news) > 1
+        incumbents, bounds = zip(*news, strict=True)
+        assert list(incumbents) == sorted(incumbents, reverse=True)
+        assert list(bounds) == sorted(bounds)
+        assert min(incumbents) >= found.objective_seconds - 1e-6
+        assert max(bounds) <= found.objective_seconds + 1e-6
+
+
+def test_planning_loads_no_solver_into_this_process() -> None:
+    """HiGHS's package and OR-Tools' cannot both be loaded; cvxpy loads every solver's package that it finds."""
+    script = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "from test_plan import network, peak\n"
+        "from monet_like.plan import plan\n"
+        "program, costs = network(30)\n"
+        "plan(program, costs, int(peak(program, costs) * 0.6), solver='HIGHS', time_limit_seconds=20, gap=0.0)\n"
+        "print([name for name in ('highspy', 'cvxpy', 'ortools') if name in sys.modules])\n"
+    )
+    arguments = [sys.executable, "-c", script, str(ROOT), str(ROOT / "tests")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_log_lines_of_both_kinds_are_read() -> None:
+    news: list[tuple[float, float]] = []
+    log = solvers._Log(hard_problem(), lambda *pair: news.append(pair))  # offset 1e6, a thousandth of a second a unit
+    for line in (
+        "Continuous objective value is -11300.5 - 0.02 seconds",
+        "Cbc0012I Integer solution of -10000 found by rounding after 0 iterations and 0 nodes (0.01 seconds)",
+        "Cbc0010I After 100 nodes, 57 on tree, -10900 best solution, best possible -11200.25 (1.07 seconds)",
+        "progress 989000.0 988850.0",
+        "progress inf -inf",
+        "nothing of interest: -3",
+    ):
+        log.line(line)
+    assert news == [
+        (float("inf"), pytest.approx(988.6995)),
+        (pytest.approx(990.0), pytest.approx(988.6995)),
+        (pytest.approx(989.1), pytest.approx(988.79975)),
+        (pytest.approx(989.0), pytest.approx(988.85)),
+    ]
+
+
+def test_every_dialect_says_limit_gap_and_threads() -> None:
+    for name, dialect in DIALECTS.items():
+        if name == "HIGHS":
+            continue
+        told = str(dialect.options(12.5, 0.0625, 3))
+        assert "0.0625" in told, name
+        assert any(text in told for text in ("12.5", "12500", "13", str(0.85 * 12.5))), name
