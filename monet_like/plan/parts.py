@@ -10,7 +10,8 @@ is a bound for all schedules (Lagrangian relaxation of row (6) of bound.py; Ever
 since many parts share one row its best value comes within about one part's share of the optimum of bound.py. Eighty
 equal blocks cost as much as one.
 
-The two paths at the best L, one over the budget and one within it, are mixed part by part into a plan.
+The two paths at the best L, one over the budget and one within it, are mixed part by part into a plan, in which single
+parts' choices are then exchanged.
 """
 
 from __future__ import annotations
@@ -397,7 +398,7 @@ class Composed:
 
     Attributes:
         bound_seconds: no schedule within the budget is faster.
-        policy: keeps what the best answers keep; None if nothing within the budget was found.
+        found: a policy that keeps what the best answers keep, and does not always fit; None if there is none.
     """
 
     bound_seconds: float
