@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: Seconds of the time limit for each round of annealing, at the start and at the end; see `find_start`.
 SECONDS_PER_ROUND = 15.0
 #: Programs with more columns than this are searched with a start window first.
-MOST_COLUMNS = 8_000
+MOST_COLUMNS = 12_000
 #: Programs with more columns than this are not solved without restrictions: it would take minutes.
 MOST_UNRESTRICTED = 200_000
 #: Programs with more columns than this even with a window are composed from parts and annealed, without a solver
@@ -68,7 +68,11 @@ def floor_bytes(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
 
 @dataclass
 class Search:
-    """One search; `run` is called once."""
+    """One search; `run` is called once.
+
+    Attributes:
+        allowed: a further condition on plans, such as another system's rules; what it refuses is not a plan.
+    """
 
     program: Program
     costs: Mapping[str, Cost]
@@ -81,6 +85,7 @@ class Search:
     options: Options | None = None
     fallback: bool = True
     threads: int = 1
+    allowed: Callable[[Schedule], bool] = lambda schedule: True
     evaluations: int | None = None
     start: Schedule | None = None
     seconds: dict[str, float] = field(
@@ -199,7 +204,7 @@ class Search:
         if schedule is None:
             return False
         report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
-        fits = report.peak_bytes <= self.budget_bytes
+        fits = report.peak_bytes <= self.budget_bytes and self.allowed(schedule)
         if fits and (self.best is None or report.seconds < self.best[1].seconds):
             self.best = (schedule, report, by)
             self._say(by)
