@@ -5,25 +5,28 @@ by an independent reading of MONeT's rules (monet_rules.py), which first has to 
 milliseconds and peaks. Prints a Markdown table; a row where MONeT's plan is faster is marked.
 
 The planner counts what exists; MONeT's rules count, while a task runs again, also what the full forward would still
-read. A plan that breaks such a row is not accepted.
+read. A plan that breaks such a row is not accepted; its bound, where one is printed, is of the planner's rules.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from benchmarks.monet_rules import Table, Verdict, judge, monet_stages, published_stages, read_table
-from monet_like.errors import MonetError
+from monet_like.errors import MonetError, SolverError
 from monet_like.plan.result import Plan
 from monet_like.plan.search import Search
 from monet_like.schedule import Schedule
 
 MODELS = ("resnet50_184", "googlenet_320", "mobilenet_v2_272", "unet_11", "vgg16_176")
 FULL = "inplace_conv_multiway_newnode"
+#: Seconds for another turn.
+LEAST_SECONDS = 5.0
 
 
 def check_judge(table: Table) -> int:
@@ -44,18 +47,38 @@ def check_judge(table: Table) -> int:
     return checked
 
 
-def plan_by_rules(table: Table, budget_bytes: int, solver: str, seconds: float, gap: float) -> tuple[Plan, Verdict]:
-    """The fastest plan found within the wall seconds that MONeT's rules accept."""
+def plan_by_rules(
+    table: Table, budget_bytes: int, solver: str, seconds: float, gap: float
+) -> tuple[Plan, Verdict, bool]:
+    """The fastest plan found within the wall seconds that MONeT's rules accept, and whether its bound is one for them.
 
-    def judged(schedule: Schedule) -> Verdict:
-        return judge(table.data, monet_stages(table, schedule))
+    Where they accept none, the runs whose rows are broken are priced with the missing bytes, in the time that is left.
+    """
+    ends = time.monotonic() + seconds
+    costs = dict(table.costs)
+    refused: list[Verdict] = []
 
     def allowed(schedule: Schedule) -> bool:
-        verdict = judged(schedule)
-        return not verdict.violation and verdict.peak_bytes <= budget_bytes
+        verdict = judge(table.data, monet_stages(table, schedule))
+        if verdict.violation or verdict.peak_bytes > budget_bytes:
+            refused.append(verdict)
+            return False
+        return True
 
-    plan = Search(table.program, table.costs, budget_bytes, solver, seconds, gap, allowed=allowed).run()
-    return plan, judged(plan.schedule)
+    while True:
+        left = ends - time.monotonic()
+        try:
+            plan = Search(table.program, costs, budget_bytes, solver, left, gap, allowed=allowed).run()
+            return plan, judge(table.data, monet_stages(table, plan.schedule)), costs == table.costs
+        except SolverError:
+            if not refused or ends - time.monotonic() < LEAST_SECONDS:
+                raise
+        for p, runs in enumerate(table.runs):
+            over = max((refused[-1].rows.get(j, 0) - budget_bytes for j, _ in runs), default=0)
+            key = table.program.tasks[p].cost
+            if over > 0 and table.program.tasks[p].runs != "first":
+                costs[key] = replace(costs[key], workspace_bytes=costs[key].workspace_bytes + over)
+        refused.clear()
 
 
 def row(table: Table, solution: dict[str, Any], solver: str, seconds: float, gap: float) -> tuple[str, bool]:
@@ -65,10 +88,10 @@ def row(table: Table, solution: dict[str, Any], solver: str, seconds: float, gap
     head = f"| {table.data['model']} ({table.data['batch']}) | {solution['budget_gb']:g} |"
     tail = f"{theirs:.2f} | {solution['hours']:.2f} |"
     try:
-        plan, verdict = plan_by_rules(table, solution["budget_bytes"], solver, seconds, gap)
+        plan, verdict, exact = plan_by_rules(table, solution["budget_bytes"], solver, seconds, gap)
     except MonetError as error:
         return f"{head} - | | | {time.monotonic() - started:.0f} | {tail} {error} |", False
-    bound = f"{1000 * plan.bound_seconds:.2f} | {100 * plan.gap:.2f} % {plan.bound_kind}"
+    bound = f"{1000 * plan.bound_seconds:.2f} | {100 * plan.gap:.2f} % {plan.bound_kind}" if exact else "| none"
     won = verdict.ms <= theirs + 1e-9
     mark = f"{100 * (verdict.ms / theirs - 1):+.2f} %" + ("" if won else " **slower**")
     return f"{head} {verdict.ms:.2f} | {bound} | {time.monotonic() - started:.0f} | {tail} {mark} |", won

@@ -31,6 +31,8 @@ SECONDS_PER_ROUND = 15.0
 MOST_COLUMNS = 12_000
 #: Programs with more columns than this are not solved without restrictions: it would take minutes.
 MOST_UNRESTRICTED = 200_000
+#: Share of the time limit that must be left to go on from a restricted program's optimum to the unrestricted one.
+SECOND_SHARE = 0.25
 #: Programs with more columns than this even with a window are composed from parts and annealed, without a solver
 #: for the whole: building the program alone would take longer than that.
 MOST_WINDOWED = 60_000
@@ -143,17 +145,17 @@ class Search:
         return self._plan(formulation, solver, interrupted)
 
     def _search(self, formulation: Formulation, solver: str) -> Formulation:
-        """Solve; where a restricted program has no solution, solve the unrestricted one. The one that was solved."""
+        """Solve; where a restricted program has no solution, or time is left after its optimum, the unrestricted one.
+
+        Returns:
+            The formulation that was solved last.
+        """
         verdict = self._solve(formulation, solver)
         restricted = formulation.options.restricted
         chosen = self.options is None  # restrictions that were asked for stay
-        if (
-            self.best is None
-            and verdict == "infeasible"
-            and restricted
-            and chosen
-            and self._columns() < MOST_UNRESTRICTED
-        ):
+        enough = self.left > SECOND_SHARE * self.time_limit_seconds or self.best is None
+        done = verdict == "infeasible" if self.best is None else not self._closed("unrestricted")
+        if restricted and chosen and enough and done and self._columns() < MOST_UNRESTRICTED:
             formulation = self._build(Options())
             verdict = self._solve(formulation, solver)
             restricted = False
@@ -170,8 +172,8 @@ class Search:
         return estimated_columns(self.program, find_needs(self.program), window)
 
     def _choose_options(self) -> Options:
-        """Small values are kept; large programs get a window."""
-        options = Options(pin_bytes=self.pin_bytes)
+        """Small values are kept, and tasks run again only where the backward reads; large programs get a window."""
+        options = Options(pin_bytes=self.pin_bytes, reading_only=True)
         return options if self._columns() <= MOST_COLUMNS else replace(options, window=WINDOW)
 
     # ---- steps --------------------------------------------------------------------------------------------
@@ -309,13 +311,15 @@ class Search:
         # A hair below what the solver says: it works in floating point.
         self.bounds[kind] = max(self.bounds.get(kind, 0.0), seconds * (1 - 1e-9))
 
-    def _gap(self) -> float:
+    def _gap(self, kind: str = "restricted") -> float:
+        """Relative distance of the best plan from a bound; ``unrestricted``: of one for all schedules."""
         assert self.best is not None
         seconds = self.best[1].seconds
-        return (seconds - max(self.bounds.values(), default=0.0)) / seconds if seconds else 0.0
+        bounds = [self.bounds.get("unrestricted", 0.0), self.bounds.get(kind, 0.0)]
+        return (seconds - max(bounds)) / seconds if seconds else 0.0
 
-    def _closed(self) -> bool:
-        return self.best is not None and self._gap() <= self.gap
+    def _closed(self, kind: str = "restricted") -> bool:
+        return self.best is not None and self._gap(kind) <= self.gap
 
     def _solve(self, formulation: Formulation, solver: str) -> str:
         """Solve, simulate, add the run rows that were broken, and again; returns the last status."""
@@ -326,7 +330,7 @@ class Search:
         current = solver
         polish = 0.05 * self.time_limit_seconds  # at the end, what was found is annealed once more
         first_end = self.left * (1 - FIRST_SHARE)
-        while not self._closed() and self.left > 0.3 + polish:
+        while not self._closed(kind) and self.left > 0.3 + polish:
             share = self.left - (first_end if current == solver and self._can_fall_back(solver) else polish)
             if share < 0.5:
                 current, share = "HIGHS", self.left - polish
