@@ -428,13 +428,14 @@ class Formulation:
         return self.builder.finish(self.seconds_per_unit)
 
 
-def estimated_columns(program: Program, needs: Needs, window: int | None = None) -> int:
-    """About how many columns the program has, unrestricted or with a window: run columns, and as many for carrying."""
-    runs = 0
+def estimated_columns(program: Program, needs: Needs, options: Options = Options()) -> int:
+    """About how many columns the program has, at most: run columns, and as many for carrying."""
+    runs, window = 0, options.window
+    stages = needs.reading_stages if options.reading_only else needs.stages
     for p, task in enumerate(program.tasks):
         last = max((needs.last[v] for v in task.writes), default=0) if needs.rerun[p] else 0
         first = 1 if window is None else min((needs.first[v] for v in task.writes), default=last) - window
-        runs += sum(max(1, first) <= t <= last for t in (needs.stages if window is None else needs.reading_stages))
+        runs += sum(max(1, first) <= t <= last for t in stages)
     return 2 * runs
 
 

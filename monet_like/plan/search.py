@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: Seconds of the time limit for each round of annealing, at the start and at the end; see `find_start`.
 SECONDS_PER_ROUND = 15.0
 #: Programs with more columns than this are searched with a start window first.
-MOST_COLUMNS = 12_000
+MOST_COLUMNS = 14_000
 #: Programs with more columns than this are not solved without restrictions: it would take minutes.
 MOST_UNRESTRICTED = 200_000
 #: Share of the time limit that must be left to go on from a restricted program's optimum to the unrestricted one.
@@ -114,7 +114,9 @@ class Search:
         formulation: Formulation | None = None
         interrupted = False
         try:
-            too_large = self.options is None and self._columns(WINDOW) > MOST_WINDOWED
+            too_large = (
+                self.options is None and self._columns(Options(window=WINDOW, reading_only=True)) > MOST_WINDOWED
+            )
             composed = self._compose()
             rounds = 1 + int(self.time_limit_seconds / SECONDS_PER_ROUND)
             if too_large:
@@ -155,7 +157,7 @@ class Search:
         chosen = self.options is None  # restrictions that were asked for stay
         enough = self.left > SECOND_SHARE * self.time_limit_seconds or self.best is None
         done = verdict == "infeasible" if self.best is None else not self._closed("unrestricted")
-        if restricted and chosen and enough and done and self._columns() < MOST_UNRESTRICTED:
+        if restricted and chosen and enough and done and self._columns(Options()) < MOST_UNRESTRICTED:
             formulation = self._build(Options())
             verdict = self._solve(formulation, solver)
             restricted = False
@@ -168,13 +170,13 @@ class Search:
             )
         return formulation
 
-    def _columns(self, window: int | None = None) -> int:
-        return estimated_columns(self.program, find_needs(self.program), window)
+    def _columns(self, options: Options) -> int:
+        return estimated_columns(self.program, find_needs(self.program), options)
 
     def _choose_options(self) -> Options:
         """Small values are kept, and tasks run again only where the backward reads; large programs get a window."""
         options = Options(pin_bytes=self.pin_bytes, reading_only=True)
-        return options if self._columns() <= MOST_COLUMNS else replace(options, window=WINDOW)
+        return options if self._columns(options) <= MOST_COLUMNS else replace(options, window=WINDOW)
 
     # ---- steps --------------------------------------------------------------------------------------------
 
