@@ -132,7 +132,7 @@ def test_milp_is_at_least_as_good_as_every_other(share: float) -> None:
 
 def test_checkmate_is_the_best_without_variants() -> None:
     solved = 0
-    for seed in range(30):
+    for seed in range(20):
         program, costs = random_program(random.Random(seed), 5)
         plain = Plain.of(program)
         budget = program.resident_bytes + 18
@@ -143,7 +143,7 @@ def test_checkmate_is_the_best_without_variants() -> None:
         assert found.seconds == pytest.approx(best), seed
         assert found.peak_bytes <= budget
         solved += 1
-    assert solved > 10
+    assert solved > 7
 
 
 def chain_of(links: int) -> tuple[Program, dict[str, Cost]]:

@@ -117,6 +117,13 @@ class Search:
             too_large = (
                 self.options is None and self._columns(Options(window=WINDOW, reading_only=True)) > MOST_WINDOWED
             )
+            if not too_large and self.evaluations is None:  # at once a plan to keep, should Ctrl-C come
+                self._accept(
+                    find_start(
+                        self.program, self.costs, self.budget_bytes, extra_bytes=self.extra_bytes, evaluations=0
+                    ),
+                    "greedy",
+                )
             composed = self._compose()
             rounds = 1 + int(self.time_limit_seconds / SECONDS_PER_ROUND)
             if too_large:
@@ -245,7 +252,7 @@ class Search:
         searcher = Searcher(self.program, self.costs, self.extra_bytes, self.pin_bytes)
         with Pool() as pool:
             parts = Parts(self.program, self.costs, pool, self.extra_bytes, lambda: ends - time.monotonic())
-            found = compose(parts, searcher, self.budget_bytes)
+            found = compose(parts, searcher, self.budget_bytes) if len(parts.parts) > 1 else None
         schedule = None
         if found is not None:
             self._bound("unrestricted", found.bound_seconds)
