@@ -2,7 +2,7 @@
 
 Stage 0 is the forward; stage t = 1..m is backward slot t - 1. Forward tasks may run again only in stages where that
 can be of use (`Needs.stages`): those whose slot reads a forward value, and those before which the backward's own
-values take less than from there to the next. ``t'`` is the stage of that kind before t. All columns are 0 or 1.
+values take less than up to there, or than from there to the next. ``t'`` is the stage of that kind before t. All columns are 0 or 1.
 
     e[p,t]   forward task p runs in stage t                                      (_run_columns)
     w[k,t]   the slot of stage t takes its way k                                 (_way_columns)

@@ -111,8 +111,8 @@ def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
     if equal.any():
         constraints.append(matrix[equal] @ x == job["upper"][equal])
     problem = cp.Problem(cp.Minimize(cost @ x), constraints)
-    dialect = DIALECTS.get(job["solver"])
-    options = dialect.options(_left(job), job["gap"], job["threads"]) if dialect else {}
+    dialect = DIALECTS[job["solver"]]
+    options = dialect.options(_left(job), job["gap"], job["threads"])
     try:
         problem.solve(solver=job["solver"], verbose=False, **options, **job["options"])
     except cp.error.SolverError as error:
@@ -122,7 +122,7 @@ def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
         values = np.zeros(len(order))
         values[order] = x.value
     stats = getattr(problem.solver_stats, "extra_stats", None)
-    bound = dialect.bound(stats) if dialect and stats is not None else None
+    bound = dialect.bound(stats) if stats is not None else None
     return {"status": str(problem.status), "x": values, "bound": bound}
 
 
