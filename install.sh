@@ -6,7 +6,7 @@
 #   ./install.sh --dev    also what is needed to test and to contribute
 #
 # PYTHON names the interpreter for a new environment (default: python3). MONET_LIKE_CUDA=1 or 0 compiles the CUDA
-# kernels or leaves them out; by default they are compiled if there is a GPU and nvcc.
+# kernels or leaves them out; by default they are compiled where nvcc and a CUDA build of torch are found.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -51,7 +51,7 @@ fi
 # torch first, the build tools with it: the kernels are compiled against the torch that is installed, not a fresh one
 # in an isolated build environment.
 missing=()
-for module in torch torchvision setuptools wheel; do
+for module in torch torchvision setuptools wheel ninja; do
   "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$module') is None)" || missing+=("$module")
 done
 if ((${#missing[@]})); then

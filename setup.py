@@ -41,19 +41,18 @@ class PlatformDistribution(Distribution):
 
 
 def _compile_kernels() -> list[Path]:
-    """The libraries and what they were made from; nothing, and a printed reason, where they cannot be compiled."""
+    """The libraries and the note on what they were made from; nothing, and a printed reason, where they cannot be compiled."""
     sys.path.insert(0, str(ROOT))
     try:
         from monet_like.kernels import build
     finally:
         sys.path.remove(str(ROOT))
     try:
-        kernels = build.build()
+        return build.build()
     except (build.KernelBuildError, OSError) as error:  # a missing compiler must not stop the installation
         later = "install with --no-build-isolation or run: python -m monet_like.kernels.build"
         print(f"monet_like: kernels not built ({error}); {later}", file=sys.stderr)
         return []
-    return [kernels, kernels.with_suffix(".json"), build.search_library_path()]
 
 
 setup(cmdclass={"build_py": BuildWithKernels}, distclass=PlatformDistribution)

@@ -301,7 +301,9 @@ class _Builder:
             self._batch_norm(node, calls, args, outs, writes)
             return
         call = Call(op, args, kwargs, tuple(outs), unpack)
-        if info.backward:
+        if op == "aten.convolution_backward.default" and outs[0] is not None and len(writes) > 1:
+            self._convolution_backward(node, calls, call)
+        elif info.backward:
             self.slots.append(self._make(node.name, (*calls, call), writes))
         elif self.in_backward:
             self.late.append(self._make(node.name, (*calls, call), writes, runs="again"))
@@ -338,6 +340,18 @@ class _Builder:
         self.tasks.append(self._make(node.name, (*calls, update), (*writes, effect), runs="first"))
         if outs[0] is not None:
             self.tasks.append(self._make(f"{node.name}.again", (*calls, again), writes[:1], runs="again"))
+
+    def _convolution_backward(self, node: fx.Node, calls: Sequence[Call], call: Call) -> None:
+        """The gradients of weight and bias, then that of the input: PyTorch computes them apart, one after the other.
+
+        As two slots each may be done in its own way; those of the second need not read the convolution's input.
+        """
+        of_input, *of_weights = call.outs
+        parts: dict[str, tuple[Ref | None, ...]] = {"weight": (None, *of_weights), "input": (of_input, None, None)}
+        for name, outs in parts.items():
+            part = Call(call.op, (*call.args[:-1], [out is not None for out in outs]), call.kwargs, outs, True)
+            writes = cast("list[int]", [out.name for out in outs if out is not None])
+            self.slots.append(self._make(f"{node.name}.{name}", (*calls, part), writes))
 
     def _random(self, node: fx.Node, calls: Sequence[Call], writes: Sequence[int]) -> None:
         """A random operator draws once. Run again, it starts from the generator state of the first time."""

@@ -28,7 +28,7 @@ def test_resnet50_at_184_is_the_program_it_should_be() -> None:
     convolutions = [t for t in program.tasks if t.calls[-1].op == "aten.convolution.default"]
     assert len(convolutions) == 53
     assert len(program.gradients) == len(list(model.parameters())) == 161
-    assert len(program.slots) == 176
+    assert len(program.slots) == 176 + 52  # all convolutions but the first have two gradients, and a slot for each
     kept = {v for slot in program.slots for v in slot[0].reads if program.values[v].kind == "forward"}
     # What eager PyTorch saves for the backward: 14.6 GiB (MONeT's README measures 15.06 GB for the whole step).
     assert sum(program.values[v].bytes for v in kept) / GIB == pytest.approx(14.62, abs=0.02)

@@ -110,19 +110,19 @@ def test_sign_mask_gives_atens_threshold_backward(impl: Any, shape: tuple[int, .
             if grad.shape != x.shape:
                 continue
             expected = aten.threshold_backward(grad, x, 0)
-            actual = impl("unpack_threshold_backward")(grad, mask, x.stride())
+            actual = impl("keep_where")(grad, mask, x.stride())
             assert_bits(actual, expected)
             assert reference.is_dense(actual.shape, actual.stride()), (layout, grad_layout)
             if grad_layout != "expanded":
                 twice = grad.clone(memory_format=torch.preserve_format)
-                assert impl("unpack_threshold_backward_")(twice, mask, x.stride()) is twice
+                assert impl("keep_where_")(twice, mask, x.stride()) is twice
                 assert_bits(twice, expected)
 
 
 @pytest.mark.usefixtures("three_threads")
 def test_masks_in_parallel(impl: Any) -> None:
     x, grad = torch.randn(300_001), torch.randn(300_001)
-    assert_bits(impl("unpack_threshold_backward")(grad, impl("pack_sign")(x)), aten.threshold_backward(grad, x, 0))
+    assert_bits(impl("keep_where")(grad, impl("pack_sign")(x)), aten.threshold_backward(grad, x, 0))
 
 
 def test_unused_bits_are_zero(impl: Any) -> None:
@@ -137,7 +137,7 @@ def test_range_mask_gives_atens_hardtanh_backward(impl: Any, bounds: tuple[float
         # ATen's CPU kernel treats NaN by position (vector part or tail); it is tested apart, below.
         x = x.nan_to_num(2.0)
         grad = special(tuple(x.shape), dtype)
-        actual = impl("unpack_hardtanh_backward")(grad, impl("pack_range")(x, *bounds), x.stride())
+        actual = impl("keep_where")(grad, impl("pack_range")(x, *bounds), x.stride())
         assert_bits(actual, aten.hardtanh_backward(grad, x, *bounds))
 
 
@@ -424,10 +424,9 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
     norm = (x, c, c, c, c)
     return {
         "pack_sign": (x,),
-        "unpack_threshold_backward": (torch.randn(2, 3, 6, 6), mask, x.stride()),
-        "unpack_threshold_backward_": (x.clone(), mask),
+        "keep_where": (torch.randn(2, 3, 6, 6), mask, x.stride()),
+        "keep_where_": (x.clone(), mask),
         "pack_range": (x, 0.0, 6.0),
-        "unpack_hardtanh_backward": (x, mask),
         "pack_bool": (flags,),
         "unpack_bool": (reference.pack_bool(flags), [2, 3, 6, 6]),
         "masked_scale": (x, reference.pack_bool(flags), 2.0, flags.stride()),
@@ -481,7 +480,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="pack_sign: x must be float32, float64, float16 or bfloat16, got Int"):
         ops.pack_sign(torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"a mask of 96 bits has shape \[12\] and is contiguous, got shape \[3\]"):
-        ops.unpack_threshold_backward(x, torch.zeros(3, dtype=torch.uint8))
+        ops.keep_where(x, torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"weight must have shape \[3\], got \[4\]"):
         ops.batch_norm_apply(x, torch.ones(4), None, c, c)
     with pytest.raises(ValueError, match="this window does not turn"):
@@ -513,7 +512,7 @@ for dtype in (torch.float32, torch.float64):
         assert torch.equal(torch.ops.monet_like.batch_norm_relu_train(x, w, b, None, None, .1, 1e-5)[0], y.relu())
         mask = torch.ops.monet_like.pack_sign(y)
         expected = torch.ops.aten.threshold_backward(x, y, 0)
-        assert torch.equal(torch.ops.monet_like.unpack_threshold_backward(x, mask, y.stride()), expected)
+        assert torch.equal(torch.ops.monet_like.keep_where(x, mask, y.stride()), expected)
 print(kernels.status())
 """
 
@@ -534,6 +533,24 @@ def test_status_says_what_runs() -> None:
         assert text.startswith("compiled kernels in use for cpu")
     else:
         assert "python -m monet_like.kernels.build" in text
+
+
+def test_cuda_library_has_every_operator_for_both_architectures() -> None:
+    library = build.library_path("kernels_cuda")
+    if not library.exists():
+        pytest.skip("no nvcc, so no CUDA kernels")
+    code = f"""
+import torch
+torch.ops.load_library({str(build.library_path())!r})
+torch.ops.load_library({str(library)!r})
+from monet_like.kernels.schemas import SCHEMAS
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+print([name for name in SCHEMAS if not has(f"monet_like::{{name}}", "CUDA")])
+"""
+    assert run_python(code).strip() == "[]"
+    if not torch.cuda.is_available() and "TORCH_CUDA_ARCH_LIST" not in os.environ:
+        binary = library.read_bytes()
+        assert b"sm_80" in binary and b"sm_90" in binary
 
 
 def test_missing_compiler_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,7 +574,6 @@ def test_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("MONET_LIKE_CUDA", "0")
-    monkeypatch.setattr(build, "library_path", lambda: tmp_path / "lib" / build.LIBRARY_NAME)
-    # Object names depend on the sources and flags only; an empty directory makes every one of them needed.
-    with pytest.raises(build.KernelBuildError, match=r"(?s)exit code 3.*out of tea"):
+    monkeypatch.setattr(build, "library_path", lambda part="kernels": tmp_path / "lib" / f"{part}.so")
+    with pytest.raises(build.KernelBuildError, match=r"(?s)compiling failed.*out of tea"):
         build.build()

@@ -73,7 +73,7 @@ MONET_FOR_EACH_ISA(pack)
 
 // Keeps or clears whole bit patterns, so a kept gradient is unchanged whatever it holds.
 template <typename U>
-MONET_BODY void keep_where_body(const U* in, const uint8_t* mask, U* out, int64_t numel) {
+MONET_BODY void keep_bits_body(const U* in, const uint8_t* mask, U* out, int64_t numel) {
   const int64_t whole = numel / 8;
 #pragma GCC ivdep
   for (int64_t b = 0; b < whole; ++b) {
@@ -87,7 +87,7 @@ MONET_BODY void keep_where_body(const U* in, const uint8_t* mask, U* out, int64_
     out[i] = (mask[i / 8] >> (i % 8)) & 1 ? in[i] : U(0);
   }
 }
-MONET_FOR_EACH_ISA(keep_where)
+MONET_FOR_EACH_ISA(keep_bits)
 
 MONET_BODY void spread_bits(const uint8_t* mask, uint8_t* out, int64_t numel) {
   for (int64_t b = 0; b < numel / 8; ++b) {
@@ -170,7 +170,7 @@ void keep_where_dense(const at::Tensor& in, const at::Tensor& mask, const at::Te
     const U* from = static_cast<const U*>(in.const_data_ptr());
     U* to = static_cast<U*>(out.mutable_data_ptr());
     for_packed_ranges(in.numel(), [&](int64_t first, int64_t n) {
-      keep_where(from + first, bytes + first / 8, to + first, n);
+      keep_bits(from + first, bytes + first / 8, to + first, n);
     });
   };
   switch (in.element_size()) {
@@ -183,35 +183,25 @@ void keep_where_dense(const at::Tensor& in, const at::Tensor& mask, const at::Te
   }
 }
 
-at::Tensor keep_where_packed(const at::Tensor& grad, const at::Tensor& mask, at::IntArrayRef stride, const char* op) {
-  check_floating(grad, op, "grad");
-  check_packed(mask, grad.numel(), grad, op);
-  const at::Tensor dense = to_packing_order(grad, stride, op);
+at::Tensor keep_where(const at::Tensor& x, const at::Tensor& mask, at::IntArrayRef stride) {
+  check_floating(x, "keep_where", "x");
+  check_packed(mask, x.numel(), x, "keep_where");
+  const at::Tensor dense = to_packing_order(x, stride, "keep_where");
   // A copy made for the layout is ours to overwrite.
-  const at::Tensor out =
-      dense.is_same(grad) ? at::empty_strided(dense.sizes(), dense.strides(), dense.options()) : dense;
+  const at::Tensor out = dense.is_same(x) ? at::empty_strided(dense.sizes(), dense.strides(), dense.options()) : dense;
   keep_where_dense(dense, mask, out);
   return out;
 }
 
-at::Tensor unpack_threshold_backward(const at::Tensor& grad, const at::Tensor& mask, at::IntArrayRef stride) {
-  return keep_where_packed(grad, mask, stride, "unpack_threshold_backward");
-}
-
-at::Tensor unpack_hardtanh_backward(const at::Tensor& grad, const at::Tensor& mask, at::IntArrayRef stride) {
-  return keep_where_packed(grad, mask, stride, "unpack_hardtanh_backward");
-}
-
-at::Tensor& unpack_threshold_backward_(at::Tensor& grad, const at::Tensor& mask, at::IntArrayRef stride) {
-  const char* op = "unpack_threshold_backward_";
-  check_floating(grad, op, "grad");
-  check_packed(mask, grad.numel(), grad, op);
-  const at::Tensor dense = to_packing_order(grad, stride, op);
+at::Tensor& keep_where_(at::Tensor& x, const at::Tensor& mask, at::IntArrayRef stride) {
+  check_floating(x, "keep_where_", "x");
+  check_packed(mask, x.numel(), x, "keep_where_");
+  const at::Tensor dense = to_packing_order(x, stride, "keep_where_");
   keep_where_dense(dense, mask, dense);
-  if (!dense.is_same(grad)) {
-    grad.copy_(dense);
+  if (!dense.is_same(x)) {
+    x.copy_(dense);
   }
-  return grad;
+  return x;
 }
 
 at::Tensor unpack_bool(const at::Tensor& packed, at::IntArrayRef size, at::IntArrayRef stride) {
@@ -246,9 +236,8 @@ TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
   m.impl("pack_sign", &pack_sign);
   m.impl("pack_range", &pack_range);
   m.impl("pack_bool", &pack_bool);
-  m.impl("unpack_threshold_backward", &unpack_threshold_backward);
-  m.impl("unpack_threshold_backward_", &unpack_threshold_backward_);
-  m.impl("unpack_hardtanh_backward", &unpack_hardtanh_backward);
+  m.impl("keep_where", &keep_where);
+  m.impl("keep_where_", &keep_where_);
   m.impl("unpack_bool", &unpack_bool);
   m.impl("masked_scale", &masked_scale);
 }

@@ -135,37 +135,27 @@ void keep_where_dense(const at::Tensor& in, const at::Tensor& mask, const at::Te
   }
 }
 
-at::Tensor keep_where_packed(const at::Tensor& grad, const at::Tensor& mask, at::IntArrayRef stride, const char* op) {
-  check_floating(grad, op, "grad");
-  check_packed(mask, grad.numel(), grad, op);
-  const c10::cuda::CUDAGuard guard(grad.device());
-  const at::Tensor dense = to_packing_order(grad, stride, op);
+at::Tensor keep_where(const at::Tensor& x, const at::Tensor& mask, at::IntArrayRef stride) {
+  check_floating(x, "keep_where", "x");
+  check_packed(mask, x.numel(), x, "keep_where");
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor dense = to_packing_order(x, stride, "keep_where");
   // A copy made for the layout is ours to overwrite.
-  const at::Tensor out =
-      dense.is_same(grad) ? at::empty_strided(dense.sizes(), dense.strides(), dense.options()) : dense;
+  const at::Tensor out = dense.is_same(x) ? at::empty_strided(dense.sizes(), dense.strides(), dense.options()) : dense;
   keep_where_dense(dense, mask, out);
   return out;
 }
 
-at::Tensor unpack_threshold_backward(const at::Tensor& grad, const at::Tensor& mask, at::IntArrayRef stride) {
-  return keep_where_packed(grad, mask, stride, "unpack_threshold_backward");
-}
-
-at::Tensor unpack_hardtanh_backward(const at::Tensor& grad, const at::Tensor& mask, at::IntArrayRef stride) {
-  return keep_where_packed(grad, mask, stride, "unpack_hardtanh_backward");
-}
-
-at::Tensor& unpack_threshold_backward_(at::Tensor& grad, const at::Tensor& mask, at::IntArrayRef stride) {
-  const char* op = "unpack_threshold_backward_";
-  check_floating(grad, op, "grad");
-  check_packed(mask, grad.numel(), grad, op);
-  const c10::cuda::CUDAGuard guard(grad.device());
-  const at::Tensor dense = to_packing_order(grad, stride, op);
+at::Tensor& keep_where_(at::Tensor& x, const at::Tensor& mask, at::IntArrayRef stride) {
+  check_floating(x, "keep_where_", "x");
+  check_packed(mask, x.numel(), x, "keep_where_");
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor dense = to_packing_order(x, stride, "keep_where_");
   keep_where_dense(dense, mask, dense);
-  if (!dense.is_same(grad)) {
-    grad.copy_(dense);
+  if (!dense.is_same(x)) {
+    x.copy_(dense);
   }
-  return grad;
+  return x;
 }
 
 at::Tensor unpack_bool(const at::Tensor& packed, at::IntArrayRef size, at::IntArrayRef stride) {
@@ -203,9 +193,8 @@ TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
   m.impl("pack_sign", &pack_sign);
   m.impl("pack_range", &pack_range);
   m.impl("pack_bool", &pack_bool);
-  m.impl("unpack_threshold_backward", &unpack_threshold_backward);
-  m.impl("unpack_threshold_backward_", &unpack_threshold_backward_);
-  m.impl("unpack_hardtanh_backward", &unpack_hardtanh_backward);
+  m.impl("keep_where", &keep_where);
+  m.impl("keep_where_", &keep_where_);
   m.impl("unpack_bool", &unpack_bool);
   m.impl("masked_scale", &masked_scale);
 }

@@ -90,6 +90,8 @@ def _load_library() -> str:
         return f"the compiled kernels were built for torch {built_for}, this is torch {torch.__version__}"
     try:
         torch.ops.load_library(str(build.library_path()))
+        if torch.cuda.is_available() and build.library_path("kernels_cuda").exists():
+            torch.ops.load_library(str(build.library_path("kernels_cuda")))
     except OSError as error:
         return f"the compiled kernels could not be loaded ({error})"
     return ""

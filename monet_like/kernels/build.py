@@ -1,11 +1,13 @@
-"""Compile csrc/ into two shared libraries: `python -m monet_like.kernels.build [--cuda | --no-cuda] [--force] [-v]`.
+"""Compile csrc/ with ninja: `python -m monet_like.kernels.build [--cuda | --no-cuda] [--force] [-v]`.
 
-The compilers are called directly, one object file per source, in parallel; an object is reused while its source, the
-headers, the flags and torch stay the same. The libraries are `lib/monet_like_kernels.so` beside this file, and
-`lib/monet_like_search.so`, the planner's local search, which knows nothing of torch.
+Three shared libraries, in `lib/` beside this file:
+
+    monet_like_kernels.so        the operators' schemas and CPU kernels
+    monet_like_kernels_cuda.so   their CUDA kernels, where nvcc and a CUDA build of torch are found, GPU or not
+    monet_like_search.so         the planner's local search, which knows nothing of torch
 
 Environment:
-    MONET_LIKE_CUDA       1: compile the CUDA sources too, 0: do not; unset: if there is a GPU, nvcc and a CUDA torch
+    MONET_LIKE_CUDA       1: compile the CUDA sources or fail, 0: do not; unset: if nvcc and torch allow it
     TORCH_CUDA_ARCH_LIST  compute capabilities, default those of the visible GPUs, or 8.0;9.0 without one
     CXX, CUDA_HOME        where to find the compilers
     MAX_JOBS              compilers run at the same time
@@ -14,30 +16,25 @@ Environment:
 from __future__ import annotations
 
 import argparse
-import hashlib
+import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from monet_like.errors import MonetError
 
-LIBRARY_NAME = "monet_like_kernels.so"
-SEARCH_LIBRARY_NAME = "monet_like_search.so"
-
 # Products and sums must stay apart where the code keeps them apart: bit-equality with ATen depends on it.
-_CXX_FLAGS = (
-    *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fopenmp"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-)
-_SEARCH_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-shared")
+_COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
+_CXX_FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _NVCC_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "--expt-extended-lambda", "-Xcompiler", "-fPIC")
 
 
@@ -45,18 +42,13 @@ class KernelBuildError(MonetError):
     """The kernels could not be compiled; the package works without them, slower."""
 
 
-def library_path() -> Path:
-    """Where the compiled library is, or would be."""
-    return Path(__file__).resolve().parent / "lib" / LIBRARY_NAME
-
-
-def search_library_path() -> Path:
-    """Where the compiled local search is, or would be."""
-    return library_path().with_name(SEARCH_LIBRARY_NAME)
+def library_path(part: str = "kernels") -> Path:
+    """Where a compiled library is, or would be: ``kernels``, ``kernels_cuda`` or ``search``."""
+    return Path(__file__).resolve().parent / "lib" / f"monet_like_{part}.so"
 
 
 def manifest() -> dict[str, str]:
-    """What the compiled library was made from; empty if there is none."""
+    """What the compiled libraries were made from; empty if there are none."""
     try:
         found = json.loads(library_path().with_suffix(".json").read_text())
     except (OSError, ValueError):
@@ -79,14 +71,14 @@ class _Toolchain:
 
     torch_version: str
     cxx: str
-    cxx_flags: tuple[str, ...]
     nvcc: str | None
-    nvcc_flags: tuple[str, ...]
+    torch_flags: tuple[str, ...]
+    architectures: tuple[str, ...]
     link_flags: tuple[str, ...]
 
 
-def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = False) -> Path:
-    """Compile what is out of date and return the library's path.
+def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = False) -> list[Path]:
+    """Compile what is out of date and return what there is: the libraries, and the note that belongs to them.
 
     Args:
         cuda: also compile the CUDA sources; None decides as described at the top of this file.
@@ -94,73 +86,81 @@ def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = Fals
         verbose: print each command.
 
     Raises:
-        KernelBuildError: no compiler or no torch was found, or compiling failed.
+        KernelBuildError: no ninja, compiler or torch was found, or compiling failed.
     """
+    ninja = find_ninja()
     tools = _toolchain(cuda)
-    source = source_directory()
-    target = library_path()
-    objects_directory = target.parent / "objects"
-    objects_directory.mkdir(parents=True, exist_ok=True)
+    from filelock import FileLock  # comes with torch
 
-    patterns = ["ops.cpp", "cpu/*.cpp"] + (["cuda/*.cu"] if tools.nvcc else [])
-    sources = [path for pattern in patterns for path in sorted(source.glob(pattern))]
-    headers = sorted(path for suffix in ("*.h", "*.cuh") for path in source.rglob(suffix))
-    header_bytes = b"\0".join(path.name.encode() + path.read_bytes() for path in headers)
-
-    objects = {path: objects_directory / _object_name(path, header_bytes, tools) for path in sources}
-    digest = hashlib.sha256(" ".join([*sorted(o.name for o in objects.values()), *tools.link_flags]).encode())
-    search = source / "plan" / "search.cpp"
-    digest.update(search.read_bytes() + " ".join(_SEARCH_FLAGS).encode())
-    wanted = {"torch": tools.torch_version, "cuda": str(bool(tools.nvcc)), "digest": digest.hexdigest()}
-    if not force and target.exists() and search_library_path().exists() and manifest() == wanted:
-        return target
-    _replace(search_library_path(), lambda partial: [tools.cxx, *_SEARCH_FLAGS, str(search), "-o", partial], verbose)
-
-    todo = [path for path in sources if force or not objects[path].exists()]
-    jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-        list(pool.map(lambda path: _compile(path, objects[path], tools, verbose), todo))
-
-    linker = [tools.nvcc, "-shared", "-cudart=shared", "-ccbin", tools.cxx] if tools.nvcc else [tools.cxx, "-shared"]
-    inputs = [*linker, *map(str, objects.values())]
-    _replace(target, lambda partial: [*inputs, "-o", partial, *tools.link_flags], verbose)
-    target.with_suffix(".json").write_text(json.dumps(wanted, indent=1) + "\n")
-    for stale in set(objects_directory.glob("*.o")) - set(objects.values()):
-        stale.unlink(missing_ok=True)
-    return target
+    note = library_path().with_suffix(".json")
+    folder = note.parent / "build"
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [library_path(part) for part in ("kernels", "search", *(["kernels_cuda"] if tools.nvcc else []))]
+    with FileLock(folder / "lock"):
+        (folder / "build.ninja").write_text(_rules(tools, source_directory()))
+        command = [ninja, "-C", str(folder), *(["-j", jobs] if (jobs := os.environ.get("MAX_JOBS")) else [])]
+        if force:
+            _run([*command, "-t", "clean"], verbose)
+        _run([*command, *(["-v"] if verbose else [])], verbose)
+        if not tools.nvcc:
+            library_path("kernels_cuda").unlink(missing_ok=True)
+        note.write_text(json.dumps({"torch": tools.torch_version, "cuda": str(bool(tools.nvcc))}, indent=1) + "\n")
+    return [*made, note]
 
 
-def _replace(target: Path, command: Callable[[str], Sequence[str]], verbose: bool) -> None:
-    """Make ``target`` by a command; replaced, never overwritten: a running process may have the old one mapped."""
-    partial = target.with_suffix(f".{os.getpid()}.partial")
-    _run(command(str(partial)), verbose)
-    os.replace(partial, target)
+def _rules(tools: _Toolchain, source: Path) -> str:
+    """The build as ninja reads it. A new torch changes the commands, and so makes everything out of date."""
+    from ninja import ninja_syntax
+
+    text = io.StringIO()
+    make: Any = ninja_syntax.Writer  # its type hints do not fit what it does
+    writer = make(text)
+    version = "-DMONET_LIKE_FOR_TORCH=" + re.sub(r"\W", "_", tools.torch_version)
+    torch_flags = [*_COMMON_FLAGS, *_CXX_FLAGS, version, *tools.torch_flags]
+    for rule, compiler, flags, dependencies in (
+        ("cxx", [tools.cxx], torch_flags, "-MMD -MF $out.d"),
+        ("plain", [tools.cxx], _COMMON_FLAGS, "-MMD -MF $out.d"),
+        (
+            "nvcc",
+            [str(tools.nvcc), "-ccbin", tools.cxx],
+            [*_NVCC_FLAGS, version, *tools.torch_flags, *tools.architectures],
+            "-MMD -MF $out.d",
+        ),
+    ):
+        writer.rule(rule, _shell([*compiler, *flags]) + f" {dependencies} -c $in -o $out", "$out", "$out.d", deps="gcc")
+    # A library is replaced, never overwritten: a running process may have the old one mapped.
+    for rule, linker in (
+        ("link", [tools.cxx, "-shared"]),
+        ("link_cuda", [str(tools.nvcc), "-shared", "-cudart=shared", "-ccbin", tools.cxx]),
+    ):
+        writer.rule(rule, _shell(linker) + " $in -o $out.partial $libraries && mv -f $out.partial $out", "$out")
+
+    def library(part: str, patterns: Sequence[str], compile_with: str, link_with: str, flags: Sequence[str]) -> None:
+        objects: list[str] = []
+        for path in sorted(path for pattern in patterns for path in source.glob(pattern)):
+            objects += writer.build(f"{part}-{path.stem}.o", compile_with, str(path))
+        writer.build(str(library_path(part)), link_with, objects, variables={"libraries": _shell(flags)})
+
+    library("kernels", ("ops.cpp", "cpu/*.cpp"), "cxx", "link", tools.link_flags)
+    library("search", ("plan/*.cpp",), "plain", "link", ())
+    if tools.nvcc:
+        library("kernels_cuda", ("cuda/*.cu",), "nvcc", "link_cuda", (*tools.link_flags, "-lc10_cuda"))
+    return text.getvalue()
 
 
-def _object_name(path: Path, header_bytes: bytes, tools: _Toolchain) -> str:
-    flags = tools.nvcc_flags if path.suffix == ".cu" else tools.cxx_flags
-    parts = [path.read_bytes(), header_bytes, " ".join(flags).encode(), tools.torch_version.encode()]
-    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    return f"{path.parent.name}-{path.stem}-{digest}.o"
+def _shell(words: Sequence[str]) -> str:
+    """Words of a command as ninja and the shell read them."""
+    from ninja import ninja_syntax
 
-
-def _compile(path: Path, target: Path, tools: _Toolchain, verbose: bool) -> None:
-    if path.suffix == ".cu":
-        assert tools.nvcc is not None
-        compiler, flags = [tools.nvcc, "-ccbin", tools.cxx], tools.nvcc_flags
-    else:
-        compiler, flags = [tools.cxx], tools.cxx_flags
-    _replace(target, lambda partial: [*compiler, *flags, "-c", str(path), "-o", partial], verbose)
+    return str(ninja_syntax.escape(shlex.join(words)))
 
 
 def _run(command: Sequence[str], verbose: bool) -> None:
-    if verbose:
-        print(" ".join(command), flush=True)
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if verbose and done.stderr:
-        print(done.stderr, file=sys.stderr, flush=True)
+    done = subprocess.run(
+        command, check=False, stdout=None if verbose else subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if done.returncode != 0:
-        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-30:])
+        tail = "\n".join((done.stdout or "the output is above").strip().splitlines()[-30:])
         raise KernelBuildError(f"compiling failed (exit code {done.returncode}): {' '.join(command)}\n{tail}")
 
 
@@ -182,6 +182,18 @@ def find_cxx() -> str:
     )
 
 
+def find_ninja() -> str:
+    """ninja, of the Python package or from the PATH."""
+    try:
+        import ninja
+    except ImportError as error:
+        raise KernelBuildError(
+            "the Python package ninja is missing: python -m pip install ninja, then run "
+            "python -m monet_like.kernels.build. Without it the plain-torch twins are used."
+        ) from error
+    return shutil.which("ninja", path=ninja.BIN_DIR) or "ninja"
+
+
 def find_nvcc() -> str | None:
     """The CUDA compiler: $CUDA_HOME/bin/nvcc, else from the PATH, else from the usual place."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -200,23 +212,22 @@ def _toolchain(cuda: bool | None) -> _Toolchain:
             "python -m monet_like.kernels.build"
         ) from error
     torch_root = Path(torch.__file__).resolve().parent
-    includes = ["-isystem", str(torch_root / "include")]
-    defines = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     nvcc = _cuda_compiler(cuda)
 
     # Link the very OpenMP runtime torch runs on: with a second one, torch.set_num_threads would not reach us.
     bundled = sorted([*torch_root.glob("lib/libgomp*.so*"), *torch_root.parent.glob("torch.libs/libgomp*.so*")])
     openmp = ["-Xlinker", str(bundled[0])] if bundled else ["-lgomp"]
-    libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
-    if nvcc:
-        libraries.append("-lc10_cuda")
     return _Toolchain(
         torch_version=torch.__version__,
         cxx=cxx,
-        cxx_flags=(*_CXX_FLAGS, *defines, *includes),
         nvcc=nvcc,
-        nvcc_flags=(*_NVCC_FLAGS, *defines, *includes, *(_architectures() if nvcc else ())),
-        link_flags=(*libraries, *openmp),
+        torch_flags=(
+            "-isystem",
+            str(torch_root / "include"),
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        ),
+        architectures=_architectures() if nvcc else (),
+        link_flags=(f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10", *openmp),
     )
 
 
@@ -227,11 +238,7 @@ def _cuda_compiler(cuda: bool | None) -> str | None:
     asked: bool | None = cuda
     if asked is None and os.environ.get("MONET_LIKE_CUDA", "") != "":
         asked = os.environ["MONET_LIKE_CUDA"].lower() not in ("0", "off", "false", "no")
-    if asked is None:
-        asked_by_user, asked = False, torch.cuda.is_available()
-    else:
-        asked_by_user = asked
-    if not asked:
+    if asked is False:
         return None
     nvcc = find_nvcc()
     problem = ""
@@ -248,7 +255,7 @@ def _cuda_compiler(cuda: bool | None) -> str | None:
             problem = f"nvcc is {version}, torch is built for CUDA {torch.version.cuda}: the major versions must agree"
     if not problem:
         return nvcc
-    if asked_by_user:
+    if asked:
         raise KernelBuildError(f"the CUDA kernels cannot be compiled: {problem}")
     return None
 
@@ -280,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     started = time.perf_counter()
     try:
-        path = build(cuda=options.cuda, force=options.force, verbose=options.verbose)
+        path, *_ = build(cuda=options.cuda, force=options.force, verbose=options.verbose)
     except KernelBuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -49,18 +49,13 @@ def pack_bool(mask: Tensor) -> Tensor:
 
 
 @_fake
-def unpack_threshold_backward(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
-    return _unpacked(grad, stride)
+def keep_where(x: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
+    return _unpacked(x, stride)
 
 
 @_fake
-def unpack_threshold_backward_(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
-    return grad
-
-
-@_fake
-def unpack_hardtanh_backward(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
-    return _unpacked(grad, stride)
+def keep_where_(x: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
+    return x
 
 
 @_fake

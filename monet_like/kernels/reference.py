@@ -9,8 +9,7 @@ Shapes and dtypes (F = float32, float64, float16 or bfloat16; P = F or float32; 
 | pack_sign | x: F, any shape | uint8[ceil(numel/8)] |
 | pack_range | x: F, any shape | uint8[ceil(numel/8)] |
 | pack_bool | mask: bool, any shape | uint8[ceil(numel/8)] |
-| unpack_threshold_backward(_) | grad: F; mask: uint8[ceil(numel/8)] | like grad |
-| unpack_hardtanh_backward | grad: F; mask: uint8[ceil(numel/8)] | like grad |
+| keep_where(_) | x: F; mask: uint8[ceil(numel/8)] | like x |
 | unpack_bool | packed: uint8[ceil(numel/8)] | bool[size] |
 | masked_scale | x: F; packed: uint8[ceil(numel/8)] | like x |
 | max_pool2d_with_offsets | x: F[N,C,H,W] or [C,H,W] | y: like x, [.., OH, OW]; offsets: uint8[.., OH, OW] |
@@ -120,22 +119,17 @@ def pack_bool(mask: Tensor) -> Tensor:
     return _pack(_flat(to_packing_order(mask)))
 
 
-def unpack_threshold_backward(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
-    """grad where the bit is set, else 0; in the layout of the packed tensor."""
-    dense = to_packing_order(grad, stride)
+def keep_where(x: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
+    """x where the bit is set, else 0, in the layout of the packed tensor: the gradient of ReLU and hardtanh."""
+    dense = to_packing_order(x, stride)
     keep = unpack_bool(mask, dense.shape, dense.stride())
-    out = torch.empty_strided(dense.shape, dense.stride(), dtype=grad.dtype, device=grad.device)
+    out = torch.empty_strided(dense.shape, dense.stride(), dtype=x.dtype, device=x.device)
     return out.copy_(dense).masked_fill_(~keep, 0)
 
 
-def unpack_threshold_backward_(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
-    """The same, into grad."""
-    return grad.copy_(unpack_threshold_backward(grad, mask, stride))
-
-
-def unpack_hardtanh_backward(grad: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
-    """grad where the bit is set, else 0; in the layout of the packed tensor."""
-    return unpack_threshold_backward(grad, mask, stride)
+def keep_where_(x: Tensor, mask: Tensor, stride: Sequence[int] = ()) -> Tensor:
+    """The same, into x."""
+    return x.copy_(keep_where(x, mask, stride))
 
 
 def unpack_bool(packed: Tensor, size: Sequence[int], stride: Sequence[int] = ()) -> Tensor:

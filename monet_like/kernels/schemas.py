@@ -12,10 +12,9 @@ _NORM = "Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd"
 
 SCHEMAS: dict[str, str] = {
     "pack_sign": "(Tensor x) -> Tensor",
-    "unpack_threshold_backward": "(Tensor grad, Tensor mask, SymInt[] stride=[]) -> Tensor",
-    "unpack_threshold_backward_": "(Tensor(a!) grad, Tensor mask, SymInt[] stride=[]) -> Tensor(a!)",
+    "keep_where": "(Tensor x, Tensor mask, SymInt[] stride=[]) -> Tensor",
+    "keep_where_": "(Tensor(a!) x, Tensor mask, SymInt[] stride=[]) -> Tensor(a!)",
     "pack_range": "(Tensor x, float lo, float hi) -> Tensor",
-    "unpack_hardtanh_backward": "(Tensor grad, Tensor mask, SymInt[] stride=[]) -> Tensor",
     "pack_bool": "(Tensor mask) -> Tensor",
     "unpack_bool": "(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor",
     "masked_scale": "(Tensor x, Tensor packed, float scale, SymInt[] stride=[]) -> Tensor",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from ..kernels.build import search_library_path
+from ..kernels.build import library_path
 from .annealing import PythonEngine, Runs, Settings
 from .policy import Judgement, Policy, Tables
 
@@ -48,7 +48,7 @@ _Settings = _structure(
 def library() -> ctypes.CDLL | None:
     """The compiled library; None if it was not built or is of another version."""
     try:
-        loaded = ctypes.CDLL(str(search_library_path()))
+        loaded = ctypes.CDLL(str(library_path("search")))
         loaded.monet_like_sizes.restype = loaded.monet_like_improve.restype = ctypes.c_int64
         sizes = [loaded.monet_like_sizes(which) for which in range(4)]
     except (OSError, AttributeError):

@@ -1,37 +1,79 @@
-"""Convolution by other algorithms. A 1x1 convolution is a matrix product over each image's pixels.
+"""Convolution by other algorithms, and its two gradients, each by itself.
 
-These change the order of additions: results agree with PyTorch's to rounding, not to the bit.
+The input's gradient is a transposed convolution (and that of a transposed one a plain one): the same kernels and the
+same bits as PyTorch's own, without the convolution's input, which PyTorch reads for its shape alone.
+
+``conv`` admits forwards that add in another order and agree to rounding, not to the bit: a 1x1 convolution as a
+matrix product over each image's pixels, and im2col.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
-from ..program import Call, Ref
+from ..program import Call, Ref, Task
 from .editor import Editor
+
+_CONVOLUTION = "aten.convolution.default"
+_BACKWARD = "aten.convolution_backward.default"
 
 
 def offer(editor: Editor) -> None:
-    """conv: algorithms for the forward of 2-d convolutions in the default layout."""
-    for task, call in list(editor.find("aten.convolution.default")):
-        x, weight, bias, stride, padding, dilation, transposed, _, groups = call.args
-        (out,) = task.writes
-        if transposed or groups != 1 or len(editor.metas[out].shape) != 4 or not _plain(editor, x, weight, out):
-            continue
-        size = editor.metas[weight.name].shape
-        if size[2:] == (1, 1) and set(stride) == {1} and set(padding) == {0} and bias is None:
-            _matmul(editor, task, x, weight, out)
-        elif set(dilation) == {1}:
-            im2col = Call(
-                "aten._slow_conv2d_forward.default", (x, weight, size[2:], bias, stride, padding), (), (Ref(out),)
-            )
-            editor.add(task, (im2col,), (out,), "conv.im2col", word="conv", runs=task.runs)
+    """Ways for the input's gradient; conv: algorithms for 2-d convolutions in the default layout."""
+    for slot, way, call in list(editor.find_slots(_BACKWARD)):
+        if call.args[-1] == [True, False, False]:
+            _input_gradient(editor, slot, way, call)
+    for task, call in list(editor.find(_CONVOLUTION)):
+        _forward(editor, task, call)
 
 
-def _plain(editor: Editor, x: Any, weight: Any, out: int) -> bool:
-    """Whether input, weight and output are whole contiguous tensors."""
-    for ref in (x, weight, Ref(out)):
+def _forward(editor: Editor, task: Task, call: Call) -> None:
+    x, weight, bias, stride, padding, dilation, transposed, _, groups = call.args
+    (out,) = task.writes
+    if len(editor.metas[out].shape) != 4 or not _plain(editor, x, weight, Ref(out)):
+        return
+    if transposed or groups != 1:
+        return
+    size = editor.metas[weight.name].shape
+    if size[2:] == (1, 1) and set(stride) == {1} and set(padding) == {0} and bias is None:
+        _matmul(editor, task, x, weight, out)
+    elif set(dilation) == {1}:
+        im2col = Call(
+            "aten._slow_conv2d_forward.default", (x, weight, size[2:], bias, stride, padding), (), (Ref(out),)
+        )
+        editor.add(task, (im2col,), (out,), "conv.im2col", word="conv", runs=task.runs)
+
+
+def _input_gradient(editor: Editor, slot: int, way: Task, call: Call) -> None:
+    grad, _, weight, _, stride, padding, dilation, transposed, _, groups, _ = call.args
+    (out,) = way.writes
+    wanted = editor.metas[out]
+
+    def calls(rest: list[int]) -> tuple[Call, ...]:
+        options = (stride, padding, dilation, not transposed, rest, groups)
+        return (*way.calls[:-1], Call(_CONVOLUTION, (grad, weight, None, *options), (), (Ref(out),)))
+
+    made = editor.result(calls([0] * len(stride)))
+    # A transposed convolution is told how many cells at the far end the strides have skipped.
+    skipped = [want - got for want, got in zip(wanted.shape[2:], made.shape[2:], strict=True)]
+    if editor.result(calls(skipped)) != wanted:
+        return
+    editor.add_way(slot, calls(skipped), "conv.transposed")
+    # One price for both, so that PyTorch's own way is never preferred: it reads more and does the same.
+    ways = editor.slots[slot]
+    ways[0] = replace(ways[0], cost=ways[-1].cost)
+
+
+def _shape(editor: Editor, way: Task, ref: Any) -> tuple[int, ...] | None:
+    """The shape of an argument that is a value's own tensor; None for views."""
+    return editor.metas[ref.name].shape if isinstance(ref, Ref) and isinstance(ref.name, int) else None
+
+
+def _plain(editor: Editor, *found: Any) -> bool:
+    """Whether these are whole contiguous tensors."""
+    for ref in found:
         if not isinstance(ref, Ref) or not isinstance(ref.name, int):
             return False
         meta = editor.metas[ref.name]
@@ -44,7 +86,7 @@ def _plain(editor: Editor, x: Any, weight: Any, out: int) -> bool:
     return True
 
 
-def _matmul(editor: Editor, task: Any, x: Ref, weight: Ref, out: int) -> None:
+def _matmul(editor: Editor, task: Task, x: Ref, weight: Ref, out: int) -> None:
     batch, channels, *pixels = editor.metas[x.name].shape  # type: ignore[index]
     wide = editor.metas[out].shape[1]
     count = math.prod(pixels)

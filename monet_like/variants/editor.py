@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ..capture import Captured, TensorMeta, make_task
+from ..operators import resolve
 from ..program import Call, Ref, Task, Value
+from ..tracing import fake_mode
 
 
 class Editor:
@@ -89,6 +91,25 @@ class Editor:
                     return False
                 elements *= extent
         return meta.offset == 0
+
+    def result(self, calls: Sequence[Call]) -> TensorMeta:
+        """What the last of ``calls``, each with one result, gives."""
+        with fake_mode(), torch.no_grad():
+            known: dict[Ref, torch.Tensor] = {}
+
+            def tensor(leaf: Any) -> Any:
+                if not isinstance(leaf, Ref):
+                    return leaf
+                if leaf not in known:
+                    assert isinstance(leaf.name, int)
+                    meta = self.metas[leaf.name]
+                    known[leaf] = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+                return known[leaf]
+
+            for call in calls:
+                made = resolve(call.op)(*map(tensor, call.args), **{name: tensor(leaf) for name, leaf in call.kwargs})
+                known.update((out, made) for out in call.outs if out is not None)
+            return TensorMeta.of(made)
 
     def finish(self) -> Captured:
         """The captured program with all additions."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ..program import Call, Ref, Task
+from collections.abc import Iterator
+from typing import Any
+
+from ..program import Call, Ref, Task, refs
 from .editor import Editor
 
 _FORWARD = (
@@ -22,6 +25,31 @@ _FORWARD = (
     "div",
 )
 _COMMUTATIVE = frozenset({"add", "mul"})
+
+#: Operators of the backward, their form that writes into a given tensor, and its name there ("": the first argument).
+_GRADIENTS = {
+    "monet_like.keep_where.default": ("monet_like.keep_where_.default", ""),
+    "aten.hardswish_backward.default": ("aten.hardswish_backward.out", "out"),
+    "aten.mul.Tensor": ("aten.mul_.Tensor", ""),
+    "aten.mul.Scalar": ("aten.mul_.Scalar", ""),
+    "aten.div.Tensor": ("aten.div_.Tensor", ""),
+    "aten.div.Scalar": ("aten.div_.Scalar", ""),
+    "aten.neg.default": ("aten.neg_.default", ""),
+} | {
+    f"aten.{name}_backward.default": (f"aten.{name}_backward.grad_input", "grad_input")
+    for name in (
+        "threshold",
+        "hardtanh",
+        "leaky_relu",
+        "elu",
+        "silu",
+        "hardsigmoid",
+        "sigmoid",
+        "tanh",
+        "gelu",
+        "softplus",
+    )
+}
 
 
 def offer(editor: Editor) -> None:
@@ -71,25 +99,41 @@ def _add_forward(editor: Editor, task: Task, call: Call, position: int) -> None:
 
 
 def _backward(editor: Editor) -> None:
-    """ReLU's gradient written into the incoming one, as every way of the slot allows it."""
+    """Gradients written into the incoming one, where it ends there; for every way of the slot that allows it."""
     program = editor.captured.program
     last = {value: index for index, ways in enumerate(editor.slots) for value in ways[0].reads}
-    for slot, first, call in list(editor.find_slots("aten.threshold_backward.default")):
-        grad, out = call.args[0], call.outs[0]
-        if not (isinstance(grad, Ref) and isinstance(grad.name, int)) or out is None or not isinstance(out.name, int):
+    held = {*program.gradients, *program.tangents}
+    for slot, ways in enumerate(editor.slots):
+        first = ways[0]
+        if first.overwrites is not None or len(first.writes) != 1:
             continue
-        if editor.values[grad.name].kind != "backward" or grad.name in (*program.gradients, *program.tangents):
+        (out,) = first.writes
+        for way in list(ways):
+            for grad, write in _overwriting(way.calls[-1]):
+                if (
+                    editor.values[grad.name].kind == "backward"
+                    and grad.name not in held
+                    and last[grad.name] == slot
+                    and editor.metas[grad.name] == editor.metas[out]
+                    and sum(grad == ref for call in way.calls for ref in refs(call)) == 1
+                ):
+                    # A way that needs a word of its own is offered in place only beside it.
+                    variant = "in_place" if way is first else f"{way.variant}_in_place"
+                    calls = (*way.calls[:-1], write)
+                    editor.add_way(slot, calls, variant, word=way.word or "inplace", overwrites=grad.name)
+                    break
+
+
+def _overwriting(call: Call) -> Iterator[tuple[Any, Call]]:
+    """The values' own tensors that a gradient's operator could overwrite, each with the call that does."""
+    form, keyword = _GRADIENTS.get(call.op, ("", ""))
+    positions = (0, 1) if call.op == "aten.mul.Tensor" else (0,)
+    for position in positions if form else ():
+        grad = call.args[position]
+        if not isinstance(grad, Ref) or not isinstance(grad.name, int):
             continue
-        if last[grad.name] != slot or editor.metas[grad.name] != editor.metas[out.name]:
-            continue
-        for way in list(editor.slots[slot]):
-            inner = way.calls[-1]
-            if inner.op == "aten.threshold_backward.default":
-                write = Call("aten.threshold_backward.grad_input", inner.args, (("grad_input", grad),), inner.outs)
-            elif inner.op == "monet_like.unpack_threshold_backward.default":
-                write = Call("monet_like.unpack_threshold_backward_.default", inner.args, (), inner.outs)
-            else:
-                continue
-            words = way.word  # a way that needs a word of its own is offered in place only beside it
-            variant = "in_place" if way is first else f"{way.variant}_in_place"
-            editor.add_way(slot, (*way.calls[:-1], write), variant, word=words or "inplace", overwrites=grad.name)
+        if keyword:
+            yield grad, Call(form, call.args, (*call.kwargs, (keyword, grad)), call.outs)
+        else:
+            others = (*call.args[:position], *call.args[position + 1 :])
+            yield grad, Call(form, (grad, *others), call.kwargs, call.outs)

@@ -36,7 +36,7 @@ def offer(editor: Editor) -> None:
                 word="newnode",
             )
             stride = editor.metas[out.name].stride
-            unpack = Call("monet_like.unpack_threshold_backward.default", (grad, Ref(mask), stride), (), call.outs)
+            unpack = Call("monet_like.keep_where.default", (grad, Ref(mask), stride), (), call.outs)
             editor.add_way(slot, (*views, unpack), "relu.packed", word="newnode")
     _hardtanh(editor)
 
@@ -60,7 +60,7 @@ def _hardtanh(editor: Editor) -> None:
             pack = Call("monet_like.pack_range.default", (out, float(low), float(high)), (), (Ref(mask),))
             editor.add(task, (pack,), (mask,), "hardtanh.pack", word="newnode")
             stride = editor.metas[out.name].stride
-            unpack = Call("monet_like.unpack_hardtanh_backward.default", (grad, Ref(mask), stride), (), call.outs)
+            unpack = Call("monet_like.keep_where.default", (grad, Ref(mask), stride), (), call.outs)
             editor.add_way(slot, (*views, unpack), "hardtanh.packed", word="newnode")
 
 

@@ -53,12 +53,12 @@ def test_masks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert torch.equal(mask.cpu(), reference.pack_sign(x.cpu()))
         for grad in formats(torch.randn(shape, device="cuda").to(dtype)):
             expected = aten.threshold_backward(grad, x, 0)
-            assert torch.equal(ops.unpack_threshold_backward(grad, mask, x.stride()), expected)
+            assert torch.equal(ops.keep_where(grad, mask, x.stride()), expected)
             twice = grad.clone()
-            assert torch.equal(ops.unpack_threshold_backward_(twice, mask, x.stride()), expected)
+            assert torch.equal(ops.keep_where_(twice, mask, x.stride()), expected)
             bounds = ops.pack_range(x, 0.0, 2.0)
             expected = aten.hardtanh_backward(grad, x, 0.0, 2.0)
-            assert torch.equal(ops.unpack_hardtanh_backward(grad, bounds, x.stride()), expected)
+            assert torch.equal(ops.keep_where(grad, bounds, x.stride()), expected)
         flags = torch.rand(shape, device="cuda") < 0.5
         packed = ops.pack_bool(flags)
         assert torch.equal(ops.unpack_bool(packed, flags.shape), flags)
