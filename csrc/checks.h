@@ -204,6 +204,18 @@ inline NormShape check_norm(
   return {x.size(0), channels, image};
 }
 
+inline bool given(const std::optional<at::Tensor>& t) {
+  return t.has_value() && t->defined();
+}
+
+inline void check_residual(const char* op, const at::Tensor& x, const std::optional<at::Tensor>& residual) {
+  TORCH_CHECK_VALUE(
+      !given(residual) || (residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type() &&
+                           residual->device() == x.device()),
+      "monet_like::", op, ": residual (", given(residual) ? residual->toString() : "", " ",
+      given(residual) ? residual->sizes() : at::IntArrayRef{}, ") must match x (", x.toString(), " ", x.sizes(), ")");
+}
+
 enum class NormLayout { ChannelsFirst, ChannelsLast, Strided };
 
 inline NormLayout norm_layout(const at::Tensor& x) {

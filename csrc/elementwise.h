@@ -23,19 +23,20 @@ MONET_HD bool passes_threshold_bits(uint16_t bits, uint16_t infinity) {
   return static_cast<int16_t>(bits) > 0 || bits > (infinity | 0x8000u);
 }
 
-// ReLU (which keeps NaN and minus zero, as aten.relu does) and its gradient's test, on a value that has yet to be
-// stored as a 2-byte float. Up to half of that format's smallest number it will be stored as a zero, which keeps its
-// sign; the ReLU and its gradient see the stored value.
+// ReLU, ReLU6, hardtanh, and none with infinite bounds: NaN and minus zero pass, as in ATen.
+template <typename O>
+MONET_HD O clamped(O y, O lo, O hi) {
+  y = y < lo ? lo : y;
+  return y > hi ? hi : y;
+}
+
+// The test of ReLU's gradient, on a value that has yet to be stored as a 2-byte float. Up to half of that format's
+// smallest number it will be stored as a zero, and the gradient sees the stored value.
 enum class Stored : int { Exactly, AsHalf, AsBFloat16 };
 
 template <Stored S, typename O>
 MONET_HD constexpr O vanishing() {
   return S == Stored::AsHalf ? O(0x1p-25) : S == Stored::AsBFloat16 ? O(0x1p-134) : O(0);
-}
-
-template <Stored S, typename O>
-MONET_HD O relu_when_stored(O y) {
-  return y < -vanishing<S, O>() ? O(0) : y;
 }
 
 template <Stored S, typename O>

@@ -1,8 +1,8 @@
 // Operator schemas, once for every device. Device files register kernels under the same names, and
 // monet_like/kernels/schemas.py repeats the strings for a machine without this library (a test compares them).
 //
-// All operators run below autograd and are functional, except those whose name ends in `_` and
-// batch_norm_relu_train, which moves the running statistics as training-mode batch norm does.
+// All operators run below autograd and are functional, except those whose name ends in `_` and batch_norm_train, which
+// moves the running statistics as training-mode batch norm does.
 
 #include <torch/library.h>
 
@@ -36,17 +36,14 @@ TORCH_LIBRARY(monet_like, m) {
       "int[2] padding, int[2] dilation) -> Tensor",
       tags);
 
-  // Training-mode batch norm from saved statistics, alone or followed by ReLU.
-  m.def("batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor", tags);
+  // Training-mode batch norm, plus a residual if there is one, clamped: (0, inf) is ReLU, (-inf, inf) nothing.
   m.def(
-      "batch_norm_apply_(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor(a!)", tags);
-  m.def("batch_norm_relu_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor", tags);
-  m.def(
-      "batch_norm_relu_apply_(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor(a!)",
+      "batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? residual, "
+      "float lo, float hi) -> Tensor",
       tags);
   m.def(
-      "batch_norm_relu_train(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
-      "Tensor(b!)? running_var, float momentum, float eps) -> (Tensor, Tensor, Tensor)",
+      "batch_norm_train(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "float momentum, float eps, Tensor? residual, float lo, float hi) -> (Tensor, Tensor, Tensor)",
       tags);
   m.def(
       "batch_norm_relu_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "

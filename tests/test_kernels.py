@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -280,21 +281,32 @@ def train(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor
     return y, mean, invstd
 
 
+INF = math.inf
+ALONE, RELU = (None, -INF, INF), (None, 0.0, INF)
+
+
+def followers(y: Tensor) -> Iterator[tuple[tuple[Tensor | None, float, float], Tensor]]:
+    """What may follow a batch norm, as the operators' last arguments, and what ATen makes of y with it."""
+    residual = special(tuple(y.shape), y.dtype)
+    other = residual.to(memory_format=torch.channels_last) if y.dim() == 4 else residual
+    yield ALONE, y
+    yield RELU, y.relu()
+    yield (None, 0.0, 6.0), aten.hardtanh(y, 0.0, 6.0)
+    yield (None, -0.3, 0.7), aten.hardtanh(y, -0.3, 0.7)
+    yield (residual, -INF, INF), y + residual
+    yield (other, 0.0, INF), (y + residual).relu()
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", NORM_SHAPES)
 def test_batch_norm_apply_has_atens_bits(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Also in half precision: the kernels' constants and roundings are ATen's."""
     for x, weight, bias in norm_inputs(shape, dtype):
         y, mean, invstd = train(x, weight, bias)
-        got = impl("batch_norm_apply")(x, weight, bias, mean, invstd)
-        assert_bits(got, y)
-        assert got.stride() == y.stride()
-        got = impl("batch_norm_relu_apply")(x, weight, bias, mean, invstd)
-        assert_bits(got, y.relu())
-        for name, expected in (("batch_norm_apply_", y), ("batch_norm_relu_apply_", y.relu())):
-            twice = x.clone()
-            assert impl(name)(twice, weight, bias, mean, invstd) is twice
-            assert_bits(twice, expected)
+        for options, expected in followers(y):
+            got = impl("batch_norm_apply")(x, weight, bias, mean, invstd, *options)
+            assert_bits(got, expected)
+            assert got.stride() == y.stride()
 
 
 @pytest.mark.parametrize("dtype", FULL)
@@ -302,32 +314,32 @@ def test_batch_norm_apply_of_strided_tensors_has_atens_bits(impl: Any, dtype: to
     for x in (torch.randn(4, 6, 9, 22, dtype=dtype)[..., ::2], torch.randn(6, 4, 9, 5, dtype=dtype).transpose(0, 1)):
         weight, bias = torch.randn(6, dtype=dtype), torch.randn(6, dtype=dtype)
         y, mean, invstd = train(x, weight, bias)
-        assert_bits(impl("batch_norm_apply")(x, weight, bias, mean, invstd), y)
-        twice = x.clone(memory_format=torch.preserve_format)
-        impl("batch_norm_relu_apply_")(x, weight, bias, mean, invstd)
-        assert_bits(x, y.relu())
-        assert twice.shape == x.shape
+        for options, expected in followers(y):
+            assert_bits(impl("batch_norm_apply")(x, weight, bias, mean, invstd, *options), expected)
+            assert_bits(impl("batch_norm_train")(x, weight, bias, None, None, 0.1, 1e-5, *options)[0], expected)
 
 
 def test_relu_keeps_nan_and_the_sign_of_zero(impl: Any) -> None:
     x = torch.tensor([[float("nan")], [-0.0], [0.0], [-1.0], [1.0]])
     one, zero = torch.ones(1), torch.zeros(1)
-    assert_bits(impl("batch_norm_relu_apply")(x, one, -zero, zero, one), x.relu())
+    assert_bits(impl("batch_norm_apply")(x, one, -zero, zero, one, *RELU), x.relu())
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", NORM_SHAPES)
-def test_batch_norm_relu_train_has_atens_bits(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_batch_norm_train_has_atens_bits(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for x, weight, bias in norm_inputs(shape, dtype):
         parameter = dtype if weight is None else weight.dtype
         running = [torch.randn(shape[1]).to(parameter), torch.rand(shape[1]).to(parameter)]
         moved = [t.clone() for t in running]
         y, mean, invstd = aten.native_batch_norm(x, weight, bias, *running, True, 0.2, 1e-3)
-        got = impl("batch_norm_relu_train")(x, weight, bias, *moved, 0.2, 1e-3)
+        got = impl("batch_norm_train")(x, weight, bias, *moved, 0.2, 1e-3, *RELU)
         for actual, expected in zip((*got, *moved), (y.relu(), mean, invstd, *running), strict=True):
             assert_bits(actual, expected)
-        got = impl("batch_norm_relu_train")(x, weight, bias, None, None, 0.2, 1e-3)
-        assert_bits(got[0], y.relu())
+        for options, expected in followers(y):
+            got = impl("batch_norm_train")(x, weight, bias, None, None, 0.2, 1e-3, *options)
+            assert_bits(got[0], expected)
+            assert got[0].stride() == y.stride()
 
 
 @pytest.mark.usefixtures("three_threads")
@@ -336,8 +348,9 @@ def test_everything_in_parallel(impl: Any, shape: tuple[int, ...]) -> None:
     pool = ([3, 3], [2, 2], [1, 1], [1, 1])
     for x, weight, bias in norm_inputs(shape, torch.float32):
         y, mean, invstd = train(x, weight, bias)
-        assert_bits(impl("batch_norm_relu_apply")(x, weight, bias, mean, invstd), y.relu())
-        assert_bits(impl("batch_norm_relu_train")(x, weight, bias, None, None, 0.1, 1e-5)[0], y.relu())
+        for options, expected in followers(y):
+            assert_bits(impl("batch_norm_apply")(x, weight, bias, mean, invstd, *options), expected)
+            assert_bits(impl("batch_norm_train")(x, weight, bias, None, None, 0.1, 1e-5, *options)[0], expected)
         got = impl("batch_norm_relu_backward")(x, x, weight, bias, mean, invstd, [True, True, True])
         for actual, exact in zip(got, exact_backward(x, x, y, weight, mean, invstd), strict=True):
             assert float((actual - exact).abs().max()) <= 2e-6 * max(float(exact.abs().max()), float(x.norm()))
@@ -403,7 +416,7 @@ def test_batch_norm_relu_backward_leaves_out_what_is_not_asked(impl: Any) -> Non
 
 def test_empty_batches(impl: Any) -> None:
     x, c = torch.empty(0, 4, 3, 3), torch.ones(4)
-    assert impl("batch_norm_relu_apply")(x, c, c, c, c).shape == x.shape
+    assert impl("batch_norm_apply")(x, c, c, c, c, *RELU).shape == x.shape
     got = impl("batch_norm_relu_backward")(x, x, c, c, c, c, [True, True, True])
     assert got[0].shape == x.shape and not got[1].any() and not got[2].any()
     y, offsets = impl("max_pool2d_with_offsets")(x, [2, 2], [1, 1], [0, 0], [1, 1], False)
@@ -434,11 +447,8 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
         "max_pool2d_offsets": (indices, x.shape, *pool),
         "max_pool2d_offsets_to_indices": (offsets, x.shape, *pool),
         "max_pool2d_offsets_backward": (y, offsets, x.shape, *pool),
-        "batch_norm_apply": norm,
-        "batch_norm_apply_": (x.clone(), c, c, c, c),
-        "batch_norm_relu_apply": norm,
-        "batch_norm_relu_apply_": (x.clone(), c, c, c, c),
-        "batch_norm_relu_train": (x, c, c, c.clone(), c.clone(), 0.1, 1e-5),
+        "batch_norm_apply": (*norm, x, 0.0, 6.0),
+        "batch_norm_train": (x, c, c, c.clone(), c.clone(), 0.1, 1e-5, x, 0.0, 6.0),
         "batch_norm_relu_backward": (x, *norm, [True, True, True]),
     }
 
@@ -466,10 +476,10 @@ def test_fakes_know_the_dtype_of_the_statistics(dtype: torch.dtype) -> None:
     x = torch.randn(4, 3, 5, 5).to(dtype)
     for parameter in {dtype, torch.float32 if dtype != torch.float64 else dtype}:
         c = torch.ones(3, dtype=parameter)
-        real = ops.batch_norm_relu_train(x, c, c, None, None, 0.1, 1e-5)
+        real = ops.batch_norm_train(x, c, c, None, None, 0.1, 1e-5, *RELU)
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(t) for t in (x, c)]
-            made = ops.batch_norm_relu_train(fake[0], fake[1], fake[1], None, None, 0.1, 1e-5)
+            made = ops.batch_norm_train(fake[0], fake[1], fake[1], None, None, 0.1, 1e-5, *RELU)
         assert [t.dtype for t in made] == [t.dtype for t in real]
 
 
@@ -482,7 +492,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"a mask of 96 bits has shape \[12\] and is contiguous, got shape \[3\]"):
         ops.keep_where(x, torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"weight must have shape \[3\], got \[4\]"):
-        ops.batch_norm_apply(x, torch.ones(4), None, c, c)
+        ops.batch_norm_apply(x, torch.ones(4), None, c, c, *ALONE)
     with pytest.raises(ValueError, match="this window does not turn"):
         ops.max_pool2d_offsets(torch.zeros(1, 1, 4, 4, dtype=torch.int64), [1, 1, 80, 80], [2, 2], [], [0, 0], [1, 1])
 
@@ -501,6 +511,7 @@ def test_importing_loads_neither_torch_nor_kernels() -> None:
 
 BITS_CODE = """
 import torch
+from math import inf
 from monet_like import kernels
 kernels.load()
 for dtype in (torch.float32, torch.float64):
@@ -508,8 +519,8 @@ for dtype in (torch.float32, torch.float64):
         x = torch.randn(3, 37, 6, 7, dtype=dtype).contiguous(memory_format=fmt)
         w, b = torch.randn(37, dtype=dtype), torch.randn(37, dtype=dtype)
         y, m, s = torch.native_batch_norm(x, w, b, None, None, True, .1, 1e-5)
-        assert torch.equal(torch.ops.monet_like.batch_norm_apply(x, w, b, m, s), y)
-        assert torch.equal(torch.ops.monet_like.batch_norm_relu_train(x, w, b, None, None, .1, 1e-5)[0], y.relu())
+        assert torch.equal(torch.ops.monet_like.batch_norm_apply(x, w, b, m, s, None, -inf, inf), y)
+        assert torch.equal(torch.ops.monet_like.batch_norm_train(x, w, b, None, None, .1, 1e-5, x, 0., inf)[0], (y + x).relu())
         mask = torch.ops.monet_like.pack_sign(y)
         expected = torch.ops.aten.threshold_backward(x, y, 0)
         assert torch.equal(torch.ops.monet_like.keep_where(x, mask, y.stride()), expected)

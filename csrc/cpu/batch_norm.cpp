@@ -1,4 +1,4 @@
-// Training-mode batch norm on the CPU from saved statistics, with and without ReLU, and the gradient of both.
+// Training-mode batch norm on the CPU, alone or with what follows it, and the gradient of batch norm and ReLU.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -96,29 +96,43 @@ Constants<O> constants(
 
 // ---- forward ----
 
-// n elements of one channel. `in` may be `out`.
-template <Formula F, bool Relu, typename T>
-MONET_BODY void apply_run_body(const T* in, T* out, int64_t n, const Channel<op_type<T>>* channel) {
+// What follows the normalisation: each step sees what the one before would have stored.
+template <typename T, bool Residual>
+MONET_BODY op_type<T> finished(op_type<T> y, const T& residual, op_type<T> lo, op_type<T> hi) {
+  y = as_stored<T>(y);
+  if constexpr (Residual) {
+    y = as_stored<T>(y + load(residual));
+  }
+  return clamped(y, lo, hi);
+}
+
+// n elements of one channel.
+template <Formula F, bool Residual, typename T>
+MONET_BODY void apply_run_body(
+    const T* in, const T* residual, T* out, int64_t n, const Channel<op_type<T>>* channel, op_type<T> lo,
+    op_type<T> hi) {
   const Channel<op_type<T>> k = *channel;
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const auto y = normalised<F>(load(in[i]), k.a, k.b, k.mean, k.invstd);
-    store(out[i], Relu ? relu_when_stored<stored_as<T>>(y) : y);
+    store(out[i], finished<T, Residual>(y, residual[Residual ? i : 0], lo, hi));
   }
 }
 MONET_FOR_EACH_ISA(apply_run)
 
 // Rows of `channels` adjacent elements.
-template <Formula F, bool Relu, typename T, typename O>
+template <Formula F, bool Residual, typename T, typename O>
 MONET_BODY void apply_rows_body(
-    const T* in, T* out, int64_t rows, int64_t channels, const O* a, const O* b, const O* mean, const O* invstd) {
+    const T* in, const T* residual, T* out, int64_t rows, int64_t channels, const O* a, const O* b, const O* mean,
+    const O* invstd, O lo, O hi) {
   for (int64_t r = 0; r < rows; ++r) {
     const T* from = in + r * channels;
+    const T* other = residual + (Residual ? r * channels : 0);
     T* to = out + r * channels;
 #pragma GCC ivdep
     for (int64_t c = 0; c < channels; ++c) {
       const O y = normalised<F>(load(from[c]), a[c], b[c], mean[c], invstd[c]);
-      store(to[c], Relu ? relu_when_stored<stored_as<T>>(y) : y);
+      store(to[c], finished<T, Residual>(y, other[Residual ? c : 0], lo, hi));
     }
   }
 }
@@ -141,97 +155,101 @@ bool by_rows(NormLayout layout, const NormShape& shape) {
   return layout == NormLayout::ChannelsLast || shape.image == 1;
 }
 
-template <bool Relu>
-void apply(
-    const at::Tensor& x, const at::Tensor& out, NormLayout layout, Formula formula, const NormShape& shape,
-    const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, const at::Tensor& mean,
-    const at::Tensor& invstd) {
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_apply", [&] {
-    using O = op_type<scalar_t>;
-    const Constants<O> k = constants<O>(formula, shape.channels, weight, bias, mean, invstd);
-    const scalar_t* from = x.const_data_ptr<scalar_t>();
-    scalar_t* to = out.mutable_data_ptr<scalar_t>();
-    with_formula(formula, [&](auto chosen) {
-      constexpr Formula F = decltype(chosen)::value;
-      if (by_rows(layout, shape)) {
-        const int64_t rows = shape.batch * shape.image, channels = shape.channels;
-        at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / channels), [&](int64_t begin, int64_t end) {
-          apply_rows<F, Relu>(
-              from + begin * channels, to + begin * channels, end - begin, channels, k.a.data(), k.b.data(),
-              k.mean.data(), k.invstd.data());
-        });
-      } else {
-        const int64_t grain = std::max<int64_t>(1, 32768 / shape.image);
-        at::parallel_for(0, shape.batch * shape.channels, grain, [&](int64_t begin, int64_t end) {
-          for (int64_t p = begin; p < end; ++p) {
-            const int64_t c = p % shape.channels;
-            const Channel<O> channel{k.a[c], k.b[c], k.mean[c], k.invstd[c]};
-            apply_run<F, Relu>(from + p * shape.image, to + p * shape.image, shape.image, &channel);
-          }
-        });
+// Everything a channel's elements go through.
+struct Forward {
+  std::optional<at::Tensor> weight, bias;
+  at::Tensor mean, invstd;
+  std::optional<at::Tensor> residual;
+  double lo, hi;
+};
+
+template <Formula F, bool Residual, typename T>
+void apply_with(const T* from, const T* residual, T* to, bool rows_first, const NormShape& shape,
+                const Constants<op_type<T>>& k, op_type<T> lo, op_type<T> hi) {
+  const int64_t channels = shape.channels, image = shape.image;
+  // Without a residual its pointer stands still; it is then the input's, which can be read.
+  const auto at = [&](int64_t i) { return residual + (Residual ? i : 0); };
+  if (rows_first) {
+    const int64_t grain = std::max<int64_t>(1, 32768 / channels);
+    at::parallel_for(0, shape.batch * image, grain, [&](int64_t begin, int64_t end) {
+      const int64_t first = begin * channels;
+      apply_rows<F, Residual>(
+          from + first, at(first), to + first, end - begin, channels, k.a.data(), k.b.data(), k.mean.data(),
+          k.invstd.data(), lo, hi);
+    });
+  } else {
+    const int64_t grain = std::max<int64_t>(1, 32768 / image);
+    at::parallel_for(0, shape.batch * channels, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; ++p) {
+        const int64_t c = p % channels;
+        const Channel<op_type<T>> channel{k.a[c], k.b[c], k.mean[c], k.invstd[c]};
+        apply_run<F, Residual>(from + p * image, at(p * image), to + p * image, image, &channel, lo, hi);
       }
     });
-  });
+  }
 }
 
-template <bool Relu>
-at::Tensor apply_new(
-    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const at::Tensor& mean, const at::Tensor& invstd) {
-  const char* op = Relu ? "batch_norm_relu_apply" : "batch_norm_apply";
-  const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
-  const NormLayout layout = norm_layout(x);
+at::Tensor apply(const at::Tensor& x, const NormShape& shape, const Forward& forward) {
+  const Formula formula = formula_for(norm_layout(x));
   const auto format = norm_format(x);
   const at::Tensor in = x.contiguous(format);
   at::Tensor out = at::empty(x.sizes(), x.options().memory_format(format));
-  if (x.numel() > 0) {
-    apply<Relu>(in, out, norm_layout(in), formula_for(layout), shape, weight, bias, mean, invstd);
+  if (x.numel() == 0) {
+    return out;
   }
+  const bool has_residual = given(forward.residual), rows_first = by_rows(norm_layout(in), shape);
+  const at::Tensor residual = has_residual ? forward.residual->contiguous(format) : in;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_apply", [&] {
+    using O = op_type<scalar_t>;
+    const Constants<O> k =
+        constants<O>(formula, shape.channels, forward.weight, forward.bias, forward.mean, forward.invstd);
+    // Bounds that the element type cannot hold are rounded to it, as ATen does.
+    const O lo = load(static_cast<scalar_t>(forward.lo)), hi = load(static_cast<scalar_t>(forward.hi));
+    with_formula(formula, [&](auto chosen) {
+      constexpr Formula F = decltype(chosen)::value;
+      const auto run = has_residual ? &apply_with<F, true, scalar_t> : &apply_with<F, false, scalar_t>;
+      run(in.const_data_ptr<scalar_t>(), residual.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(),
+          rows_first, shape, k, lo, hi);
+    });
+  });
   return out;
 }
 
-template <bool Relu>
-at::Tensor& apply_in_place(
-    at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const at::Tensor& mean, const at::Tensor& invstd) {
-  const NormShape shape =
-      check_norm(Relu ? "batch_norm_relu_apply_" : "batch_norm_apply_", x, weight, bias, &mean, &invstd);
-  const NormLayout layout = norm_layout(x);
-  if (x.numel() == 0) {
-    return x;
-  }
-  const at::Tensor dense = x.contiguous(norm_format(x));
-  apply<Relu>(dense, dense, norm_layout(dense), formula_for(layout), shape, weight, bias, mean, invstd);
-  if (!dense.is_same(x)) {
-    x.copy_(dense);
-  }
-  return x;
+at::Tensor batch_norm_apply(
+    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const at::Tensor& mean, const at::Tensor& invstd, const std::optional<at::Tensor>& residual, double lo, double hi) {
+  const NormShape shape = check_norm("batch_norm_apply", x, weight, bias, &mean, &invstd);
+  check_residual("batch_norm_apply", x, residual);
+  return apply(x, shape, {weight, bias, mean, invstd, residual, lo, hi});
 }
 
 // ---- training forward ----
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_train(
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
-    double eps) {
-  check_norm("batch_norm_relu_train", x, weight, bias, nullptr, nullptr);
+    double eps, const std::optional<at::Tensor>& residual, double lo, double hi) {
+  const NormShape shape = check_norm("batch_norm_train", x, weight, bias, nullptr, nullptr);
+  check_residual("batch_norm_train", x, residual);
   const bool full_precision = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
   if (x.numel() == 0 || !full_precision || norm_layout(x) == NormLayout::Strided) {
     // ATen derives invstd from a variance it does not round; only its own operator can repeat that here.
     auto [y, mean, invstd] = at::native_batch_norm(x, weight, bias, running_mean, running_var, true, momentum, eps);
-    y.relu_();
-    return {y, mean, invstd};
+    if (given(residual)) {
+      y.add_(*residual);
+    }
+    return {y.clamp_(lo, hi), mean, invstd};
   }
   auto [mean, invstd] = at::batch_norm_update_stats(x, running_mean, running_var, momentum);
   // `invstd` still holds the variance. ATen computes its inverse root in double and rounds once.
-  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "batch_norm_relu_train", [&] {
+  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "batch_norm_train", [&] {
     scalar_t* value = invstd.template mutable_data_ptr<scalar_t>();
     for (int64_t c = 0; c < invstd.numel(); ++c) {
       const double var = value[c];
       value[c] = var == 0 && eps == 0 ? scalar_t(0) : static_cast<scalar_t>(1 / std::sqrt(var + eps));
     }
   });
-  return {apply_new<true>(x, weight, bias, mean, invstd), mean, invstd};
+  return {apply(x, shape, {weight, bias, mean, invstd, residual, lo, hi}), mean, invstd};
 }
 
 // ---- backward ----
@@ -465,11 +483,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_backward(
 }  // namespace
 
 TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
-  m.impl("batch_norm_apply", &apply_new<false>);
-  m.impl("batch_norm_relu_apply", &apply_new<true>);
-  m.impl("batch_norm_apply_", &apply_in_place<false>);
-  m.impl("batch_norm_relu_apply_", &apply_in_place<true>);
-  m.impl("batch_norm_relu_train", &batch_norm_relu_train);
+  m.impl("batch_norm_apply", &batch_norm_apply);
+  m.impl("batch_norm_train", &batch_norm_train);
   m.impl("batch_norm_relu_backward", &batch_norm_relu_backward);
 }
 

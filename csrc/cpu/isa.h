@@ -105,4 +105,16 @@ MONET_BODY void store(T& to, op_type<T> value) {
   }
 }
 
+// What a stored y reads back as.
+template <typename T>
+MONET_BODY op_type<T> as_stored(op_type<T> y) {
+  if constexpr (stored_as<T> == Stored::Exactly) {
+    return y;
+  } else {
+    T stored;
+    store(stored, y);
+    return load(stored);
+  }
+}
+
 }  // namespace monet_like

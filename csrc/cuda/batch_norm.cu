@@ -1,4 +1,4 @@
-// Training-mode batch norm on the GPU from saved statistics, with and without ReLU, and the gradient of both.
+// Training-mode batch norm on the GPU, alone or with what follows it, and the gradient of batch norm and ReLU.
 
 #include <ATen/ops/batch_norm_update_stats.h>
 #include <ATen/ops/native_batch_norm.h>
@@ -47,13 +47,19 @@ __device__ __forceinline__ int64_t channel_of(int64_t i, int64_t inner, int64_t 
   return (inner == 1 ? i : i / inner) % channels;
 }
 
-template <bool Relu, typename T>
+// Each step sees what the one before would have stored; without a residual its pointer is null.
+template <typename T>
 __global__ void apply_kernel(
-    const T* in, T* out, const op_type<T>* k, int64_t channels, int64_t inner, int64_t numel) {
+    const T* in, const T* residual, T* out, const op_type<T>* k, int64_t channels, int64_t inner, int64_t numel,
+    op_type<T> lo, op_type<T> hi) {
   using O = op_type<T>;
   MONET_GRID_STRIDE(i, numel) {
-    const O y = value_of(static_cast<O>(in[i]), channel_at(k, channel_of(i, inner, channels), channels));
-    out[i] = static_cast<T>(Relu ? relu_when_stored<stored_as<T>>(y) : y);
+    const Channel<O> channel = channel_at(k, channel_of(i, inner, channels), channels);
+    O y = static_cast<O>(static_cast<T>(value_of(static_cast<O>(in[i]), channel)));
+    if (residual != nullptr) {
+      y = static_cast<O>(static_cast<T>(y + static_cast<O>(residual[i])));
+    }
+    out[i] = static_cast<T>(clamped(y, lo, hi));
   }
 }
 
@@ -180,66 +186,43 @@ bool by_rows(const at::Tensor& dense, const NormShape& shape) {
   return norm_layout(dense) == NormLayout::ChannelsLast || shape.image == 1;
 }
 
-template <bool Relu>
-void apply(
-    const at::Tensor& x, const at::Tensor& out, const NormShape& shape, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd) {
-  const at::Tensor k = constants(x, weight, bias, mean, invstd);
-  const int64_t inner = by_rows(x, shape) ? 1 : shape.image;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_apply", [&] {
-    apply_kernel<Relu, scalar_t><<<blocks_for(x.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        x.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(), k.const_data_ptr<op_type<scalar_t>>(),
-        shape.channels, inner, x.numel());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  });
-}
-
-template <bool Relu>
-at::Tensor apply_new(
+at::Tensor batch_norm_apply(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const at::Tensor& mean, const at::Tensor& invstd) {
-  const char* op = Relu ? "batch_norm_relu_apply" : "batch_norm_apply";
-  const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
+    const at::Tensor& mean, const at::Tensor& invstd, const std::optional<at::Tensor>& residual, double lo, double hi) {
+  const NormShape shape = check_norm("batch_norm_apply", x, weight, bias, &mean, &invstd);
+  check_residual("batch_norm_apply", x, residual);
   const c10::cuda::CUDAGuard guard(x.device());
   const auto format = norm_format(x);
-  const at::Tensor in = x.contiguous(format);
+  const at::Tensor in = x.contiguous(format), k = constants(x, weight, bias, mean, invstd);
+  const at::Tensor other = given(residual) ? residual->contiguous(format) : at::Tensor();
   at::Tensor out = at::empty(x.sizes(), x.options().memory_format(format));
-  if (x.numel() > 0) {
-    apply<Relu>(in, out, shape, weight, bias, mean, invstd);
+  if (x.numel() == 0) {
+    return out;
   }
+  const int64_t inner = by_rows(in, shape) ? 1 : shape.image;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_apply", [&] {
+    using O = op_type<scalar_t>;
+    apply_kernel<scalar_t><<<blocks_for(x.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        in.const_data_ptr<scalar_t>(), other.defined() ? other.const_data_ptr<scalar_t>() : nullptr,
+        out.mutable_data_ptr<scalar_t>(), k.const_data_ptr<O>(), shape.channels, inner, x.numel(),
+        static_cast<O>(static_cast<scalar_t>(lo)), static_cast<O>(static_cast<scalar_t>(hi)));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
   return out;
 }
 
-template <bool Relu>
-at::Tensor& apply_in_place(
-    at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const at::Tensor& mean, const at::Tensor& invstd) {
-  const NormShape shape =
-      check_norm(Relu ? "batch_norm_relu_apply_" : "batch_norm_apply_", x, weight, bias, &mean, &invstd);
-  const c10::cuda::CUDAGuard guard(x.device());
-  if (x.numel() > 0) {
-    const at::Tensor dense = x.contiguous(norm_format(x));
-    apply<Relu>(dense, dense, shape, weight, bias, mean, invstd);
-    if (!dense.is_same(x)) {
-      x.copy_(dense);
-    }
-  }
-  return x;
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_train(
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
-    double eps) {
-  check_norm("batch_norm_relu_train", x, weight, bias, nullptr, nullptr);
+    double eps, const std::optional<at::Tensor>& residual, double lo, double hi) {
+  check_norm("batch_norm_train", x, weight, bias, nullptr, nullptr);
   const c10::cuda::CUDAGuard guard(x.device());
   if (x.numel() == 0) {
-    auto [y, mean, invstd] = at::native_batch_norm(x, weight, bias, running_mean, running_var, true, momentum, eps);
-    return {y, mean, invstd};
+    return at::native_batch_norm(x, weight, bias, running_mean, running_var, true, momentum, eps);
   }
   auto [mean, invstd] = at::batch_norm_update_stats(x, running_mean, running_var, momentum);
   invstd.add_(eps).rsqrt_();  // it held the variance
-  return {apply_new<true>(x, weight, bias, mean, invstd), mean, invstd};
+  return {batch_norm_apply(x, weight, bias, mean, invstd, residual, lo, hi), mean, invstd};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_backward(
@@ -310,11 +293,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_backward(
 }  // namespace
 
 TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
-  m.impl("batch_norm_apply", &apply_new<false>);
-  m.impl("batch_norm_relu_apply", &apply_new<true>);
-  m.impl("batch_norm_apply_", &apply_in_place<false>);
-  m.impl("batch_norm_relu_apply_", &apply_in_place<true>);
-  m.impl("batch_norm_relu_train", &batch_norm_relu_train);
+  m.impl("batch_norm_apply", &batch_norm_apply);
+  m.impl("batch_norm_train", &batch_norm_train);
   m.impl("batch_norm_relu_backward", &batch_norm_relu_backward);
 }
 

@@ -127,31 +127,21 @@ def max_pool2d_offsets_backward(
 
 
 @_fake
-def batch_norm_apply(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=reference.norm_format(x))
-
-
-@_fake
-def batch_norm_apply_(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    return x
-
-
-@_fake
-def batch_norm_relu_apply(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
+def batch_norm_apply(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    residual: Tensor | None,
+    lo: float,
+    hi: float,
 ) -> Tensor:
     return torch.empty_like(x, memory_format=reference.norm_format(x))
 
 
 @_fake
-def batch_norm_relu_apply_(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
-) -> Tensor:
-    return x
-
-
-@_fake
-def batch_norm_relu_train(
+def batch_norm_train(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -159,6 +149,9 @@ def batch_norm_relu_train(
     running_var: Tensor | None,
     momentum: float,
     eps: float,
+    residual: Tensor | None,
+    lo: float,
+    hi: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Half-precision inputs keep their statistics in the dtype of the parameters, and on CUDA always in float32.
     given = [t for t in (weight, bias, running_mean, running_var) if t is not None]

@@ -16,8 +16,8 @@ Shapes and dtypes (F = float32, float64, float16 or bfloat16; P = F or float32; 
 | max_pool2d_offsets | indices: int64[.., OH, OW] | uint8[.., OH, OW] |
 | max_pool2d_offsets_to_indices | offsets: uint8[.., OH, OW] | int64[.., OH, OW] |
 | max_pool2d_offsets_backward | grad: F[.., OH, OW]; offsets: uint8[.., OH, OW] | F[input_size] |
-| batch_norm(_relu)_apply(_) | x: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x |
-| batch_norm_relu_train | x: F[N,C,...]; weight, bias, running_mean, running_var: P[C] | y: like x; mean, invstd: P[C] |
+| batch_norm_apply | x, residual: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x |
+| batch_norm_train | x, residual: F[N,C,...]; weight, bias, running_*: P[C] | y: like x; mean, invstd: P[C] |
 | batch_norm_relu_backward | grad, x: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x; P[C]; P[C] |
 
 Order of packed bits: the order of the elements in memory if the tensor is dense (no gaps, no overlap, dimensions in
@@ -271,7 +271,28 @@ def norm_format(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format if x.is_contiguous() else _format(x)
 
 
-def batch_norm_apply(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
+def batch_norm_apply(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    residual: Tensor | None,
+    lo: float,
+    hi: float,
+) -> Tensor:
+    """Training-mode batch norm from its saved statistics, plus the residual, clamped; each step rounds as ATen's."""
+    y = _normalised(x, weight, bias, mean, invstd)
+    return _finished(y, residual, lo, hi)
+
+
+def _finished(y: Tensor, residual: Tensor | None, lo: float, hi: float) -> Tensor:
+    if residual is not None:
+        y.add_(residual)
+    return y.clamp_(lo, hi)
+
+
+def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
     """The y of training-mode batch norm from its saved statistics.
 
     ATen's dense kernel computes x * alpha + beta with alpha = invstd * weight and beta = bias - mean * alpha, fused
@@ -296,26 +317,7 @@ def batch_norm_apply(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean
     return result
 
 
-def batch_norm_apply_(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    """The same, into x."""
-    return x.copy_(batch_norm_apply(x, weight, bias, mean, invstd))
-
-
-def batch_norm_relu_apply(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
-) -> Tensor:
-    """relu(batch_norm_apply(...))."""
-    return batch_norm_apply(x, weight, bias, mean, invstd).relu_()
-
-
-def batch_norm_relu_apply_(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
-) -> Tensor:
-    """The same, into x."""
-    return x.copy_(batch_norm_relu_apply(x, weight, bias, mean, invstd))
-
-
-def batch_norm_relu_train(
+def batch_norm_train(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -323,10 +325,13 @@ def batch_norm_relu_train(
     running_var: Tensor | None,
     momentum: float,
     eps: float,
+    residual: Tensor | None,
+    lo: float,
+    hi: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """relu(batch norm in training mode), with its mean and invstd; moves the running statistics."""
+    """Batch norm in training mode, plus the residual, clamped; with its mean and invstd. Moves the running statistics."""
     y, mean, invstd = aten.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
-    return y.relu_(), mean, invstd
+    return _finished(y, residual, lo, hi), mean, invstd
 
 
 def batch_norm_relu_backward(
@@ -342,7 +347,7 @@ def batch_norm_relu_backward(
 
     Reads x, not y: the sign of y is recomputed from the saved statistics.
     """
-    y = batch_norm_apply(x, weight, bias, mean, invstd)
+    y = _normalised(x, weight, bias, mean, invstd)
     through = grad.masked_fill(y <= 0, 0).contiguous(memory_format=norm_format(x))
     dense = x.contiguous(memory_format=norm_format(x))
     parameter = mean if weight is None else weight

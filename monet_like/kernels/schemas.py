@@ -22,13 +22,10 @@ SCHEMAS: dict[str, str] = {
     "max_pool2d_offsets": f"(Tensor indices, SymInt[] input_size, {_POOL}) -> Tensor",
     "max_pool2d_offsets_to_indices": f"(Tensor offsets, SymInt[] input_size, {_POOL}) -> Tensor",
     "max_pool2d_offsets_backward": f"(Tensor grad, Tensor offsets, SymInt[] input_size, {_POOL}) -> Tensor",
-    "batch_norm_apply": f"(Tensor x, {_NORM}) -> Tensor",
-    "batch_norm_apply_": f"(Tensor(a!) x, {_NORM}) -> Tensor(a!)",
-    "batch_norm_relu_apply": f"(Tensor x, {_NORM}) -> Tensor",
-    "batch_norm_relu_apply_": f"(Tensor(a!) x, {_NORM}) -> Tensor(a!)",
-    "batch_norm_relu_train": (
+    "batch_norm_apply": f"(Tensor x, {_NORM}, Tensor? residual, float lo, float hi) -> Tensor",
+    "batch_norm_train": (
         "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-        "float momentum, float eps) -> (Tensor, Tensor, Tensor)"
+        "float momentum, float eps, Tensor? residual, float lo, float hi) -> (Tensor, Tensor, Tensor)"
     ),
     "batch_norm_relu_backward": f"(Tensor grad, Tensor x, {_NORM}, bool[3] mask) -> (Tensor, Tensor, Tensor)",
 }

@@ -30,6 +30,7 @@ class Editor:
         self.tasks = captured.program.tasks
         self.slots = [list(slot) for slot in captured.program.slots]
         self._after: dict[str, list[Task]] = {}
+        self._before: dict[str, list[Task]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -54,10 +55,23 @@ class Editor:
         self.metas.append(meta)
         return len(self.values) - 1
 
-    def add(self, anchor: Task, calls: Sequence[Call], writes: Sequence[int], variant: str, **options: Any) -> None:
-        """A forward task that stands right after ``anchor`` (and after earlier additions to it)."""
+    def add(
+        self,
+        anchor: Task,
+        calls: Sequence[Call],
+        writes: Sequence[int],
+        variant: str,
+        *,
+        before: Task | None = None,
+        **options: Any,
+    ) -> None:
+        """A forward task, named after ``anchor``, that stands right after it or else right ``before`` another one.
+
+        Additions at one place keep their order, but makers of the anchor's results stand before those that read them.
+        """
         task = make_task(f"{anchor.name}.{variant}", calls, writes, self.metas, variant=variant, **options)
-        self._after.setdefault(anchor.name, []).append(task)
+        place, name = (self._after, anchor.name) if before is None else (self._before, before.name)
+        place.setdefault(name, []).append(task)
 
     def add_way(self, slot: int, calls: Sequence[Call], variant: str, **options: Any) -> None:
         """One more way to do a slot; it writes what the first way writes."""
@@ -65,17 +79,25 @@ class Editor:
         way = make_task(f"{first.name}.{variant}", calls, first.writes, self.metas, variant=variant, **options)
         self.slots[slot].append(way)
 
-    def producer(self, value: int) -> Task:
-        """PyTorch's own task that writes a forward value."""
-        return next(task for task in self.tasks if value in task.writes and task.variant == "aten")
-
     def forward_readers(self, value: int) -> list[Task]:
         """PyTorch's own forward tasks that read a value."""
         return [task for task in self.tasks if value in task.reads]
 
-    def slot_readers(self, value: int) -> list[int]:
-        """Slots whose own way reads a value."""
-        return [index for index, ways in enumerate(self.slots) if value in ways[0].reads]
+    def only_reader(self, value: int) -> Task | None:
+        """PyTorch's own forward task of one call that is all that needs ``value``; None if there is no such.
+
+        A slot may read it too if it has a way that does not.
+        """
+        readers = self.forward_readers(value)
+        if len(readers) != 1 or len(readers[0].calls) != 1 or len(readers[0].writes) != 1:
+            return None
+        if value in self.captured.program.outputs or not self.avoidable(value):
+            return None
+        return readers[0]
+
+    def avoidable(self, value: int) -> bool:
+        """Whether every slot can be done without reading ``value``."""
+        return all(any(value not in way.reads for way in ways) for ways in self.slots)
 
     def is_own(self, arg: Any) -> bool:
         """Whether an argument is a forward value's own tensor."""
@@ -117,7 +139,7 @@ class Editor:
         for task in self.tasks:
             # Other writers of the task's results stand before what reads them (stable, so otherwise as added).
             added = sorted(self._after.get(task.name, ()), key=lambda new: not set(task.writes).isdisjoint(new.reads))
-            tasks += [task, *added]
+            tasks += [*self._before.get(task.name, ()), task, *added]
         program = replace(
             self.captured.program, values=tuple(self.values), tasks=tuple(tasks), slots=tuple(map(tuple, self.slots))
         )

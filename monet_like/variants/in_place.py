@@ -75,17 +75,12 @@ def _candidates(editor: Editor, task: Task, call: Call) -> list[int]:
             and editor.metas[arg.name] == editor.metas[out.name]
             and editor.dense(arg.name)
             and editor.forward_readers(arg.name) == [task]
-            and all(_avoidable(editor, slot, arg.name) for slot in editor.slot_readers(arg.name))
+            and editor.avoidable(arg.name)
             and arg.name not in editor.captured.program.outputs
             and out.name not in editor.captured.program.outputs
         ):
             found.append(position)
     return found
-
-
-def _avoidable(editor: Editor, slot: int, value: int) -> bool:
-    """Whether a slot can be done without reading ``value``."""
-    return any(value not in way.reads for way in editor.slots[slot])
 
 
 def _add_forward(editor: Editor, task: Task, call: Call, position: int) -> None:

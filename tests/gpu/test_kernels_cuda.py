@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 import pytest
 import torch
@@ -92,10 +93,11 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         running = [torch.zeros_like(weight), torch.ones_like(weight)]
         moved = [t.clone() for t in running]
         y, mean, invstd = aten.native_batch_norm(x, weight, bias, *running, True, 0.1, 1e-5)
-        assert_close(ops.batch_norm_apply(x, weight, bias, mean, invstd), y, dtype)
-        assert_close(ops.batch_norm_relu_apply(x, weight, bias, mean, invstd), y.relu(), dtype)
-        assert_close(ops.batch_norm_relu_apply_(x.clone(), weight, bias, mean, invstd), y.relu(), dtype)
-        got = ops.batch_norm_relu_train(x, weight, bias, *moved, 0.1, 1e-5)
+        arguments = (x, weight, bias, mean, invstd)
+        assert_close(ops.batch_norm_apply(*arguments, None, -inf, inf), y, dtype)
+        assert_close(ops.batch_norm_apply(*arguments, None, 0.0, 6.0), aten.hardtanh(y, 0.0, 6.0), dtype)
+        assert_close(ops.batch_norm_apply(*arguments, x, 0.0, inf), (y + x).relu(), dtype)
+        got = ops.batch_norm_train(x, weight, bias, *moved, 0.1, 1e-5, None, 0.0, inf)
         for actual, expected in zip((*got, *moved), (y.relu(), mean, invstd, *running), strict=True):
             assert_close(actual, expected, dtype)
         grad = torch.randn_like(x)
