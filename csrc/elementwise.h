@@ -30,18 +30,15 @@ MONET_HD O clamped(O y, O lo, O hi) {
   return y > hi ? hi : y;
 }
 
-// The test of ReLU's gradient, on a value that has yet to be stored as a 2-byte float. Up to half of that format's
-// smallest number it will be stored as a zero, and the gradient sees the stored value.
-enum class Stored : int { Exactly, AsHalf, AsBFloat16 };
-
-template <Stored S, typename O>
-MONET_HD constexpr O vanishing() {
-  return S == Stored::AsHalf ? O(0x1p-25) : S == Stored::AsBFloat16 ? O(0x1p-134) : O(0);
+// Whether the gradient of `clamped` passes; a bound that is NaN is none. ReLU's is that of threshold_backward.
+template <typename O>
+MONET_HD bool passes_clamp(O y, O lo, O hi) {
+  return !(y <= lo) && !(y >= hi);
 }
 
-template <Stored S, typename O>
-MONET_HD bool passes_threshold_when_stored(O y) {
-  return !(y <= vanishing<S, O>());
+// A bound as passes_clamp wants it: nothing lies beyond infinity, and infinity itself passes.
+MONET_HD double open_bound(double bound) {
+  return bound - bound == 0 ? bound : __builtin_nan("");
 }
 
 // How y follows from x in training-mode batch norm. The three round differently; ATen's CPU kernels use Folded

@@ -46,7 +46,7 @@ TORCH_LIBRARY(monet_like, m) {
       "float momentum, float eps, Tensor? residual, float lo, float hi) -> (Tensor, Tensor, Tensor)",
       tags);
   m.def(
-      "batch_norm_relu_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
-      "bool[3] mask) -> (Tensor, Tensor, Tensor)",
+      "batch_norm_clamp_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "float lo, float hi, bool[3] mask) -> (Tensor, Tensor, Tensor)",
       tags);
 }

@@ -597,7 +597,10 @@ def make_task(
             ref.name for call in calls for ref in refs(call) if isinstance(ref.name, int) and ref.name not in written
         )
     )
-    return Task(name, reads, tuple(writes), cost=cost_key(calls, metas), calls=tuple(calls), **options)
+    cost = cost_key(calls, metas)
+    if options.get("overwrites") is not None:  # what it takes over is no workspace
+        cost += f"; takes {reads.index(options['overwrites'])}"
+    return Task(name, reads, tuple(writes), cost=cost, calls=tuple(calls), **options)
 
 
 def cost_key(calls: Sequence[Call], metas: Sequence[TensorMeta]) -> str:

@@ -46,11 +46,14 @@ def compile_block(block: Block, name: str) -> Callable[[list[Any]], tuple[tuple[
     writer.line("given.clear()")
     writer.delete([f"v{v}" for v in unused])
     for task, dead in zip(block.tasks, dying, strict=True):
-        temporaries: list[str] = []
-        for call in task.calls:
-            temporaries += writer.call(call)
-        known = [v for v in dead if v in writer.bound or v in block.takes]  # side effects have no variable
-        writer.delete([*dict.fromkeys(temporaries), *(f"v{v}" for v in known)])
+        last = {name: place for place, call in enumerate(task.calls) for name in _mentioned(call)}
+        # Values that the task reads exist until it ends, as planned; but for one that it takes over and may release.
+        early = {f"v{v}" for v in dead if v == task.overwrites}
+        for place, call in enumerate(task.calls):
+            writer.call(call)
+            over = [name for name in _mentioned(call) if last[name] == place]
+            writer.delete([name for name in over if name in early or not _is_value(name)])
+        writer.delete([name for v in dead if (name := f"v{v}") in last and name not in early])
     results = []
     for calls, ref in block.results:
         for call in calls:
@@ -72,6 +75,17 @@ def _deaths(block: Block, needed: set[int]) -> tuple[list[list[int]], list[int]]
     return deaths[::-1], [v for v in block.takes if v not in alive]
 
 
+def _mentioned(call: Call) -> list[str]:
+    """The variables of a call, results last; "_" for results that are not wanted."""
+    results = ["_" if out is None else _name(out) for out in call.outs]
+    return list(dict.fromkeys([*map(_name, refs(call)), *results]))
+
+
+def _is_value(name: str) -> bool:
+    """Whether a variable is a value's own tensor, not a temporary of a task."""
+    return name[0] == "v" and name[1:].isdigit()
+
+
 def _values(call: Call) -> list[int]:
     return [ref.name for ref in refs(call) if isinstance(ref.name, int)]
 
@@ -91,7 +105,6 @@ class _Writer:
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
         self.seen: dict[tuple[str, str], str] = {}
-        self.bound: set[int] = set()
 
     def line(self, text: str) -> None:
         self.lines.append(f"    {text}")
@@ -100,19 +113,17 @@ class _Writer:
         if names:
             self.line(f"del {', '.join(names)}")
 
-    def call(self, call: Call) -> list[str]:
-        """Write one call; returns the temporaries it binds."""
+    def call(self, call: Call) -> None:
+        """Write one call."""
         function = self.constant(f"op_{call.op.replace('.', '_')}", resolve(call.op), key=call.op)
         arguments = [self.literal(a) for a in call.args] + [f"{k}={self.literal(v)}" for k, v in call.kwargs]
         text = f"{function}({', '.join(arguments)})"
         if not call.outs:
             self.line(text)
-            return []
+            return
         names = ["_" if out is None else _name(out) for out in call.outs]
-        self.bound.update(out.name for out in call.outs if out is not None and isinstance(out.name, int))
         target = ", ".join(names) + ("," if call.unpack and len(names) == 1 else "")
         self.line(f"{target} = {text}")
-        return [name for name in dict.fromkeys(names) if not name.startswith("v")]
 
     def literal(self, value: Any) -> str:
         if isinstance(value, Ref):

@@ -2,7 +2,8 @@
 
 ``normal`` admits PyTorch's own operators and exact reruns. ``multiway`` adds gradients computed from the other
 activation (output- instead of input-activated, and the reverse); ``newnode`` adds packed intermediates;
-``conv`` adds convolution algorithms; ``inplace`` adds writing into dead inputs.
+``conv`` adds algorithms that sum in another order: convolutions, and batch norm's gradient with that of its ReLU;
+``inplace`` adds writing into dead inputs.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class Task:
         cost: key of this task's `Cost` in the profile; "" costs nothing.
         variant: which implementation this is; ``aten`` is PyTorch's own.
         word: the mode word that admits it (``conv``, ``multiway``, ``newnode``, ``inplace``); "" always.
-        overwrites: a value among ``reads`` whose storage becomes that of ``writes[0]``. After the task that
-            value no longer exists.
+        overwrites: a value among ``reads`` whose storage becomes that of ``writes[0]``, or is released on the
+            way and counts for it. After the task that value no longer exists.
         runs: ``first`` only in the forward, ``again`` only during the backward, or ``both``.
         calls: the operator calls, in order. Planners never look at them.
     """

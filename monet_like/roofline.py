@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from .capture import Captured
@@ -61,30 +63,64 @@ def roofline(captured: Captured, program: Program, limits: DeviceLimits) -> dict
 
 def _seconds(captured: Captured, task: Task, limits: DeviceLimits) -> float:
     metas = captured.metas
-    touched = sum(metas[v].storage_bytes for v in (*task.reads, *task.writes))
     half = any(metas[v].dtype.itemsize == 2 and metas[v].dtype.is_floating_point for v in task.reads)
     rate = limits.half_flops_per_second if half else limits.flops_per_second
-    return max(limits.launch_seconds, flops(captured, task) / rate, touched / limits.bytes_per_second)
+    return max(
+        limits.launch_seconds, flops(captured, task) / rate, touched_bytes(captured, task) / limits.bytes_per_second
+    )
+
+
+def touched_bytes(captured: Captured, task: Task) -> int:
+    """Bytes that a task's operators read and write, results that one hands to the next included."""
+    if len(task.calls) == 1 or _is_opaque(task):
+        return sum(captured.metas[v].storage_bytes for v in (*task.reads, *task.writes))
+    counter = _TouchedBytes()
+    _run_fake(captured, task, counter)
+    return counter.bytes
 
 
 def flops(captured: Captured, task: Task) -> int:
     """Floating-point operations of the matrix products and convolutions in a task."""
-    ours = ("monet_like.get_rng_state", "monet_like.set_rng_state")
-    if not any(call.op.startswith("aten.") for call in task.calls) or any(call.op in ours for call in task.calls):
-        return 0
     heavy = ("conv", "mm", "attention", "linear")
-    if not any(word in call.op for call in task.calls for word in heavy):
+    if not any(call.op.startswith("aten.") and word in call.op for call in task.calls for word in heavy):
         return 0
-    if task.variant == "conv.im2col":  # no fake kernel; the same products as the convolution itself
+    if task.variant == "conv.im2col":  # the same products as the convolution itself
         _, weight = task.calls[0].args[:2]
         filters = captured.metas[weight.name].shape
         return 2 * math.prod(captured.metas[task.writes[0]].shape) * math.prod(filters[1:])
-    run = compile_block(Block(task.reads, (task,)), task.name)
+    if _is_opaque(task):
+        return 0
     counter = FlopCounterMode(display=False)
-    with fake_mode(), counter, torch.no_grad():
+    _run_fake(captured, task, counter)
+    return int(counter.get_total_flops())
+
+
+def _is_opaque(task: Task) -> bool:
+    """Whether a task cannot run on fake tensors: no kernel for them, or a random generator's state."""
+    return task.variant == "conv.im2col" or any(call.op.endswith("_rng_state") for call in task.calls)
+
+
+def _run_fake(captured: Captured, task: Task, observer: Any) -> None:
+    """Run a task on tensors without storage, under a mode that observes its operators."""
+    run = compile_block(Block(task.reads, (task,)), task.name)
+    with fake_mode(), observer, torch.no_grad():
         inputs: list[Any] = []
         for value in task.reads:
             meta = captured.metas[value]
             inputs.append(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device))
         run(inputs)
-    return int(counter.get_total_flops())
+
+
+class _TouchedBytes(TorchDispatchMode):
+    """Sums the storages of what operators read and write; views touch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func is not torch.ops.aten.empty_strided.default:
+            tensors = (t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor))
+            self.bytes += sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+        return result

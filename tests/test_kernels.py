@@ -351,7 +351,7 @@ def test_everything_in_parallel(impl: Any, shape: tuple[int, ...]) -> None:
         for options, expected in followers(y):
             assert_bits(impl("batch_norm_apply")(x, weight, bias, mean, invstd, *options), expected)
             assert_bits(impl("batch_norm_train")(x, weight, bias, None, None, 0.1, 1e-5, *options)[0], expected)
-        got = impl("batch_norm_relu_backward")(x, x, weight, bias, mean, invstd, [True, True, True])
+        got = impl("batch_norm_clamp_backward")(x, x, weight, bias, mean, invstd, 0.0, INF, [True, True, True])
         for actual, exact in zip(got, exact_backward(x, x, y, weight, mean, invstd), strict=True):
             assert float((actual - exact).abs().max()) <= 2e-6 * max(float(exact.abs().max()), float(x.norm()))
         y, indices = aten.max_pool2d_with_indices(x, *pool, False)
@@ -368,12 +368,19 @@ BACKWARD_TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16:
 
 
 def exact_backward(
-    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor
+    grad: Tensor,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    lo: float = 0.0,
+    hi: float = INF,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula in float64, with the sign of the given y."""
+    """The formula in float64, with the given y between its bounds or not."""
     channels = (1, -1) + (1,) * (x.dim() - 2)
     over = [d for d in range(x.dim()) if d != 1]
-    g = torch.where(y <= 0, 0.0, grad.double())
+    g = torch.where((y <= lo) | (y >= hi), 0.0, grad.double())
     centred = x.double() - mean.double().view(channels)
     s = invstd.double().view(channels)
     w = torch.ones_like(s) if weight is None else weight.double().view(channels)
@@ -385,12 +392,12 @@ def exact_backward(
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [*NORM_SHAPES, (3, 2, 70, 71)])
-def test_batch_norm_relu_backward_is_accurate(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_batch_norm_clamp_backward_is_accurate(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for x, weight, bias in norm_inputs(shape, dtype):
         y, mean, invstd = train(x, weight, bias)
-        for grad in (torch.randn_like(x), torch.randn(shape).to(dtype)):
-            got = impl("batch_norm_relu_backward")(grad, x, weight, bias, mean, invstd, [True, True, True])
-            expected = exact_backward(grad, x, y, weight, mean, invstd)
+        for grad, lo, hi in ((torch.randn_like(x), 0.0, INF), (torch.randn(shape).to(dtype), -0.5, 1.0)):
+            got = impl("batch_norm_clamp_backward")(grad, x, weight, bias, mean, invstd, lo, hi, [True, True, True])
+            expected = exact_backward(grad, x, y, weight, mean, invstd, lo, hi)
             for actual, exact in zip(got, expected, strict=True):
                 scale = max(float(exact.abs().max()), 1e-3 * float(grad.abs().max()))
                 # Sums over a channel lose what cancels in them: their scale is that of their summands.
@@ -401,12 +408,12 @@ def test_batch_norm_relu_backward_is_accurate(impl: Any, shape: tuple[int, ...],
             assert got[1].dtype == got[2].dtype == (mean.dtype if weight is None else weight.dtype)
 
 
-def test_batch_norm_relu_backward_leaves_out_what_is_not_asked(impl: Any) -> None:
+def test_batch_norm_clamp_backward_leaves_out_what_is_not_asked(impl: Any) -> None:
     x = torch.randn(3, 4, 5, 5)
     _, mean, invstd = train(x, None, None)
-    everything = impl("batch_norm_relu_backward")(x, x, None, None, mean, invstd, [True, True, True])
+    everything = impl("batch_norm_clamp_backward")(x, x, None, None, mean, invstd, 0.0, 6.0, [True, True, True])
     for mask in ([True, False, False], [False, True, False], [False, False, True], [False, False, False]):
-        got = impl("batch_norm_relu_backward")(x, x, None, None, mean, invstd, mask)
+        got = impl("batch_norm_clamp_backward")(x, x, None, None, mean, invstd, 0.0, 6.0, mask)
         for wanted, actual, expected in zip(mask, got, everything, strict=True):
             if wanted:
                 assert_bits(actual, expected)
@@ -417,7 +424,7 @@ def test_batch_norm_relu_backward_leaves_out_what_is_not_asked(impl: Any) -> Non
 def test_empty_batches(impl: Any) -> None:
     x, c = torch.empty(0, 4, 3, 3), torch.ones(4)
     assert impl("batch_norm_apply")(x, c, c, c, c, *RELU).shape == x.shape
-    got = impl("batch_norm_relu_backward")(x, x, c, c, c, c, [True, True, True])
+    got = impl("batch_norm_clamp_backward")(x, x, c, c, c, c, 0.0, INF, [True, True, True])
     assert got[0].shape == x.shape and not got[1].any() and not got[2].any()
     y, offsets = impl("max_pool2d_with_offsets")(x, [2, 2], [1, 1], [0, 0], [1, 1], False)
     assert y.shape == offsets.shape == (0, 4, 2, 2)
@@ -449,7 +456,7 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
         "max_pool2d_offsets_backward": (y, offsets, x.shape, *pool),
         "batch_norm_apply": (*norm, x, 0.0, 6.0),
         "batch_norm_train": (x, c, c, c.clone(), c.clone(), 0.1, 1e-5, x, 0.0, 6.0),
-        "batch_norm_relu_backward": (x, *norm, [True, True, True]),
+        "batch_norm_clamp_backward": (x, *norm, 0.0, 6.0, [True, True, True]),
     }
 
 

@@ -1,4 +1,4 @@
-// Training-mode batch norm on the CPU, alone or with what follows it, and the gradient of batch norm and ReLU.
+// Training-mode batch norm on the CPU, alone or with what follows it, and the gradient of batch norm and clamp.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -254,10 +254,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
 
 // ---- backward ----
 //
-// With y = a x + b, g = grad where y > 0 (else 0), N = elements per channel, m and s the saved mean and invstd:
+// With y = a x + b, g = grad where lo < y < hi (else 0), N = elements per channel, m and s the saved mean and invstd:
 //   grad_bias   = sum g                      grad_weight = s * sum (x - m) g
 //   grad_input  = (g - mean(g) - (x - m) s^2 mean((x - m) g)) * s * weight
-// The sign of y is recomputed with the formula of the forward pass, so it is the forward pass's sign.
+// y is recomputed with the formula of the forward pass, so it is the forward pass's y.
 
 template <typename O>
 struct Gradient {
@@ -265,15 +265,16 @@ struct Gradient {
 };
 
 template <Formula F, typename T, typename O = op_type<T>>
-MONET_BODY O gradient_through(T grad, O x, O a, O b, O mean, O invstd) {
-  return passes_threshold_when_stored<stored_as<T>>(normalised<F>(x, a, b, mean, invstd)) ? load(grad) : O(0);
+MONET_BODY O gradient_through(T grad, O x, O a, O b, O mean, O invstd, O lo, O hi) {
+  return passes_clamp(as_stored<T>(normalised<F>(x, a, b, mean, invstd)), lo, hi) ? load(grad) : O(0);
 }
 
 constexpr int64_t kBlock = 4096;  // elements summed in single precision before they are added in double
 
 template <Formula F, typename T>
 MONET_BODY void reduce_run_body(
-    const T* grad, const T* x, int64_t n, const Channel<op_type<T>>* channel, double* sums) {
+    const T* grad, const T* x, int64_t n, const Channel<op_type<T>>* channel, op_type<T> lo, op_type<T> hi,
+    double* sums) {
   using O = op_type<T>;
   const Channel<O> k = *channel;
   for (int64_t first = 0; first < n; first += kBlock) {
@@ -282,7 +283,7 @@ MONET_BODY void reduce_run_body(
 #pragma omp simd reduction(+ : sum, dot)
     for (int64_t i = first; i < last; ++i) {
       const O value = load(x[i]);
-      const O g = gradient_through<F>(grad[i], value, k.a, k.b, k.mean, k.invstd);
+      const O g = gradient_through<F>(grad[i], value, k.a, k.b, k.mean, k.invstd, lo, hi);
       sum += g;
       dot += (value - k.mean) * g;
     }
@@ -295,14 +296,14 @@ MONET_FOR_EACH_ISA(reduce_run)
 template <Formula F, typename T>
 MONET_BODY void input_grad_run_body(
     const T* grad, const T* x, T* out, int64_t n, const Channel<op_type<T>>* channel,
-    const Gradient<op_type<T>>* gradient) {
+    const Gradient<op_type<T>>* gradient, op_type<T> lo, op_type<T> hi) {
   using O = op_type<T>;
   const Channel<O> k = *channel;
   const Gradient<O> d = *gradient;
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const O value = load(x[i]);
-    const O g = gradient_through<F>(grad[i], value, k.a, k.b, k.mean, k.invstd);
+    const O g = gradient_through<F>(grad[i], value, k.a, k.b, k.mean, k.invstd, lo, hi);
     store(out[i], (g - d.mean_g - (value - k.mean) * d.slope) * d.scale);
   }
 }
@@ -312,7 +313,7 @@ MONET_FOR_EACH_ISA(input_grad_run)
 template <Formula F, typename T, typename O>
 MONET_BODY void reduce_rows_body(
     const T* grad, const T* x, int64_t rows, int64_t channels, const O* a, const O* b, const O* mean, const O* invstd,
-    O* sum, O* dot, double* sums) {
+    O lo, O hi, O* sum, O* dot, double* sums) {
   for (int64_t first = 0; first < rows; first += 64) {
     const int64_t last = std::min(rows, first + 64);
     std::fill_n(sum, channels, O(0));
@@ -323,7 +324,7 @@ MONET_BODY void reduce_rows_body(
 #pragma GCC ivdep
       for (int64_t c = 0; c < channels; ++c) {
         const O value = load(x_row[c]);
-        const O g = gradient_through<F>(grad_row[c], value, a[c], b[c], mean[c], invstd[c]);
+        const O g = gradient_through<F>(grad_row[c], value, a[c], b[c], mean[c], invstd[c], lo, hi);
         sum[c] += g;
         dot[c] += (value - mean[c]) * g;
       }
@@ -339,7 +340,7 @@ MONET_FOR_EACH_ISA(reduce_rows)
 template <Formula F, typename T, typename O>
 MONET_BODY void input_grad_rows_body(
     const T* grad, const T* x, T* out, int64_t rows, int64_t channels, const O* a, const O* b, const O* mean,
-    const O* invstd, const O* mean_g, const O* slope, const O* scale) {
+    const O* invstd, const O* mean_g, const O* slope, const O* scale, O lo, O hi) {
   for (int64_t r = 0; r < rows; ++r) {
     const T* grad_row = grad + r * channels;
     const T* x_row = x + r * channels;
@@ -347,7 +348,7 @@ MONET_BODY void input_grad_rows_body(
 #pragma GCC ivdep
     for (int64_t c = 0; c < channels; ++c) {
       const O value = load(x_row[c]);
-      const O g = gradient_through<F>(grad_row[c], value, a[c], b[c], mean[c], invstd[c]);
+      const O g = gradient_through<F>(grad_row[c], value, a[c], b[c], mean[c], invstd[c], lo, hi);
       store(out_row[c], (g - mean_g[c] - (value - mean[c]) * slope[c]) * scale[c]);
     }
   }
@@ -363,7 +364,8 @@ Gradient<O> gradient_of(double sum, double dot, int64_t count, O invstd, O weigh
 // sums[0..C) and sums[C..2C) receive sum g and sum (x - m) g.
 template <Formula F, typename T>
 void backward_planes(
-    const T* grad, const T* x, T* out, const NormShape& shape, const Constants<op_type<T>>& k, double* sums) {
+    const T* grad, const T* x, T* out, const NormShape& shape, const Constants<op_type<T>>& k, op_type<T> lo,
+    op_type<T> hi, double* sums) {
   using O = op_type<T>;
   const int64_t image = shape.image, pitch = shape.channels * image;
   // One thread does both passes of a channel, the second over what the first left in its cache.
@@ -373,7 +375,7 @@ void backward_planes(
       double totals[2] = {0, 0};
       for (int64_t n = 0; n < shape.batch; ++n) {
         const int64_t at = n * pitch + c * image;
-        reduce_run<F>(grad + at, x + at, image, &channel, &totals[0]);
+        reduce_run<F>(grad + at, x + at, image, &channel, lo, hi, &totals[0]);
       }
       sums[c] = totals[0];
       sums[shape.channels + c] = totals[1];
@@ -384,7 +386,7 @@ void backward_planes(
           gradient_of(totals[0], totals[1], shape.batch * image, k.invstd[c], k.weight[c]);
       for (int64_t n = 0; n < shape.batch; ++n) {
         const int64_t at = n * pitch + c * image;
-        input_grad_run<F>(grad + at, x + at, out + at, image, &channel, &gradient);
+        input_grad_run<F>(grad + at, x + at, out + at, image, &channel, &gradient, lo, hi);
       }
     }
   });
@@ -392,7 +394,8 @@ void backward_planes(
 
 template <Formula F, typename T>
 void backward_rows(
-    const T* grad, const T* x, T* out, const NormShape& shape, const Constants<op_type<T>>& k, double* sums) {
+    const T* grad, const T* x, T* out, const NormShape& shape, const Constants<op_type<T>>& k, op_type<T> lo,
+    op_type<T> hi, double* sums) {
   using O = op_type<T>;
   const int64_t C = shape.channels, rows = shape.batch * shape.image;
   const int64_t grain = std::max<int64_t>(1, 32768 / C);
@@ -404,8 +407,8 @@ void backward_rows(
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t first = std::min(rows, chunk * per_chunk), last = std::min(rows, first + per_chunk);
       reduce_rows<F>(
-          grad + first * C, x + first * C, last - first, C, k.a.data(), k.b.data(), k.mean.data(), k.invstd.data(),
-          scratch.data(), scratch.data() + C, partial.data() + chunk * 2 * C);
+          grad + first * C, x + first * C, last - first, C, k.a.data(), k.b.data(), k.mean.data(), k.invstd.data(), lo,
+          hi, scratch.data(), scratch.data() + C, partial.data() + chunk * 2 * C);
     }
   });
   std::fill_n(sums, 2 * C, 0.0);
@@ -427,14 +430,15 @@ void backward_rows(
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     input_grad_rows<F>(
         grad + begin * C, x + begin * C, out + begin * C, end - begin, C, k.a.data(), k.b.data(), k.mean.data(),
-        k.invstd.data(), mean_g.data(), slope.data(), scale.data());
+        k.invstd.data(), mean_g.data(), slope.data(), scale.data(), lo, hi);
   });
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_backward(
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_clamp_backward(
     const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd, std::array<bool, 3> mask) {
-  const char* op = "batch_norm_relu_backward";
+    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd, double lo, double hi,
+    std::array<bool, 3> mask) {
+  const char* op = "batch_norm_clamp_backward";
   const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
   TORCH_CHECK_VALUE(
       grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type(), "monet_like::", op, ": grad (", grad.sizes(),
@@ -450,15 +454,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_backward(
   }
   std::vector<double> sums(2 * shape.channels, 0.0);
   if (x.numel() > 0) {
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_relu_backward", [&] {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_clamp_backward", [&] {
       using O = op_type<scalar_t>;
       const Constants<O> k = constants<O>(formula, shape.channels, weight, bias, mean, invstd);
+      const O below = load(static_cast<scalar_t>(open_bound(lo))), above = load(static_cast<scalar_t>(open_bound(hi)));
       with_formula(formula, [&](auto chosen) {
         constexpr Formula F = decltype(chosen)::value;
         const auto run =
             by_rows(norm_layout(in), shape) ? &backward_rows<F, scalar_t> : &backward_planes<F, scalar_t>;
         run(upstream.const_data_ptr<scalar_t>(), in.const_data_ptr<scalar_t>(),
-            mask[0] ? grad_input.mutable_data_ptr<scalar_t>() : nullptr, shape, k, sums.data());
+            mask[0] ? grad_input.mutable_data_ptr<scalar_t>() : nullptr, shape, k, below, above, sums.data());
       });
     });
   }
@@ -485,7 +490,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_backward(
 TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
   m.impl("batch_norm_apply", &batch_norm_apply);
   m.impl("batch_norm_train", &batch_norm_train);
-  m.impl("batch_norm_relu_backward", &batch_norm_relu_backward);
+  m.impl("batch_norm_clamp_backward", &batch_norm_clamp_backward);
 }
 
 }  // namespace monet_like

@@ -76,11 +76,6 @@ template <typename T>
 using op_type = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <typename T>
-constexpr Stored stored_as = std::is_same_v<T, c10::Half>       ? Stored::AsHalf
-                             : std::is_same_v<T, c10::BFloat16> ? Stored::AsBFloat16
-                                                                : Stored::Exactly;
-
-template <typename T>
 MONET_BODY op_type<T> load(const T& value) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
     const uint32_t bits = static_cast<uint32_t>(value.x) << 16;
@@ -108,7 +103,7 @@ MONET_BODY void store(T& to, op_type<T> value) {
 // What a stored y reads back as.
 template <typename T>
 MONET_BODY op_type<T> as_stored(op_type<T> y) {
-  if constexpr (stored_as<T> == Stored::Exactly) {
+  if constexpr (sizeof(T) == sizeof(op_type<T>)) {
     return y;
   } else {
     T stored;

@@ -1,4 +1,4 @@
-// Training-mode batch norm on the GPU, alone or with what follows it, and the gradient of batch norm and ReLU.
+// Training-mode batch norm on the GPU, alone or with what follows it, and the gradient of batch norm and clamp.
 
 #include <ATen/ops/batch_norm_update_stats.h>
 #include <ATen/ops/native_batch_norm.h>
@@ -64,8 +64,10 @@ __global__ void apply_kernel(
 }
 
 template <typename T>
-__device__ __forceinline__ op_type<T> gradient_through(T grad, op_type<T> x, const Channel<op_type<T>>& k) {
-  return passes_threshold_when_stored<stored_as<T>>(value_of(x, k)) ? static_cast<op_type<T>>(grad) : op_type<T>(0);
+__device__ __forceinline__ op_type<T> gradient_through(
+    T grad, op_type<T> x, const Channel<op_type<T>>& k, op_type<T> lo, op_type<T> hi) {
+  const op_type<T> y = static_cast<op_type<T>>(static_cast<T>(value_of(x, k)));  // as it was stored
+  return passes_clamp(y, lo, hi) ? static_cast<op_type<T>>(grad) : op_type<T>(0);
 }
 
 constexpr int kLanes = 32;  // blocks are kLanes x kRows threads
@@ -75,7 +77,8 @@ constexpr int kRows = kThreads / kLanes;
 // Planes: a block has one channel; its threads walk along the image. blockIdx = (channel, split).
 template <typename T>
 __global__ void reduce_planes_kernel(
-    const T* grad, const T* x, const op_type<T>* k, double* partial, int64_t batch, int64_t channels, int64_t image) {
+    const T* grad, const T* x, const op_type<T>* k, double* partial, int64_t batch, int64_t channels, int64_t image,
+    op_type<T> lo, op_type<T> hi) {
   using O = op_type<T>;
   const int64_t c = blockIdx.x;
   const Channel<O> channel = channel_at(k, c, channels);
@@ -84,7 +87,7 @@ __global__ void reduce_planes_kernel(
     const int64_t base = (n * channels + c) * image;
     O image_sum = 0, image_dot = 0;
     for (int64_t i = threadIdx.y * kLanes + threadIdx.x; i < image; i += kThreads) {
-      const O value = static_cast<O>(x[base + i]), g = gradient_through(grad[base + i], value, channel);
+      const O value = static_cast<O>(x[base + i]), g = gradient_through(grad[base + i], value, channel, lo, hi);
       image_sum += g;
       image_dot += (value - channel.mean) * g;
     }
@@ -113,7 +116,8 @@ __global__ void reduce_planes_kernel(
 // Channels last: 32 threads take 32 adjacent channels, the block's rows and the splits share the pixels.
 template <typename T>
 __global__ void reduce_rows_kernel(
-    const T* grad, const T* x, const op_type<T>* k, double* partial, int64_t rows, int64_t channels) {
+    const T* grad, const T* x, const op_type<T>* k, double* partial, int64_t rows, int64_t channels, op_type<T> lo,
+    op_type<T> hi) {
   using O = op_type<T>;
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x;
   double sum = 0, dot = 0;
@@ -124,7 +128,8 @@ __global__ void reduce_rows_kernel(
     O some_sum = 0, some_dot = 0;
     int pending = 0;
     for (int64_t r = first; r < rows; r += step) {
-      const O value = static_cast<O>(x[r * channels + c]), g = gradient_through(grad[r * channels + c], value, channel);
+      const O value = static_cast<O>(x[r * channels + c]);
+      const O g = gradient_through(grad[r * channels + c], value, channel, lo, hi);
       some_sum += g;
       some_dot += (value - channel.mean) * g;
       if (++pending == 64) {
@@ -172,12 +177,12 @@ __global__ void finish_sums_kernel(
 template <typename T>
 __global__ void input_grad_kernel(
     const T* grad, const T* x, T* out, const op_type<T>* k, const op_type<T>* d, int64_t channels, int64_t inner,
-    int64_t numel) {
+    int64_t numel, op_type<T> lo, op_type<T> hi) {
   using O = op_type<T>;
   MONET_GRID_STRIDE(i, numel) {
     const int64_t c = channel_of(i, inner, channels);
     const Channel<O> channel = channel_at(k, c, channels);
-    const O value = static_cast<O>(x[i]), g = gradient_through(grad[i], value, channel);
+    const O value = static_cast<O>(x[i]), g = gradient_through(grad[i], value, channel, lo, hi);
     out[i] = static_cast<T>((g - d[c] - (value - channel.mean) * d[channels + c]) * d[2 * channels + c]);
   }
 }
@@ -225,10 +230,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
   return {batch_norm_apply(x, weight, bias, mean, invstd, residual, lo, hi), mean, invstd};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_backward(
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_clamp_backward(
     const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd, std::array<bool, 3> mask) {
-  const char* op = "batch_norm_relu_backward";
+    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd, double lo, double hi,
+    std::array<bool, 3> mask) {
+  const char* op = "batch_norm_clamp_backward";
   const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
   TORCH_CHECK_VALUE(
       grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type(), "monet_like::", op, ": grad (", grad.sizes(),
@@ -257,17 +263,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_backward(
     const dim3 blocks(static_cast<unsigned int>(groups), static_cast<unsigned int>(splits)), threads(kLanes, kRows);
     const at::Tensor partial = at::empty({splits, 2, C}, doubles), d = at::empty({3, C}, k.options());
     const auto stream = c10::cuda::getCurrentCUDAStream();
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_relu_backward", [&] {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_clamp_backward", [&] {
       using O = op_type<scalar_t>;
       const scalar_t* g = upstream.const_data_ptr<scalar_t>();
       const scalar_t* from = in.const_data_ptr<scalar_t>();
       const O* constants_data = k.const_data_ptr<O>();
       double* parts = partial.mutable_data_ptr<double>();
+      const O below = static_cast<O>(static_cast<scalar_t>(open_bound(lo)));
+      const O above = static_cast<O>(static_cast<scalar_t>(open_bound(hi)));
       if (channels_last) {
-        reduce_rows_kernel<scalar_t><<<blocks, threads, 0, stream>>>(g, from, constants_data, parts, rows, C);
+        reduce_rows_kernel<scalar_t><<<blocks, threads, 0, stream>>>(g, from, constants_data, parts, rows, C, below, above);
       } else {
         reduce_planes_kernel<scalar_t>
-            <<<blocks, threads, 0, stream>>>(g, from, constants_data, parts, shape.batch, C, shape.image);
+            <<<blocks, threads, 0, stream>>>(g, from, constants_data, parts, shape.batch, C, shape.image, below, above);
       }
       C10_CUDA_KERNEL_LAUNCH_CHECK();
       finish_sums_kernel<O><<<blocks_for(C), kThreads, 0, stream>>>(
@@ -276,7 +284,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_backward(
       if (mask[0]) {
         input_grad_kernel<scalar_t><<<blocks_for(x.numel()), kThreads, 0, stream>>>(
             g, from, grad_input.mutable_data_ptr<scalar_t>(), constants_data, d.const_data_ptr<O>(), C,
-            channels_last ? 1 : shape.image, x.numel());
+            channels_last ? 1 : shape.image, x.numel(), below, above);
         C10_CUDA_KERNEL_LAUNCH_CHECK();
       }
     });
@@ -295,7 +303,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_relu_backward(
 TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
   m.impl("batch_norm_apply", &batch_norm_apply);
   m.impl("batch_norm_train", &batch_norm_train);
-  m.impl("batch_norm_relu_backward", &batch_norm_relu_backward);
+  m.impl("batch_norm_clamp_backward", &batch_norm_clamp_backward);
 }
 
 }  // namespace monet_like

@@ -19,11 +19,6 @@ namespace monet_like {
 template <typename T>
 using op_type = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-template <typename T>
-constexpr Stored stored_as = std::is_same_v<T, c10::Half>       ? Stored::AsHalf
-                             : std::is_same_v<T, c10::BFloat16> ? Stored::AsBFloat16
-                                                                : Stored::Exactly;
-
 constexpr int kThreads = 256;
 
 // Enough blocks to fill any GPU; kernels stride over what is left.

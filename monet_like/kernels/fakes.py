@@ -163,13 +163,15 @@ def batch_norm_train(
 
 
 @_fake
-def batch_norm_relu_backward(
+def batch_norm_clamp_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor,
     invstd: Tensor,
+    lo: float,
+    hi: float,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     parameter = mean if weight is None else weight

@@ -18,7 +18,7 @@ Shapes and dtypes (F = float32, float64, float16 or bfloat16; P = F or float32; 
 | max_pool2d_offsets_backward | grad: F[.., OH, OW]; offsets: uint8[.., OH, OW] | F[input_size] |
 | batch_norm_apply | x, residual: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x |
 | batch_norm_train | x, residual: F[N,C,...]; weight, bias, running_*: P[C] | y: like x; mean, invstd: P[C] |
-| batch_norm_relu_backward | grad, x: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x; P[C]; P[C] |
+| batch_norm_clamp_backward | grad, x: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x; P[C]; P[C] |
 
 Order of packed bits: the order of the elements in memory if the tensor is dense (no gaps, no overlap, dimensions in
 any order), else row-major order. Bit i of byte b is element 8 b + i. `stride` is the stride of the tensor that was
@@ -27,6 +27,7 @@ packed; an empty one means that the tensor at hand has the same stride. Bits bey
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -334,21 +335,26 @@ def batch_norm_train(
     return _finished(y, residual, lo, hi), mean, invstd
 
 
-def batch_norm_relu_backward(
+def batch_norm_clamp_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor,
     invstd: Tensor,
+    lo: float,
+    hi: float,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of relu(batch norm in training mode) by x, weight and bias; what `mask` leaves out is None.
+    """Gradients of clamp(batch norm in training mode, lo, hi) by x, weight and bias; what `mask` leaves out is None.
 
-    Reads x, not y: the sign of y is recomputed from the saved statistics.
+    Reads x, not y: y is recomputed from the saved statistics.
     """
     y = _normalised(x, weight, bias, mean, invstd)
-    through = grad.masked_fill(y <= 0, 0).contiguous(memory_format=norm_format(x))
+    stopped = y <= lo if lo > -math.inf else torch.zeros_like(y, dtype=torch.bool)
+    if hi < math.inf:
+        stopped |= y >= hi
+    through = grad.masked_fill(stopped, 0).contiguous(memory_format=norm_format(x))
     dense = x.contiguous(memory_format=norm_format(x))
     parameter = mean if weight is None else weight
     affine = torch.ones_like(parameter) if weight is None else weight

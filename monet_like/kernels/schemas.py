@@ -27,5 +27,7 @@ SCHEMAS: dict[str, str] = {
         "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
         "float momentum, float eps, Tensor? residual, float lo, float hi) -> (Tensor, Tensor, Tensor)"
     ),
-    "batch_norm_relu_backward": f"(Tensor grad, Tensor x, {_NORM}, bool[3] mask) -> (Tensor, Tensor, Tensor)",
+    "batch_norm_clamp_backward": (
+        f"(Tensor grad, Tensor x, {_NORM}, float lo, float hi, bool[3] mask) -> (Tensor, Tensor, Tensor)"
+    ),
 }

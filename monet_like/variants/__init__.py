@@ -6,7 +6,7 @@ from ..capture import Captured
 from . import batch_norm, convolution, dropout, in_place, pooling, relu
 from .editor import Editor, Offer
 
-#: In this order: in-place forms of the others come last.
+#: In this order: in-place forms need the other ways, and slots are merged with all their ways.
 OFFERS: tuple[Offer, ...] = (
     relu.offer,
     pooling.offer,
@@ -14,6 +14,7 @@ OFFERS: tuple[Offer, ...] = (
     batch_norm.offer,
     convolution.offer,
     in_place.offer,
+    batch_norm.offer_backward,
 )
 
 

@@ -2,17 +2,24 @@
 
 Run again, it is computed from the saved mean and inverse standard deviation, alone or with what follows; PyTorch's own
 recompute passes over the input once more for statistics that are a few bytes and still there.
+
+The gradients of a clamp and of the batch norm before it are one slot: by PyTorch's two operators, or (``conv``) in one
+that reads the batch norm's input alone and makes the clamp's input from it. The latter sums in another order and
+agrees to rounding.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from ..capture import make_task
 from ..program import Call, Ref, Task
 from .editor import Editor
 
 _BATCH_NORM = "aten.native_batch_norm.default"
+_BATCH_NORM_BACKWARD = "aten.native_batch_norm_backward.default"
 _NOTHING = (-math.inf, math.inf)
 
 
@@ -99,3 +106,71 @@ def _alike(editor: Editor, addition: Task) -> bool:
         and editor.is_own(other)
         and editor.metas[one.name] == editor.metas[other.name] == editor.metas[out]
     )
+
+
+def offer_backward(editor: Editor) -> None:
+    """One slot for the gradients of a clamp and of the batch norm before it, wherever nothing reads what is between."""
+    made_by = {call.outs[1]: call for _, call in editor.find(_BATCH_NORM)}
+    for slot in reversed(range(len(editor.slots) - 1)):
+        clamp, norm = editor.slots[slot][0], editor.slots[slot + 1][0]
+        bounds = _gradient_bounds(clamp.calls[-1])
+        backward = norm.calls[-1]
+        if bounds is None or backward.op != _BATCH_NORM_BACKWARD or len(norm.calls) > 1:
+            continue
+        between, forward = backward.args[0], made_by.get(backward.args[5])
+        if Ref(clamp.writes[0]) != between or forward is None or not _only_there(editor, between.name, slot + 1):
+            continue
+        grad = clamp.calls[-1].args[0]
+        released = _released(editor, slot, grad, backward)
+        if released is None:
+            continue  # together they would need more memory than one after the other
+        ways = [_in_turn(editor, way, norm, between, released) for way in editor.slots[slot]]
+        x, weight, bias, *_ = forward.args
+        operands = (grad, x, weight, bias, backward.args[5], backward.args[6], *bounds, backward.args[-1])
+        fused = Call("monet_like.batch_norm_clamp_backward.default", operands, (), backward.outs, True)
+        calls = (*clamp.calls[:-1], fused)
+        name = "batch_norm_clamp.backward"
+        ways.append(make_task(f"{norm.name}.{name}", calls, norm.writes, editor.metas, variant=name, word="conv"))
+        editor.merge(slot, ways)
+
+
+def _gradient_bounds(call: Call) -> tuple[float, float] | None:
+    """The bounds of the clamp whose gradient this is."""
+    if call.op == "aten.threshold_backward.default" and call.args[2] == 0:
+        return (0.0, math.inf)
+    if call.op == "aten.hardtanh_backward.default":
+        return (float(call.args[2]), float(call.args[3]))
+    return None
+
+
+def _only_there(editor: Editor, gradient: int, slot: int) -> bool:
+    """Whether one slot alone reads a gradient."""
+    readers = [index for index, ways in enumerate(editor.slots) if gradient in ways[0].reads]
+    return readers == [slot] and gradient not in editor.captured.program.gradients
+
+
+def _released(editor: Editor, slot: int, grad: Any, backward: Call) -> int | None:
+    """The incoming gradient, if it ends in this slot and is as large as the one that is made."""
+    program, out = editor.captured.program, backward.outs[0]
+    if not isinstance(grad, Ref) or not isinstance(grad.name, int) or out is None or not isinstance(out.name, int):
+        return None
+    later = any(grad.name in ways[0].reads for ways in editor.slots[slot + 1 :])
+    if later or editor.values[grad.name].kind != "backward" or grad.name in (*program.gradients, *program.tangents):
+        return None
+    return grad.name if editor.metas[grad.name] == editor.metas[out.name] else None
+
+
+def _in_turn(editor: Editor, clamp: Task, norm: Task, between: Ref, released: int) -> Task:
+    """Two slots' ways one after the other; the incoming gradient is gone before the last one is made."""
+
+    def renamed(call: Call) -> Call:
+        def swap(leaf: Any) -> Any:
+            return Ref("between") if leaf == between else leaf
+
+        outs = tuple(swap(out) for out in call.outs)
+        return replace(call, args=tuple(map(swap, call.args)), outs=outs)
+
+    calls = [renamed(call) for call in (*clamp.calls, *norm.calls)]
+    name = norm.name if clamp.variant == "aten" else f"{norm.name}.{clamp.variant}"
+    options: dict[str, Any] = {"variant": clamp.variant, "word": clamp.word, "overwrites": released}
+    return make_task(name, calls, norm.writes, editor.metas, **options)

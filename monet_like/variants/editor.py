@@ -79,6 +79,10 @@ class Editor:
         way = make_task(f"{first.name}.{variant}", calls, first.writes, self.metas, variant=variant, **options)
         self.slots[slot].append(way)
 
+    def merge(self, slot: int, ways: Sequence[Task]) -> None:
+        """Do a slot and the one after it as one, in these ways."""
+        self.slots[slot : slot + 2] = [list(ways)]
+
     def forward_readers(self, value: int) -> list[Task]:
         """PyTorch's own forward tasks that read a value."""
         return [task for task in self.tasks if value in task.reads]
