@@ -1,0 +1,48 @@
+"""What every mode buys: python -m benchmarks.modes [--models resnet50,googlenet]
+
+The step of the best plan found for each of MONeT's twelve modes, against plain PyTorch's, at shares of plain PyTorch's
+peak; with ``--ablation`` nothing is run again, so that what remains is the choice of operators. Costs are those of the
+committed roofline profiles (A100 rates).
+"""
+
+from __future__ import annotations
+
+import click
+
+from benchmarks.certified import MODELS, prepared
+from monet_like.errors import InfeasibleError, SolverError
+from monet_like.mode import MONET_MODES
+from monet_like.plan.search import Search
+
+
+def cell(name: str, mode: str, share: float, ablation: bool, seconds: float) -> str:
+    """The step against plain PyTorch's, or why there is none."""
+    _, ready = prepared(name, mode, ablation=ablation)
+    budget = int(share * ready.plain.peak_bytes)
+    try:
+        plan = Search(
+            ready.captured.program, ready.costs, budget, "HIGHS", seconds, 0.01, extra_bytes=ready.extra_bytes
+        ).run()
+    except (InfeasibleError, SolverError):
+        return "-"
+    return f"{100 * (plan.report.seconds / ready.plain.seconds - 1):+.1f} %"
+
+
+@click.command()
+@click.option("--models", default="resnet50,googlenet,mobilenet_v2", show_default=True, help=", ".join(MODELS))
+@click.option("--shares", default="80,60,50,40,33", show_default=True, help="Percent of plain PyTorch's peak.")
+@click.option("--seconds", default=20.0, show_default=True, help="Wall seconds for each plan; gap 1 %.")
+@click.option("--ablation", is_flag=True, help="Nothing is run again.")
+def main(models: str, shares: str, seconds: float, ablation: bool) -> None:
+    """Print a table for every model."""
+    wanted = [float(text) / 100 for text in shares.split(",")]
+    for name in models.split(","):
+        print(f"\n{name}{', nothing run again' if ablation else ''}\n")
+        print(f"| mode | {' | '.join(f'{100 * share:.0f} %' for share in wanted)} |\n|---|{'---|' * len(wanted)}")
+        for mode in MONET_MODES:
+            cells = [cell(name, mode, share, ablation, seconds) for share in wanted]
+            print(f"| {mode} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

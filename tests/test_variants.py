@@ -1,0 +1,117 @@
+"""Variants: where each is offered, under which words, and what it spares."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from monet_like.capture import Captured, capture
+from monet_like.mode import MONET_MODES, parse_mode
+from monet_like.program import Task
+from monet_like.replay import admitted
+from monet_like.variants import with_variants
+
+
+def offered(name: str) -> Captured:
+    model, args, kwargs = zoo.MODELS[name]()
+    return with_variants(capture(model, args, kwargs))
+
+
+def tasks_of(captured: Captured) -> list[Task]:
+    program = captured.program
+    return [*program.tasks, *(way for slot in program.slots for way in slot)]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("resnet18", {"batch_norm_clamp.train": 9, "batch_norm_add_clamp.train": 8, "batch_norm.apply": 20}),
+        ("mobilenet_v2", {"batch_norm_clamp.train": 35, "batch_norm_add.train": 10, "batch_norm.apply": 52}),
+        ("unet", {"pool.offsets": 2 * 4, "relu.pack": 18}),
+    ],
+)
+def test_every_place_is_found(name: str, wanted: dict[str, int]) -> None:
+    found = Counter(task.variant for task in tasks_of(offered(name)))
+    assert {variant: found[variant] for variant in wanted} == wanted
+
+
+def test_input_gradients_of_convolutions_need_no_input() -> None:
+    captured = offered("unet")  # transposed convolutions among them
+    slots = [slot for slot in captured.program.slots if "conv.transposed" in {way.variant for way in slot}]
+    assert len(slots) == 22
+    for plain, swapped in slots:
+        assert captured.program.forward_reads(swapped) == ()
+        assert len(captured.program.forward_reads(plain)) == 1
+        assert plain.cost == swapped.cost
+
+
+def test_gradients_of_batch_norm_and_its_relu_are_one_slot() -> None:
+    captured = offered("resnet18")
+    slots = [slot for slot in captured.program.slots if "batch_norm_clamp.backward" in {way.variant for way in slot}]
+    assert len(slots) == 9  # the other eight of seventeen gradients also go to the shortcut
+    for slot in slots:
+        fused = slot[-1]
+        assert fused.word == "conv"
+        assert slot[0].variant == "aten" and slot[0].overwrites in slot[0].reads
+        sizes = [sum(captured.program.values[v].bytes for v in captured.program.forward_reads(way)) for way in slot]
+        assert sizes[-1] == min(sizes)  # it reads what the batch norm's gradient reads anyhow
+
+
+@pytest.mark.parametrize("mode", MONET_MODES)
+def test_a_mode_admits_what_its_words_name(mode: str) -> None:
+    model, args, kwargs = zoo.MODELS["mobilenet_v2"]()
+    everything = Counter((t.variant, t.word) for t in tasks_of(offered("mobilenet_v2")))
+    here = Counter((t.variant, t.word) for t in tasks_of(admitted(capture(model, args, kwargs), mode)))
+    words = parse_mode(mode)
+    assert here == Counter({key: n for key, n in everything.items() if not key[1] or key[1] in words})
+    assert {word for _, word in everything} == {"", "conv", "multiway", "newnode", "inplace"}
+
+
+class _Shortcut(nn.Module):
+    """A residual addition whose operands are both batch norms, the second one shared."""
+
+    def __init__(self, share: bool) -> None:
+        super().__init__()
+        self.one, self.other, self.share = nn.BatchNorm2d(3), nn.BatchNorm2d(3), share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.one(x), self.other(x * 2)
+        return torch.relu(a + b) * (a if self.share else 1)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_one_batch_norm_takes_an_addition_along(share: bool) -> None:
+    found = Counter(
+        t.variant for t in tasks_of(with_variants(capture(_Shortcut(share).train(), (torch.randn(4, 3, 5, 5),))))
+    )
+    # Where the first operand is read elsewhere too, it has to exist, and the second one takes the addition.
+    assert found["batch_norm_add_clamp.train"] == found["batch_norm_add_clamp.apply"] == 1
+    assert found["batch_norm.apply"] == 2
+
+
+def test_elementwise_gradients_are_written_in_place() -> None:
+    class Activations(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            act = (nn.functional.silu, nn.functional.gelu, torch.tanh, nn.functional.hardswish, torch.sigmoid)
+            for layer, function in zip(self.layers, act, strict=True):
+                x = function(layer(x))
+            return layer(x)
+
+    captured = with_variants(capture(Activations(), (torch.randn(4, 6),)))
+    ways = [way for slot in captured.program.slots for way in slot if way.variant == "in_place"]
+    assert sorted(way.calls[-1].op for way in ways) == [
+        "aten.gelu_backward.grad_input",
+        "aten.hardswish_backward.out",
+        "aten.sigmoid_backward.grad_input",
+        "aten.silu_backward.grad_input",
+        "aten.tanh_backward.grad_input",
+    ]
+    assert all(way.overwrites is not None and way.word == "inplace" for way in ways)
