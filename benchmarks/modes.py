@@ -10,14 +10,14 @@ from __future__ import annotations
 import click
 
 from benchmarks.certified import MODELS, prepared
+from monet_like.compiler import Prepared
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.mode import MONET_MODES
 from monet_like.plan.search import Search
 
 
-def cell(name: str, mode: str, share: float, ablation: bool, seconds: float) -> str:
-    """The step against plain PyTorch's, or why there is none."""
-    _, ready = prepared(name, mode, ablation=ablation)
+def cell(ready: Prepared, share: float, seconds: float) -> str:
+    """The step against plain PyTorch's; "-" where no plan was found."""
     budget = int(share * ready.plain.peak_bytes)
     try:
         plan = Search(
@@ -40,7 +40,8 @@ def main(models: str, shares: str, seconds: float, ablation: bool) -> None:
         print(f"\n{name}{', nothing run again' if ablation else ''}\n")
         print(f"| mode | {' | '.join(f'{100 * share:.0f} %' for share in wanted)} |\n|---|{'---|' * len(wanted)}")
         for mode in MONET_MODES:
-            cells = [cell(name, mode, share, ablation, seconds) for share in wanted]
+            _, ready = prepared(name, mode, ablation=ablation)
+            cells = [cell(ready, share, seconds) for share in wanted]
             print(f"| {mode} | {' | '.join(cells)} |", flush=True)
 
 
