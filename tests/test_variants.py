@@ -13,6 +13,7 @@ from monet_like.capture import Captured, capture
 from monet_like.mode import MONET_MODES, parse_mode
 from monet_like.program import Task
 from monet_like.replay import admitted
+from monet_like.roofline import touched_bytes
 from monet_like.variants import with_variants
 
 
@@ -59,6 +60,11 @@ def test_gradients_of_batch_norm_and_its_relu_are_one_slot() -> None:
         assert slot[0].variant == "aten" and slot[0].overwrites in slot[0].reads
         sizes = [sum(captured.program.values[v].bytes for v in captured.program.forward_reads(way)) for way in slot]
         assert sizes[-1] == min(sizes)  # it reads what the batch norm's gradient reads anyhow
+        # What one operator hands to the next is written once and read once.
+        between = captured.program.values[fused.writes[0]].bytes
+        for way, more in ((slot[0], 2 * between), (fused, 0)):
+            outside = sum(captured.metas[v].storage_bytes for v in (*way.reads, *way.writes))
+            assert touched_bytes(captured, way) == outside + more
 
 
 @pytest.mark.parametrize("mode", MONET_MODES)

@@ -84,6 +84,8 @@ def _following(editor: Editor, value: int) -> _Chain:
     residual: Ref | None = None
     while (task := editor.only_reader(value)) is not None:
         call = task.calls[0]
+        if editor.metas[task.writes[0]] != editor.metas[value]:
+            break
         if call.op == "aten.add.Tensor" and residual is None and not call.kwargs and _alike(editor, task):
             residual = call.args[1] if call.args[0] == Ref(value) else call.args[0]
             tasks.append(task)
@@ -110,7 +112,7 @@ def _alike(editor: Editor, addition: Task) -> bool:
 
 def offer_backward(editor: Editor) -> None:
     """One slot for the gradients of a clamp and of the batch norm before it, wherever nothing reads what is between."""
-    made_by = {call.outs[1]: call for _, call in editor.find(_BATCH_NORM)}
+    made_by = {call.outs[1]: call for _, call in editor.find(_BATCH_NORM) if call.args[5]}
     for slot in reversed(range(len(editor.slots) - 1)):
         clamp, norm = editor.slots[slot][0], editor.slots[slot + 1][0]
         bounds = _gradient_bounds(clamp.calls[-1])
