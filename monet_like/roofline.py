@@ -6,7 +6,7 @@ For planning for a device that is not at hand, and to judge in advance how long 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .capture import Captured
 from .codegen import Block, compile_block
 from .profiler import distinct_tasks
-from .program import Cost, Program, Task
+from .program import Cost, Program, Ref, Task
 from .tracing import fake_mode
 
 
@@ -73,7 +73,10 @@ def _seconds(captured: Captured, task: Task, limits: DeviceLimits) -> float:
 def touched_bytes(captured: Captured, task: Task) -> int:
     """Bytes that a task's operators read and write, results that one hands to the next included."""
     if len(task.calls) == 1 or _is_opaque(task):
-        return sum(captured.metas[v].storage_bytes for v in (*task.reads, *task.writes))
+        call = task.calls[-1]
+        unread = _read_for_its_shape(call.op, call.args)
+        values = [v for v in (*task.reads, *task.writes) if unread is None or unread != Ref(v)]
+        return sum(captured.metas[v].storage_bytes for v in values)
     counter = _TouchedBytes()
     _run_fake(captured, task, counter)
     return counter.bytes
@@ -93,6 +96,13 @@ def flops(captured: Captured, task: Task) -> int:
     counter = FlopCounterMode(display=False)
     _run_fake(captured, task, counter)
     return int(counter.get_total_flops())
+
+
+def _read_for_its_shape(op: str, args: Sequence[Any]) -> Any:
+    """The tensor argument that an operator takes for its shape alone, if there is one."""
+    of_weight = op == "aten.convolution_backward.default" and args[-1][1]
+    pools = ("aten.max_pool2d_with_indices_backward.default", "aten._adaptive_avg_pool2d_backward.default")
+    return args[1] if op in pools or (op == "aten.convolution_backward.default" and not of_weight) else None
 
 
 def _is_opaque(task: Task) -> bool:
@@ -121,6 +131,8 @@ class _TouchedBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view and func is not torch.ops.aten.empty_strided.default:
-            tensors = (t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor))
+            unread = _read_for_its_shape(str(func), args)
+            leaves = tree_leaves((args, kwargs, result))
+            tensors = (t for t in leaves if isinstance(t, torch.Tensor) and t is not unread)
             self.bytes += sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
         return result

@@ -11,7 +11,7 @@ from random_schedules import random_schedule
 from training import Outcome, run, tensors, twin
 
 from monet_like.capture import Captured, capture
-from monet_like.compiler import Request, measured_costs
+from monet_like.compiler import Request, measured_costs, plain_report
 from monet_like.plan import store_all
 from monet_like.plan.heuristic import find_start
 from monet_like.program import Cost
@@ -131,6 +131,17 @@ def test_every_variant_agrees_in_float64(name: str) -> None:
         schedule = random_schedule(captured.program, seed, drop=0.5, others=0.7)
         outcome = replayed(example, captured, schedule, FULL, measured=False)
         assert worst(plain, outcome) <= 1e-10, seed
+
+
+@pytest.mark.parametrize("name", ["resnet18", "unet", "vit_b_16", "two_in_two_out"])
+def test_plain_pytorchs_peak_is_predicted(name: str) -> None:
+    example = zoo.ROOMY[name]()
+    model, args, kwargs = example
+    captured = admitted(capture(model, args, kwargs), FULL)
+    predicted = plain_report(captured, costs_of(captured, example, FULL, timed=False), 0).peak_bytes
+    rise = run(twin(model), args, kwargs, measured=True).rise_bytes
+    measured = captured.program.resident_bytes + rise - LOSS_BYTES
+    assert abs(measured - predicted) <= 0.002 * predicted
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "mobilenet_v2"])

@@ -10,7 +10,6 @@ matrix product over each image's pixels, and im2col.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from ..program import Call, Ref, Task
@@ -61,9 +60,6 @@ def _input_gradient(editor: Editor, slot: int, way: Task, call: Call) -> None:
     if editor.result(calls(skipped)) != wanted:
         return
     editor.add_way(slot, calls(skipped), "conv.transposed")
-    # One price for both, so that PyTorch's own way is never preferred: it reads more and does the same.
-    ways = editor.slots[slot]
-    ways[0] = replace(ways[0], cost=ways[-1].cost)
 
 
 def _shape(editor: Editor, way: Task, ref: Any) -> tuple[int, ...] | None:
