@@ -222,11 +222,12 @@ def plain_report(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int
     program = captured.program
     eager = dict(costs)
     for (weight, *_), (given, *_) in zip(program.slots, program.slots[1:], strict=False):
-        # PyTorch makes both gradients of a convolution in one operator, the input's first: it is there meanwhile.
+        # PyTorch makes both gradients of a convolution in one operator, the input's first.
         if weight.name.removesuffix(".weight") == given.name.removesuffix(".input") != weight.name:
-            cost = costs[weight.cost]
-            beside = program.values[given.writes[0]].bytes
-            eager[weight.cost] = replace(cost, workspace_bytes=cost.workspace_bytes + beside)
+            for way, other, sign in ((weight, given, 1), (given, weight, -1)):
+                beside = sum(program.values[v].bytes for v in other.writes)
+                cost = costs[way.cost]
+                eager[way.cost] = replace(cost, workspace_bytes=cost.workspace_bytes + sign * beside)
     return simulate(program, store_all(program), eager, extra_bytes=extra_bytes)
 
 

@@ -119,7 +119,7 @@ def test_any_amount_of_recompute_is_bit_equal(name: str, drop: float) -> None:
     assert {name: d for name, d in differences.items() if d} == {}
 
 
-@pytest.mark.parametrize("name", ["resnet18", "unet", "vit_b_16", "two_in_two_out"])
+@pytest.mark.parametrize("name", ["resnet18", "unet", "vit_b_16", "vgg16", "mobilenet_v2"])
 def test_every_variant_agrees_in_float64(name: str) -> None:
     """Random schedules that take any producer and any way: within 1e-10 where arithmetic is what is tested."""
     torch.set_default_dtype(torch.float64)
@@ -133,7 +133,7 @@ def test_every_variant_agrees_in_float64(name: str) -> None:
         assert worst(plain, outcome) <= 1e-10, seed
 
 
-@pytest.mark.parametrize("name", ["resnet18", "unet", "vit_b_16", "two_in_two_out"])
+@pytest.mark.parametrize("name", ["resnet18", "unet", "vit_b_16", "vgg16", "mobilenet_v2"])
 def test_plain_pytorchs_peak_is_predicted(name: str) -> None:
     example = zoo.ROOMY[name]()
     model, args, kwargs = example
@@ -141,7 +141,7 @@ def test_plain_pytorchs_peak_is_predicted(name: str) -> None:
     predicted = plain_report(captured, costs_of(captured, example, FULL, timed=False), 0).peak_bytes
     rise = run(twin(model), args, kwargs, measured=True).rise_bytes
     measured = captured.program.resident_bytes + rise - LOSS_BYTES
-    assert abs(measured - predicted) <= 0.002 * predicted
+    assert measured == predicted
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "mobilenet_v2"])
