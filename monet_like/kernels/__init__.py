@@ -61,12 +61,16 @@ def available(device: str = "cpu") -> bool:
 
 def status() -> str:
     """One line: what runs, and if it is not the compiled kernels, why and what to do."""
+    from . import build
+
     load()
     assert _compiled is not None
     if _reason:
         return f"plain-torch twins in use (correct, slower): {_reason}; build with: python -m monet_like.kernels.build"
     text = "compiled kernels in use for " + " and ".join(sorted(_compiled))
-    if "cuda" not in _compiled:
+    if "cuda" not in _compiled and build.library_path("kernels_cuda").exists():
+        text += "; the CUDA kernels are built, but there is no GPU"
+    elif "cuda" not in _compiled:
         text += "; CUDA tensors use the plain-torch twins (build with: MONET_LIKE_CUDA=1 python -m "
         text += "monet_like.kernels.build, needs nvcc)"
     return text

@@ -116,18 +116,13 @@ def _rules(tools: _Toolchain, source: Path) -> str:
     make: Any = ninja_syntax.Writer  # its type hints do not fit what it does
     writer = make(text)
     version = "-DMONET_LIKE_FOR_TORCH=" + re.sub(r"\W", "_", tools.torch_version)
-    torch_flags = [*_COMMON_FLAGS, *_CXX_FLAGS, version, *tools.torch_flags]
-    for rule, compiler, flags, dependencies in (
-        ("cxx", [tools.cxx], torch_flags, "-MMD -MF $out.d"),
-        ("plain", [tools.cxx], _COMMON_FLAGS, "-MMD -MF $out.d"),
-        (
-            "nvcc",
-            [str(tools.nvcc), "-ccbin", tools.cxx],
-            [*_NVCC_FLAGS, version, *tools.torch_flags, *tools.architectures],
-            "-MMD -MF $out.d",
-        ),
+    with_torch = (version, *tools.torch_flags)
+    for rule, words in (
+        ("cxx", (tools.cxx, *_COMMON_FLAGS, *_CXX_FLAGS, *with_torch)),
+        ("plain", (tools.cxx, *_COMMON_FLAGS)),
+        ("nvcc", (str(tools.nvcc), "-ccbin", tools.cxx, *_NVCC_FLAGS, *with_torch, *tools.architectures)),
     ):
-        writer.rule(rule, _shell([*compiler, *flags]) + f" {dependencies} -c $in -o $out", "$out", "$out.d", deps="gcc")
+        writer.rule(rule, _shell(words) + " -MMD -MF $out.d -c $in -o $out", "$out", "$out.d", deps="gcc")
     # A library is replaced, never overwritten: a running process may have the old one mapped.
     for rule, linker in (
         ("link", [tools.cxx, "-shared"]),
