@@ -7,7 +7,6 @@ All variants are on; costs are those of the committed roofline profiles in bench
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -39,18 +38,17 @@ DEEP = {
 }
 
 
-def prepared(name: str, mode: str = FULL, *, ablation: bool = False) -> tuple[Problem, Prepared]:
+def prepared(name: str) -> tuple[Problem, Prepared]:
     """Capture, with the committed costs; they are written where there are none."""
     expression, batch = {**MODELS, **DEEP}[name]
     problem = read_problem(
-        model=expression, batch=str(batch), budget="1", mode=mode, solver="HIGHS", device="cpu", dtype="float32",
+        model=expression, batch=str(batch), budget="1", mode=FULL, solver="HIGHS", device="cpu", dtype="float32",
         input_shape=None,
     )  # fmt: skip
     path = PROFILES / f"{name}_{batch}_roofline_a100.json"
     if not path.exists():
-        prepare(replace(problem.request, mode=FULL), CPU, profile=DEVICES["a100"]).profile.save(path)
-    request = replace(problem.request, ablation=ablation)
-    return replace(problem, request=request), prepare(request, CPU, profile=Profile.load(path))
+        prepare(problem.request, CPU, profile=DEVICES["a100"]).profile.save(path)
+    return problem, prepare(problem.request, CPU, profile=Profile.load(path))
 
 
 def line(name: str, share: float, of_activations: bool, solver: str, seconds: float, gap: float) -> tuple[str, bool]:

@@ -1,19 +1,23 @@
 """What every mode buys: python -m benchmarks.modes [--models resnet50,googlenet]
 
 The step of the best plan found for each of MONeT's twelve modes, against plain PyTorch's, at shares of plain PyTorch's
-peak; with ``--ablation`` nothing is run again, so that what remains is the choice of operators. Costs are those of the
-committed roofline profiles (A100 rates).
+peak; with ``--ablation`` nothing is run again, so that what remains is the choice of operators. Costs are those of
+a roofline (A100 rates).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
-from benchmarks.certified import MODELS, prepared
-from monet_like.compiler import Prepared
+from benchmarks.certified import CPU, MODELS
+from monet_like.compiler import Prepared, prepare
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.mode import MONET_MODES
 from monet_like.plan.search import Search
+from monet_like.problem import read_problem
+from monet_like.roofline import DEVICES
 
 
 def cell(ready: Prepared, share: float, seconds: float) -> str:
@@ -39,8 +43,14 @@ def main(models: str, shares: str, seconds: float, ablation: bool) -> None:
     for name in models.split(","):
         print(f"\n{name}{', nothing run again' if ablation else ''}\n")
         print(f"| mode | {' | '.join(f'{100 * share:.0f} %' for share in wanted)} |\n|---|{'---|' * len(wanted)}")
+        expression, batch = MODELS[name]
         for mode in MONET_MODES:
-            _, ready = prepared(name, mode, ablation=ablation)
+            problem = read_problem(
+                model=expression, batch=str(batch), budget="1", mode=mode, solver="HIGHS", device="cpu",
+                dtype="float32", input_shape=None,
+            )  # fmt: skip
+            request = replace(problem.request, ablation=ablation)
+            ready = prepare(request, CPU, profile=DEVICES["a100"])
             cells = [cell(ready, share, seconds) for share in wanted]
             print(f"| {mode} | {' | '.join(cells)} |", flush=True)
 

@@ -24,8 +24,9 @@ from .variants import with_variants
 
 def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captured:
     """``captured`` with the variants that ``mode`` admits; with ``ablation``, nothing may be run again."""
-    full = with_variants(captured)
-    return replace(full, program=full.program.restrict(parse_mode(mode), rerun=not ablation))
+    words = parse_mode(mode)
+    full = with_variants(captured, words)
+    return replace(full, program=full.program.restrict(words, rerun=not ablation))
 
 
 def autocast_name(device: torch.device) -> str:

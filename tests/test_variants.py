@@ -70,11 +70,12 @@ def test_gradients_of_batch_norm_and_its_relu_are_one_slot() -> None:
 @pytest.mark.parametrize("mode", MONET_MODES)
 def test_a_mode_admits_what_its_words_name(mode: str) -> None:
     model, args, kwargs = zoo.MODELS["mobilenet_v2"]()
-    everything = Counter((t.variant, t.word) for t in tasks_of(offered("mobilenet_v2")))
-    here = Counter((t.variant, t.word) for t in tasks_of(admitted(capture(model, args, kwargs), mode)))
-    words = parse_mode(mode)
+    captured, words = capture(model, args, kwargs), parse_mode(mode)
+    everything = Counter((t.variant, t.word) for t in tasks_of(with_variants(captured, words)))
+    here = Counter((t.variant, t.word) for t in tasks_of(admitted(captured, mode)))
     assert here == Counter({key: n for key, n in everything.items() if not key[1] or key[1] in words})
     assert {word for _, word in everything} == {"", "conv", "multiway", "newnode", "inplace"}
+    assert here["batch_norm_clamp.backward", "conv"] == (35 if "conv" in words else 0)
 
 
 class _Shortcut(nn.Module):

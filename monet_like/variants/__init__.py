@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..capture import Captured
+from ..mode import WORDS
 from . import batch_norm, convolution, dropout, in_place, pooling, relu
 from .editor import Editor, Offer
 
@@ -18,9 +21,13 @@ OFFERS: tuple[Offer, ...] = (
 )
 
 
-def with_variants(captured: Captured) -> Captured:
-    """``captured`` with every variant that applies; ``Program.restrict`` then takes those that a mode admits."""
-    editor = Editor(captured)
+def with_variants(captured: Captured, words: Iterable[str] = WORDS) -> Captured:
+    """``captured`` with every variant that applies; ``Program.restrict`` then takes those that a mode admits.
+
+    Args:
+        words: of the mode: slots are merged only for ways that it admits.
+    """
+    editor = Editor(captured, frozenset(words))
     for offer in OFFERS:
         offer(editor)
     return editor.finish()

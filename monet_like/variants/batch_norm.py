@@ -3,8 +3,8 @@
 Run again, it is computed from the saved mean and inverse standard deviation, alone or with what follows; PyTorch's own
 recompute passes over the input once more for statistics that are a few bytes and still there.
 
-The gradients of a clamp and of the batch norm before it are one slot: by PyTorch's two operators, or (``conv``) in one
-that reads the batch norm's input alone and makes the clamp's input from it. The latter sums in another order and
+With ``conv`` the gradients of a clamp and of the batch norm before it are one slot: by PyTorch's two operators, or in
+one that reads the batch norm's input alone and makes the clamp's input from it. The latter sums in another order and
 agrees to rounding.
 """
 
@@ -112,6 +112,8 @@ def _alike(editor: Editor, addition: Task) -> bool:
 
 def offer_backward(editor: Editor) -> None:
     """One slot for the gradients of a clamp and of the batch norm before it, wherever nothing reads what is between."""
+    if "conv" not in editor.words:
+        return  # PyTorch's two operators need less memory as two slots: something may be run again between them
     made_by = {call.outs[1]: call for _, call in editor.find(_BATCH_NORM) if call.args[5]}
     for slot in reversed(range(len(editor.slots) - 1)):
         clamp, norm = editor.slots[slot][0], editor.slots[slot + 1][0]

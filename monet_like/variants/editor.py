@@ -21,10 +21,12 @@ class Editor:
         values, metas: as in `Captured`, growing.
         tasks: the forward tasks; additions are placed when `finish` is called.
         slots: the ways of every slot.
+        words: of the mode that the program is for.
     """
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, words: frozenset[str]) -> None:
         self.captured = captured
+        self.words = words
         self.values = list(captured.program.values)
         self.metas = list(captured.metas)
         self.tasks = captured.program.tasks
