@@ -46,9 +46,11 @@ def prepared(name: str) -> tuple[Problem, Prepared]:
         input_shape=None,
     )  # fmt: skip
     path = PROFILES / f"{name}_{batch}_roofline_a100.json"
-    if not path.exists():
-        prepare(problem.request, CPU, profile=DEVICES["a100"]).profile.save(path)
-    return problem, prepare(problem.request, CPU, profile=Profile.load(path))
+    known = path.exists()
+    ready = prepare(problem.request, CPU, profile=Profile.load(path) if known else DEVICES["a100"])
+    if not known:
+        ready.profile.save(path)
+    return problem, ready
 
 
 def line(name: str, share: float, of_activations: bool, solver: str, seconds: float, gap: float) -> tuple[str, bool]:

@@ -223,12 +223,18 @@ def plain_report(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int
     eager = dict(costs)
     for (weight, *_), (given, *_) in zip(program.slots, program.slots[1:], strict=False):
         # PyTorch makes both gradients of a convolution in one operator, the input's first.
-        if weight.name.removesuffix(".weight") == given.name.removesuffix(".input") != weight.name:
+        if _halves(weight, given):
             for way, other, sign in ((weight, given, 1), (given, weight, -1)):
                 beside = sum(program.values[v].bytes for v in other.writes)
                 cost = costs[way.cost]
                 eager[way.cost] = replace(cost, workspace_bytes=cost.workspace_bytes + sign * beside)
     return simulate(program, store_all(program), eager, extra_bytes=extra_bytes)
+
+
+def _halves(one: Task, other: Task) -> bool:
+    """Whether two slots' own ways are one operator of PyTorch's, asked for other results."""
+    first, second = one.calls[-1], other.calls[-1]
+    return first.op == second.op == "aten.convolution_backward.default" and first.args[:-1] == second.args[:-1]
 
 
 def compile_schedule(

@@ -12,6 +12,8 @@
 namespace {
 
 constexpr std::int32_t kNever = std::numeric_limits<std::int32_t>::max();
+constexpr std::int32_t kEarlies = 2;    // how often a value may be made ahead of its use
+constexpr std::int64_t kMostAhead = 5;  // stages before a use from which it may be made early
 constexpr std::uint8_t kFirst = 1;
 constexpr std::uint8_t kAgain = 2;
 
@@ -44,11 +46,14 @@ struct Tables {
   const std::int64_t* way_extra;
   const std::int64_t *before, *during;           // slot -> bytes of backward values
   const std::int32_t *use_start, *uses;          // value -> slots that may read it, ascending
+  const std::int32_t* stages;                    // slots before which a task may run again, ascending
+  const std::int32_t* ends;                      // value -> how many of these come up to the last that can use it
 };
 
 struct Policy {
   std::uint8_t *keep, *hold;  // per value
   std::int32_t* cut;          // per value: not carried beyond this slot
+  std::int32_t* early;        // kEarlies per value: made before this slot, if not present
   std::int32_t* option;       // per slot
   std::int32_t* prefer;       // per value: class that makes it in the forward, or -1
 };
@@ -117,7 +122,9 @@ class Judge {
         chosen_(t.classes, 0),
         wanted_(t.values),
         fresh_(t.values, 0),
-        again_start_(t.slots + 1) {}
+        again_start_(t.slots + 1),
+        early_(t.slots),
+        next_(t.values * kEarlies) {}
 
   // The cost of a policy under a budget; false if it cannot be carried out.
   bool run(const Policy& p, std::int64_t budget, Judgement& out, Runs* runs) {
@@ -133,12 +140,19 @@ class Judge {
   std::vector<std::int64_t> priced_, chosen_;
   std::vector<std::uint8_t> wanted_;
   std::vector<std::int64_t> fresh_;
-  std::vector<std::int32_t> again_, again_start_, pending_, order_, cuts_;
+  std::vector<std::int32_t> again_, again_start_, pending_, order_, cuts_, needed_;
+  std::vector<std::int32_t> early_, next_;  // slot -> its first entry of `Policy::early`, entry -> the next one, or -1
   std::int64_t stamp_ = 0, run_stamp_ = 0;
 
   // Forward over the slots: which classes run again, on demand, just before the slot that needs their results.
   bool derive(const Policy& p) {
     cuts_.clear();
+    std::fill(early_.begin(), early_.end(), -1);
+    for (std::int64_t i = t_.values * kEarlies - 1; i >= 0; --i) {
+      if (p.early[i] == kNever || t_.output[i / kEarlies]) continue;
+      next_[i] = early_[p.early[i]];
+      early_[p.early[i]] = static_cast<std::int32_t>(i);
+    }
     for (std::int64_t v = 0; v < t_.values; ++v) {
       present_[v] = p.keep[v] | t_.output[v];
       if (p.cut[v] != kNever) cuts_.push_back(static_cast<std::int32_t>(v));
@@ -147,7 +161,10 @@ class Judge {
     for (std::int64_t slot = 0; slot < t_.slots; ++slot) {
       again_start_[slot] = static_cast<std::int32_t>(again_.size());
       const std::int64_t option = t_.option_start[slot] + p.option[slot];
-      if (!make(list(t_.option_read_start, t_.option_reads, option))) return false;
+      const auto reads = list(t_.option_read_start, t_.option_reads, option);
+      needed_.assign(reads.begin(), reads.end());
+      for (std::int32_t i = early_[slot]; i >= 0; i = next_[i]) needed_.push_back(i / kEarlies);
+      if (!make()) return false;
       for (std::size_t i = again_start_[slot]; i < again_.size(); ++i) {
         for (std::int32_t v : list(t_.write_start, t_.writes, again_[i])) {
           if (p.hold[v] && slot < p.cut[v]) present_[v] = 1;
@@ -156,16 +173,17 @@ class Judge {
       for (std::int32_t v : cuts_) {
         if (p.cut[v] == slot && !t_.output[v]) present_[v] = 0;
       }
+      for (std::size_t i = reads.size(); i < needed_.size(); ++i) present_[needed_[i]] = 1;
     }
     again_start_[t_.slots] = static_cast<std::int32_t>(again_.size());
     return true;
   }
 
   // Append the classes that make what is needed and not present.
-  bool make(Span<std::int32_t> needed) {
+  bool make() {
     pending_.clear();
     ++stamp_;
-    for (std::int32_t v : needed) {
+    for (std::int32_t v : needed_) {
       if (present_[v]) continue;
       estimate(v);
       if (std::isinf(price_[v])) return false;
@@ -464,7 +482,8 @@ class Changes {
         if (kind < 0.35 && uses.size()) option(*(uses.begin() + random_.below(static_cast<std::int64_t>(uses.size()))));
         else if (kind < 0.75) set(p_.keep, v, static_cast<std::uint8_t>(!p_.keep[v]));
         else if (kind < 0.95) set(p_.hold, v, static_cast<std::uint8_t>(!p_.hold[v]));
-        else cut(v);
+        else if (kind < 0.975) cut(v);
+        else early(v);
       }
     }
   }
@@ -527,12 +546,24 @@ class Changes {
     const std::int64_t i = random_.below(static_cast<std::int64_t>(uses.size()) + 1);
     set(p_.cut, v, i == static_cast<std::int64_t>(uses.size()) ? kNever : *(uses.begin() + i));
   }
+  void early(std::int32_t v) {
+    const auto uses = list(t_.use_start, t_.uses, v);
+    std::int64_t end = t_.ends[v];
+    if (uses.size() && random_.unit() < 0.7) {
+      const std::int32_t use = *(uses.begin() + random_.below(static_cast<std::int64_t>(uses.size())));
+      end = std::lower_bound(t_.stages, t_.stages + end, use) - t_.stages;
+    }
+    const std::int64_t place = end - random_.below(kMostAhead + 1);
+    const std::int32_t entry = v * kEarlies + static_cast<std::int32_t>(random_.below(kEarlies));
+    set(p_.early, entry, place >= 0 && place < end ? t_.stages[place] : kNever);
+  }
 };
 
 void copy(const Tables& t, const Policy& from, const Policy& to) {
   std::copy_n(from.keep, t.values, to.keep);
   std::copy_n(from.hold, t.values, to.hold);
   std::copy_n(from.cut, t.values, to.cut);
+  std::copy_n(from.early, t.values * kEarlies, to.early);
   std::copy_n(from.option, t.slots, to.option);
   std::copy_n(from.prefer, t.values, to.prefer);
 }

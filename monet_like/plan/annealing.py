@@ -6,12 +6,16 @@ Same order of floating-point operations and same random numbers, hence the same 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from .policy import AGAIN, FIRST, NEVER, Judgement, Policy, Tables
+from .policy import AGAIN, EARLIES, FIRST, NEVER, Judgement, Policy, Tables
+
+#: Stages before a use from which a value may be made early.
+MOST_AHEAD = 5
 
 
 @dataclass(frozen=True)
@@ -164,9 +168,15 @@ def _change(t: Tables, policy: Policy, s: Settings, random: Random) -> list[tupl
                 put(policy.keep, v, 1 - policy.keep[v])
             elif kind < 0.95:
                 put(policy.hold, v, 1 - policy.hold[v])
-            else:
+            elif kind < 0.975:
                 ends = (*t.uses[v], NEVER)
                 put(policy.cut, v, ends[random.below(len(ends))])
+            else:
+                end = t.ends[v]
+                if t.uses[v] and random.unit() < 0.7:
+                    end = bisect_left(t.stages, t.uses[v][random.below(len(t.uses[v]))])
+                place = end - random.below(MOST_AHEAD + 1)
+                put(policy.early, EARLIES * v + random.below(EARLIES), t.stages[place] if 0 <= place < end else NEVER)
     return undo
 
 
@@ -192,9 +202,13 @@ def _derive(t: Tables, policy: Policy) -> list[list[int]] | None:
     for v, slot in enumerate(policy.cut):
         if slot != NEVER and not t.output[v]:
             ends.setdefault(slot, []).append(v)
+    early: dict[int, list[int]] = {}
+    for place in reversed(range(len(policy.early))):
+        if policy.early[place] != NEVER and not t.output[place // EARLIES]:
+            early.setdefault(policy.early[place], []).append(place // EARLIES)
     again: list[list[int]] = []
     for slot, options in enumerate(t.options):
-        runs = _make(t, t.option_reads[options[policy.option[slot]]], present)
+        runs = _make(t, (*t.option_reads[options[policy.option[slot]]], *early.get(slot, ())), present)
         if runs is None:
             return None
         again.append(runs)
@@ -204,6 +218,8 @@ def _derive(t: Tables, policy: Policy) -> list[list[int]] | None:
                     present[v] = True
         for v in ends.get(slot, ()):
             present[v] = False
+        for v in early.get(slot, ()):
+            present[v] = True
     return again
 
 

@@ -42,7 +42,7 @@ side is the simulated memory. Four things make the program smaller and are *not*
 * pinned: values of at most ``pin_bytes`` are always kept once made and always counted; tasks that make nothing
   else never run again.
 * window: a task runs again at most ``window`` slots before the first slot that can use its results.
-* reading_only: tasks run again only in stages whose slot reads a forward value.
+* reading_only: tasks run again only in stages whose slot reads a forward value, or where the start has a rerun.
 * again_at_most: each group runs at most this many times during the backward.
 """
 
@@ -75,7 +75,7 @@ class Options:
         pin_bytes: values up to this size are always kept.
         window: slots before the first use from which a task may run again; None: from the first on.
         again_at_most: how often a group may run in the backward; None: any number.
-        reading_only: tasks run again only in `Needs.reading_stages`.
+        reading_only: tasks run again only in `Needs.reading_stages` and where an admitted schedule has a rerun.
     """
 
     pin_bytes: int = 0
@@ -101,7 +101,7 @@ class Formulation:
         options: Options = Options(),
         admit: Schedule | None = None,
     ) -> None:
-        """Build it; ``admit`` is a schedule whose runs get columns even outside the window, to start from it."""
+        """Build it; ``admit`` is a schedule whose runs get columns whatever the options say, to start from it."""
         self.program, self.costs, self.budget, self.options = program, costs, budget_bytes, options
         self.needs: Needs = find_needs(program)
         self.backward: BackwardBytes = find_backward_bytes(program)
@@ -129,7 +129,9 @@ class Formulation:
         #: Objective unit: about a thousandth of the step, so that solver tolerances mean the same for every model.
         self.seconds_per_unit = (sum(seconds) or 1.0) / 1000
         #: The stages in which tasks may run.
-        self.stages = self.needs.reading_stages if options.reading_only else self.needs.stages
+        self.stages = self.needs.stages
+        if options.reading_only:
+            self.stages = tuple(sorted({*self.needs.reading_stages, *(t for _, t in self.admitted)}))
         self.e: dict[tuple[int, int], Expr] = {}
         self.w: dict[int, tuple[Expr, ...]] = {}
         self.K: dict[tuple[int, int], Expr] = {}

@@ -32,9 +32,9 @@ _Tables = _structure(
     "writes:i* written:q* shared:B* first_seconds:d* again_seconds:d* member_start:i* member_seconds:d* "
     "member_extra:q* member_taken:i* member_runs:B* first_start:i* first:i* again_start:i* again:i* option_start:i* "
     "option_read_start:i* option_reads:i* way_start:i* way_seconds:d* way_extra:q* before:q* during:q* "
-    "use_start:i* uses:i*",
+    "use_start:i* uses:i* stages:i* ends:i*",
 )
-_Policy = _structure("_Policy", "keep:B* hold:B* cut:i* option:i* prefer:i*")
+_Policy = _structure("_Policy", "keep:B* hold:B* cut:i* early:i* option:i* prefer:i*")
 _Judgement = _structure("_Judgement", "seconds:d peak:q excess:d steps:q")
 _Runs = _structure("_Runs", "forward:i* again:i* again_start:i* way:i* forward_count:q again_count:q")
 _Settings = _structure(
@@ -103,6 +103,8 @@ class NativeEngine:
             **self._lists("again_start", "again", tables.again),
             **self._lists("option_read_start", "option_reads", tables.option_reads),
             **self._lists("use_start", "uses", tables.uses),
+            stages=self._point("i", tables.stages),
+            ends=self._point("i", tables.ends),
         )
 
     def _point(self, kind: str, numbers: Iterable[Any]) -> Any:
@@ -181,4 +183,4 @@ def _of(numbers: array[Any]) -> Any:
 
 
 def _policy(policy: Policy) -> Any:
-    return _Policy(*map(_of, (policy.keep, policy.hold, policy.cut, policy.option, policy.prefer)))
+    return _Policy(*map(_of, (policy.keep, policy.hold, policy.cut, policy.early, policy.option, policy.prefer)))

@@ -1,11 +1,12 @@
 """Policies: the few decisions from which a whole schedule follows, and the tables they are judged by.
 
 A `Policy` says which values the backward may take from the forward (``keep``), which stay once they were made again
-(``hold``), how long either lasts (``cut``), what each slot reads (``option``) and, where several tasks could make a
-value in the forward, which one does (``prefer``). The rest follows:
+(``hold``), how long either lasts (``cut``), which are made before a slot ahead of the one that reads them (``early``),
+what each slot reads (``option``) and, where several tasks could make a value in the forward, which one does
+(``prefer``). The rest follows:
 
-1. From the first slot to the last: what a slot lacks is made just before it, by the tasks with the fewest seconds,
-   themselves included what they lack.
+1. From the first slot to the last: what a slot lacks, or is to be early there, is made just before it, by the tasks
+   with the fewest seconds, themselves included what they lack.
 2. From the last run back to the first: what is still needed is known, and with it the memory of the run; of the tasks
    that do the same (algorithms, in place or not) the fastest one that fits into the budget is taken. What nothing
    needs is not run. The forward, last in this order, runs what is needed at its end.
@@ -17,6 +18,7 @@ thousands of policies a second in C++ (csrc/plan/search.cpp); annealing.py is it
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -28,23 +30,27 @@ from .needs import dominated_tasks, find_backward_bytes, find_needs, net_workspa
 
 #: No cut: as long as it is needed.
 NEVER = 2**31 - 1
+#: How often a value may be made ahead of its use.
+EARLIES = 2
 #: When a member may run; a bit each.
 FIRST, AGAIN = 1, 2
 
 
 @dataclass
 class Policy:
-    """Decisions by value (``keep``, ``hold``: 0 or 1; ``cut``: slot or `NEVER`; ``prefer``: class or -1) and slot."""
+    """Decisions by value (``keep``, ``hold``: 0 or 1; ``cut``: slot or `NEVER`; ``early``: `EARLIES` of these each;
+    ``prefer``: class or -1) and by slot (``option``)."""
 
     keep: array[int]
     hold: array[int]
     cut: array[int]
+    early: array[int]
     option: array[int]
     prefer: array[int]
 
     def copy(self) -> Policy:
         """Another policy with the same decisions."""
-        return Policy(self.keep[:], self.hold[:], self.cut[:], self.option[:], self.prefer[:])
+        return Policy(self.keep[:], self.hold[:], self.cut[:], self.early[:], self.option[:], self.prefer[:])
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ class Tables:
         option_reads, ways: what every option reads, and the ways that read just that, the fastest first.
         before, during: bytes of backward values when a slot's tasks run again, and during the slot.
         uses: for every value, the slots that may read it.
+        stages: the slots before which it can be of use to run a task again, ascending.
+        ends: for every value, how many of these come up to the last that can use it.
         changeable: values that may or may not be kept.
     """
 
@@ -120,6 +128,8 @@ class Tables:
     before: tuple[int, ...]
     during: tuple[int, ...]
     uses: Lists
+    stages: tuple[int, ...]
+    ends: tuple[int, ...]
     changeable: tuple[int, ...]
 
     def policy(self, keep: Sequence[bool], hold: bool, smallest: bool) -> Policy:
@@ -136,6 +146,7 @@ class Tables:
             keep=array("B", (int(keep[v] and bool(self.first[v])) for v in range(count))),
             hold=array("B", [int(hold)]) * count,
             cut=array("i", [NEVER]) * count,
+            early=array("i", [NEVER]) * (EARLIES * count),
             option=array("i", chosen),
             prefer=array("i", [-1]) * count,
         )
@@ -210,6 +221,8 @@ def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
         before=backward.before,
         during=backward.during,
         uses=tuple(map(tuple, uses)),
+        stages=tuple(stage - 1 for stage in needs.stages[1:]),
+        ends=tuple(bisect_right(needs.stages, last, 1) - 1 for last in needs.last),
         changeable=tuple(
             v
             for v in range(len(sizes))
@@ -249,14 +262,17 @@ def to_policy(program: Program, tables: Tables, schedule: Schedule) -> Policy:
             ):
                 policy.option[slot] = k
         new = {v for p in runs for v in program.tasks[p].writes}
-        for reader in (*(program.tasks[p] for p in runs), task):
-            for v in program.forward_reads(reader):
-                if v in new:
-                    continue
-                if v in made:
-                    policy.hold[v] = 1
-                elif tables.first[v]:
-                    policy.keep[v] = 1
+        read = {v for reader in (*(program.tasks[p] for p in runs), task) for v in program.forward_reads(reader)}
+        for v in new - read:
+            place = EARLIES * v
+            while policy.early[place] != NEVER and place < EARLIES * v + EARLIES - 1:
+                place += 1
+            policy.early[place] = slot
+        for v in read - new:
+            if v in made:
+                policy.hold[v] = 1
+            elif tables.first[v]:
+                policy.keep[v] = 1
         for v in new:
             if policy.keep[v] and v not in made:  # from the forward up to here, then made again
                 earlier = [s for s in tables.uses[v] if s < slot]

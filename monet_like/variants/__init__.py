@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ..capture import Captured
 from ..mode import WORDS
-from . import batch_norm, convolution, dropout, in_place, pooling, relu
+from . import batch_norm, convolution, dropout, in_place, linear_cross_entropy, pooling, relu
 from .editor import Editor, Offer
 
 #: In this order: in-place forms need the other ways, and slots are merged with all their ways.
@@ -18,6 +18,7 @@ OFFERS: tuple[Offer, ...] = (
     convolution.offer,
     in_place.offer,
     batch_norm.offer_backward,
+    linear_cross_entropy.offer,
 )
 
 

@@ -11,7 +11,7 @@ agrees to rounding.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..capture import make_task
@@ -125,10 +125,9 @@ def offer_backward(editor: Editor) -> None:
         if Ref(clamp.writes[0]) != between or forward is None or not _only_there(editor, between.name, slot + 1):
             continue
         grad = clamp.calls[-1].args[0]
-        released = _released(editor, slot, grad, backward)
-        if released is None:
+        if not editor.replaceable(grad, slot, backward.outs[0]):
             continue  # together they would need more memory than one after the other
-        ways = [_in_turn(editor, way, norm, between, released) for way in editor.slots[slot]]
+        ways = [_in_turn(editor, way, norm, grad.name) for way in editor.slots[slot]]
         x, weight, bias, *_ = forward.args
         operands = (grad, x, weight, bias, backward.args[5], backward.args[6], *bounds, backward.args[-1])
         fused = Call("monet_like.batch_norm_clamp_backward.default", operands, (), backward.outs, True)
@@ -153,28 +152,8 @@ def _only_there(editor: Editor, gradient: int, slot: int) -> bool:
     return readers == [slot] and gradient not in editor.captured.program.gradients
 
 
-def _released(editor: Editor, slot: int, grad: Any, backward: Call) -> int | None:
-    """The incoming gradient, if it ends in this slot and is as large as the one that is made."""
-    program, out = editor.captured.program, backward.outs[0]
-    if not isinstance(grad, Ref) or not isinstance(grad.name, int) or out is None or not isinstance(out.name, int):
-        return None
-    later = any(grad.name in ways[0].reads for ways in editor.slots[slot + 1 :])
-    if later or editor.values[grad.name].kind != "backward" or grad.name in (*program.gradients, *program.tangents):
-        return None
-    return grad.name if editor.metas[grad.name] == editor.metas[out.name] else None
-
-
-def _in_turn(editor: Editor, clamp: Task, norm: Task, between: Ref, released: int) -> Task:
+def _in_turn(editor: Editor, clamp: Task, norm: Task, released: int) -> Task:
     """Two slots' ways one after the other; the incoming gradient is gone before the last one is made."""
-
-    def renamed(call: Call) -> Call:
-        def swap(leaf: Any) -> Any:
-            return Ref("between") if leaf == between else leaf
-
-        outs = tuple(swap(out) for out in call.outs)
-        return replace(call, args=tuple(map(swap, call.args)), outs=outs)
-
-    calls = [renamed(call) for call in (*clamp.calls, *norm.calls)]
     name = norm.name if clamp.variant == "aten" else f"{norm.name}.{clamp.variant}"
     options: dict[str, Any] = {"variant": clamp.variant, "word": clamp.word, "overwrites": released}
-    return make_task(name, calls, norm.writes, editor.metas, **options)
+    return editor.in_turn([clamp, norm], clamp.writes, name=name, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,8 @@ class Editor:
         self.metas = list(captured.metas)
         self.tasks = captured.program.tasks
         self.slots = [list(slot) for slot in captured.program.slots]
+        #: Of every value the slot that reads it last: the list of its ways.
+        self._last = {value: ways for ways in self.slots for value in ways[0].reads}
         self._after: dict[str, list[Task]] = {}
         self._before: dict[str, list[Task]] = {}
 
@@ -81,9 +83,33 @@ class Editor:
         way = make_task(f"{first.name}.{variant}", calls, first.writes, self.metas, variant=variant, **options)
         self.slots[slot].append(way)
 
-    def merge(self, slot: int, ways: Sequence[Task]) -> None:
-        """Do a slot and the one after it as one, in these ways."""
-        self.slots[slot : slot + 2] = [list(ways)]
+    def in_turn(self, ways: Sequence[Task], between: Iterable[int], **options: Any) -> Task:
+        """A way that does several slots one after the other; what only they read, ``between``, is temporary.
+
+        It is named after the last of them; ``options`` are further fields of `Task`.
+        """
+        names = {Ref(value): Ref(f"between_{number}") for number, value in enumerate(sorted(between))}
+
+        def swap(leaf: Any) -> Any:
+            if isinstance(leaf, tuple | list):
+                return type(leaf)(map(swap, leaf))
+            return names.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
+
+        calls: list[Call] = []
+        for way in ways:
+            for call in way.calls:
+                renamed = replace(call, args=swap(call.args), outs=swap(call.outs))
+                if renamed not in calls:  # views that several slots make of the same tensor are made once
+                    calls.append(renamed)
+        writes = [value for way in ways for value in way.writes if Ref(value) not in names]
+        return make_task(options.pop("name", ways[-1].name), calls, writes, self.metas, **options)
+
+    def merge(self, slot: int, ways: Sequence[Task], count: int = 2) -> None:
+        """Do a slot and those after it, ``count`` in all, as one, in these ways."""
+        merged = list(ways)
+        for former in self.slots[slot : slot + count]:
+            self._last.update((value, merged) for value in former[0].reads if self._last[value] is former)
+        self.slots[slot : slot + count] = [merged]
 
     def forward_readers(self, value: int) -> list[Task]:
         """PyTorch's own forward tasks that read a value."""
@@ -104,6 +130,18 @@ class Editor:
     def avoidable(self, value: int) -> bool:
         """Whether every slot can be done without reading ``value``."""
         return all(any(value not in way.reads for way in ways) for ways in self.slots)
+
+    def replaceable(self, grad: Any, slot: int, result: Any) -> bool:
+        """Whether a slot may put its result where ``grad`` is: a gradient of its own that ends there, laid out alike."""
+        if not all(isinstance(ref, Ref) and isinstance(ref.name, int) for ref in (grad, result)):
+            return False
+        program = self.captured.program
+        return (
+            self.values[grad.name].kind == "backward"
+            and grad.name not in (*program.gradients, *program.tangents)
+            and self._last[grad.name] is self.slots[slot]
+            and self.metas[grad.name] == self.metas[result.name]
+        )
 
     def is_own(self, arg: Any) -> bool:
         """Whether an argument is a forward value's own tensor."""

@@ -95,9 +95,6 @@ def _add_forward(editor: Editor, task: Task, call: Call, position: int) -> None:
 
 def _backward(editor: Editor) -> None:
     """Gradients written into the incoming one, where it ends there; for every way of the slot that allows it."""
-    program = editor.captured.program
-    last = {value: index for index, ways in enumerate(editor.slots) for value in ways[0].reads}
-    held = {*program.gradients, *program.tangents}
     for slot, ways in enumerate(editor.slots):
         first = ways[0]
         if first.overwrites is not None or len(first.writes) != 1:
@@ -105,13 +102,8 @@ def _backward(editor: Editor) -> None:
         (out,) = first.writes
         for way in list(ways):
             for grad, write in _overwriting(way.calls[-1]):
-                if (
-                    editor.values[grad.name].kind == "backward"
-                    and grad.name not in held
-                    and last[grad.name] == slot
-                    and editor.metas[grad.name] == editor.metas[out]
-                    and sum(grad == ref for call in way.calls for ref in refs(call)) == 1
-                ):
+                once = sum(grad == ref for call in way.calls for ref in refs(call)) == 1
+                if once and editor.replaceable(grad, slot, Ref(out)):
                     # A way that needs a word of its own is offered in place only beside it.
                     variant = "in_place" if way is first else f"{way.variant}_in_place"
                     calls = (*way.calls[:-1], write)
@@ -120,13 +112,11 @@ def _backward(editor: Editor) -> None:
 
 
 def _overwriting(call: Call) -> Iterator[tuple[Any, Call]]:
-    """The values' own tensors that a gradient's operator could overwrite, each with the call that does."""
+    """The arguments that a gradient's operator could overwrite, each with the call that does."""
     form, keyword = _GRADIENTS.get(call.op, ("", ""))
     positions = (0, 1) if call.op == "aten.mul.Tensor" else (0,)
     for position in positions if form else ():
         grad = call.args[position]
-        if not isinstance(grad, Ref) or not isinstance(grad.name, int):
-            continue
         if keyword:
             yield grad, Call(form, call.args, (*call.kwargs, (keyword, grad)), call.outs)
         else:

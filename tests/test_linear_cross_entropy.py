@@ -1,0 +1,146 @@
+"""The last linear layer and its loss in parts: the gradients of the whole, without the logits of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_replay import CPU, FULL, costs_of, record_for
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training import twin
+
+from monet_like.capture import Captured, capture
+from monet_like.measure import allocated_peak
+from monet_like.plan import store_all
+from monet_like.plan.needs import prune
+from monet_like.replay import ScheduleWrapper, admitted
+from monet_like.roofline import flops
+from monet_like.schedule import Schedule
+from monet_like.simulate import simulate
+from monet_like.variants.linear_cross_entropy import PARTS
+
+TOKENS, WIDTH, CLASSES = (3, 43), 24, 1500
+
+
+class Head(nn.Module):
+    """A language model without its body: embedding, norm, and a head that gives the loss alone."""
+
+    def __init__(self, bias: bool, reduction: str, wide: bool, weighted: bool) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(CLASSES, WIDTH), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        self.reduction, self.wide = reduction, wide
+        self.register_buffer("weight", torch.linspace(0.5, 2.0, CLASSES) if weighted else None)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.embed(tokens)))
+        logits = logits.float() if self.wide else logits
+        return F.cross_entropy(
+            logits.view(-1, CLASSES), targets.view(-1), self.weight, ignore_index=7, reduction=self.reduction
+        )
+
+
+def example() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens, targets = (torch.randint(0, CLASSES, TOKENS, generator=generator) for _ in range(2))
+    targets[0, :9] = 7  # left out of the loss
+    return tokens, targets
+
+
+def in_parts(captured: Captured, parts: int) -> Schedule:
+    """Store-all, with the head in parts."""
+    program = captured.program
+    name = f"linear_cross_entropy.{parts}"
+    (forward,) = (p for p, task in enumerate(program.tasks) if task.variant == name)
+    made = set(program.tasks[forward].writes)
+    kept = store_all(program)
+    others = (p for p in kept.forward if made.isdisjoint(program.tasks[p].writes))
+    ways = (next((k for k, way in enumerate(ways) if way.variant == name), 0) for ways in program.slots)
+    return prune(program, replace(kept, forward=tuple(sorted((*others, forward))), ways=tuple(ways)))
+
+
+def step(model: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    loss = model(*args)
+    (3 * loss).backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize(
+    ("dtype", "wide", "tolerance"),
+    [(torch.float64, False, 1e-12), (torch.float32, False, 1e-5), (torch.bfloat16, True, 1e-2)],
+)
+@pytest.mark.parametrize(
+    ("bias", "reduction", "weighted"), [(False, "mean", False), (True, "mean", True), (True, "sum", False)]
+)
+def test_gradients_are_those_of_the_whole(
+    dtype: torch.dtype, wide: bool, tolerance: float, bias: bool, reduction: str, weighted: bool, parts: int
+) -> None:
+    model = Head(bias, reduction, wide, weighted).to(dtype)
+    if weighted and wide:
+        model.weight = model.weight.float()  # as the logits
+    args = example()
+    captured = admitted(capture(model, args), FULL)
+    record = record_for(captured, in_parts(captured, parts), FULL, (model, args, {}))
+    wrapped = ScheduleWrapper(twin(model), record, example=(args, {}), captured=captured)
+    loss, plain = step(twin(model), args)
+    other, gradients = step(wrapped, args)
+    torch.testing.assert_close(other, loss, rtol=tolerance, atol=0)
+    for name, gradient in plain.items():
+        found = gradients[f"module.{name}" if f"module.{name}" in gradients else name]
+        assert gradient is not None and found is not None
+        difference = (found.double() - gradient.double()).norm() / gradient.double().norm()
+        assert difference <= tolerance, name
+
+
+def test_logits_never_exist_at_once() -> None:
+    model, args = Head(False, "mean", False, False), example()
+    captured = admitted(capture(model, args), FULL)
+    costs = costs_of(captured, (model, args, {}), FULL, timed=False)
+    program = captured.program
+    logits = 4 * args[0].numel() * CLASSES
+    whole = simulate(program, store_all(program), costs).peak_bytes - program.resident_bytes
+    assert whole > 3 * logits
+    for parts in PARTS:
+        schedule = in_parts(captured, parts)
+        predicted = simulate(program, schedule, costs).peak_bytes - program.resident_bytes
+        record = record_for(captured, schedule, FULL, (model, args, {}))
+        wrapped = ScheduleWrapper(twin(model), record, example=(args, {}), captured=captured)
+        rise = allocated_peak(lambda w=wrapped: step(w, args), CPU)  # type: ignore[misc]
+        assert abs(rise - predicted) <= 64  # the loss, three times it, and its gradients
+        weights = 2 * 4 * CLASSES * WIDTH  # gradients of the head and of the embedding
+        assert predicted < 3.3 * logits / parts + weights
+
+
+def test_roofline_counts_every_part() -> None:
+    captured = admitted(capture(Head(True, "mean", False, False), example()), FULL)
+    for parts in PARTS:
+        (forward,) = (task for task in captured.program.tasks if task.variant == f"linear_cross_entropy.{parts}")
+        backward = next(w for slot in captured.program.slots for w in slot if w.variant == forward.variant)
+        product = 2 * example()[0].numel() * WIDTH * CLASSES
+        assert flops(captured, forward) == product
+        assert flops(captured, backward) == 3 * product
+
+
+def test_stays_apart_without_the_word() -> None:
+    captured = admitted(capture(Head(False, "mean", False, False), example()), "inplace_multiway_newnode")
+    assert not any("linear_cross_entropy" in task.variant for task in captured.program.tasks)
+    assert [slot[0].calls[-1].op for slot in captured.program.slots][:2] == [
+        "aten.nll_loss_backward.default",
+        "aten._log_softmax_backward_data.default",
+    ]
+
+
+class Leaky(Head):
+    """Logits that something else reads too."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = self.head(self.norm(self.embed(tokens))).view(-1, CLASSES)
+        return F.cross_entropy(logits, targets.view(-1)), logits.mean()
+
+
+def test_logits_that_are_read_elsewhere_are_made() -> None:
+    captured = admitted(capture(Leaky(False, "mean", False, False), example()), FULL)
+    assert not any("linear_cross_entropy" in task.variant for task in captured.program.tasks)
