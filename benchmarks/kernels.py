@@ -41,29 +41,44 @@ def pairs(x: Tensor) -> Iterator[Pair]:
         result: Tensor = aten._native_batch_norm_legit.no_stats(x, c, c, True, 0.1, 1e-5)[0]
         return result
 
-    def backward() -> Any:
-        through = aten.threshold_backward(grad, y, 0)
+    def backward(through: Tensor) -> Any:
         return aten.native_batch_norm_backward(
             through, x, c, None, None, mean, invstd, True, 1e-5, [True, True, True]
         )  # fmt: skip
 
-    relu, saved, infinite = (None, 0.0, math.inf), (x, c, c, mean, invstd), (-math.inf, math.inf)
-    yield "BN + ReLU", lambda: ops.batch_norm_train(x, c, c, *running, 0.1, 1e-5, *relu), lambda: forward().relu_()
+    relu, saved, nothing = ("clamp", 0.0, math.inf), (x, c, c, mean, invstd), ("clamp", -math.inf, math.inf)
+    train = (x, c, c, *running, 0.1, 1e-5)
+    yield "BN + ReLU", lambda: ops.batch_norm_train(*train, None, *relu, True), lambda: forward().relu_()
     yield (
         "BN + add + ReLU",
-        lambda: ops.batch_norm_train(x, c, c, *running, 0.1, 1e-5, residual, 0.0, math.inf),
+        lambda: ops.batch_norm_train(*train, residual, *relu, True),
         lambda: forward().add_(residual).relu_(),
     )
-    yield "BN again", lambda: ops.batch_norm_apply(*saved, None, *infinite), again
+    yield (
+        "BN + ReLU, statistics in vectors",
+        lambda: ops.batch_norm_train(*train, None, *relu, False),
+        lambda: forward().relu_(),
+    )
+    yield (
+        "BN + SiLU, statistics in vectors",
+        lambda: ops.batch_norm_train(*train, None, "silu", 0.0, 0.0, False),
+        lambda: aten.silu_(forward()),
+    )
+    yield "BN again", lambda: ops.batch_norm_apply(*saved, None, *nothing), again
     yield (
         "BN + add + ReLU again",
-        lambda: ops.batch_norm_apply(*saved, residual, 0.0, math.inf),
+        lambda: ops.batch_norm_apply(*saved, residual, *relu),
         lambda: again().add_(residual).relu_(),
     )
     yield (
         "gradient of BN + ReLU",
-        lambda: ops.batch_norm_clamp_backward(grad, *saved, 0.0, math.inf, [True, True, True]),
-        backward,
+        lambda: ops.batch_norm_activation_backward(grad, *saved, *relu, [True, True, True]),
+        lambda: backward(aten.threshold_backward(grad, y, 0)),
+    )
+    yield (
+        "gradient of BN + SiLU",
+        lambda: ops.batch_norm_activation_backward(grad, *saved, "silu", 0.0, 0.0, [True, True, True]),
+        lambda: backward(aten.silu_backward(grad, y)),
     )
     mask, stride = ops.pack_sign(x), x.stride()
     yield "ReLU's signs packed", lambda: ops.pack_sign(x), lambda: x > 0
@@ -71,6 +86,11 @@ def pairs(x: Tensor) -> Iterator[Pair]:
         "ReLU's gradient, packed",
         lambda: ops.keep_where(grad, mask, stride),
         lambda: aten.threshold_backward(grad, y, 0),
+    )
+    yield (
+        "leaky ReLU's gradient, packed",
+        lambda: ops.masked_scale(grad, mask, 1.0, stride, 0.1),
+        lambda: aten.leaky_relu_backward(grad, x, 0.1, False),
     )
     yield "range packed", lambda: ops.pack_range(x, 0.0, 6.0), lambda: (x > 0) & (x < 6)
     pooled, indices = aten.max_pool2d_with_indices(x, *POOL, False)

@@ -40,6 +40,19 @@ inline void check_packed(const at::Tensor& packed, int64_t numel, const at::Tens
       other.device());
 }
 
+inline void check_bytes(const at::Tensor& t, const char* op) {
+  TORCH_CHECK_TYPE(
+      t.scalar_type() == at::kByte, "monet_like::", op, ": x must be uint8, got ", t.scalar_type());
+}
+
+inline void check_nibbles(const at::Tensor& packed, int64_t numel) {
+  check_bytes(packed, "unpack_nibbles");
+  TORCH_CHECK_VALUE(
+      packed.dim() == 1 && packed.is_contiguous() && packed.numel() == (numel + 1) / 2,
+      "monet_like::unpack_nibbles: ", numel, " half bytes have shape [", (numel + 1) / 2,
+      "] and are contiguous, got shape ", packed.sizes());
+}
+
 // Whether `stride` lays `size` out without gaps and without overlap, in some order of the dimensions.
 inline bool is_dense(at::IntArrayRef size, at::IntArrayRef stride) {
   if (std::find(size.begin(), size.end(), 0) != size.end()) {
@@ -214,6 +227,31 @@ inline void check_residual(const char* op, const at::Tensor& x, const std::optio
                            residual->device() == x.device()),
       "monet_like::", op, ": residual (", given(residual) ? residual->toString() : "", " ",
       given(residual) ? residual->sizes() : at::IntArrayRef{}, ") must match x (", x.toString(), " ", x.sizes(), ")");
+}
+
+inline Activation check_activation(const char* op, c10::string_view name) {
+  if (name == "clamp") {
+    return Activation::Clamp;
+  }
+  if (name == "leaky_relu") {
+    return Activation::LeakyRelu;
+  }
+  if (name == "hardswish") {
+    return Activation::Hardswish;
+  }
+  TORCH_CHECK_VALUE(
+      name == "silu", "monet_like::", op, ": activation must be clamp, leaky_relu, hardswish or silu, got ", name);
+  return Activation::Silu;
+}
+
+// The dtype of a training-mode batch norm's statistics on the CPU: that of its parameters, or of x without any.
+inline at::TensorOptions statistics_options(
+    const at::Tensor& x, std::initializer_list<std::optional<at::Tensor>> parameters) {
+  const bool half = x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16;
+  const bool wide = half && std::any_of(parameters.begin(), parameters.end(), [](const auto& t) {
+    return given(t) && t->scalar_type() == at::kFloat;
+  });
+  return x.options().dtype(wide ? at::kFloat : x.scalar_type());
 }
 
 enum class NormLayout { ChannelsFirst, ChannelsLast, Strided };

@@ -16,7 +16,12 @@ TORCH_LIBRARY(monet_like, m) {
   m.def("pack_range(Tensor x, float lo, float hi) -> Tensor", tags);
   m.def("pack_bool(Tensor mask) -> Tensor", tags);
   m.def("unpack_bool(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor", tags);
-  m.def("masked_scale(Tensor x, Tensor packed, float scale, SymInt[] stride=[]) -> Tensor", tags);
+  m.def(
+      "masked_scale(Tensor x, Tensor packed, float scale, SymInt[] stride=[], float otherwise=0.0) -> Tensor", tags);
+
+  // Two numbers below 16 to the byte, the first one in the low half.
+  m.def("pack_nibbles(Tensor x) -> Tensor", tags);
+  m.def("unpack_nibbles(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor", tags);
 
   // Max pooling with one byte per output: the cell inside its window, kernel row * kernel width + kernel column.
   m.def(
@@ -36,17 +41,20 @@ TORCH_LIBRARY(monet_like, m) {
       "int[2] padding, int[2] dilation) -> Tensor",
       tags);
 
-  // Training-mode batch norm, plus a residual if there is one, clamped: (0, inf) is ReLU, (-inf, inf) nothing.
+  // Training-mode batch norm, plus a residual if there is one, and an activation: "clamp" to lo and hi ((0, inf) is
+  // ReLU, (-inf, inf) nothing), "leaky_relu" of slope lo, "hardswish" or "silu". Without `exact` the mean and variance
+  // agree with ATen's to rounding.
   m.def(
       "batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? residual, "
-      "float lo, float hi) -> Tensor",
+      "str activation, float lo, float hi) -> Tensor",
       tags);
   m.def(
       "batch_norm_train(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "float momentum, float eps, Tensor? residual, float lo, float hi) -> (Tensor, Tensor, Tensor)",
+      "float momentum, float eps, Tensor? residual, str activation, float lo, float hi, bool exact) "
+      "-> (Tensor, Tensor, Tensor)",
       tags);
   m.def(
-      "batch_norm_clamp_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
-      "float lo, float hi, bool[3] mask) -> (Tensor, Tensor, Tensor)",
+      "batch_norm_activation_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "str activation, float lo, float hi, bool[3] mask) -> (Tensor, Tensor, Tensor)",
       tags);
 }

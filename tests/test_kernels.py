@@ -94,6 +94,8 @@ def layouts(shape: tuple[int, ...], dtype: torch.dtype, make: Callable[..., Tens
     return found
 
 
+#: ATen's 1 / 6 in hardsigmoid's gradient, a float32 whatever the dtype.
+SIXTH = torch.tensor(1 / 6, dtype=torch.float32).item()
 SHAPES = [(), (0,), (1,), (7,), (8,), (9,), (127,), (129,), (1000,), (3, 0, 2), (2, 3, 5, 7), (2, 16, 8, 8)]
 
 
@@ -156,6 +158,28 @@ def test_bool_masks_come_back(impl: Any, shape: tuple[int, ...]) -> None:
         assert_bits(impl("unpack_bool")(packed, mask.shape, mask.stride()), mask)
         dense = mask.contiguous()
         assert_bits(impl("unpack_bool")(impl("pack_bool")(dense), mask.shape), dense)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_masks_give_the_gradients_of_leaky_relu_and_hardsigmoid(
+    impl: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    for x in layouts(shape, dtype, lambda s, d: torch.randn(s).mul(3).to(d)).values():
+        grad, y = torch.randn(x.shape).to(dtype), torch.nn.functional.leaky_relu(x, 0.1)
+        got = impl("masked_scale")(grad, impl("pack_sign")(y), 1.0, y.stride(), 0.1)
+        assert_bits(got, aten.leaky_relu_backward(grad, x, 0.1, False))
+        got = impl("keep_where")(grad, impl("pack_range")(x, -3.0, 3.0), x.stride())
+        assert_bits(got.mul_(SIXTH), aten.hardsigmoid_backward(grad, x))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_half_bytes_come_back(impl: Any, shape: tuple[int, ...]) -> None:
+    for x in layouts(shape, torch.uint8, lambda s, d: torch.randint(0, 16, s, dtype=d)).values():
+        packed = impl("pack_nibbles")(x)
+        assert packed.shape == ((x.numel() + 1) // 2,)
+        assert_bits(packed, reference.pack_nibbles(x))
+        assert torch.equal(impl("unpack_nibbles")(packed, x.shape, x.stride()), x)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -282,19 +306,24 @@ def train(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor
 
 
 INF = math.inf
-ALONE, RELU = (None, -INF, INF), (None, 0.0, INF)
+ALONE, RELU = (None, "clamp", -INF, INF), (None, "clamp", 0.0, INF)
+Options = tuple[Tensor | None, str, float, float]
 
 
-def followers(y: Tensor) -> Iterator[tuple[tuple[Tensor | None, float, float], Tensor]]:
-    """What may follow a batch norm, as the operators' last arguments, and what ATen makes of y with it."""
+def followers(y: Tensor) -> Iterator[tuple[Options, Tensor]]:
+    """What may follow a batch norm, as the operators' arguments, and what ATen makes of y with it, to the bit."""
     residual = special(tuple(y.shape), y.dtype)
     other = residual.to(memory_format=torch.channels_last) if y.dim() == 4 else residual
     yield ALONE, y
     yield RELU, y.relu()
-    yield (None, 0.0, 6.0), aten.hardtanh(y, 0.0, 6.0)
-    yield (None, -0.3, 0.7), aten.hardtanh(y, -0.3, 0.7)
-    yield (residual, -INF, INF), y + residual
-    yield (other, 0.0, INF), (y + residual).relu()
+    yield (None, "clamp", 0.0, 6.0), aten.hardtanh(y, 0.0, 6.0)
+    yield (None, "clamp", -0.3, 0.7), aten.hardtanh(y, -0.3, 0.7)
+    yield (residual, "clamp", -INF, INF), y + residual
+    yield (other, "clamp", 0.0, INF), (y + residual).relu()
+    yield (None, "leaky_relu", 0.1, 0.0), aten.leaky_relu(y, 0.1)
+    yield (other, "leaky_relu", 0.01, 0.0), aten.leaky_relu(y + residual, 0.01)
+    yield (None, "hardswish", 0.0, 0.0), aten.hardswish(y)
+    yield (residual, "hardswish", 0.0, 0.0), aten.hardswish(y + residual)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -316,7 +345,7 @@ def test_batch_norm_apply_of_strided_tensors_has_atens_bits(impl: Any, dtype: to
         y, mean, invstd = train(x, weight, bias)
         for options, expected in followers(y):
             assert_bits(impl("batch_norm_apply")(x, weight, bias, mean, invstd, *options), expected)
-            assert_bits(impl("batch_norm_train")(x, weight, bias, None, None, 0.1, 1e-5, *options)[0], expected)
+            assert_bits(impl("batch_norm_train")(x, weight, bias, None, None, 0.1, 1e-5, *options, True)[0], expected)
 
 
 def test_relu_keeps_nan_and_the_sign_of_zero(impl: Any) -> None:
@@ -333,13 +362,54 @@ def test_batch_norm_train_has_atens_bits(impl: Any, shape: tuple[int, ...], dtyp
         running = [torch.randn(shape[1]).to(parameter), torch.rand(shape[1]).to(parameter)]
         moved = [t.clone() for t in running]
         y, mean, invstd = aten.native_batch_norm(x, weight, bias, *running, True, 0.2, 1e-3)
-        got = impl("batch_norm_train")(x, weight, bias, *moved, 0.2, 1e-3, *RELU)
+        got = impl("batch_norm_train")(x, weight, bias, *moved, 0.2, 1e-3, *RELU, True)
         for actual, expected in zip((*got, *moved), (y.relu(), mean, invstd, *running), strict=True):
             assert_bits(actual, expected)
         for options, expected in followers(y):
-            got = impl("batch_norm_train")(x, weight, bias, None, None, 0.2, 1e-3, *options)
+            got = impl("batch_norm_train")(x, weight, bias, None, None, 0.2, 1e-3, *options, True)
             assert_bits(got[0], expected)
             assert got[0].stride() == y.stride()
+
+
+# Relative to the largest element: SiLU has an exponential of its own, the statistics are summed in another order.
+FORWARD_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", NORM_SHAPES)
+def test_batch_norm_and_silu_agrees_with_aten(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for x, weight, bias in norm_inputs(shape, dtype):
+        y, mean, invstd = train(x, weight, bias)
+        residual = torch.randn(shape).to(dtype)
+        for added, before in ((None, y), (residual, y + residual)):
+            expected = torch.nn.functional.silu(before.double())
+            got = impl("batch_norm_apply")(x, weight, bias, mean, invstd, added, "silu", 0.0, 0.0)
+            error = float((got.double() - expected).abs().max())
+            assert error <= FORWARD_TOLERANCE[dtype] * float(expected.abs().max())
+    far = torch.tensor([-1e4, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4, INF, math.nan], dtype=dtype).view(-1, 1)
+    one, zero = torch.ones(1, dtype=dtype), torch.zeros(1, dtype=dtype)
+    got = impl("batch_norm_apply")(far, one, zero, zero, one, None, "silu", 0.0, 0.0)
+    torch.testing.assert_close(got, torch.nn.functional.silu(far), atol=1e-5, rtol=1e-2, equal_nan=True)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [*NORM_SHAPES, (5, 11, 37, 41), (3, 70, 40, 40)])
+def test_own_statistics_agree_with_float64(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """And a rerun from the saved ones gives the forward's bits. The mean is far from zero: squares must not cancel."""
+    for given, weight, bias in norm_inputs(shape, torch.float64):
+        x = (given + 300 * (given.dtype == dtype or dtype == torch.float32)).to(dtype)
+        parameters = [None if t is None else t.to(dtype) for t in (weight, bias)]
+        running = [torch.randn(shape[1]).to(dtype), torch.rand(shape[1]).to(dtype)]
+        moved, wanted = [t.clone() for t in running], [t.double() for t in running]
+        y, mean, invstd = impl("batch_norm_train")(x, *parameters, *moved, 0.2, 1e-3, *ALONE, False)
+        wide = [None if t is None else t.double() for t in parameters]
+        _, exact_mean, exact_invstd = aten.native_batch_norm(x.double(), *wide, *wanted, True, 0.2, 1e-3)
+        rounding = torch.finfo(dtype).eps
+        for actual, expected in zip((mean, invstd, *moved), (exact_mean, exact_invstd, *wanted), strict=True):
+            torch.testing.assert_close(actual.double(), expected, rtol=32 * rounding, atol=32 * rounding)
+        if dtype in FULL:
+            assert_bits(impl("batch_norm_apply")(x, *parameters, mean, invstd, *ALONE), y)
 
 
 @pytest.mark.usefixtures("three_threads")
@@ -350,8 +420,8 @@ def test_everything_in_parallel(impl: Any, shape: tuple[int, ...]) -> None:
         y, mean, invstd = train(x, weight, bias)
         for options, expected in followers(y):
             assert_bits(impl("batch_norm_apply")(x, weight, bias, mean, invstd, *options), expected)
-            assert_bits(impl("batch_norm_train")(x, weight, bias, None, None, 0.1, 1e-5, *options)[0], expected)
-        got = impl("batch_norm_clamp_backward")(x, x, weight, bias, mean, invstd, 0.0, INF, [True, True, True])
+            assert_bits(impl("batch_norm_train")(x, weight, bias, None, None, 0.1, 1e-5, *options, True)[0], expected)
+        got = impl("batch_norm_activation_backward")(x, x, weight, bias, mean, invstd, *RELU[1:], [True, True, True])
         for actual, exact in zip(got, exact_backward(x, x, y, weight, mean, invstd), strict=True):
             assert float((actual - exact).abs().max()) <= 2e-6 * max(float(exact.abs().max()), float(x.norm()))
         y, indices = aten.max_pool2d_with_indices(x, *pool, False)
@@ -374,13 +444,22 @@ def exact_backward(
     weight: Tensor | None,
     mean: Tensor,
     invstd: Tensor,
+    activation: str = "clamp",
     lo: float = 0.0,
     hi: float = INF,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula in float64, with the given y between its bounds or not."""
+    """The formula in float64, activated at the given y."""
     channels = (1, -1) + (1,) * (x.dim() - 2)
     over = [d for d in range(x.dim()) if d != 1]
-    g = torch.where((y <= lo) | (y >= hi), 0.0, grad.double())
+    at = y.double().requires_grad_()
+    with torch.enable_grad():
+        activate = {
+            "clamp": lambda t: torch.where((t <= lo) | (t >= hi), 0.0, t),
+            "leaky_relu": lambda t: torch.nn.functional.leaky_relu(t, lo),
+            "hardswish": torch.nn.functional.hardswish,
+            "silu": torch.nn.functional.silu,
+        }
+        (g,) = torch.autograd.grad(activate[activation](at), at, grad.double())
     centred = x.double() - mean.double().view(channels)
     s = invstd.double().view(channels)
     w = torch.ones_like(s) if weight is None else weight.double().view(channels)
@@ -392,28 +471,41 @@ def exact_backward(
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [*NORM_SHAPES, (3, 2, 70, 71)])
-def test_batch_norm_clamp_backward_is_accurate(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_batch_norm_activation_backward_is_accurate(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for x, weight, bias in norm_inputs(shape, dtype):
         y, mean, invstd = train(x, weight, bias)
-        for grad, lo, hi in ((torch.randn_like(x), 0.0, INF), (torch.randn(shape).to(dtype), -0.5, 1.0)):
-            got = impl("batch_norm_clamp_backward")(grad, x, weight, bias, mean, invstd, lo, hi, [True, True, True])
-            expected = exact_backward(grad, x, y, weight, mean, invstd, lo, hi)
+        follows = (
+            RELU[1:],
+            ("clamp", -0.5, 1.0),
+            ("leaky_relu", 0.1, 0.0),
+            ("hardswish", 0.0, 0.0),
+            ("silu", 0.0, 0.0),
+        )
+        for number, options in enumerate(follows):
+            grad = torch.randn(shape).to(dtype) if number else torch.randn_like(x)
+            got = impl("batch_norm_activation_backward")(
+                grad, x, weight, bias, mean, invstd, *options, [True, True, True]
+            )
+            expected = exact_backward(grad, x, y, weight, mean, invstd, *options)
             for actual, exact in zip(got, expected, strict=True):
                 scale = max(float(exact.abs().max()), 1e-3 * float(grad.abs().max()))
                 # Sums over a channel lose what cancels in them: their scale is that of their summands.
                 if exact.dim() == 1:
                     scale = max(scale, float(grad.double().square().sum().sqrt()))
-                assert float((actual.double() - exact).abs().max()) <= BACKWARD_TOLERANCE[dtype] * scale
+                # The twin stores the gradient between activation and batch norm: one more rounding.
+                tolerance = BACKWARD_TOLERANCE[dtype] * (2 if dtype not in FULL else 1)
+                assert float((actual.double() - exact).abs().max()) <= tolerance * scale
             assert got[0].dtype == dtype and strides(got[0]) == strides(y)
             assert got[1].dtype == got[2].dtype == (mean.dtype if weight is None else weight.dtype)
 
 
-def test_batch_norm_clamp_backward_leaves_out_what_is_not_asked(impl: Any) -> None:
+def test_batch_norm_activation_backward_leaves_out_what_is_not_asked(impl: Any) -> None:
     x = torch.randn(3, 4, 5, 5)
     _, mean, invstd = train(x, None, None)
-    everything = impl("batch_norm_clamp_backward")(x, x, None, None, mean, invstd, 0.0, 6.0, [True, True, True])
+    saved = (x, x, None, None, mean, invstd, "clamp", 0.0, 6.0)
+    everything = impl("batch_norm_activation_backward")(*saved, [True, True, True])
     for mask in ([True, False, False], [False, True, False], [False, False, True], [False, False, False]):
-        got = impl("batch_norm_clamp_backward")(x, x, None, None, mean, invstd, 0.0, 6.0, mask)
+        got = impl("batch_norm_activation_backward")(*saved, mask)
         for wanted, actual, expected in zip(mask, got, everything, strict=True):
             if wanted:
                 assert_bits(actual, expected)
@@ -424,7 +516,7 @@ def test_batch_norm_clamp_backward_leaves_out_what_is_not_asked(impl: Any) -> No
 def test_empty_batches(impl: Any) -> None:
     x, c = torch.empty(0, 4, 3, 3), torch.ones(4)
     assert impl("batch_norm_apply")(x, c, c, c, c, *RELU).shape == x.shape
-    got = impl("batch_norm_clamp_backward")(x, x, c, c, c, c, 0.0, INF, [True, True, True])
+    got = impl("batch_norm_activation_backward")(x, x, c, c, c, c, *RELU[1:], [True, True, True])
     assert got[0].shape == x.shape and not got[1].any() and not got[2].any()
     y, offsets = impl("max_pool2d_with_offsets")(x, [2, 2], [1, 1], [0, 0], [1, 1], False)
     assert y.shape == offsets.shape == (0, 4, 2, 2)
@@ -454,9 +546,11 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
         "max_pool2d_offsets": (indices, x.shape, *pool),
         "max_pool2d_offsets_to_indices": (offsets, x.shape, *pool),
         "max_pool2d_offsets_backward": (y, offsets, x.shape, *pool),
-        "batch_norm_apply": (*norm, x, 0.0, 6.0),
-        "batch_norm_train": (x, c, c, c.clone(), c.clone(), 0.1, 1e-5, x, 0.0, 6.0),
-        "batch_norm_clamp_backward": (x, *norm, 0.0, 6.0, [True, True, True]),
+        "pack_nibbles": (offsets,),
+        "unpack_nibbles": (reference.pack_nibbles(offsets), offsets.shape, offsets.stride()),
+        "batch_norm_apply": (*norm, x, "clamp", 0.0, 6.0),
+        "batch_norm_train": (x, c, c, c.clone(), c.clone(), 0.1, 1e-5, x, "silu", 0.0, 0.0, False),
+        "batch_norm_activation_backward": (x, *norm, "clamp", 0.0, 6.0, [True, True, True]),
     }
 
 
@@ -483,10 +577,10 @@ def test_fakes_know_the_dtype_of_the_statistics(dtype: torch.dtype) -> None:
     x = torch.randn(4, 3, 5, 5).to(dtype)
     for parameter in {dtype, torch.float32 if dtype != torch.float64 else dtype}:
         c = torch.ones(3, dtype=parameter)
-        real = ops.batch_norm_train(x, c, c, None, None, 0.1, 1e-5, *RELU)
+        real = ops.batch_norm_train(x, c, c, None, None, 0.1, 1e-5, *RELU, True)
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(t) for t in (x, c)]
-            made = ops.batch_norm_train(fake[0], fake[1], fake[1], None, None, 0.1, 1e-5, *RELU)
+            made = ops.batch_norm_train(fake[0], fake[1], fake[1], None, None, 0.1, 1e-5, *RELU, True)
         assert [t.dtype for t in made] == [t.dtype for t in real]
 
 
@@ -500,6 +594,10 @@ def test_wrong_arguments_are_named() -> None:
         ops.keep_where(x, torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"weight must have shape \[3\], got \[4\]"):
         ops.batch_norm_apply(x, torch.ones(4), None, c, c, *ALONE)
+    with pytest.raises(ValueError, match="activation must be clamp, leaky_relu, hardswish or silu, got gelu"):
+        ops.batch_norm_apply(x, c, c, c, c, None, "gelu", 0.0, 0.0)
+    with pytest.raises(ValueError, match=r"9 half bytes have shape \[5\] and are contiguous, got shape \[4\]"):
+        ops.unpack_nibbles(torch.zeros(4, dtype=torch.uint8), [9])
     with pytest.raises(ValueError, match="this window does not turn"):
         ops.max_pool2d_offsets(torch.zeros(1, 1, 4, 4, dtype=torch.int64), [1, 1, 80, 80], [2, 2], [], [0, 0], [1, 1])
 
@@ -526,8 +624,8 @@ for dtype in (torch.float32, torch.float64):
         x = torch.randn(3, 37, 6, 7, dtype=dtype).contiguous(memory_format=fmt)
         w, b = torch.randn(37, dtype=dtype), torch.randn(37, dtype=dtype)
         y, m, s = torch.native_batch_norm(x, w, b, None, None, True, .1, 1e-5)
-        assert torch.equal(torch.ops.monet_like.batch_norm_apply(x, w, b, m, s, None, -inf, inf), y)
-        assert torch.equal(torch.ops.monet_like.batch_norm_train(x, w, b, None, None, .1, 1e-5, x, 0., inf)[0], (y + x).relu())
+        assert torch.equal(torch.ops.monet_like.batch_norm_apply(x, w, b, m, s, None, "clamp", -inf, inf), y)
+        assert torch.equal(torch.ops.monet_like.batch_norm_train(x, w, b, None, None, .1, 1e-5, x, "clamp", 0., inf, True)[0], (y + x).relu())
         mask = torch.ops.monet_like.pack_sign(y)
         expected = torch.ops.aten.threshold_backward(x, y, 0)
         assert torch.equal(torch.ops.monet_like.keep_where(x, mask, y.stride()), expected)

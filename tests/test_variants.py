@@ -32,7 +32,17 @@ def tasks_of(captured: Captured) -> list[Task]:
     [
         ("resnet18", {"batch_norm_clamp.train": 9, "batch_norm_add_clamp.train": 8, "batch_norm.apply": 20}),
         ("mobilenet_v2", {"batch_norm_clamp.train": 35, "batch_norm_add.train": 10, "batch_norm.apply": 52}),
-        ("unet", {"pool.offsets": 2 * 4, "relu.pack": 18}),
+        ("unet", {"pool.offsets": 2 * 4, "pool.pack": 4, "pool.packed": 4, "relu.pack": 18}),
+        ("efficientnet_b0", {"batch_norm_silu.train": 33, "batch_norm.apply": 49, "batch_norm_silu.backward": 33}),
+        (
+            "activations",
+            {
+                f"batch_norm_{name}.{what}": 1
+                for name in ("leaky_relu", "hardswish", "silu")
+                for what in ("apply", "backward")
+            }
+            | {"batch_norm_add_leaky_relu.train": 1, "leaky_relu.packed": 2, "hardsigmoid.packed": 1, "pool.packed": 1},
+        ),
     ],
 )
 def test_every_place_is_found(name: str, wanted: dict[str, int]) -> None:

@@ -107,6 +107,26 @@ def two_in_two_out(rows: int = 64) -> Built:
     return TwoInTwoOut().train(), (a,), {"b": b}
 
 
+def activations() -> Built:
+    """Every activation behind a batch norm, max pooling, a residual, a gate: a small detector's backbone."""
+
+    def block(inputs: int, outputs: int, activation: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), activation)
+
+    class Residual(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.one, self.two = block(width, width, nn.Hardswish()), nn.Conv2d(width, width, 1, bias=False)
+            self.norm, self.gate = nn.BatchNorm2d(width), nn.Conv2d(width, width, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = nn.functional.leaky_relu(self.norm(self.two(self.one(x))) + x, 0.2)
+            return x * nn.functional.hardsigmoid(self.gate(x.mean((2, 3), keepdim=True)))
+
+    layers = [block(3, 16, nn.LeakyReLU(0.1)), nn.MaxPool2d(2), block(16, 24, nn.SiLU()), Residual(24), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(24 * 12 * 12, 10)).train(), (image(4, 24),), {}
+
+
 def frozen_parameters() -> Built:
     model = torchvision.models.mobilenet_v2().train()
     for name, parameter in model.named_parameters():
@@ -135,6 +155,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     "vgg16": _vision("vgg16", 4, 64),
     "densenet121": _vision("densenet121", 4, 64),
     "efficientnet_b0": _vision("efficientnet_b0", 4, 64),
+    "activations": activations,
     "convnext_tiny": _vision("convnext_tiny", 4, 64),
     "vit_b_16": vit,
     "swin_t": _vision("swin_t", 4, 64),

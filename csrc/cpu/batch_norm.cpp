@@ -1,12 +1,20 @@
-// Training-mode batch norm on the CPU, alone or with what follows it, and the gradient of batch norm and clamp.
+// Training-mode batch norm on the CPU, alone or with what follows it, and the gradient of both.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/batch_norm_update_stats.h>
+#include <ATen/ops/hardswish.h>
+#include <ATen/ops/hardswish_backward.h>
+#include <ATen/ops/leaky_relu.h>
+#include <ATen/ops/leaky_relu_backward.h>
 #include <ATen/ops/native_batch_norm.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
 #include <torch/library.h>
 
 #include <cmath>
+#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -97,17 +105,17 @@ Constants<O> constants(
 // ---- forward ----
 
 // What follows the normalisation: each step sees what the one before would have stored.
-template <typename T, bool Residual>
+template <typename T, bool Residual, Activation A>
 MONET_BODY op_type<T> finished(op_type<T> y, const T& residual, op_type<T> lo, op_type<T> hi) {
   y = as_stored<T>(y);
   if constexpr (Residual) {
     y = as_stored<T>(y + load(residual));
   }
-  return clamped(y, lo, hi);
+  return activated<A>(y, lo, hi);
 }
 
 // n elements of one channel.
-template <Formula F, bool Residual, typename T>
+template <Formula F, bool Residual, Activation A, typename T>
 MONET_BODY void apply_run_body(
     const T* in, const T* residual, T* out, int64_t n, const Channel<op_type<T>>* channel, op_type<T> lo,
     op_type<T> hi) {
@@ -115,13 +123,13 @@ MONET_BODY void apply_run_body(
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const auto y = normalised<F>(load(in[i]), k.a, k.b, k.mean, k.invstd);
-    store(out[i], finished<T, Residual>(y, residual[Residual ? i : 0], lo, hi));
+    store(out[i], finished<T, Residual, A>(y, residual[Residual ? i : 0], lo, hi));
   }
 }
 MONET_FOR_EACH_ISA(apply_run)
 
 // Rows of `channels` adjacent elements.
-template <Formula F, bool Residual, typename T, typename O>
+template <Formula F, bool Residual, Activation A, typename T, typename O>
 MONET_BODY void apply_rows_body(
     const T* in, const T* residual, T* out, int64_t rows, int64_t channels, const O* a, const O* b, const O* mean,
     const O* invstd, O lo, O hi) {
@@ -132,7 +140,7 @@ MONET_BODY void apply_rows_body(
 #pragma GCC ivdep
     for (int64_t c = 0; c < channels; ++c) {
       const O y = normalised<F>(load(from[c]), a[c], b[c], mean[c], invstd[c]);
-      store(to[c], finished<T, Residual>(y, other[Residual ? c : 0], lo, hi));
+      store(to[c], finished<T, Residual, A>(y, other[Residual ? c : 0], lo, hi));
     }
   }
 }
@@ -151,6 +159,57 @@ void with_formula(Formula formula, const F& f) {
   }
 }
 
+// The same for an activation.
+template <typename F>
+void with_activation(Activation activation, const F& f) {
+  switch (activation) {
+    case Activation::Clamp:
+      return f(std::integral_constant<Activation, Activation::Clamp>{});
+    case Activation::LeakyRelu:
+      return f(std::integral_constant<Activation, Activation::LeakyRelu>{});
+    case Activation::Hardswish:
+      return f(std::integral_constant<Activation, Activation::Hardswish>{});
+    case Activation::Silu:
+      return f(std::integral_constant<Activation, Activation::Silu>{});
+  }
+}
+
+// Clamps are compiled for everything, other activations in one loop with the batch norm where that is common: what is
+// compiled for every dtype, formula and instruction set adds up. The rest is done by ATen's operators one by one.
+template <Activation A, Formula F, typename T, bool Residual = false>
+constexpr bool kCompiled =
+    A == Activation::Clamp ||
+    (!Residual && F != Formula::Plain && (std::is_same_v<T, float> || std::is_same_v<T, c10::BFloat16>));
+
+bool is_compiled(Activation activation, Formula formula, at::ScalarType type, bool residual) {
+  return activation == Activation::Clamp ||
+         (!residual && formula != Formula::Plain && (type == at::kFloat || type == at::kBFloat16));
+}
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// What follows, by ATen's own operators.
+at::Tensor activate_(at::Tensor y, Activation activation, double lo, double hi) {
+  switch (activation) {
+    case Activation::Clamp:
+      return y.clamp_(lo, hi);
+    case Activation::LeakyRelu:
+      return at::leaky_relu_(y, lo);
+    case Activation::Hardswish:
+      return at::hardswish_(y);
+    case Activation::Silu:
+      return at::silu_(y);
+  }
+  return y;
+}
+
+// A number of an activation in the type of the computation. Bounds that the element type cannot hold are rounded to it,
+// as ATen does.
+template <typename T>
+op_type<T> number(Activation activation, double value) {
+  return activation == Activation::Clamp ? load(static_cast<T>(value)) : static_cast<op_type<T>>(value);
+}
+
 bool by_rows(NormLayout layout, const NormShape& shape) {
   return layout == NormLayout::ChannelsLast || shape.image == 1;
 }
@@ -160,10 +219,11 @@ struct Forward {
   std::optional<at::Tensor> weight, bias;
   at::Tensor mean, invstd;
   std::optional<at::Tensor> residual;
+  Activation activation;
   double lo, hi;
 };
 
-template <Formula F, bool Residual, typename T>
+template <Formula F, bool Residual, Activation A, typename T>
 void apply_with(const T* from, const T* residual, T* to, bool rows_first, const NormShape& shape,
                 const Constants<op_type<T>>& k, op_type<T> lo, op_type<T> hi) {
   const int64_t channels = shape.channels, image = shape.image;
@@ -173,7 +233,7 @@ void apply_with(const T* from, const T* residual, T* to, bool rows_first, const 
     const int64_t grain = std::max<int64_t>(1, 32768 / channels);
     at::parallel_for(0, shape.batch * image, grain, [&](int64_t begin, int64_t end) {
       const int64_t first = begin * channels;
-      apply_rows<F, Residual>(
+      apply_rows<F, Residual, A>(
           from + first, at(first), to + first, end - begin, channels, k.a.data(), k.b.data(), k.mean.data(),
           k.invstd.data(), lo, hi);
     });
@@ -183,7 +243,7 @@ void apply_with(const T* from, const T* residual, T* to, bool rows_first, const 
       for (int64_t p = begin; p < end; ++p) {
         const int64_t c = p % channels;
         const Channel<op_type<T>> channel{k.a[c], k.b[c], k.mean[c], k.invstd[c]};
-        apply_run<F, Residual>(from + p * image, at(p * image), to + p * image, image, &channel, lo, hi);
+        apply_run<F, Residual, A>(from + p * image, at(p * image), to + p * image, image, &channel, lo, hi);
       }
     });
   }
@@ -198,18 +258,33 @@ at::Tensor apply(const at::Tensor& x, const NormShape& shape, const Forward& for
     return out;
   }
   const bool has_residual = given(forward.residual), rows_first = by_rows(norm_layout(in), shape);
+  if (!is_compiled(forward.activation, formula, x.scalar_type(), has_residual)) {
+    Forward before = forward;
+    before.activation = Activation::Clamp;
+    before.lo = -kInfinity;
+    before.hi = kInfinity;
+    return activate_(apply(x, shape, before), forward.activation, forward.lo, forward.hi);
+  }
   const at::Tensor residual = has_residual ? forward.residual->contiguous(format) : in;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_apply", [&] {
     using O = op_type<scalar_t>;
     const Constants<O> k =
         constants<O>(formula, shape.channels, forward.weight, forward.bias, forward.mean, forward.invstd);
-    // Bounds that the element type cannot hold are rounded to it, as ATen does.
-    const O lo = load(static_cast<scalar_t>(forward.lo)), hi = load(static_cast<scalar_t>(forward.hi));
+    const O lo = number<scalar_t>(forward.activation, forward.lo), hi = number<scalar_t>(forward.activation, forward.hi);
     with_formula(formula, [&](auto chosen) {
-      constexpr Formula F = decltype(chosen)::value;
-      const auto run = has_residual ? &apply_with<F, true, scalar_t> : &apply_with<F, false, scalar_t>;
-      run(in.const_data_ptr<scalar_t>(), residual.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(),
-          rows_first, shape, k, lo, hi);
+      with_activation(forward.activation, [&](auto followed) {
+        constexpr Formula F = decltype(chosen)::value;
+        constexpr Activation A = decltype(followed)::value;
+        const auto run = [&](auto with) {
+          constexpr bool R = decltype(with)::value;
+          if constexpr (kCompiled<A, F, scalar_t, R>) {
+            apply_with<F, R, A, scalar_t>(
+                in.const_data_ptr<scalar_t>(), residual.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(),
+                rows_first, shape, k, lo, hi);
+          }
+        };
+        has_residual ? run(std::true_type{}) : run(std::false_type{});
+      });
     });
   });
   return out;
@@ -217,20 +292,184 @@ at::Tensor apply(const at::Tensor& x, const NormShape& shape, const Forward& for
 
 at::Tensor batch_norm_apply(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const at::Tensor& mean, const at::Tensor& invstd, const std::optional<at::Tensor>& residual, double lo, double hi) {
-  const NormShape shape = check_norm("batch_norm_apply", x, weight, bias, &mean, &invstd);
-  check_residual("batch_norm_apply", x, residual);
-  return apply(x, shape, {weight, bias, mean, invstd, residual, lo, hi});
+    const at::Tensor& mean, const at::Tensor& invstd, const std::optional<at::Tensor>& residual,
+    c10::string_view activation, double lo, double hi) {
+  const char* op = "batch_norm_apply";
+  const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
+  check_residual(op, x, residual);
+  return apply(x, shape, {weight, bias, mean, invstd, residual, check_activation(op, activation), lo, hi});
 }
 
 // ---- training forward ----
 
+constexpr int64_t kBlock = 4096;  // elements summed in single precision before they are added in double
+
+// Adds the sum of n elements less `shift`, and of their squares.
+template <typename T>
+MONET_BODY void moments_run_body(const T* in, int64_t n, op_type<T> shift, double* sums) {
+  using O = op_type<T>;
+  for (int64_t first = 0; first < n; first += kBlock) {
+    const int64_t last = std::min(n, first + kBlock);
+    O sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum, squares)
+    for (int64_t i = first; i < last; ++i) {
+      const O value = load(in[i]) - shift;
+      sum += value;
+      squares += value * value;
+    }
+    sums[0] += sum;
+    sums[1] += squares;
+  }
+}
+MONET_FOR_EACH_ISA(moments_run)
+
+// The same for rows of adjacent channels; sum and squares are scratch, flushed to sums[0..C) and sums[C..2C).
+template <typename T, typename O>
+MONET_BODY void moments_rows_body(
+    const T* in, int64_t rows, int64_t channels, const O* shift, O* sum, O* squares, double* sums) {
+  for (int64_t first = 0; first < rows; first += 64) {
+    const int64_t last = std::min(rows, first + 64);
+    std::fill_n(sum, channels, O(0));
+    std::fill_n(squares, channels, O(0));
+    for (int64_t r = first; r < last; ++r) {
+      const T* row = in + r * channels;
+#pragma GCC ivdep
+      for (int64_t c = 0; c < channels; ++c) {
+        const O value = load(row[c]) - shift[c];
+        sum[c] += value;
+        squares[c] += value * value;
+      }
+    }
+    for (int64_t c = 0; c < channels; ++c) {
+      sums[c] += sum[c];
+      sums[channels + c] += squares[c];
+    }
+  }
+}
+MONET_FOR_EACH_ISA(moments_rows)
+
+double inverse_std(double variance, double eps) {
+  return variance == 0 && eps == 0 ? 0 : 1 / std::sqrt(variance + eps);
+}
+
+// Mean and variance of one channel from sums about `shift`.
+struct Moments {
+  double mean, variance;
+  bool good;  // the shift was so near to the mean that the difference of squares lost no digits to speak of
+
+  Moments(double sum, double squares, double shift, double count) {
+    const double off = sum / count;
+    mean = shift + off;
+    variance = std::max(0.0, squares / count - off * off);
+    good = off * off <= 4 * variance;
+  }
+};
+
+// Of all channels: about the first element, and once more about the mean where that was far off.
+template <typename T>
+void moments(const at::Tensor& in, const NormShape& shape, double* mean, double* variance) {
+  using O = op_type<T>;
+  const T* x = in.const_data_ptr<T>();
+  const int64_t C = shape.channels, image = shape.image, rows = shape.batch * image;
+  if (!by_rows(norm_layout(in), shape)) {
+    at::parallel_for(0, C, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; ++c) {
+        O shift = load(x[c * image]);
+        for (int64_t pass = 0; pass < 2; ++pass) {
+          double sums[2] = {0, 0};
+          for (int64_t n = 0; n < shape.batch; ++n) {
+            moments_run(x + (n * C + c) * image, image, shift, &sums[0]);
+          }
+          const Moments found(sums[0], sums[1], shift, static_cast<double>(rows));
+          mean[c] = found.mean;
+          variance[c] = found.variance;
+          if (found.good) {
+            break;
+          }
+          shift = static_cast<O>(found.mean);
+        }
+      }
+    });
+    return;
+  }
+  const int64_t grain = std::max<int64_t>(1, 32768 / C);
+  const int64_t chunks = std::min<int64_t>(at::get_num_threads(), (rows + grain - 1) / grain);
+  const int64_t per_chunk = (rows + chunks - 1) / chunks;
+  std::vector<O> shift(C);
+  for (int64_t c = 0; c < C; ++c) {
+    shift[c] = load(x[c]);
+  }
+  bool good = false;
+  for (int64_t pass = 0; pass < 2 && !good; ++pass) {
+    std::vector<double> partial(chunks * 2 * C, 0.0);
+    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      std::vector<O> scratch(2 * C);
+      for (int64_t chunk = begin; chunk < end; ++chunk) {
+        const int64_t first = std::min(rows, chunk * per_chunk), last = std::min(rows, first + per_chunk);
+        moments_rows(
+            x + first * C, last - first, C, static_cast<const O*>(shift.data()), scratch.data(), scratch.data() + C,
+            partial.data() + chunk * 2 * C);
+      }
+    });
+    good = true;
+    for (int64_t c = 0; c < C; ++c) {
+      double sum = 0, squares = 0;
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        sum += partial[chunk * 2 * C + c];
+        squares += partial[chunk * 2 * C + C + c];
+      }
+      const Moments found(sum, squares, shift[c], static_cast<double>(rows));
+      mean[c] = found.mean;
+      variance[c] = found.variance;
+      good &= found.good;
+      shift[c] = static_cast<O>(found.mean);
+    }
+  }
+}
+
+// Mean and invstd of our own, which ATen's agree with to rounding; its loop over a channel does not vectorise.
+std::tuple<at::Tensor, at::Tensor> own_statistics(
+    const at::Tensor& x, const NormShape& shape, const at::TensorOptions& options,
+    const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
+    double eps) {
+  const at::Tensor in = x.contiguous(norm_format(x));
+  const auto doubles = options.dtype(at::kDouble).memory_format(at::MemoryFormat::Contiguous);
+  const at::Tensor mean = at::empty({shape.channels}, doubles), variance = at::empty({shape.channels}, doubles);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_train", [&] {
+    moments<scalar_t>(in, shape, mean.mutable_data_ptr<double>(), variance.mutable_data_ptr<double>());
+  });
+  if (given(running_mean)) {
+    running_mean->mul_(1 - momentum).add_(mean.to(running_mean->scalar_type()), momentum);
+  }
+  if (given(running_var)) {
+    const double count = static_cast<double>(shape.batch * shape.image);
+    running_var->mul_(1 - momentum).add_((variance * (count / (count - 1))).to(running_var->scalar_type()), momentum);
+  }
+  at::Tensor invstd = at::empty_like(variance);
+  for (int64_t c = 0; c < shape.channels; ++c) {
+    invstd.mutable_data_ptr<double>()[c] = inverse_std(variance.const_data_ptr<double>()[c], eps);
+  }
+  return {mean.to(options.dtype()), invstd.to(options.dtype())};
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
-    double eps, const std::optional<at::Tensor>& residual, double lo, double hi) {
-  const NormShape shape = check_norm("batch_norm_train", x, weight, bias, nullptr, nullptr);
-  check_residual("batch_norm_train", x, residual);
+    double eps, const std::optional<at::Tensor>& residual, c10::string_view activation, double lo, double hi,
+    bool exact) {
+  const char* op = "batch_norm_train";
+  const NormShape shape = check_norm(op, x, weight, bias, nullptr, nullptr);
+  check_residual(op, x, residual);
+  const Activation follows = check_activation(op, activation);
+  const auto finish = [&](const at::Tensor& mean, const at::Tensor& invstd) {
+    return apply(x, shape, {weight, bias, mean, invstd, residual, follows, lo, hi});
+  };
+  if (!exact && x.numel() > 0) {
+    const auto [mean, invstd] = own_statistics(
+        x, shape, statistics_options(x, {weight, bias, running_mean, running_var}), running_mean, running_var, momentum,
+        eps);
+    return {finish(mean, invstd), mean, invstd};
+  }
   const bool full_precision = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
   if (x.numel() == 0 || !full_precision || norm_layout(x) == NormLayout::Strided) {
     // ATen derives invstd from a variance it does not round; only its own operator can repeat that here.
@@ -238,23 +477,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
     if (given(residual)) {
       y.add_(*residual);
     }
-    return {y.clamp_(lo, hi), mean, invstd};
+    return {activate_(y, follows, lo, hi), mean, invstd};
   }
   auto [mean, invstd] = at::batch_norm_update_stats(x, running_mean, running_var, momentum);
   // `invstd` still holds the variance. ATen computes its inverse root in double and rounds once.
   AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "batch_norm_train", [&] {
     scalar_t* value = invstd.template mutable_data_ptr<scalar_t>();
     for (int64_t c = 0; c < invstd.numel(); ++c) {
-      const double var = value[c];
-      value[c] = var == 0 && eps == 0 ? scalar_t(0) : static_cast<scalar_t>(1 / std::sqrt(var + eps));
+      value[c] = static_cast<scalar_t>(inverse_std(value[c], eps));
     }
   });
-  return {apply(x, shape, {weight, bias, mean, invstd, residual, lo, hi}), mean, invstd};
+  return {finish(mean, invstd), mean, invstd};
 }
 
 // ---- backward ----
 //
-// With y = a x + b, g = grad where lo < y < hi (else 0), N = elements per channel, m and s the saved mean and invstd:
+// With y = a x + b, g = grad through the activation at y, N = elements per channel, m and s the saved mean and invstd:
 //   grad_bias   = sum g                      grad_weight = s * sum (x - m) g
 //   grad_input  = (g - mean(g) - (x - m) s^2 mean((x - m) g)) * s * weight
 // y is recomputed with the formula of the forward pass, so it is the forward pass's y.
@@ -264,14 +502,12 @@ struct Gradient {
   O mean_g, slope, scale;  // grad_input = (g - mean_g - (x - m) * slope) * scale
 };
 
-template <Formula F, typename T, typename O = op_type<T>>
+template <Formula F, Activation A, typename T, typename O = op_type<T>>
 MONET_BODY O gradient_through(T grad, O x, O a, O b, O mean, O invstd, O lo, O hi) {
-  return passes_clamp(as_stored<T>(normalised<F>(x, a, b, mean, invstd)), lo, hi) ? load(grad) : O(0);
+  return activation_gradient<A>(load(grad), as_stored<T>(normalised<F>(x, a, b, mean, invstd)), lo, hi);
 }
 
-constexpr int64_t kBlock = 4096;  // elements summed in single precision before they are added in double
-
-template <Formula F, typename T>
+template <Formula F, Activation A, typename T>
 MONET_BODY void reduce_run_body(
     const T* grad, const T* x, int64_t n, const Channel<op_type<T>>* channel, op_type<T> lo, op_type<T> hi,
     double* sums) {
@@ -283,7 +519,7 @@ MONET_BODY void reduce_run_body(
 #pragma omp simd reduction(+ : sum, dot)
     for (int64_t i = first; i < last; ++i) {
       const O value = load(x[i]);
-      const O g = gradient_through<F>(grad[i], value, k.a, k.b, k.mean, k.invstd, lo, hi);
+      const O g = gradient_through<F, A>(grad[i], value, k.a, k.b, k.mean, k.invstd, lo, hi);
       sum += g;
       dot += (value - k.mean) * g;
     }
@@ -293,7 +529,7 @@ MONET_BODY void reduce_run_body(
 }
 MONET_FOR_EACH_ISA(reduce_run)
 
-template <Formula F, typename T>
+template <Formula F, Activation A, typename T>
 MONET_BODY void input_grad_run_body(
     const T* grad, const T* x, T* out, int64_t n, const Channel<op_type<T>>* channel,
     const Gradient<op_type<T>>* gradient, op_type<T> lo, op_type<T> hi) {
@@ -303,14 +539,14 @@ MONET_BODY void input_grad_run_body(
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const O value = load(x[i]);
-    const O g = gradient_through<F>(grad[i], value, k.a, k.b, k.mean, k.invstd, lo, hi);
+    const O g = gradient_through<F, A>(grad[i], value, k.a, k.b, k.mean, k.invstd, lo, hi);
     store(out[i], (g - d.mean_g - (value - k.mean) * d.slope) * d.scale);
   }
 }
 MONET_FOR_EACH_ISA(input_grad_run)
 
 // sum[c], dot[c] are scratch in compute precision, flushed to sums[0..C) and sums[C..2C) every 64 rows.
-template <Formula F, typename T, typename O>
+template <Formula F, Activation A, typename T, typename O>
 MONET_BODY void reduce_rows_body(
     const T* grad, const T* x, int64_t rows, int64_t channels, const O* a, const O* b, const O* mean, const O* invstd,
     O lo, O hi, O* sum, O* dot, double* sums) {
@@ -324,7 +560,7 @@ MONET_BODY void reduce_rows_body(
 #pragma GCC ivdep
       for (int64_t c = 0; c < channels; ++c) {
         const O value = load(x_row[c]);
-        const O g = gradient_through<F>(grad_row[c], value, a[c], b[c], mean[c], invstd[c], lo, hi);
+        const O g = gradient_through<F, A>(grad_row[c], value, a[c], b[c], mean[c], invstd[c], lo, hi);
         sum[c] += g;
         dot[c] += (value - mean[c]) * g;
       }
@@ -337,7 +573,7 @@ MONET_BODY void reduce_rows_body(
 }
 MONET_FOR_EACH_ISA(reduce_rows)
 
-template <Formula F, typename T, typename O>
+template <Formula F, Activation A, typename T, typename O>
 MONET_BODY void input_grad_rows_body(
     const T* grad, const T* x, T* out, int64_t rows, int64_t channels, const O* a, const O* b, const O* mean,
     const O* invstd, const O* mean_g, const O* slope, const O* scale, O lo, O hi) {
@@ -348,7 +584,7 @@ MONET_BODY void input_grad_rows_body(
 #pragma GCC ivdep
     for (int64_t c = 0; c < channels; ++c) {
       const O value = load(x_row[c]);
-      const O g = gradient_through<F>(grad_row[c], value, a[c], b[c], mean[c], invstd[c], lo, hi);
+      const O g = gradient_through<F, A>(grad_row[c], value, a[c], b[c], mean[c], invstd[c], lo, hi);
       store(out_row[c], (g - mean_g[c] - (value - mean[c]) * slope[c]) * scale[c]);
     }
   }
@@ -362,7 +598,7 @@ Gradient<O> gradient_of(double sum, double dot, int64_t count, O invstd, O weigh
 }
 
 // sums[0..C) and sums[C..2C) receive sum g and sum (x - m) g.
-template <Formula F, typename T>
+template <Formula F, Activation A, typename T>
 void backward_planes(
     const T* grad, const T* x, T* out, const NormShape& shape, const Constants<op_type<T>>& k, op_type<T> lo,
     op_type<T> hi, double* sums) {
@@ -375,7 +611,7 @@ void backward_planes(
       double totals[2] = {0, 0};
       for (int64_t n = 0; n < shape.batch; ++n) {
         const int64_t at = n * pitch + c * image;
-        reduce_run<F>(grad + at, x + at, image, &channel, lo, hi, &totals[0]);
+        reduce_run<F, A>(grad + at, x + at, image, &channel, lo, hi, &totals[0]);
       }
       sums[c] = totals[0];
       sums[shape.channels + c] = totals[1];
@@ -386,13 +622,13 @@ void backward_planes(
           gradient_of(totals[0], totals[1], shape.batch * image, k.invstd[c], k.weight[c]);
       for (int64_t n = 0; n < shape.batch; ++n) {
         const int64_t at = n * pitch + c * image;
-        input_grad_run<F>(grad + at, x + at, out + at, image, &channel, &gradient, lo, hi);
+        input_grad_run<F, A>(grad + at, x + at, out + at, image, &channel, &gradient, lo, hi);
       }
     }
   });
 }
 
-template <Formula F, typename T>
+template <Formula F, Activation A, typename T>
 void backward_rows(
     const T* grad, const T* x, T* out, const NormShape& shape, const Constants<op_type<T>>& k, op_type<T> lo,
     op_type<T> hi, double* sums) {
@@ -406,7 +642,7 @@ void backward_rows(
     std::vector<O> scratch(2 * C);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t first = std::min(rows, chunk * per_chunk), last = std::min(rows, first + per_chunk);
-      reduce_rows<F>(
+      reduce_rows<F, A>(
           grad + first * C, x + first * C, last - first, C, k.a.data(), k.b.data(), k.mean.data(), k.invstd.data(), lo,
           hi, scratch.data(), scratch.data() + C, partial.data() + chunk * 2 * C);
     }
@@ -428,23 +664,44 @@ void backward_rows(
     scale[c] = d.scale;
   }
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    input_grad_rows<F>(
+    input_grad_rows<F, A>(
         grad + begin * C, x + begin * C, out + begin * C, end - begin, C, k.a.data(), k.b.data(), k.mean.data(),
         k.invstd.data(), mean_g.data(), slope.data(), scale.data(), lo, hi);
   });
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_clamp_backward(
+// The gradient through an activation that is not compiled with the batch norm.
+at::Tensor through(const at::Tensor& grad, const at::Tensor& y, Activation activation, double slope) {
+  switch (activation) {
+    case Activation::LeakyRelu:
+      return at::leaky_relu_backward(grad, y, slope, false);
+    case Activation::Hardswish:
+      return at::hardswish_backward(grad, y);
+    case Activation::Silu:
+      return at::silu_backward(grad, y);
+    case Activation::Clamp:
+      break;
+  }
+  return grad;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
     const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd, double lo, double hi,
-    std::array<bool, 3> mask) {
-  const char* op = "batch_norm_clamp_backward";
+    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd,
+    c10::string_view activation, double lo, double hi, std::array<bool, 3> mask) {
+  const char* op = "batch_norm_activation_backward";
   const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
   TORCH_CHECK_VALUE(
       grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type(), "monet_like::", op, ": grad (", grad.sizes(),
       ", ", grad.scalar_type(), ") must match x (", x.sizes(), ", ", x.scalar_type(), ")");
+  const Activation follows = check_activation(op, activation);
   const auto format = norm_format(x);
   const Formula formula = formula_for(norm_layout(x));
+  if (!is_compiled(follows, formula, x.scalar_type(), false)) {
+    const at::Tensor y = apply(x, shape, {weight, bias, mean, invstd, std::nullopt, Activation::Clamp, -kInfinity, kInfinity});
+    return batch_norm_activation_backward(
+        through(grad, y, follows, lo), x, weight, bias, mean, invstd, "clamp", -kInfinity, kInfinity, mask);
+  }
   const at::Tensor in = x.contiguous(format), upstream = grad.contiguous(format);
   const bool has_weight = weight.has_value() && weight->defined();
   const at::TensorOptions parameter = has_weight ? weight->options() : mean.options();
@@ -454,16 +711,23 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_clamp_backward(
   }
   std::vector<double> sums(2 * shape.channels, 0.0);
   if (x.numel() > 0) {
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_clamp_backward", [&] {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_activation_backward", [&] {
       using O = op_type<scalar_t>;
       const Constants<O> k = constants<O>(formula, shape.channels, weight, bias, mean, invstd);
-      const O below = load(static_cast<scalar_t>(open_bound(lo))), above = load(static_cast<scalar_t>(open_bound(hi)));
+      const bool clamps = follows == Activation::Clamp;
+      const O low = number<scalar_t>(follows, clamps ? open_bound(lo) : lo);
+      const O high = number<scalar_t>(follows, clamps ? open_bound(hi) : hi);
       with_formula(formula, [&](auto chosen) {
-        constexpr Formula F = decltype(chosen)::value;
-        const auto run =
-            by_rows(norm_layout(in), shape) ? &backward_rows<F, scalar_t> : &backward_planes<F, scalar_t>;
-        run(upstream.const_data_ptr<scalar_t>(), in.const_data_ptr<scalar_t>(),
-            mask[0] ? grad_input.mutable_data_ptr<scalar_t>() : nullptr, shape, k, below, above, sums.data());
+        with_activation(follows, [&](auto followed) {
+          constexpr Formula F = decltype(chosen)::value;
+          constexpr Activation A = decltype(followed)::value;
+          if constexpr (kCompiled<A, F, scalar_t>) {
+            const auto run =
+                by_rows(norm_layout(in), shape) ? &backward_rows<F, A, scalar_t> : &backward_planes<F, A, scalar_t>;
+            run(upstream.const_data_ptr<scalar_t>(), in.const_data_ptr<scalar_t>(),
+                mask[0] ? grad_input.mutable_data_ptr<scalar_t>() : nullptr, shape, k, low, high, sums.data());
+          }
+        });
       });
     });
   }
@@ -490,7 +754,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_clamp_backward(
 TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
   m.impl("batch_norm_apply", &batch_norm_apply);
   m.impl("batch_norm_train", &batch_norm_train);
-  m.impl("batch_norm_clamp_backward", &batch_norm_clamp_backward);
+  m.impl("batch_norm_activation_backward", &batch_norm_activation_backward);
 }
 
 }  // namespace monet_like

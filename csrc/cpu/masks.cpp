@@ -102,19 +102,20 @@ MONET_BODY void spread_bits(const uint8_t* mask, uint8_t* out, int64_t numel) {
 }
 
 template <typename T>
-MONET_BODY void scale_where_body(const T* in, const uint8_t* mask, T* out, int64_t numel, op_type<T> scale) {
+MONET_BODY void scale_where_body(
+    const T* in, const uint8_t* mask, T* out, int64_t numel, op_type<T> scale, op_type<T> otherwise) {
   const int64_t whole = numel / 8;
 #pragma GCC ivdep
   for (int64_t b = 0; b < whole; ++b) {
     const int32_t bits = mask[b];
     for (int j = 0; j < 8; ++j) {
       // Multiply rather than select: inf * 0 is NaN and -1 * 0 is -0, as in (x * mask) * scale.
-      const op_type<T> factor = (bits >> j) & 1 ? scale : op_type<T>(0);
+      const op_type<T> factor = (bits >> j) & 1 ? scale : otherwise;
       store(out[8 * b + j], load(in[8 * b + j]) * factor);
     }
   }
   for (int64_t i = 8 * whole; i < numel; ++i) {
-    store(out[i], load(in[i]) * ((mask[i / 8] >> (i % 8)) & 1 ? scale : op_type<T>(0)));
+    store(out[i], load(in[i]) * ((mask[i / 8] >> (i % 8)) & 1 ? scale : otherwise));
   }
 }
 MONET_FOR_EACH_ISA(scale_where)
@@ -214,7 +215,8 @@ at::Tensor unpack_bool(const at::Tensor& packed, at::IntArrayRef size, at::IntAr
   return out;
 }
 
-at::Tensor masked_scale(const at::Tensor& x, const at::Tensor& packed, double scale, at::IntArrayRef stride) {
+at::Tensor masked_scale(
+    const at::Tensor& x, const at::Tensor& packed, double scale, at::IntArrayRef stride, double otherwise) {
   check_floating(x, "masked_scale", "x");
   check_packed(packed, x.numel(), x, "masked_scale");
   const at::Tensor dense = to_packing_order(x, stride, "masked_scale");
@@ -224,9 +226,61 @@ at::Tensor masked_scale(const at::Tensor& x, const at::Tensor& packed, double sc
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
     const uint8_t* bytes = packed.const_data_ptr<uint8_t>();
     for_packed_ranges(x.numel(), [&](int64_t first, int64_t n) {
-      scale_where(from + first, bytes + first / 8, to + first, n, static_cast<op_type<scalar_t>>(scale));
+      scale_where(
+          from + first, bytes + first / 8, to + first, n, static_cast<op_type<scalar_t>>(scale),
+          static_cast<op_type<scalar_t>>(otherwise));
     });
   });
+  return out;
+}
+
+template <typename B>
+MONET_BODY void join_nibbles_body(const B* in, B* out, int64_t bytes) {
+#pragma GCC ivdep
+  for (int64_t b = 0; b < bytes; ++b) {
+    out[b] = static_cast<B>((in[2 * b] & 15) | (in[2 * b + 1] << 4));
+  }
+}
+MONET_FOR_EACH_ISA(join_nibbles)
+
+template <typename B>
+MONET_BODY void split_nibbles_body(const B* in, B* out, int64_t bytes) {
+#pragma GCC ivdep
+  for (int64_t b = 0; b < bytes; ++b) {
+    out[2 * b] = in[b] & 15;
+    out[2 * b + 1] = in[b] >> 4;
+  }
+}
+MONET_FOR_EACH_ISA(split_nibbles)
+
+at::Tensor pack_nibbles(const at::Tensor& x) {
+  check_bytes(x, "pack_nibbles");
+  const at::Tensor dense = in_packing_order(x);
+  const int64_t whole = x.numel() / 2;
+  at::Tensor out = at::empty({(x.numel() + 1) / 2}, x.options().memory_format(at::MemoryFormat::Contiguous));
+  const uint8_t* from = dense.const_data_ptr<uint8_t>();
+  uint8_t* to = out.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, whole, 32768, [&](int64_t begin, int64_t end) {
+    join_nibbles(from + 2 * begin, to + begin, end - begin);
+  });
+  if (x.numel() % 2) {
+    to[whole] = from[2 * whole] & 15;
+  }
+  return out;
+}
+
+at::Tensor unpack_nibbles(const at::Tensor& packed, at::IntArrayRef size, at::IntArrayRef stride) {
+  at::Tensor out = empty_in_packing_order(size, stride, packed.options(), "unpack_nibbles");
+  check_nibbles(packed, out.numel());
+  const int64_t whole = out.numel() / 2;
+  const uint8_t* from = packed.const_data_ptr<uint8_t>();
+  uint8_t* to = out.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, whole, 32768, [&](int64_t begin, int64_t end) {
+    split_nibbles(from + begin, to + 2 * begin, end - begin);
+  });
+  if (out.numel() % 2) {
+    to[2 * whole] = from[whole] & 15;
+  }
   return out;
 }
 
@@ -240,6 +294,8 @@ TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
   m.impl("keep_where_", &keep_where_);
   m.impl("unpack_bool", &unpack_bool);
   m.impl("masked_scale", &masked_scale);
+  m.impl("pack_nibbles", &pack_nibbles);
+  m.impl("unpack_nibbles", &unpack_nibbles);
 }
 
 }  // namespace monet_like

@@ -1,4 +1,4 @@
-// Training-mode batch norm on the GPU, alone or with what follows it, and the gradient of batch norm and clamp.
+// Training-mode batch norm on the GPU, alone or with what follows it, and the gradient of both.
 
 #include <ATen/ops/batch_norm_update_stats.h>
 #include <ATen/ops/native_batch_norm.h>
@@ -48,7 +48,7 @@ __device__ __forceinline__ int64_t channel_of(int64_t i, int64_t inner, int64_t 
 }
 
 // Each step sees what the one before would have stored; without a residual its pointer is null.
-template <typename T>
+template <Activation A, typename T>
 __global__ void apply_kernel(
     const T* in, const T* residual, T* out, const op_type<T>* k, int64_t channels, int64_t inner, int64_t numel,
     op_type<T> lo, op_type<T> hi) {
@@ -59,15 +59,15 @@ __global__ void apply_kernel(
     if (residual != nullptr) {
       y = static_cast<O>(static_cast<T>(y + static_cast<O>(residual[i])));
     }
-    out[i] = static_cast<T>(clamped(y, lo, hi));
+    out[i] = static_cast<T>(activated<A>(y, lo, hi));
   }
 }
 
-template <typename T>
+template <Activation A, typename T>
 __device__ __forceinline__ op_type<T> gradient_through(
     T grad, op_type<T> x, const Channel<op_type<T>>& k, op_type<T> lo, op_type<T> hi) {
   const op_type<T> y = static_cast<op_type<T>>(static_cast<T>(value_of(x, k)));  // as it was stored
-  return passes_clamp(y, lo, hi) ? static_cast<op_type<T>>(grad) : op_type<T>(0);
+  return activation_gradient<A>(static_cast<op_type<T>>(grad), y, lo, hi);
 }
 
 constexpr int kLanes = 32;  // blocks are kLanes x kRows threads
@@ -75,7 +75,7 @@ constexpr int kRows = kThreads / kLanes;
 
 // partial[split, 0 and 1, channel] = sum g and sum (x - m) g over one part of one channel.
 // Planes: a block has one channel; its threads walk along the image. blockIdx = (channel, split).
-template <typename T>
+template <Activation A, typename T>
 __global__ void reduce_planes_kernel(
     const T* grad, const T* x, const op_type<T>* k, double* partial, int64_t batch, int64_t channels, int64_t image,
     op_type<T> lo, op_type<T> hi) {
@@ -87,7 +87,7 @@ __global__ void reduce_planes_kernel(
     const int64_t base = (n * channels + c) * image;
     O image_sum = 0, image_dot = 0;
     for (int64_t i = threadIdx.y * kLanes + threadIdx.x; i < image; i += kThreads) {
-      const O value = static_cast<O>(x[base + i]), g = gradient_through(grad[base + i], value, channel, lo, hi);
+      const O value = static_cast<O>(x[base + i]), g = gradient_through<A>(grad[base + i], value, channel, lo, hi);
       image_sum += g;
       image_dot += (value - channel.mean) * g;
     }
@@ -114,7 +114,7 @@ __global__ void reduce_planes_kernel(
 }
 
 // Channels last: 32 threads take 32 adjacent channels, the block's rows and the splits share the pixels.
-template <typename T>
+template <Activation A, typename T>
 __global__ void reduce_rows_kernel(
     const T* grad, const T* x, const op_type<T>* k, double* partial, int64_t rows, int64_t channels, op_type<T> lo,
     op_type<T> hi) {
@@ -129,7 +129,7 @@ __global__ void reduce_rows_kernel(
     int pending = 0;
     for (int64_t r = first; r < rows; r += step) {
       const O value = static_cast<O>(x[r * channels + c]);
-      const O g = gradient_through(grad[r * channels + c], value, channel, lo, hi);
+      const O g = gradient_through<A>(grad[r * channels + c], value, channel, lo, hi);
       some_sum += g;
       some_dot += (value - channel.mean) * g;
       if (++pending == 64) {
@@ -174,7 +174,7 @@ __global__ void finish_sums_kernel(
   }
 }
 
-template <typename T>
+template <Activation A, typename T>
 __global__ void input_grad_kernel(
     const T* grad, const T* x, T* out, const op_type<T>* k, const op_type<T>* d, int64_t channels, int64_t inner,
     int64_t numel, op_type<T> lo, op_type<T> hi) {
@@ -182,9 +182,31 @@ __global__ void input_grad_kernel(
   MONET_GRID_STRIDE(i, numel) {
     const int64_t c = channel_of(i, inner, channels);
     const Channel<O> channel = channel_at(k, c, channels);
-    const O value = static_cast<O>(x[i]), g = gradient_through(grad[i], value, channel, lo, hi);
+    const O value = static_cast<O>(x[i]), g = gradient_through<A>(grad[i], value, channel, lo, hi);
     out[i] = static_cast<T>((g - d[c] - (value - channel.mean) * d[channels + c]) * d[2 * channels + c]);
   }
+}
+
+// Turns an activation known at run time into a template argument.
+template <typename F>
+void with_activation(Activation activation, const F& f) {
+  switch (activation) {
+    case Activation::Clamp:
+      return f(std::integral_constant<Activation, Activation::Clamp>{});
+    case Activation::LeakyRelu:
+      return f(std::integral_constant<Activation, Activation::LeakyRelu>{});
+    case Activation::Hardswish:
+      return f(std::integral_constant<Activation, Activation::Hardswish>{});
+    case Activation::Silu:
+      return f(std::integral_constant<Activation, Activation::Silu>{});
+  }
+}
+
+// A number of an activation in the type of the computation; bounds as the element type holds them.
+template <typename T>
+op_type<T> number(Activation activation, double value) {
+  using O = op_type<T>;
+  return activation == Activation::Clamp ? static_cast<O>(static_cast<T>(value)) : static_cast<O>(value);
 }
 
 bool by_rows(const at::Tensor& dense, const NormShape& shape) {
@@ -193,9 +215,12 @@ bool by_rows(const at::Tensor& dense, const NormShape& shape) {
 
 at::Tensor batch_norm_apply(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const at::Tensor& mean, const at::Tensor& invstd, const std::optional<at::Tensor>& residual, double lo, double hi) {
-  const NormShape shape = check_norm("batch_norm_apply", x, weight, bias, &mean, &invstd);
-  check_residual("batch_norm_apply", x, residual);
+    const at::Tensor& mean, const at::Tensor& invstd, const std::optional<at::Tensor>& residual,
+    c10::string_view activation, double lo, double hi) {
+  const char* op = "batch_norm_apply";
+  const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
+  check_residual(op, x, residual);
+  const Activation follows = check_activation(op, activation);
   const c10::cuda::CUDAGuard guard(x.device());
   const auto format = norm_format(x);
   const at::Tensor in = x.contiguous(format), k = constants(x, weight, bias, mean, invstd);
@@ -207,11 +232,14 @@ at::Tensor batch_norm_apply(
   const int64_t inner = by_rows(in, shape) ? 1 : shape.image;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_apply", [&] {
     using O = op_type<scalar_t>;
-    apply_kernel<scalar_t><<<blocks_for(x.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        in.const_data_ptr<scalar_t>(), other.defined() ? other.const_data_ptr<scalar_t>() : nullptr,
-        out.mutable_data_ptr<scalar_t>(), k.const_data_ptr<O>(), shape.channels, inner, x.numel(),
-        static_cast<O>(static_cast<scalar_t>(lo)), static_cast<O>(static_cast<scalar_t>(hi)));
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    with_activation(follows, [&](auto chosen) {
+      constexpr Activation A = decltype(chosen)::value;
+      apply_kernel<A, scalar_t><<<blocks_for(x.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+          in.const_data_ptr<scalar_t>(), other.defined() ? other.const_data_ptr<scalar_t>() : nullptr,
+          out.mutable_data_ptr<scalar_t>(), k.const_data_ptr<O>(), shape.channels, inner, x.numel(),
+          number<scalar_t>(follows, lo), number<scalar_t>(follows, hi));
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    });
   });
   return out;
 }
@@ -219,7 +247,8 @@ at::Tensor batch_norm_apply(
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
-    double eps, const std::optional<at::Tensor>& residual, double lo, double hi) {
+    double eps, const std::optional<at::Tensor>& residual, c10::string_view activation, double lo, double hi,
+    bool /*exact*/) {  // ATen's statistics are as fast as any here
   check_norm("batch_norm_train", x, weight, bias, nullptr, nullptr);
   const c10::cuda::CUDAGuard guard(x.device());
   if (x.numel() == 0) {
@@ -227,18 +256,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
   }
   auto [mean, invstd] = at::batch_norm_update_stats(x, running_mean, running_var, momentum);
   invstd.add_(eps).rsqrt_();  // it held the variance
-  return {batch_norm_apply(x, weight, bias, mean, invstd, residual, lo, hi), mean, invstd};
+  return {batch_norm_apply(x, weight, bias, mean, invstd, residual, activation, lo, hi), mean, invstd};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_clamp_backward(
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
     const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd, double lo, double hi,
-    std::array<bool, 3> mask) {
-  const char* op = "batch_norm_clamp_backward";
+    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd,
+    c10::string_view activation, double lo, double hi, std::array<bool, 3> mask) {
+  const char* op = "batch_norm_activation_backward";
   const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
   TORCH_CHECK_VALUE(
       grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type(), "monet_like::", op, ": grad (", grad.sizes(),
       ", ", grad.scalar_type(), ") must match x (", x.sizes(), ", ", x.scalar_type(), ")");
+  const Activation follows = check_activation(op, activation);
   const c10::cuda::CUDAGuard guard(x.device());
   const auto format = norm_format(x);
   const at::Tensor in = x.contiguous(format), upstream = grad.contiguous(format);
@@ -263,30 +293,35 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_clamp_backward(
     const dim3 blocks(static_cast<unsigned int>(groups), static_cast<unsigned int>(splits)), threads(kLanes, kRows);
     const at::Tensor partial = at::empty({splits, 2, C}, doubles), d = at::empty({3, C}, k.options());
     const auto stream = c10::cuda::getCurrentCUDAStream();
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_clamp_backward", [&] {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_activation_backward", [&] {
       using O = op_type<scalar_t>;
       const scalar_t* g = upstream.const_data_ptr<scalar_t>();
       const scalar_t* from = in.const_data_ptr<scalar_t>();
       const O* constants_data = k.const_data_ptr<O>();
       double* parts = partial.mutable_data_ptr<double>();
-      const O below = static_cast<O>(static_cast<scalar_t>(open_bound(lo)));
-      const O above = static_cast<O>(static_cast<scalar_t>(open_bound(hi)));
-      if (channels_last) {
-        reduce_rows_kernel<scalar_t><<<blocks, threads, 0, stream>>>(g, from, constants_data, parts, rows, C, below, above);
-      } else {
-        reduce_planes_kernel<scalar_t>
-            <<<blocks, threads, 0, stream>>>(g, from, constants_data, parts, shape.batch, C, shape.image, below, above);
-      }
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-      finish_sums_kernel<O><<<blocks_for(C), kThreads, 0, stream>>>(
-          parts, constants_data, sums.mutable_data_ptr<double>(), d.mutable_data_ptr<O>(), splits, C, rows);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-      if (mask[0]) {
-        input_grad_kernel<scalar_t><<<blocks_for(x.numel()), kThreads, 0, stream>>>(
-            g, from, grad_input.mutable_data_ptr<scalar_t>(), constants_data, d.const_data_ptr<O>(), C,
-            channels_last ? 1 : shape.image, x.numel(), below, above);
+      const bool clamps = follows == Activation::Clamp;
+      const O low = number<scalar_t>(follows, clamps ? open_bound(lo) : lo);
+      const O high = number<scalar_t>(follows, clamps ? open_bound(hi) : hi);
+      with_activation(follows, [&](auto chosen) {
+        constexpr Activation A = decltype(chosen)::value;
+        if (channels_last) {
+          reduce_rows_kernel<A, scalar_t>
+              <<<blocks, threads, 0, stream>>>(g, from, constants_data, parts, rows, C, low, high);
+        } else {
+          reduce_planes_kernel<A, scalar_t>
+              <<<blocks, threads, 0, stream>>>(g, from, constants_data, parts, shape.batch, C, shape.image, low, high);
+        }
         C10_CUDA_KERNEL_LAUNCH_CHECK();
-      }
+        finish_sums_kernel<O><<<blocks_for(C), kThreads, 0, stream>>>(
+            parts, constants_data, sums.mutable_data_ptr<double>(), d.mutable_data_ptr<O>(), splits, C, rows);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+        if (mask[0]) {
+          input_grad_kernel<A, scalar_t><<<blocks_for(x.numel()), kThreads, 0, stream>>>(
+              g, from, grad_input.mutable_data_ptr<scalar_t>(), constants_data, d.const_data_ptr<O>(), C,
+              channels_last ? 1 : shape.image, x.numel(), low, high);
+          C10_CUDA_KERNEL_LAUNCH_CHECK();
+        }
+      });
     });
   }
   if (mask[1]) {
@@ -303,7 +338,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_clamp_backward(
 TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
   m.impl("batch_norm_apply", &batch_norm_apply);
   m.impl("batch_norm_train", &batch_norm_train);
-  m.impl("batch_norm_clamp_backward", &batch_norm_clamp_backward);
+  m.impl("batch_norm_activation_backward", &batch_norm_activation_backward);
 }
 
 }  // namespace monet_like

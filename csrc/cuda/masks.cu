@@ -64,10 +64,25 @@ __global__ void unpack_kernel(const uint8_t* mask, bool* out, int64_t numel) {
 }
 
 template <typename T>
-__global__ void scale_where_kernel(const T* in, const uint8_t* mask, T* out, int64_t numel, op_type<T> scale) {
+__global__ void scale_where_kernel(
+    const T* in, const uint8_t* mask, T* out, int64_t numel, op_type<T> scale, op_type<T> otherwise) {
   MONET_GRID_STRIDE(i, numel) {
     // Multiply rather than select: inf * 0 is NaN, as in (x * mask) * scale.
-    out[i] = static_cast<T>(static_cast<op_type<T>>(in[i]) * (bit_at(mask, i) ? scale : op_type<T>(0)));
+    out[i] = static_cast<T>(static_cast<op_type<T>>(in[i]) * (bit_at(mask, i) ? scale : otherwise));
+  }
+}
+
+// One thread per byte; the last one may have half a byte only.
+__global__ void join_nibbles_kernel(const uint8_t* in, uint8_t* out, int64_t numel) {
+  MONET_GRID_STRIDE(b, (numel + 1) / 2) {
+    const uint8_t high = 2 * b + 1 < numel ? in[2 * b + 1] : 0;
+    out[b] = static_cast<uint8_t>((in[2 * b] & 15) | (high << 4));
+  }
+}
+
+__global__ void split_nibbles_kernel(const uint8_t* in, uint8_t* out, int64_t numel) {
+  MONET_GRID_STRIDE(i, numel) {
+    out[i] = (in[i / 2] >> (i % 2 * 4)) & 15;
   }
 }
 
@@ -170,7 +185,8 @@ at::Tensor unpack_bool(const at::Tensor& packed, at::IntArrayRef size, at::IntAr
   return out;
 }
 
-at::Tensor masked_scale(const at::Tensor& x, const at::Tensor& packed, double scale, at::IntArrayRef stride) {
+at::Tensor masked_scale(
+    const at::Tensor& x, const at::Tensor& packed, double scale, at::IntArrayRef stride, double otherwise) {
   check_floating(x, "masked_scale", "x");
   check_packed(packed, x.numel(), x, "masked_scale");
   const c10::cuda::CUDAGuard guard(x.device());
@@ -180,9 +196,35 @@ at::Tensor masked_scale(const at::Tensor& x, const at::Tensor& packed, double sc
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "masked_scale", [&] {
       scale_where_kernel<scalar_t><<<blocks_for(x.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
           dense.const_data_ptr<scalar_t>(), packed.const_data_ptr<uint8_t>(), out.mutable_data_ptr<scalar_t>(),
-          x.numel(), static_cast<op_type<scalar_t>>(scale));
+          x.numel(), static_cast<op_type<scalar_t>>(scale), static_cast<op_type<scalar_t>>(otherwise));
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
+  }
+  return out;
+}
+
+at::Tensor pack_nibbles(const at::Tensor& x) {
+  check_bytes(x, "pack_nibbles");
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor dense = in_packing_order(x);
+  const int64_t bytes = (x.numel() + 1) / 2;
+  at::Tensor out = at::empty({bytes}, x.options().memory_format(at::MemoryFormat::Contiguous));
+  if (bytes > 0) {
+    join_nibbles_kernel<<<blocks_for(bytes), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        dense.const_data_ptr<uint8_t>(), out.mutable_data_ptr<uint8_t>(), x.numel());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  return out;
+}
+
+at::Tensor unpack_nibbles(const at::Tensor& packed, at::IntArrayRef size, at::IntArrayRef stride) {
+  const c10::cuda::CUDAGuard guard(packed.device());
+  at::Tensor out = empty_in_packing_order(size, stride, packed.options(), "unpack_nibbles");
+  check_nibbles(packed, out.numel());
+  if (out.numel() > 0) {
+    split_nibbles_kernel<<<blocks_for(out.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        packed.const_data_ptr<uint8_t>(), out.mutable_data_ptr<uint8_t>(), out.numel());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return out;
 }
@@ -197,6 +239,8 @@ TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
   m.impl("keep_where_", &keep_where_);
   m.impl("unpack_bool", &unpack_bool);
   m.impl("masked_scale", &masked_scale);
+  m.impl("pack_nibbles", &pack_nibbles);
+  m.impl("unpack_nibbles", &unpack_nibbles);
 }
 
 }  // namespace monet_like

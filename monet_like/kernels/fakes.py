@@ -64,8 +64,18 @@ def unpack_bool(packed: Tensor, size: Sequence[int], stride: Sequence[int] = ())
 
 
 @_fake
-def masked_scale(x: Tensor, packed: Tensor, scale: float, stride: Sequence[int] = ()) -> Tensor:
+def masked_scale(x: Tensor, packed: Tensor, scale: float, stride: Sequence[int] = (), otherwise: float = 0.0) -> Tensor:
     return _unpacked(x, stride)
+
+
+@_fake
+def pack_nibbles(x: Tensor) -> Tensor:
+    return torch.empty(((x.numel() + 1) // 2,), dtype=torch.uint8, device=x.device)
+
+
+@_fake
+def unpack_nibbles(packed: Tensor, size: Sequence[int], stride: Sequence[int] = ()) -> Tensor:
+    return reference.empty_in_packing_order(size, stride, packed, torch.uint8)
 
 
 @_fake
@@ -134,6 +144,7 @@ def batch_norm_apply(
     mean: Tensor,
     invstd: Tensor,
     residual: Tensor | None,
+    activation: str,
     lo: float,
     hi: float,
 ) -> Tensor:
@@ -150,8 +161,10 @@ def batch_norm_train(
     momentum: float,
     eps: float,
     residual: Tensor | None,
+    activation: str,
     lo: float,
     hi: float,
+    exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Half-precision inputs keep their statistics in the dtype of the parameters, and on CUDA always in float32.
     given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
@@ -163,13 +176,14 @@ def batch_norm_train(
 
 
 @_fake
-def batch_norm_clamp_backward(
+def batch_norm_activation_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor,
     invstd: Tensor,
+    activation: str,
     lo: float,
     hi: float,
     mask: Sequence[bool],

@@ -12,13 +12,15 @@ Shapes and dtypes (F = float32, float64, float16 or bfloat16; P = F or float32; 
 | keep_where(_) | x: F; mask: uint8[ceil(numel/8)] | like x |
 | unpack_bool | packed: uint8[ceil(numel/8)] | bool[size] |
 | masked_scale | x: F; packed: uint8[ceil(numel/8)] | like x |
+| pack_nibbles | x: uint8 | uint8[ceil(numel/2)] |
+| unpack_nibbles | packed: uint8[ceil(numel/2)] | uint8, the given size |
 | max_pool2d_with_offsets | x: F[N,C,H,W] or [C,H,W] | y: like x, [.., OH, OW]; offsets: uint8[.., OH, OW] |
 | max_pool2d_offsets | indices: int64[.., OH, OW] | uint8[.., OH, OW] |
 | max_pool2d_offsets_to_indices | offsets: uint8[.., OH, OW] | int64[.., OH, OW] |
 | max_pool2d_offsets_backward | grad: F[.., OH, OW]; offsets: uint8[.., OH, OW] | F[input_size] |
 | batch_norm_apply | x, residual: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x |
 | batch_norm_train | x, residual: F[N,C,...]; weight, bias, running_*: P[C] | y: like x; mean, invstd: P[C] |
-| batch_norm_clamp_backward | grad, x: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x; P[C]; P[C] |
+| batch_norm_activation_backward | grad, x: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x; P[C]; P[C] |
 
 Order of packed bits: the order of the elements in memory if the tensor is dense (no gaps, no overlap, dimensions in
 any order), else row-major order. Bit i of byte b is element 8 b + i. `stride` is the stride of the tensor that was
@@ -140,16 +142,38 @@ def unpack_bool(packed: Tensor, size: Sequence[int], stride: Sequence[int] = ())
     return out
 
 
-def masked_scale(x: Tensor, packed: Tensor, scale: float, stride: Sequence[int] = ()) -> Tensor:
-    """x * (scale where the bit is set, else 0), computed in at least float32 and rounded once.
+def masked_scale(x: Tensor, packed: Tensor, scale: float, stride: Sequence[int] = (), otherwise: float = 0.0) -> Tensor:
+    """x * (scale where the bit is set, else otherwise), computed in at least float32 and rounded once.
 
-    Equals (x * mask) * scale: aten.native_dropout's forward and its backward.
+    (x * mask) * scale, aten.native_dropout's forward and its backward; the gradient of leaky ReLU.
     """
     dense = to_packing_order(x, stride)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    factor = unpack_bool(packed, dense.shape, dense.stride()).to(compute) * scale
+    yes, no = (torch.tensor(value, dtype=compute, device=x.device) for value in (scale, otherwise))
+    factor: Tensor = torch.where(unpack_bool(packed, dense.shape, dense.stride()), yes, no)
     out = torch.empty_strided(dense.shape, dense.stride(), dtype=x.dtype, device=x.device)
     return out.copy_(dense.to(compute) * factor)
+
+
+def pack_nibbles(x: Tensor) -> Tensor:
+    """Two numbers below 16 to the byte, in packing order, the first one in the low half."""
+    if x.dtype != torch.uint8:
+        raise TypeError(f"pack_nibbles packs uint8 tensors, got {x.dtype}")
+    flat = _flat(to_packing_order(x))
+    padded = torch.zeros(-(-flat.numel() // 2) * 2, dtype=torch.uint8, device=x.device)
+    padded[: flat.numel()] = flat
+    return (padded[0::2] & 15) | (padded[1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor, size: Sequence[int], stride: Sequence[int] = ()) -> Tensor:
+    """The inverse of pack_nibbles; contiguous if no stride is given."""
+    out = empty_in_packing_order(size, stride, packed, torch.uint8)
+    if packed.dtype != torch.uint8 or packed.shape != (-(-out.numel() // 2),):
+        raise ValueError(
+            f"{out.numel()} half bytes are uint8[{-(-out.numel() // 2)}], got {packed.dtype}{list(packed.shape)}"
+        )
+    _flat(out).copy_(torch.stack((packed & 15, packed >> 4), 1).flatten()[: out.numel()])
+    return out
 
 
 # ---- max pooling ----
@@ -279,18 +303,30 @@ def batch_norm_apply(
     mean: Tensor,
     invstd: Tensor,
     residual: Tensor | None,
+    activation: str,
     lo: float,
     hi: float,
 ) -> Tensor:
-    """Training-mode batch norm from its saved statistics, plus the residual, clamped; each step rounds as ATen's."""
+    """Training-mode batch norm from its saved statistics, plus the residual, activated; each step rounds as ATen's.
+
+    ``activation`` is ``clamp`` to lo and hi, ``leaky_relu`` of slope lo, ``hardswish`` or ``silu``.
+    """
     y = _normalised(x, weight, bias, mean, invstd)
-    return _finished(y, residual, lo, hi)
+    return _finished(y, residual, activation, lo, hi)
 
 
-def _finished(y: Tensor, residual: Tensor | None, lo: float, hi: float) -> Tensor:
+def _finished(y: Tensor, residual: Tensor | None, activation: str, lo: float, hi: float) -> Tensor:
     if residual is not None:
         y.add_(residual)
-    return y.clamp_(lo, hi)
+    if activation == "clamp":
+        return y.clamp_(lo, hi)
+    if activation == "leaky_relu":
+        return torch.nn.functional.leaky_relu_(y, lo)
+    if activation == "hardswish":
+        return torch.nn.functional.hardswish(y, inplace=True)
+    if activation == "silu":
+        return torch.nn.functional.silu(y, inplace=True)
+    raise ValueError(f"activation must be clamp, leaky_relu, hardswish or silu, got {activation}")
 
 
 def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
@@ -327,34 +363,37 @@ def batch_norm_train(
     momentum: float,
     eps: float,
     residual: Tensor | None,
+    activation: str,
     lo: float,
     hi: float,
+    exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch norm in training mode, plus the residual, clamped; with its mean and invstd. Moves the running statistics."""
+    """Batch norm in training mode, plus the residual, activated; with its mean and invstd. Moves the running statistics.
+
+    Without ``exact`` a kernel may take statistics of its own, which agree with ATen's to rounding; these are ATen's.
+    """
     y, mean, invstd = aten.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
-    return _finished(y, residual, lo, hi), mean, invstd
+    return _finished(y, residual, activation, lo, hi), mean, invstd
 
 
-def batch_norm_clamp_backward(
+def batch_norm_activation_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor,
     invstd: Tensor,
+    activation: str,
     lo: float,
     hi: float,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of clamp(batch norm in training mode, lo, hi) by x, weight and bias; what `mask` leaves out is None.
+    """Gradients of an activated batch norm in training mode by x, weight and bias; what `mask` leaves out is None.
 
     Reads x, not y: y is recomputed from the saved statistics.
     """
     y = _normalised(x, weight, bias, mean, invstd)
-    stopped = y <= lo if lo > -math.inf else torch.zeros_like(y, dtype=torch.bool)
-    if hi < math.inf:
-        stopped |= y >= hi
-    through = grad.masked_fill(stopped, 0).contiguous(memory_format=norm_format(x))
+    through = _through(grad, y, activation, lo, hi).contiguous(memory_format=norm_format(x))
     dense = x.contiguous(memory_format=norm_format(x))
     parameter = mean if weight is None else weight
     affine = torch.ones_like(parameter) if weight is None else weight
@@ -371,3 +410,19 @@ def batch_norm_clamp_backward(
         grad_weight.to(parameter.dtype) if mask[1] else None,
         grad_bias.to(parameter.dtype) if mask[2] else None,
     )
+
+
+def _through(grad: Tensor, y: Tensor, activation: str, lo: float, hi: float) -> Tensor:
+    """The gradient through an activation of y."""
+    if activation == "clamp":
+        stopped = y <= lo if lo > -math.inf else torch.zeros_like(y, dtype=torch.bool)
+        if hi < math.inf:
+            stopped |= y >= hi
+        return grad.masked_fill(stopped, 0)
+    if activation == "leaky_relu":
+        return aten.leaky_relu_backward(grad, y, lo, False)
+    if activation == "hardswish":
+        return aten.hardswish_backward(grad, y)
+    if activation == "silu":
+        return aten.silu_backward(grad, y)
+    raise ValueError(f"activation must be clamp, leaky_relu, hardswish or silu, got {activation}")

@@ -17,17 +17,20 @@ SCHEMAS: dict[str, str] = {
     "pack_range": "(Tensor x, float lo, float hi) -> Tensor",
     "pack_bool": "(Tensor mask) -> Tensor",
     "unpack_bool": "(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor",
-    "masked_scale": "(Tensor x, Tensor packed, float scale, SymInt[] stride=[]) -> Tensor",
+    "masked_scale": "(Tensor x, Tensor packed, float scale, SymInt[] stride=[], float otherwise=0.0) -> Tensor",
+    "pack_nibbles": "(Tensor x) -> Tensor",
+    "unpack_nibbles": "(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor",
     "max_pool2d_with_offsets": f"(Tensor x, {_POOL}, bool ceil_mode) -> (Tensor, Tensor)",
     "max_pool2d_offsets": f"(Tensor indices, SymInt[] input_size, {_POOL}) -> Tensor",
     "max_pool2d_offsets_to_indices": f"(Tensor offsets, SymInt[] input_size, {_POOL}) -> Tensor",
     "max_pool2d_offsets_backward": f"(Tensor grad, Tensor offsets, SymInt[] input_size, {_POOL}) -> Tensor",
-    "batch_norm_apply": f"(Tensor x, {_NORM}, Tensor? residual, float lo, float hi) -> Tensor",
+    "batch_norm_apply": f"(Tensor x, {_NORM}, Tensor? residual, str activation, float lo, float hi) -> Tensor",
     "batch_norm_train": (
         "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-        "float momentum, float eps, Tensor? residual, float lo, float hi) -> (Tensor, Tensor, Tensor)"
+        "float momentum, float eps, Tensor? residual, str activation, float lo, float hi, bool exact) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
-    "batch_norm_clamp_backward": (
-        f"(Tensor grad, Tensor x, {_NORM}, float lo, float hi, bool[3] mask) -> (Tensor, Tensor, Tensor)"
+    "batch_norm_activation_backward": (
+        f"(Tensor grad, Tensor x, {_NORM}, str activation, float lo, float hi, bool[3] mask) -> (Tensor, Tensor, Tensor)"
     ),
 }

@@ -1,11 +1,11 @@
-"""Training-mode batch norm with what follows it: an addition, then ReLU or another clamp, in one pass.
+"""Training-mode batch norm with what follows it: an addition, then an activation, in one pass.
 
 Run again, it is computed from the saved mean and inverse standard deviation, alone or with what follows; PyTorch's own
 recompute passes over the input once more for statistics that are a few bytes and still there.
 
-With ``conv`` the gradients of a clamp and of the batch norm before it are one slot: by PyTorch's two operators, or in
-one that reads the batch norm's input alone and makes the clamp's input from it. The latter sums in another order and
-agrees to rounding.
+With ``conv`` the gradients of an activation and of the batch norm before it are one slot: by PyTorch's two operators,
+or in one that reads the batch norm's input alone and makes the activation's input from it. The latter sums in another
+order and agrees to rounding. So do statistics summed in vectors, and SiLU, whose exponential is our own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from .editor import Editor
 
 _BATCH_NORM = "aten.native_batch_norm.default"
 _BATCH_NORM_BACKWARD = "aten.native_batch_norm_backward.default"
-_NOTHING = (-math.inf, math.inf)
+#: Name and two numbers of what follows, as the operators take them.
+Activation = tuple[str, float, float]
+_NOTHING: Activation = ("clamp", -math.inf, math.inf)
+_RELU: Activation = ("clamp", 0.0, math.inf)
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,22 @@ class _Chain:
     Attributes:
         tasks: PyTorch's own, in order; each result but the last is read by the next alone.
         residual: what is added, or None.
-        bounds: of the clamp at the end.
+        activation: at the end.
     """
 
     tasks: tuple[Task, ...]
     residual: Ref | None
-    bounds: tuple[float, float]
+    activation: Activation
 
     @property
     def name(self) -> str:
-        return "_add" * (self.residual is not None) + "_clamp" * (self.bounds != _NOTHING)
+        added = "_add" * (self.residual is not None)
+        return "batch_norm" + added + f"_{self.activation[0]}" * (self.activation != _NOTHING)
+
+    @property
+    def word(self) -> str:
+        """Of a mode that admits it: SiLU agrees to rounding."""
+        return "conv" if self.activation[0] == "silu" else ""
 
 
 def offer(editor: Editor) -> None:
@@ -60,26 +69,29 @@ def offer(editor: Editor) -> None:
         statistics = (x, weight, bias, save_mean, save_invstd)
         # The residual may be made after the batch norm: what reads it stands where the addition stood.
         place = {} if chain.residual is None else {"before": chain.tasks[0]}
-        if chain.tasks:
-            (result,) = chain.tasks[-1].writes
-            options = (chain.residual, *chain.bounds)
+        result = chain.tasks[-1].writes[0] if chain.tasks else out.name
+        options = (chain.residual, *chain.activation)
+        exact = (True, False) if editor.device.type == "cpu" else (True,)  # on CUDA, ATen's statistics are as fast
+        for own in exact if chain.tasks else exact[1:]:
             train = Call(
                 "monet_like.batch_norm_train.default",
-                (x, weight, bias, mean, var, momentum, eps, *options),
+                (x, weight, bias, mean, var, momentum, eps, *options, own),
                 (),
                 (Ref(result), save_mean, save_invstd),
                 True,
             )
-            name = f"batch_norm{chain.name}"
-            editor.add(task, (train,), (result, *task.writes[1:]), f"{name}.train", runs="first", **place)
+            variant, word = (f"{chain.name}.train", chain.word) if own else (f"{chain.name}.train_in_vectors", "conv")
+            writes = (result, *task.writes[1:])
+            editor.add(task, (train,), writes, variant, word=word, runs="first", **place)
+        if chain.tasks:
             apply = Call("monet_like.batch_norm_apply.default", (*statistics, *options), (), (Ref(result),))
-            editor.add(task, (apply,), (result,), f"{name}.apply", runs="again", **place)
+            editor.add(task, (apply,), (result,), f"{chain.name}.apply", word=chain.word, runs="again", **place)
         alone = Call("monet_like.batch_norm_apply.default", (*statistics, None, *_NOTHING), (), (out,))
         editor.add(task, (alone,), (out.name,), "batch_norm.apply", runs="again", **place)
 
 
 def _following(editor: Editor, value: int) -> _Chain:
-    """The longest chain that starts with the only reader of ``value``."""
+    """The longest chain that starts with the only forward reader of ``value``."""
     tasks: list[Task] = []
     residual: Ref | None = None
     while (task := editor.only_reader(value)) is not None:
@@ -89,13 +101,26 @@ def _following(editor: Editor, value: int) -> _Chain:
         if call.op == "aten.add.Tensor" and residual is None and not call.kwargs and _alike(editor, task):
             residual = call.args[1] if call.args[0] == Ref(value) else call.args[0]
             tasks.append(task)
-        elif call.op in ("aten.relu.default", "aten.hardtanh.default"):
-            low, high = (0.0, math.inf) if "relu" in call.op else (*call.args[1:], *(-1.0, 1.0)[len(call.args) - 1 :])
-            return _Chain((*tasks, task), residual, (float(low), float(high)))
+        elif (activation := _activation(call)) is not None:
+            return _Chain((*tasks, task), residual, activation)
         else:
             break
         (value,) = task.writes
     return _Chain(tuple(tasks), residual, _NOTHING)
+
+
+def _activation(call: Call) -> Activation | None:
+    """What a call of the forward does to one tensor, if a fused operator does it too."""
+    numbers = [float(value) for value in call.args[1:] if isinstance(value, int | float)]
+    if call.op == "aten.relu.default":
+        return _RELU
+    if call.op == "aten.hardtanh.default":
+        low, high = (*numbers, *(-1.0, 1.0)[len(numbers) :])
+        return ("clamp", low, high)
+    if call.op == "aten.leaky_relu.default":
+        return ("leaky_relu", numbers[0] if numbers else 0.01, 0.0)
+    plain = {"aten.hardswish.default": "hardswish", "aten.silu.default": "silu"}
+    return (plain[call.op], 0.0, 0.0) if call.op in plain else None
 
 
 def _alike(editor: Editor, addition: Task) -> bool:
@@ -111,39 +136,42 @@ def _alike(editor: Editor, addition: Task) -> bool:
 
 
 def offer_backward(editor: Editor) -> None:
-    """One slot for the gradients of a clamp and of the batch norm before it, wherever nothing reads what is between."""
+    """One slot for the gradients of an activation and of the batch norm before it, if nothing reads what is between."""
     if "conv" not in editor.words:
         return  # PyTorch's two operators need less memory as two slots: something may be run again between them
     made_by = {call.outs[1]: call for _, call in editor.find(_BATCH_NORM) if call.args[5]}
     for slot in reversed(range(len(editor.slots) - 1)):
-        clamp, norm = editor.slots[slot][0], editor.slots[slot + 1][0]
-        bounds = _gradient_bounds(clamp.calls[-1])
+        first, norm = editor.slots[slot][0], editor.slots[slot + 1][0]
+        activation = _activated_by(first.calls[-1])
         backward = norm.calls[-1]
-        if bounds is None or backward.op != _BATCH_NORM_BACKWARD or len(norm.calls) > 1:
+        if activation is None or backward.op != _BATCH_NORM_BACKWARD or len(norm.calls) > 1:
             continue
         between, forward = backward.args[0], made_by.get(backward.args[5])
-        if Ref(clamp.writes[0]) != between or forward is None or not _only_there(editor, between.name, slot + 1):
+        if Ref(first.writes[0]) != between or forward is None or not _only_there(editor, between.name, slot + 1):
             continue
-        grad = clamp.calls[-1].args[0]
+        grad = first.calls[-1].args[0]
         if not editor.replaceable(grad, slot, backward.outs[0]):
             continue  # together they would need more memory than one after the other
         ways = [_in_turn(editor, way, norm, grad.name) for way in editor.slots[slot]]
         x, weight, bias, *_ = forward.args
-        operands = (grad, x, weight, bias, backward.args[5], backward.args[6], *bounds, backward.args[-1])
-        fused = Call("monet_like.batch_norm_clamp_backward.default", operands, (), backward.outs, True)
-        calls = (*clamp.calls[:-1], fused)
-        name = "batch_norm_clamp.backward"
+        operands = (grad, x, weight, bias, backward.args[5], backward.args[6], *activation, backward.args[-1])
+        fused = Call("monet_like.batch_norm_activation_backward.default", operands, (), backward.outs, True)
+        calls = (*first.calls[:-1], fused)
+        name = f"batch_norm_{activation[0]}.backward"
         ways.append(make_task(f"{norm.name}.{name}", calls, norm.writes, editor.metas, variant=name, word="conv"))
         editor.merge(slot, ways)
 
 
-def _gradient_bounds(call: Call) -> tuple[float, float] | None:
-    """The bounds of the clamp whose gradient this is."""
+def _activated_by(call: Call) -> Activation | None:
+    """The activation whose gradient this is."""
     if call.op == "aten.threshold_backward.default" and call.args[2] == 0:
-        return (0.0, math.inf)
+        return _RELU
     if call.op == "aten.hardtanh_backward.default":
-        return (float(call.args[2]), float(call.args[3]))
-    return None
+        return ("clamp", float(call.args[2]), float(call.args[3]))
+    if call.op == "aten.leaky_relu_backward.default":
+        return ("leaky_relu", float(call.args[2]), 0.0)
+    plain = {"aten.hardswish_backward.default": "hardswish", "aten.silu_backward.default": "silu"}
+    return (plain[call.op], 0.0, 0.0) if call.op in plain else None
 
 
 def _only_there(editor: Editor, gradient: int, slot: int) -> bool:
@@ -152,8 +180,8 @@ def _only_there(editor: Editor, gradient: int, slot: int) -> bool:
     return readers == [slot] and gradient not in editor.captured.program.gradients
 
 
-def _in_turn(editor: Editor, clamp: Task, norm: Task, released: int) -> Task:
+def _in_turn(editor: Editor, first: Task, norm: Task, released: int) -> Task:
     """Two slots' ways one after the other; the incoming gradient is gone before the last one is made."""
-    name = norm.name if clamp.variant == "aten" else f"{norm.name}.{clamp.variant}"
-    options: dict[str, Any] = {"variant": clamp.variant, "word": clamp.word, "overwrites": released}
-    return editor.in_turn([clamp, norm], clamp.writes, name=name, **options)
+    name = norm.name if first.variant == "aten" else f"{norm.name}.{first.variant}"
+    options: dict[str, Any] = {"variant": first.variant, "word": first.word, "overwrites": released}
+    return editor.in_turn([first, norm], first.writes, name=name, **options)

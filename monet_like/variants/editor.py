@@ -116,16 +116,11 @@ class Editor:
         return [task for task in self.tasks if value in task.reads]
 
     def only_reader(self, value: int) -> Task | None:
-        """PyTorch's own forward task of one call that is all that needs ``value``; None if there is no such.
-
-        A slot may read it too if it has a way that does not.
-        """
+        """PyTorch's own forward task of one call that alone reads ``value`` in the forward; None if there is no such."""
         readers = self.forward_readers(value)
         if len(readers) != 1 or len(readers[0].calls) != 1 or len(readers[0].writes) != 1:
             return None
-        if value in self.captured.program.outputs or not self.avoidable(value):
-            return None
-        return readers[0]
+        return None if value in self.captured.program.outputs else readers[0]
 
     def avoidable(self, value: int) -> bool:
         """Whether every slot can be done without reading ``value``."""

@@ -1,13 +1,14 @@
-"""Pooling: gradients that need a shape, not a tensor; and max-pool positions in one byte instead of eight."""
+"""Pooling: gradients that need a shape, not a tensor; and max-pool positions in one or half a byte instead of eight."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..program import Call, Ref
+from ..program import Call, Ref, Task
 from .editor import Editor, like
 
 
@@ -72,6 +73,19 @@ def _offsets(editor: Editor) -> None:
             call.outs,
         )
         editor.add_way(slot, (*way.calls[:-1], unpack), "pool.offsets", word="newnode")
+        if math.prod(kernel) <= 16:
+            _half_bytes(editor, task, slot, offsets, unpack, way.calls[:-1])
+
+
+def _half_bytes(editor: Editor, task: Task, slot: int, offsets: int, gradient: Call, views: tuple[Call, ...]) -> None:
+    """Positions in a window of at most 16 cells, two to the byte."""
+    meta = editor.metas[offsets]
+    half = editor.value(f"{task.name}.half_bytes", "forward", like(meta, shape=(-(-meta.storage_bytes // 2),)))
+    pack = Call("monet_like.pack_nibbles.default", (Ref(offsets),), (), (Ref(half),))
+    editor.add(task, (pack,), (half,), "pool.pack", word="newnode")
+    split = Call("monet_like.unpack_nibbles.default", (Ref(half), meta.shape, meta.stride), (), (Ref("positions"),))
+    args = tuple(Ref("positions") if arg == Ref(offsets) else arg for arg in gradient.args)
+    editor.add_way(slot, (*views, split, replace(gradient, args=args)), "pool.packed", word="newnode")
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""ReLU and ReLU6: the gradient needs one bit per element, found in the output, in the input, or packed.
+"""ReLU, leaky ReLU, ReLU6 and hardsigmoid: the gradient needs one bit per element.
 
-All ways are bit-equal: the bit is the same wherever it is read from (``relu(x) > 0`` exactly where ``x > 0``,
-and NaN passes the gradient in every one of them).
+It is found in the input, for all but hardsigmoid in the output, or packed. All ways are bit-equal: the bit is the same
+wherever it is read from (``relu(x) > 0`` exactly where ``x > 0``). The gradients of hardswish, ELU and the smooth ones
+need the numbers themselves.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import torch
 from ..program import Call, Ref
 from .editor import Editor, like
 
+#: ATen's 1 / 6, a float32 whatever the dtype.
+_SIXTH = 0.1666666716337204
+
 
 def offer(editor: Editor) -> None:
-    """Ways for ``threshold_backward`` (ReLU) and ``hardtanh_backward`` (ReLU6, hardtanh)."""
+    """Ways for the gradients of all of them, and tasks that pack the bits."""
     makers = {call.outs[0].name: (task, call) for task, call in editor.find("aten.relu.default") if call.outs[0]}
     for slot, way, call in list(editor.find_slots("aten.threshold_backward.default")):
         grad, out, threshold = call.args
@@ -39,6 +43,8 @@ def offer(editor: Editor) -> None:
             unpack = Call("monet_like.keep_where.default", (grad, Ref(mask), stride), (), call.outs)
             editor.add_way(slot, (*views, unpack), "relu.packed", word="newnode")
     _hardtanh(editor)
+    _leaky_relu(editor)
+    _hardsigmoid(editor)
 
 
 def _hardtanh(editor: Editor) -> None:
@@ -62,6 +68,43 @@ def _hardtanh(editor: Editor) -> None:
             stride = editor.metas[out.name].stride
             unpack = Call("monet_like.keep_where.default", (grad, Ref(mask), stride), (), call.outs)
             editor.add_way(slot, (*views, unpack), "hardtanh.packed", word="newnode")
+
+
+def _leaky_relu(editor: Editor) -> None:
+    """With a positive slope, output and input have the same sign."""
+    made = {call.args[0]: (task, call) for task, call in editor.find("aten.leaky_relu.default")}
+    for slot, way, call in list(editor.find_slots("aten.leaky_relu_backward.default")):
+        grad, source, slope, of_result = call.args
+        if of_result or slope <= 0 or source not in made or not editor.is_own(source):
+            continue
+        task, forward = made[source]
+        out, views = forward.outs[0], way.calls[:-1]
+        assert out is not None and isinstance(out.name, int)
+        from_output = Call(call.op, (grad, out, slope, True), (), call.outs)
+        editor.add_way(slot, (*views, from_output), "leaky_relu.from_output", word="multiway")
+        if editor.dense(out.name):
+            mask = _mask(editor, task.name, out.name)
+            pack = Call("monet_like.pack_sign.default", (out,), (), (Ref(mask),))
+            editor.add(task, (pack,), (mask,), "leaky_relu.pack", word="newnode")
+            scaled = (grad, Ref(mask), 1.0, editor.metas[out.name].stride, float(slope))
+            unpack = Call("monet_like.masked_scale.default", scaled, (), call.outs)
+            editor.add_way(slot, (*views, unpack), "leaky_relu.packed", word="newnode")
+
+
+def _hardsigmoid(editor: Editor) -> None:
+    """The gradient is a sixth where -3 < x < 3."""
+    made = {call.args[0]: task for task, call in editor.find("aten.hardsigmoid.default")}
+    for slot, way, call in list(editor.find_slots("aten.hardsigmoid_backward.default")):
+        grad, source = call.args
+        if source not in made or not editor.is_own(source) or not editor.dense(source.name):
+            continue
+        mask = _mask(editor, made[source].name, source.name)
+        pack = Call("monet_like.pack_range.default", (source, -3.0, 3.0), (), (Ref(mask),))
+        editor.add(made[source], (pack,), (mask,), "hardsigmoid.pack", word="newnode")
+        kept = (grad, Ref(mask), editor.metas[source.name].stride)
+        unpack = Call("monet_like.keep_where.default", kept, (), call.outs)
+        scale = Call("aten.mul_.Scalar", (call.outs[0], _SIXTH), (), call.outs)
+        editor.add_way(slot, (*way.calls[:-1], unpack, scale), "hardsigmoid.packed", word="newnode")
 
 
 def _mask(editor: Editor, name: str, value: int) -> int:

@@ -94,15 +94,19 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         moved = [t.clone() for t in running]
         y, mean, invstd = aten.native_batch_norm(x, weight, bias, *running, True, 0.1, 1e-5)
         arguments = (x, weight, bias, mean, invstd)
-        assert_close(ops.batch_norm_apply(*arguments, None, -inf, inf), y, dtype)
-        assert_close(ops.batch_norm_apply(*arguments, None, 0.0, 6.0), aten.hardtanh(y, 0.0, 6.0), dtype)
-        assert_close(ops.batch_norm_apply(*arguments, x, 0.0, inf), (y + x).relu(), dtype)
-        got = ops.batch_norm_train(x, weight, bias, *moved, 0.1, 1e-5, None, 0.0, inf)
+        assert_close(ops.batch_norm_apply(*arguments, None, "clamp", -inf, inf), y, dtype)
+        assert_close(ops.batch_norm_apply(*arguments, None, "clamp", 0.0, 6.0), aten.hardtanh(y, 0.0, 6.0), dtype)
+        assert_close(ops.batch_norm_apply(*arguments, x, "clamp", 0.0, inf), (y + x).relu(), dtype)
+        for name, number in (("leaky_relu", 0.1), ("hardswish", 0.0), ("silu", 0.0)):
+            function = getattr(torch.nn.functional, name)
+            expected = function(y, number) if number else function(y)
+            assert_close(ops.batch_norm_apply(*arguments, None, name, number, 0.0), expected, dtype)
+        got = ops.batch_norm_train(x, weight, bias, *moved, 0.1, 1e-5, None, "clamp", 0.0, inf, True)
         for actual, expected in zip((*got, *moved), (y.relu(), mean, invstd, *running), strict=True):
             assert_close(actual, expected, dtype)
         grad = torch.randn_like(x)
-        arguments = (grad, x, weight, bias, mean, invstd, 0.0, inf, [True, True, True])
-        made = ops.batch_norm_clamp_backward(*arguments)
+        arguments = (grad, x, weight, bias, mean, invstd, "clamp", 0.0, inf, [True, True, True])
+        made = ops.batch_norm_activation_backward(*arguments)
         through = torch.where(got[0] <= 0, 0.0, grad.double()).to(dtype)
         expected_gradients = aten.native_batch_norm_backward(
             through.double(), x.double(), weight.double(), None, None, mean.double(), invstd.double(), True, 1e-5,
@@ -112,7 +116,7 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
             sums = float(grad.double().square().sum().sqrt()) if expected.dim() == 1 else 0.0
             scale = max(float(expected.abs().max()), sums)
             assert float((actual.double() - expected).abs().max()) <= TOLERANCE[dtype] * scale
-        again = ops.batch_norm_clamp_backward(*arguments)
+        again = ops.batch_norm_activation_backward(*arguments)
         assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))  # no atomics: the same every time
 
 
