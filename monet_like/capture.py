@@ -62,7 +62,12 @@ class TensorMeta:
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
-        return text if self.stride == _contiguous(self.shape) else f"{text}/{','.join(map(str, self.stride))}"
+        return text if self.contiguous else f"{text}/{','.join(map(str, self.stride))}"
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
+        return self.stride == _contiguous(self.shape)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

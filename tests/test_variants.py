@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 import zoo
+from test_replay import replayed
 from torch import nn
+from training import run, twin
 
 from monet_like.capture import Captured, capture
 from monet_like.mode import MONET_MODES, parse_mode
+from monet_like.plan import store_all
 from monet_like.program import Task
 from monet_like.replay import admitted
 from monet_like.roofline import touched_bytes
@@ -132,3 +136,35 @@ def test_elementwise_gradients_are_written_in_place() -> None:
         "aten.tanh_backward.grad_input",
     ]
     assert all(way.overwrites is not None and way.word == "inplace" for way in ways)
+
+
+class _Grouped(nn.Module):
+    """What diffusion models are made of: group norm and SiLU before each convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.GroupNorm(4, 8), nn.GroupNorm(2, 8, affine=False)])
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            x = conv(nn.functional.silu(norm(conv(x)))) + x
+        return x
+
+
+def test_group_norm_runs_again_from_its_statistics() -> None:
+    args = (torch.randn(3, 8, 5, 7, requires_grad=True),)
+    example = (_Grouped().train(), args, {})
+    captured = admitted(capture(example[0], args), "inplace_conv_multiway_newnode")
+    found = Counter(task.variant for task in tasks_of(captured))
+    assert found["group_norm.apply"] == found["group_norm_silu.apply"] == 2
+    plain = run(twin(example[0]), args, {})
+    program = captured.program
+    for mode, tolerance in (("group_norm.apply", 0.0), ("group_norm_silu.apply", 1e-6)):
+        again = next(p for p, task in enumerate(program.tasks) if task.variant == mode)
+        (made,) = program.tasks[again].writes
+        slot = next(s for s, ways in enumerate(program.slots) if made in ways[0].reads)
+        kept = store_all(program)
+        schedule = replace(kept, again=tuple((again,) if s == slot else () for s in range(len(program.slots))))
+        outcome = replayed(example, captured, schedule, "inplace_conv_multiway_newnode", measured=False)
+        assert max(plain.differences(outcome).values()) <= tolerance

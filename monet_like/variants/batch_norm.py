@@ -22,12 +22,12 @@ _BATCH_NORM = "aten.native_batch_norm.default"
 _BATCH_NORM_BACKWARD = "aten.native_batch_norm_backward.default"
 #: Name and two numbers of what follows, as the operators take them.
 Activation = tuple[str, float, float]
-_NOTHING: Activation = ("clamp", -math.inf, math.inf)
+NOTHING: Activation = ("clamp", -math.inf, math.inf)
 _RELU: Activation = ("clamp", 0.0, math.inf)
 
 
 @dataclass(frozen=True)
-class _Chain:
+class Chain:
     """What follows a batch norm and can be done with it.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Chain:
     @property
     def name(self) -> str:
         added = "_add" * (self.residual is not None)
-        return "batch_norm" + added + f"_{self.activation[0]}" * (self.activation != _NOTHING)
+        return "batch_norm" + added + f"_{self.activation[0]}" * (self.activation != NOTHING)
 
     @property
     def word(self) -> str:
@@ -60,10 +60,10 @@ def offer(editor: Editor) -> None:
         if not training or out is None or save_mean is None or save_invstd is None:
             continue
         assert isinstance(out.name, int)
-        chain = _following(editor, out.name)
+        chain = following(editor, out.name)
         if chain.residual is not None:
             if chain.tasks[0].name in added:
-                chain = _Chain((), None, _NOTHING)  # both operands are batch norms: the other takes the addition along
+                chain = Chain((), None, NOTHING)  # both operands are batch norms: the other takes the addition along
             else:
                 added.add(chain.tasks[0].name)
         statistics = (x, weight, bias, save_mean, save_invstd)
@@ -86,11 +86,11 @@ def offer(editor: Editor) -> None:
         if chain.tasks:
             apply = Call("monet_like.batch_norm_apply.default", (*statistics, *options), (), (Ref(result),))
             editor.add(task, (apply,), (result,), f"{chain.name}.apply", word=chain.word, runs="again", **place)
-        alone = Call("monet_like.batch_norm_apply.default", (*statistics, None, *_NOTHING), (), (out,))
+        alone = Call("monet_like.batch_norm_apply.default", (*statistics, None, *NOTHING), (), (out,))
         editor.add(task, (alone,), (out.name,), "batch_norm.apply", runs="again", **place)
 
 
-def _following(editor: Editor, value: int) -> _Chain:
+def following(editor: Editor, value: int) -> Chain:
     """The longest chain that starts with the only forward reader of ``value``."""
     tasks: list[Task] = []
     residual: Ref | None = None
@@ -102,11 +102,11 @@ def _following(editor: Editor, value: int) -> _Chain:
             residual = call.args[1] if call.args[0] == Ref(value) else call.args[0]
             tasks.append(task)
         elif (activation := _activation(call)) is not None:
-            return _Chain((*tasks, task), residual, activation)
+            return Chain((*tasks, task), residual, activation)
         else:
             break
         (value,) = task.writes
-    return _Chain(tuple(tasks), residual, _NOTHING)
+    return Chain(tuple(tasks), residual, NOTHING)
 
 
 def _activation(call: Call) -> Activation | None:

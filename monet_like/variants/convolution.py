@@ -69,17 +69,8 @@ def _shape(editor: Editor, way: Task, ref: Any) -> tuple[int, ...] | None:
 
 def _plain(editor: Editor, *found: Any) -> bool:
     """Whether these are whole contiguous tensors."""
-    for ref in found:
-        if not isinstance(ref, Ref) or not isinstance(ref.name, int):
-            return False
-        meta = editor.metas[ref.name]
-        expected, stride = [], 1
-        for extent in reversed(meta.shape):
-            expected.append(stride)
-            stride *= extent
-        if meta.stride != tuple(reversed(expected)):
-            return False
-    return True
+    own = (ref for ref in found if isinstance(ref, Ref) and isinstance(ref.name, int))
+    return sum(editor.metas[ref.name].contiguous for ref in own) == len(found)  # type: ignore[index]
 
 
 def _matmul(editor: Editor, task: Task, x: Ref, weight: Ref, out: int) -> None:

@@ -23,7 +23,7 @@ def _shape_only(editor: Editor, op: str, position: int) -> None:
     """PyTorch saves the pool's input for its gradient, which reads only its shape: give it one element, expanded."""
     for slot, way, call in list(editor.find_slots(op)):
         source = call.args[position]
-        if not editor.is_own(source) or not _contiguous(editor, source.name):
+        if not editor.is_own(source) or not editor.metas[source.name].contiguous:
             continue
         meta = editor.metas[source.name]
         one = Call("aten.empty.memory_format", ((1,),), (("dtype", meta.dtype), ("device", meta.device)), (Ref("one"),))
@@ -33,11 +33,6 @@ def _shape_only(editor: Editor, op: str, position: int) -> None:
         editor.add_way(
             slot, (*way.calls[:-1], one, shape, Call(op, tuple(args), call.kwargs, call.outs)), "pool.shape_only"
         )
-
-
-def _contiguous(editor: Editor, value: int) -> bool:
-    meta = editor.metas[value]
-    return meta.stride == tuple(torch.empty(meta.shape, device="meta").stride())
 
 
 def _offsets(editor: Editor) -> None:
