@@ -13,7 +13,7 @@ import pytest
 from monet_like.units import MIB
 
 _CHILD = """
-import gc, sys, json, torch, torchvision
+import ctypes, gc, sys, json, torch, torchvision
 import zoo
 from monet_like.capture import capture
 from monet_like.measure import resident_peak
@@ -38,13 +38,15 @@ wrapped = ScheduleWrapper(model, record_for(captured, schedule, "inplace_multiwa
 run(wrapped, example[1], {})  # libraries allocate once what they keep
 wrapped.zero_grad()
 gc.collect()  # what that step left behind would go in the middle of this one
+# Free heap that is still resident would be used again without raising the mark: 5 of 8 MB in MobileNetV2.
+ctypes.CDLL(None).malloc_trim(0)
 print(json.dumps([predicted, resident_peak(lambda: run(wrapped, example[1], {}))]))
 """
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
-    ("name", "batch", "size"), [("resnet18", 64, 144), ("mobilenet_v2", 96, 128), ("unet", 16, 256)]
+    ("name", "batch", "size"), [("resnet18", 64, 144), ("mobilenet_v2", 48, 128), ("unet", 16, 256)]
 )
 def test_high_water_mark(name: str, batch: int, size: int) -> None:
     here = Path(__file__).parent
