@@ -26,21 +26,46 @@ from monet_like.unet import UNet
 MB = 10**6
 CPU = torch.device("cpu")
 FULL = "inplace_conv_multiway_newnode"
-#: Batch and image size; those of VGG-16 and ViT are so large because their weights are.
-MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
-    "resnet50": (torchvision.models.resnet50, 16, 224),
-    "mobilenet_v2": (torchvision.models.mobilenet_v2, 32, 224),
-    "vgg16_bn": (torchvision.models.vgg16_bn, 24, 224),
-    "vit_b_16": (torchvision.models.vit_b_16, 24, 224),
-    "unet": (partial(UNet, width=32), 1, 576),
+
+
+def images(batch: int, size: int) -> Callable[[], Example]:
+    """Random images."""
+    return lambda: ((torch.randn(batch, 3, size, size),), {})
+
+
+class Head(nn.Module):
+    """The head of a language model: norm, linear layer and loss."""
+
+    def __init__(self, width: int = 768, words: int = 50257) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean loss of x [tokens, width] against targets [tokens]."""
+        return nn.functional.cross_entropy(self.linear(self.norm(x)), targets)
+
+
+def tokens(count: int) -> Callable[[], Example]:
+    """Random inputs and targets of `Head`."""
+    return lambda: ((torch.randn(count, 768, requires_grad=True), torch.randint(0, 50257, (count,))), {})
+
+
+#: The batches of VGG-16 and ViT are so large because their weights are.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Example], str]] = {
+    "resnet50": (torchvision.models.resnet50, images(16, 224), "batch 16, 224 pixels"),
+    "mobilenet_v2": (torchvision.models.mobilenet_v2, images(32, 224), "batch 32, 224 pixels"),
+    "vgg16_bn": (torchvision.models.vgg16_bn, images(24, 224), "batch 24, 224 pixels"),
+    "vit_b_16": (torchvision.models.vit_b_16, images(24, 224), "batch 24, 224 pixels"),
+    "unet": (partial(UNet, width=32), images(1, 576), "width 32, batch 1, 576 pixels"),
+    "gpt2_head": (Head, tokens(2048), "2,048 tokens, 50,257 words"),
 }
 
 
 def example_for(name: str) -> tuple[nn.Module, Example]:
     """A model in training mode and random inputs."""
     torch.manual_seed(0)
-    make, batch, size = MODELS[name]
-    return make().train(), ((torch.randn(batch, 3, size, size),), {})
+    make, inputs, _ = MODELS[name]
+    return make().train(), inputs()
 
 
 def table(name: str, shares: list[float], mode: str, steps: int, seconds: float) -> None:
@@ -64,7 +89,7 @@ def table(name: str, shares: list[float], mode: str, steps: int, seconds: float)
         runs.append((label, wrapped, found.report.seconds / ready.plain.seconds))
     peaks = [step_peak(contender, example, CPU) for _, contender, _ in track(runs, f"{name}: peaks")]
     medians = step_seconds([(contender, example) for _, contender, _ in runs], CPU, steps)
-    print(f"\n{name}, batch {batch}, {example[0][0].shape[-1]} pixels, {mode}\n", flush=True)
+    print(f"\n{name}, {MODELS[name][2]}, {mode}\n", flush=True)
     print("| budget | peak | step, median | against plain | predicted |\n|---|---|---|---|---|")
     for (label, _, predicted), peak, median in zip(runs, peaks, medians, strict=True):
         change = f"{100 * (median / medians[0] - 1):+.1f} % | {100 * (predicted - 1):+.1f} %"
