@@ -84,6 +84,11 @@ def touched_bytes(captured: Captured, task: Task) -> int:
 
 def flops(captured: Captured, task: Task) -> int:
     """Floating-point operations of the matrix products and convolutions in a task."""
+    if task.variant == "linear.onednn":
+        weight = task.calls[-1].args[1]
+        if isinstance(weight.name, str):  # the transpose of a value
+            weight = task.calls[-2].args[0]
+        return 2 * captured.metas[task.writes[0]].shape[0] * math.prod(captured.metas[weight.name].shape)
     heavy = ("conv", "mm", "attention", "linear")
     if not any(call.op.startswith("aten.") and word in call.op for call in task.calls for word in heavy):
         return 0
@@ -107,7 +112,9 @@ def _read_for_its_shape(op: str, args: Sequence[Any]) -> Any:
 
 def _is_opaque(task: Task) -> bool:
     """Whether a task cannot run on fake tensors: no kernel for them, or a random generator's state."""
-    return task.variant == "conv.im2col" or any(call.op.endswith("_rng_state") for call in task.calls)
+    return task.variant in ("conv.im2col", "linear.onednn") or any(
+        call.op.endswith("_rng_state") for call in task.calls
+    )
 
 
 def _run_fake(captured: Captured, task: Task, observer: Any) -> None:

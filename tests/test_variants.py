@@ -17,7 +17,7 @@ from monet_like.mode import MONET_MODES, parse_mode
 from monet_like.plan import store_all
 from monet_like.program import Task
 from monet_like.replay import admitted
-from monet_like.roofline import touched_bytes
+from monet_like.roofline import flops, touched_bytes
 from monet_like.variants import with_variants
 
 
@@ -136,6 +136,26 @@ def test_elementwise_gradients_are_written_in_place() -> None:
         "aten.tanh_backward.grad_input",
     ]
     assert all(way.overwrites is not None and way.word == "inplace" for way in ways)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+def test_linear_layers_by_onednn_agree() -> None:
+    model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 32, bias=False), nn.Tanh(), nn.Linear(32, 8))
+    args = (torch.randn(3, 7, 24, requires_grad=True),)
+    example = (model, args, {})
+    captured = admitted(capture(model, args), "inplace_conv_multiway_newnode")
+    program = captured.program
+    tasks = [task for task in tasks_of(captured) if task.variant == "linear.onednn"]
+    assert len(tasks) == 6 and all(task.word == "conv" for task in tasks)
+    layers = [2 * 21 * inputs * outputs for inputs, outputs in ((24, 40), (40, 32), (32, 8))]
+    assert [flops(captured, task) for task in tasks] == [*layers, *reversed(layers)]
+    ways = tuple(next((k for k, w in enumerate(ways) if w.variant == "linear.onednn"), 0) for ways in program.slots)
+    forward = [p for p, task in enumerate(program.tasks) if task.variant == "linear.onednn"]
+    made = {v for p in forward for v in program.tasks[p].writes}
+    kept = [p for p in store_all(program).forward if made.isdisjoint(program.tasks[p].writes)]
+    schedule = replace(store_all(program), forward=tuple(sorted((*kept, *forward))), ways=ways)
+    outcome = replayed(example, captured, schedule, "inplace_conv_multiway_newnode", measured=False)
+    assert max(run(twin(model), args, {}).differences(outcome).values()) <= 1e-6
 
 
 class _Grouped(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ..capture import Captured
 from ..mode import WORDS
-from . import batch_norm, convolution, dropout, group_norm, in_place, linear_cross_entropy, pooling, relu
+from . import batch_norm, convolution, dropout, group_norm, in_place, linear, linear_cross_entropy, pooling, relu
 from .editor import Editor, Offer
 
 #: In this order: in-place forms need the other ways, and slots are merged with all their ways.
@@ -17,6 +17,7 @@ OFFERS: tuple[Offer, ...] = (
     batch_norm.offer,
     group_norm.offer,
     convolution.offer,
+    linear.offer,
     in_place.offer,
     batch_norm.offer_backward,
     linear_cross_entropy.offer,
