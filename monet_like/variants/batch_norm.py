@@ -71,16 +71,17 @@ def offer(editor: Editor) -> None:
         place = {} if chain.residual is None else {"before": chain.tasks[0]}
         result = chain.tasks[-1].writes[0] if chain.tasks else out.name
         options = (chain.residual, *chain.activation)
-        exact = (True, False) if editor.device.type == "cpu" else (True,)  # on CUDA, ATen's statistics are as fast
-        for own in exact if chain.tasks else exact[1:]:
+        statistics_exact = [True] * bool(chain.tasks)  # alone and exact it is PyTorch's own operator
+        statistics_exact += [False] * (editor.device.type == "cpu")  # on CUDA, ATen's statistics are as fast
+        for exact in statistics_exact:
             train = Call(
                 "monet_like.batch_norm_train.default",
-                (x, weight, bias, mean, var, momentum, eps, *options, own),
+                (x, weight, bias, mean, var, momentum, eps, *options, exact),
                 (),
                 (Ref(result), save_mean, save_invstd),
                 True,
             )
-            variant, word = (f"{chain.name}.train", chain.word) if own else (f"{chain.name}.train_in_vectors", "conv")
+            variant, word = (f"{chain.name}.train", chain.word) if exact else (f"{chain.name}.train_in_vectors", "conv")
             writes = (result, *task.writes[1:])
             editor.add(task, (train,), writes, variant, word=word, runs="first", **place)
         if chain.tasks:
