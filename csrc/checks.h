@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "elementwise.h"
@@ -242,6 +243,21 @@ inline Activation check_activation(const char* op, c10::string_view name) {
   TORCH_CHECK_VALUE(
       name == "silu", "monet_like::", op, ": activation must be clamp, leaky_relu, hardswish or silu, got ", name);
   return Activation::Silu;
+}
+
+// Turns an activation known at run time into a template argument.
+template <typename F>
+void with_activation(Activation activation, const F& f) {
+  switch (activation) {
+    case Activation::Clamp:
+      return f(std::integral_constant<Activation, Activation::Clamp>{});
+    case Activation::LeakyRelu:
+      return f(std::integral_constant<Activation, Activation::LeakyRelu>{});
+    case Activation::Hardswish:
+      return f(std::integral_constant<Activation, Activation::Hardswish>{});
+    case Activation::Silu:
+      return f(std::integral_constant<Activation, Activation::Silu>{});
+  }
 }
 
 // The dtype of a training-mode batch norm's statistics on the CPU: that of its parameters, or of x without any.

@@ -159,21 +159,6 @@ void with_formula(Formula formula, const F& f) {
   }
 }
 
-// The same for an activation.
-template <typename F>
-void with_activation(Activation activation, const F& f) {
-  switch (activation) {
-    case Activation::Clamp:
-      return f(std::integral_constant<Activation, Activation::Clamp>{});
-    case Activation::LeakyRelu:
-      return f(std::integral_constant<Activation, Activation::LeakyRelu>{});
-    case Activation::Hardswish:
-      return f(std::integral_constant<Activation, Activation::Hardswish>{});
-    case Activation::Silu:
-      return f(std::integral_constant<Activation, Activation::Silu>{});
-  }
-}
-
 // Clamps are compiled for everything, other activations in one loop with the batch norm where that is common: what is
 // compiled for every dtype, formula and instruction set adds up. The rest is done by ATen's operators one by one.
 template <Activation A, Formula F, typename T, bool Residual = false>

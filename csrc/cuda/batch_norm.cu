@@ -187,21 +187,6 @@ __global__ void input_grad_kernel(
   }
 }
 
-// Turns an activation known at run time into a template argument.
-template <typename F>
-void with_activation(Activation activation, const F& f) {
-  switch (activation) {
-    case Activation::Clamp:
-      return f(std::integral_constant<Activation, Activation::Clamp>{});
-    case Activation::LeakyRelu:
-      return f(std::integral_constant<Activation, Activation::LeakyRelu>{});
-    case Activation::Hardswish:
-      return f(std::integral_constant<Activation, Activation::Hardswish>{});
-    case Activation::Silu:
-      return f(std::integral_constant<Activation, Activation::Silu>{});
-  }
-}
-
 // A number of an activation in the type of the computation; bounds as the element type holds them.
 template <typename T>
 op_type<T> number(Activation activation, double value) {

@@ -120,8 +120,13 @@ def _activation(call: Call) -> Activation | None:
         return ("clamp", low, high)
     if call.op == "aten.leaky_relu.default":
         return ("leaky_relu", numbers[0] if numbers else 0.01, 0.0)
-    plain = {"aten.hardswish.default": "hardswish", "aten.silu.default": "silu"}
-    return (plain[call.op], 0.0, 0.0) if call.op in plain else None
+    return _without_numbers(call)
+
+
+def _without_numbers(call: Call) -> Activation | None:
+    """Hardswish and SiLU, of the forward or the backward."""
+    name = call.op.split(".")[1].removesuffix("_backward")
+    return (name, 0.0, 0.0) if name in ("hardswish", "silu") else None
 
 
 def _alike(editor: Editor, addition: Task) -> bool:
@@ -171,8 +176,7 @@ def _activated_by(call: Call) -> Activation | None:
         return ("clamp", float(call.args[2]), float(call.args[3]))
     if call.op == "aten.leaky_relu_backward.default":
         return ("leaky_relu", float(call.args[2]), 0.0)
-    plain = {"aten.hardswish_backward.default": "hardswish", "aten.silu_backward.default": "silu"}
-    return (plain[call.op], 0.0, 0.0) if call.op in plain else None
+    return _without_numbers(call)
 
 
 def _only_there(editor: Editor, gradient: int, slot: int) -> bool:
