@@ -74,7 +74,7 @@ class Batches:
     def estimated(self, batch: int) -> dict[str, Cost]:
         """Costs before anything is measured: datasheet rates, no workspace."""
         captured = self.captured(batch)
-        return roofline(captured, captured.program, self.limits or DEVICES["cpu"])
+        return roofline(captured, self.limits or DEVICES["cpu"])
 
     def measure(
         self,
@@ -121,7 +121,7 @@ class Batches:
             return self._measured(batch, captured)
         far, near = self.measured
         try:
-            pairs = [list(matched(captured.program, other.captured.program)) for other in (far, near)]
+            pairs = [list(matched(captured, other.captured)) for other in (far, near)]
         except ProfileError:  # at this batch the model computes something else: a batch of 1, mostly
             return self._measured(batch, captured)
         costs = {

@@ -111,6 +111,7 @@ class Captured:
         parameter_gradients: (index into ``parameters``, tensor), in the order in which they become ready.
         input_gradients: (position among ``inputs``, tensor).
         device: where the program runs.
+        before_variants: the program as captured, where variants have changed it; its values come first in ``metas``.
     """
 
     program: Program
@@ -126,6 +127,17 @@ class Captured:
     parameter_gradients: tuple[tuple[int, Tensor], ...]
     input_gradients: tuple[tuple[int, Tensor], ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    before_variants: Program | None = None
+
+    @property
+    def plain(self) -> Program:
+        """The program of PyTorch's own operators alone."""
+        return self.before_variants or self.program
+
+    def every_task(self) -> list[Task]:
+        """Forward tasks and ways, those of plain PyTorch that variants have replaced included."""
+        programs = (self.program,) if self.before_variants is None else (self.program, self.before_variants)
+        return [task for program in programs for task in program.every_task()]
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Captured:

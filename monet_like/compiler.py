@@ -146,8 +146,7 @@ def measured_costs(
         timed: measure seconds as well as workspace; else they are 0.
     """
     costs = dict(known or {})
-    program = captured.program
-    missing = [t for t in _all_tasks(program) if t.cost and t.cost not in costs]
+    missing = [t for t in captured.every_task() if t.cost and t.cost not in costs]
     if not missing:
         return costs, ""
     batch, small = request.batch, request.profile_batch or profile_batch(request, captured, device)
@@ -160,7 +159,7 @@ def measured_costs(
     for count, label in ((scaling.measured, None), (scaling.second, "workspace at twice the batch: ")):
         example = with_batch(request.example, count)
         other = admitted(capture(request.model, *example), request.mode, ablation=request.ablation)
-        pairs = [(mine, theirs) for mine, theirs in matched(program, other.program) if mine.cost in keys]
+        pairs = [(mine, theirs) for mine, theirs in matched(captured, other) if mine.cost in keys]
         got: dict[str, Cost] = {}
         _measure(other, pairs, device, got, progress, label, timed and label is None)
         found.append(got)
@@ -188,16 +187,12 @@ def _measure(
         progress(f"{label or ''}done", len(distinct), len(distinct))
 
 
-def _all_tasks(program: Program) -> list[Task]:
-    return [*program.tasks, *(way for slot in program.slots for way in slot)]
-
-
 def profile_batch(request: Request, captured: Captured, device: torch.device) -> int:
     """The batch to measure at: the wanted one, unless that would take far too long or too much memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return _fitting(request.batch, _largest_task_bytes(captured), 0.8 * free)
-    estimate = roofline(captured, captured.program, DEVICES["cpu"])
+    estimate = roofline(captured, DEVICES["cpu"])
     seconds = 4 * sum(cost.seconds for cost in estimate.values())  # warming up, repeats, making inputs
     by_time = max(2, math.floor(request.batch * PROFILE_SECONDS / max(seconds, 1e-9)))
     return min(by_time, _fitting(request.batch, _largest_task_bytes(captured), 0.25 * _memory_bytes()))
@@ -210,7 +205,7 @@ def _fitting(batch: int, needed_bytes: int, free_bytes: float) -> int:
 
 def _largest_task_bytes(captured: Captured) -> int:
     values = captured.program.values
-    return max((sum(values[v].bytes for v in (*t.reads, *t.writes)) for t in _all_tasks(captured.program)), default=0)
+    return max((sum(values[v].bytes for v in (*t.reads, *t.writes)) for t in captured.every_task()), default=0)
 
 
 def _memory_bytes() -> int:
@@ -219,7 +214,7 @@ def _memory_bytes() -> int:
 
 def plain_report(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int) -> Report:
     """The simulator on plain PyTorch's schedule: every operator once, everything kept until its last use."""
-    program = captured.program
+    program = captured.plain
     eager = dict(costs)
     for (weight, *_), (given, *_) in zip(program.slots, program.slots[1:], strict=False):
         # PyTorch makes both gradients of a convolution in one operator, the input's first.
@@ -316,12 +311,12 @@ def _profiled(
     progress: Progress | None,
 ) -> Profile:
     if isinstance(profile, DeviceLimits):
-        costs = roofline(captured, captured.program, profile)
+        costs = roofline(captured, profile)
         note = "estimated from datasheet rates"
         return Profile(f"roofline:{profile.name}", costs, note, {"torch": torch.__version__})
     known = profile.costs if profile else {}
     if profile and not profile.device.startswith("roofline") and profile.device != device_name(device):
-        lacking = [t for t in _all_tasks(captured.program) if t.cost and t.cost not in known]
+        lacking = [t for t in captured.every_task() if t.cost and t.cost not in known]
         if lacking:
             raise ProfileError(
                 f"the profile was measured on {profile.device}, lacks {len(lacking)} operators of this model, and this is "

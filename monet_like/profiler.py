@@ -21,7 +21,7 @@ from .codegen import Block, compile_block
 from .errors import ProfileError
 from .measure import allocated_peak, seconds_of
 from .profile_data import Profile
-from .program import Cost, Program, Task
+from .program import Cost, Task
 
 #: Called with (what, done, total) as profiling goes on.
 Progress = Callable[[str, int, int], None]
@@ -60,10 +60,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def distinct_tasks(program: Program) -> dict[str, Task]:
+def distinct_tasks(captured: Captured) -> dict[str, Task]:
     """One task for every cost key."""
     found: dict[str, Task] = {}
-    for task in (*program.tasks, *(way for slot in program.slots for way in slot)):
+    for task in captured.every_task():
         if task.cost:
             found.setdefault(task.cost, task)
     return found
@@ -166,20 +166,18 @@ class Scaling:
         return Cost(small.seconds * self.wanted / self.measured, int(workspace))
 
 
-def matched(wanted: Program, measured: Program) -> Iterable[tuple[Task, Task]]:
+def matched(wanted: Captured, measured: Captured) -> Iterable[tuple[Task, Task]]:
     """The same task in two captures of one model at different batches.
 
     Raises:
         ProfileError: the captures differ in more than sizes.
     """
-    if wanted.fingerprint != measured.fingerprint:
+    if wanted.program.fingerprint != measured.program.fingerprint:
         raise ProfileError(
             "this model computes something else at the batch it would be profiled at; "
             "profile at the full batch: give --profile-batch the same number as the batch"
         )
-    yield from zip(wanted.tasks, measured.tasks, strict=True)
-    for mine, other in zip(wanted.slots, measured.slots, strict=True):
-        yield from zip(mine, other, strict=True)
+    return zip(wanted.every_task(), measured.every_task(), strict=True)
 
 
 def to_profile(costs: Mapping[str, Cost], device: torch.device, note: str) -> Profile:

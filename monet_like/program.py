@@ -172,6 +172,10 @@ class Program:
         """For every slot, whether any way reads a forward value."""
         return tuple(any(self.forward_reads(way) for way in slot) for slot in self.slots)
 
+    def every_task(self) -> tuple[Task, ...]:
+        """Forward tasks and the ways of all slots."""
+        return (*self.tasks, *(way for slot in self.slots for way in slot))
+
     def restrict(self, words: frozenset[str], *, rerun: bool = True) -> Program:
         """The program with only the variants that ``words`` admit; without ``rerun``, nothing is run again."""
         tasks = tuple(

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .capture import Captured
 from .codegen import Block, compile_block
 from .profiler import distinct_tasks
-from .program import Cost, Program, Ref, Task
+from .program import Cost, Ref, Task
 from .tracing import fake_mode
 
 
@@ -56,9 +56,9 @@ DEVICES: Mapping[str, DeviceLimits] = {
 }
 
 
-def roofline(captured: Captured, program: Program, limits: DeviceLimits) -> dict[str, Cost]:
-    """The cost of every distinct task of ``program`` on a device with ``limits``. Workspace is taken to be 0."""
-    return {key: Cost(_seconds(captured, task, limits)) for key, task in distinct_tasks(program).items()}
+def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
+    """The cost of every distinct task of ``captured`` on a device with ``limits``. Workspace is taken to be 0."""
+    return {key: Cost(_seconds(captured, task, limits)) for key, task in distinct_tasks(captured).items()}
 
 
 def _seconds(captured: Captured, task: Task, limits: DeviceLimits) -> float:

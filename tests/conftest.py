@@ -1,10 +1,14 @@
-"""Shared by all tests: two threads, fixed seeds, caches of their own."""
+"""Shared by all tests: fixed seeds, caches of their own."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+# Several test processes share the cores: a thread that waits should not hold one.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

@@ -47,13 +47,12 @@ def costs_of(captured: Captured, example: zoo.Built, mode: str, *, timed: bool) 
     if timed:
         return costs
     values = captured.program.values
-    tasks = (*captured.program.tasks, *(way for slot in captured.program.slots for way in slot))
     heavy = ("conv", "mm", "attention")
     seconds = {
         t.cost: sum(values[v].bytes for v in (*t.reads, *t.writes))
         * (20 if any(w in t.cost for w in heavy) else 1)
         / 1e10
-        for t in tasks
+        for t in captured.every_task()
     }
     return {key: Cost(seconds[key] + 1e-6, cost.workspace_bytes) for key, cost in costs.items() if key in seconds}
 

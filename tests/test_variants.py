@@ -26,9 +26,8 @@ def offered(name: str) -> Captured:
     return with_variants(capture(model, args, kwargs))
 
 
-def tasks_of(captured: Captured) -> list[Task]:
-    program = captured.program
-    return [*program.tasks, *(way for slot in program.slots for way in slot)]
+def tasks_of(captured: Captured) -> tuple[Task, ...]:
+    return captured.program.every_task()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def tasks_of(captured: Captured) -> list[Task]:
     [
         ("resnet18", {"batch_norm_clamp.train": 9, "batch_norm_add_clamp.train": 8, "batch_norm.apply": 20}),
         ("mobilenet_v2", {"batch_norm_clamp.train": 35, "batch_norm_add.train": 10, "batch_norm.apply": 52}),
-        ("unet", {"pool.offsets": 2 * 4, "pool.pack": 4, "pool.packed": 4, "relu.pack": 18}),
+        ("unet", {"conv.in_parts": 4, "pool.offsets": 2 * 4, "pool.pack": 4, "pool.packed": 4, "relu.pack": 18}),
         ("efficientnet_b0", {"batch_norm_silu.train": 33, "batch_norm.apply": 49, "batch_norm_silu.backward": 33}),
         (
             "activations",
@@ -57,7 +56,7 @@ def test_every_place_is_found(name: str, wanted: dict[str, int]) -> None:
 def test_input_gradients_of_convolutions_need_no_input() -> None:
     captured = offered("unet")  # transposed convolutions among them
     slots = [slot for slot in captured.program.slots if "conv.transposed" in {way.variant for way in slot}]
-    assert len(slots) == 22
+    assert len(slots) == 18  # four more make their gradient in parts
     for plain, swapped in slots:
         assert captured.program.forward_reads(swapped) == ()
         assert len(captured.program.forward_reads(plain)) == 1
@@ -188,3 +187,63 @@ def test_group_norm_runs_again_from_its_statistics() -> None:
         schedule = replace(kept, again=tuple((again,) if s == slot else () for s in range(len(program.slots))))
         outcome = replayed(example, captured, schedule, "inplace_conv_multiway_newnode", measured=False)
         assert max(plain.differences(outcome).values()) <= tolerance
+
+
+class _Joined(nn.Module):
+    """Three tensors made by convolutions, joined and read by ``reader``."""
+
+    def __init__(self, reader: nn.Module, frozen: bool = False, again: bool = False) -> None:
+        super().__init__()
+        self.makers = nn.ModuleList(nn.Conv2d(3, channels, 3, padding=1) for channels in (2, 4, 6))
+        self.reader, self.frozen, self.again = reader, frozen, again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [maker(x) for maker in self.makers]
+        if self.frozen:
+            parts[1] = parts[1].detach()
+        joined = torch.cat(parts, 1)
+        return self.reader(joined) * (joined.mean() if self.again else 1)
+
+
+@pytest.mark.parametrize(
+    ("reader", "frozen", "layout", "parts"),
+    [
+        (nn.Conv2d(12, 5, 3, stride=2, padding=1), False, torch.contiguous_format, [2, 4, 6]),
+        (nn.Conv2d(12, 5, 3, dilation=2), False, torch.channels_last, [2, 4, 6]),
+        (nn.ConvTranspose2d(12, 5, 3, stride=2, output_padding=1), False, torch.contiguous_format, [2, 4, 6]),
+        (nn.Conv2d(12, 5, 1, bias=False), True, torch.contiguous_format, [2, 6]),
+    ],
+)
+@pytest.mark.parametrize("variant", ["aten", "conv.in_parts"])
+def test_a_concatenations_gradient_is_made_in_parts(
+    reader: nn.Module, frozen: bool, layout: torch.memory_format, parts: list[int], variant: str
+) -> None:
+    model = _Joined(reader, frozen).to(memory_format=layout)
+    args = (torch.randn(2, 3, 9, 8).to(memory_format=layout).requires_grad_(),)
+    captured = admitted(capture(model, args), "inplace_conv_multiway_newnode")
+    program = captured.program
+    (slot,) = (s for s, ways in enumerate(program.slots) if "conv.in_parts" in {way.variant for way in ways})
+    assert [captured.metas[v].shape[1] for v in program.slots[slot][0].writes] == parts
+    one, apart = program.slots[slot]
+    assert flops(captured, apart) * 12 == flops(captured, one) * sum(parts)
+    assert program.forward_reads(apart) == ()
+    schedule = store_all(program)
+    ways = tuple(
+        next(k for k, way in enumerate(ways) if s != slot or way.variant == variant)
+        for s, ways in enumerate(program.slots)
+    )
+    outcome = replayed(
+        (model, args, {}), captured, replace(schedule, ways=ways), "inplace_conv_multiway_newnode", measured=False
+    )
+    plain = run(twin(model), args, {})
+    assert max(plain.differences(outcome).values()) <= (0.0 if variant == "aten" else 1e-6)
+    # Plain PyTorch's own schedule is not touched by it.
+    assert len(captured.plain.slots[slot]) == len(captured.plain.slots[slot][0].writes) == 1
+
+
+@pytest.mark.parametrize(
+    "model", [_Joined(nn.Conv2d(12, 4, 3, groups=2)), _Joined(nn.Conv2d(12, 4, 3, padding=1), again=True)]
+)
+def test_a_concatenations_gradient_stays_whole(model: nn.Module) -> None:
+    captured = with_variants(capture(model, (torch.randn(2, 3, 9, 8),)))
+    assert "conv.in_parts" not in {task.variant for task in tasks_of(captured)}

@@ -6,11 +6,24 @@ from collections.abc import Iterable
 
 from ..capture import Captured
 from ..mode import WORDS
-from . import batch_norm, convolution, dropout, group_norm, in_place, linear, linear_cross_entropy, pooling, relu
+from . import (
+    batch_norm,
+    concatenation,
+    convolution,
+    dropout,
+    group_norm,
+    in_place,
+    linear,
+    linear_cross_entropy,
+    pooling,
+    relu,
+)
 from .editor import Editor, Offer
 
-#: In this order: in-place forms need the other ways, and slots are merged with all their ways.
+#: In this order: gradients are split before other ways read them, in-place forms need the other ways, and slots are
+#: merged with all their ways.
 OFFERS: tuple[Offer, ...] = (
+    concatenation.offer,
     relu.offer,
     pooling.offer,
     dropout.offer,

@@ -10,6 +10,7 @@ matrix product over each image's pixels, and im2col.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ..program import Call, Ref, Task
@@ -23,7 +24,10 @@ def offer(editor: Editor) -> None:
     """Ways for the input's gradient; conv: algorithms for 2-d convolutions in the default layout."""
     for slot, way, call in list(editor.find_slots(_BACKWARD)):
         if call.args[-1] == [True, False, False]:
-            _input_gradient(editor, slot, way, call)
+            (out,) = way.writes
+            turned = input_gradient(editor, way.calls[:-1], call, out)
+            if turned is not None:
+                editor.add_way(slot, (*way.calls[:-1], turned), "conv.transposed")
     for task, call in list(editor.find(_CONVOLUTION)):
         _forward(editor, task, call)
 
@@ -45,21 +49,24 @@ def _forward(editor: Editor, task: Task, call: Call) -> None:
         editor.add(task, (im2col,), (out,), "conv.im2col", word="conv", runs=task.runs)
 
 
-def _input_gradient(editor: Editor, slot: int, way: Task, call: Call) -> None:
+def input_gradient(editor: Editor, before: Sequence[Call], call: Call, out: int) -> Call | None:
+    """The gradient for the input of a convolution as a convolution that writes ``out``; None if there is none.
+
+    Args:
+        before: calls that make what ``call`` reads.
+        call: to ``convolution_backward``.
+    """
     grad, _, weight, _, stride, padding, dilation, transposed, _, groups, _ = call.args
-    (out,) = way.writes
     wanted = editor.metas[out]
 
-    def calls(rest: list[int]) -> tuple[Call, ...]:
+    def turned(rest: list[int]) -> Call:
         options = (stride, padding, dilation, not transposed, rest, groups)
-        return (*way.calls[:-1], Call(_CONVOLUTION, (grad, weight, None, *options), (), (Ref(out),)))
+        return Call(_CONVOLUTION, (grad, weight, None, *options), (), (Ref(out),))
 
-    made = editor.result(calls([0] * len(stride)))
+    made = editor.result((*before, turned([0] * len(stride))))
     # A transposed convolution is told how many cells at the far end the strides have skipped.
     skipped = [want - got for want, got in zip(wanted.shape[2:], made.shape[2:], strict=True)]
-    if editor.result(calls(skipped)) != wanted:
-        return
-    editor.add_way(slot, calls(skipped), "conv.transposed")
+    return turned(skipped) if editor.result((*before, turned(skipped))) == wanted else None
 
 
 def _shape(editor: Editor, way: Task, ref: Any) -> tuple[int, ...] | None:

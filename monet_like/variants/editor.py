@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,18 +89,12 @@ class Editor:
         It is named after the last of them; ``options`` are further fields of `Task`.
         """
         names = {Ref(value): Ref(f"between_{number}") for number, value in enumerate(sorted(between))}
-
-        def swap(leaf: Any) -> Any:
-            if isinstance(leaf, tuple | list):
-                return type(leaf)(map(swap, leaf))
-            return names.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
-
         calls: list[Call] = []
         for way in ways:
             for call in way.calls:
-                renamed = replace(call, args=swap(call.args), outs=swap(call.outs))
-                if renamed not in calls:  # views that several slots make of the same tensor are made once
-                    calls.append(renamed)
+                inner = replace(call, args=renamed(call.args, names), outs=renamed(call.outs, names))
+                if inner not in calls:  # views that several slots make of the same tensor are made once
+                    calls.append(inner)
         writes = [value for way in ways for value in way.writes if Ref(value) not in names]
         return make_task(options.pop("name", ways[-1].name), calls, writes, self.metas, **options)
 
@@ -153,10 +147,20 @@ class Editor:
                 elements *= extent
         return meta.offset == 0
 
+    def rewrite(self, slot: int, ways: Sequence[Task]) -> None:
+        """Do a slot in these ways only, which may read and write other gradients than those it had."""
+        self.slots[slot][:] = ways
+        self._last.update((value, self.slots[slot]) for value in ways[0].reads)
+
     def result(self, calls: Sequence[Call]) -> TensorMeta:
-        """What the last of ``calls``, each with one result, gives."""
+        """What the last of ``calls``, which has one result, gives."""
+        return list(self.results(calls).values())[-1]
+
+    def results(self, calls: Sequence[Call]) -> dict[Ref, TensorMeta]:
+        """What ``calls`` make."""
         with fake_mode(), torch.no_grad():
             known: dict[Ref, torch.Tensor] = {}
+            found: dict[Ref, TensorMeta] = {}
 
             def tensor(leaf: Any) -> Any:
                 if not isinstance(leaf, Ref):
@@ -169,8 +173,11 @@ class Editor:
 
             for call in calls:
                 made = resolve(call.op)(*map(tensor, call.args), **{name: tensor(leaf) for name, leaf in call.kwargs})
-                known.update((out, made) for out in call.outs if out is not None)
-            return TensorMeta.of(made)
+                several = made if call.unpack else (made,)
+                for out, tensor_made in zip(call.outs, several, strict=True):
+                    if out is not None:
+                        known[out], found[out] = tensor_made, TensorMeta.of(tensor_made)
+            return found
 
     def finish(self) -> Captured:
         """The captured program with all additions."""
@@ -183,7 +190,14 @@ class Editor:
             self.captured.program, values=tuple(self.values), tasks=tuple(tasks), slots=tuple(map(tuple, self.slots))
         )
         program.check()
-        return replace(self.captured, program=program, metas=tuple(self.metas))
+        return replace(self.captured, program=program, metas=tuple(self.metas), before_variants=self.captured.plain)
+
+
+def renamed(leaf: Any, names: Mapping[Ref, Ref]) -> Any:
+    """Arguments or results of a call with other names."""
+    if isinstance(leaf, tuple | list):
+        return type(leaf)(renamed(part, names) for part in leaf)
+    return names.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
 
 
 Offer = Callable[[Editor], None]

@@ -1,0 +1,112 @@
+"""The gradient of a concatenation that a convolution reads, in the parts that were joined.
+
+PyTorch makes it in one piece, which stays until the last of the parts is used: in a U-Net, where the other part comes
+from the far end, throughout the backward. Here every part is a gradient of its own and goes when it was used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ..capture import make_task
+from ..program import Call, Ref, Task, refs
+from .convolution import input_gradient
+from .editor import Editor, renamed
+
+_BACKWARD = "aten.convolution_backward.default"
+_SLICE = "aten.slice.Tensor"
+_CHANNELS = 1
+#: Position of that argument of `_BACKWARD`.
+_TRANSPOSED = 7
+
+#: The first channel, and the one after the last.
+Range = tuple[int, int]
+
+
+def offer(editor: Editor) -> None:
+    """conv: for a convolution's input gradient that is read only in slices of its channels, which do not overlap."""
+    if "conv" not in editor.words:
+        return
+    for slot, way, call in list(editor.find_slots(_BACKWARD)):
+        if call.args[-1] == [True, False, False] and call.args[-2] == 1:
+            _split(editor, slot, way, call)
+
+
+def _split(editor: Editor, slot: int, way: Task, call: Call) -> None:
+    (whole,) = way.writes
+    readers = {number: ways[0] for number, ways in enumerate(editor.slots) if whole in ways[0].reads}
+    ranges = _ranges(editor, readers.values(), whole)
+    if len(ranges) < 2 or whole in editor.captured.program.gradients:
+        return
+    copies = {part: Ref(f"copy_{part[0]}") for part in ranges}
+    for reader in readers.values():
+        made = editor.results((*_copy(Ref(whole), copies), *_on_parts(editor, reader, whole, copies)))
+        as_before = editor.results(reader.calls)
+        if any(made[Ref(value)] != as_before[Ref(value)] for value in reader.writes):
+            return  # laid out differently where what it reads lies by itself
+    metas = editor.results(_copy(Ref(whole), copies))
+    name = editor.values[whole].name
+    values = {
+        part: editor.value(f"{name}.channels_{part[0]}_{part[1]}", "backward", metas[copy])
+        for part, copy in copies.items()
+    }
+    _make_parts(editor, slot, way, call, values)
+    for number, reader in readers.items():
+        calls = _on_parts(editor, reader, whole, {part: Ref(value) for part, value in values.items()})
+        editor.rewrite(number, [make_task(reader.name, calls, reader.writes, editor.metas)])
+
+
+def _make_parts(editor: Editor, slot: int, way: Task, call: Call, values: Mapping[Range, int]) -> None:
+    """Two ways: all in one piece and copied, or every part from the weights of its channels."""
+    whole = Ref("whole")
+    copies = _copy(whole, {part: Ref(value) for part, value in values.items()})
+    own = (*way.calls[:-1], replace(call, outs=(whole, None, None)), *copies)
+    editor.rewrite(slot, [make_task(way.name, own, tuple(values.values()), editor.metas)])
+    grad, x, weight, *rest = call.args
+    calls = list(way.calls[:-1])
+    for part, value in values.items():
+        mine = Ref(f"weight_{part[0]}")
+        channels = 0 if call.args[_TRANSPOSED] else 1
+        calls.append(Call(_SLICE, (weight, channels, *part), (), (mine,)))
+        made = input_gradient(editor, calls, replace(call, args=(grad, x, mine, *rest)), value)
+        if made is None:
+            return
+        calls.append(made)
+    editor.add_way(slot, calls, "conv.in_parts", word="conv")
+
+
+def _ranges(editor: Editor, readers: Iterable[Task], whole: int) -> list[Range]:
+    """The slices that are read, in order; none if anything else of ``whole`` is read, or they overlap."""
+    calls = [call for reader in readers for call in reader.calls if Ref(whole) in refs(call)]
+    found = {_range(editor, call, whole) for call in calls}
+    ranges = sorted(part for part in found if part is not None)
+    overlap = any(one[1] > other[0] for one, other in zip(ranges, ranges[1:], strict=False))
+    return [] if overlap or None in found else ranges
+
+
+def _range(editor: Editor, call: Call, whole: int) -> Range | None:
+    if call.op != _SLICE or call.kwargs or len(call.args) != 4 or call.args[:2] != (Ref(whole), _CHANNELS):
+        return None
+    first, last = call.args[2:]
+    return first or 0, min(editor.metas[whole].shape[_CHANNELS], sys.maxsize if last is None else last)
+
+
+def _copy(whole: Ref, parts: Mapping[Range, Ref]) -> list[Call]:
+    """The parts as tensors of their own."""
+    calls = []
+    for part, to in parts.items():
+        piece = Ref(f"channels_{part[0]}")
+        calls.append(Call(_SLICE, (whole, _CHANNELS, *part), (), (piece,)))
+        calls.append(Call("aten.clone.default", (piece,), (), (to,)))
+    return calls
+
+
+def _on_parts(editor: Editor, reader: Task, whole: int, parts: Mapping[Range, Ref]) -> list[Call]:
+    """A reader's calls on parts instead of slices."""
+    slices = {call.outs[0]: part for call in reader.calls if (part := _range(editor, call, whole)) is not None}
+    names = {piece: parts[part] for piece, part in slices.items() if piece is not None}
+    return [
+        replace(call, args=renamed(call.args, names)) for call in reader.calls if _range(editor, call, whole) is None
+    ]
