@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from monet_like.simulate import simulate
 from monet_like.variants.linear_cross_entropy import PARTS
 
 TOKENS, WIDTH, CLASSES = (3, 43), 24, 1500
+#: By which product the logits are made.
+KINDS = ("", "_onednn") if torch.backends.mkldnn.is_available() else ("",)
 
 
 class Head(nn.Module):
@@ -49,10 +52,10 @@ def example() -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def in_parts(captured: Captured, parts: int) -> Schedule:
+def in_parts(captured: Captured, parts: int, kind: str = "") -> Schedule:
     """Store-all, with the head in parts."""
     program = captured.program
-    name = f"linear_cross_entropy.{parts}"
+    name = f"linear_cross_entropy.{parts}{kind}"
     (forward,) = (p for p, task in enumerate(program.tasks) if task.variant == name)
     made = set(program.tasks[forward].writes)
     kept = store_all(program)
@@ -69,21 +72,25 @@ def step(model: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[st
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize(
-    ("dtype", "wide", "tolerance"),
-    [(torch.float64, False, 1e-12), (torch.float32, False, 1e-5), (torch.bfloat16, True, 1e-2)],
+    ("dtype", "wide", "tolerance", "kind"),
+    [
+        (torch.float64, False, 1e-12, ""),
+        *((torch.float32, False, 1e-5, kind) for kind in KINDS),
+        (torch.bfloat16, True, 1e-2, ""),
+    ],
 )
 @pytest.mark.parametrize(
     ("bias", "reduction", "weighted"), [(False, "mean", False), (True, "mean", True), (True, "sum", False)]
 )
 def test_gradients_are_those_of_the_whole(
-    dtype: torch.dtype, wide: bool, tolerance: float, bias: bool, reduction: str, weighted: bool, parts: int
+    dtype: torch.dtype, wide: bool, tolerance: float, kind: str, bias: bool, reduction: str, weighted: bool, parts: int
 ) -> None:
     model = Head(bias, reduction, wide, weighted).to(dtype)
     if weighted and wide:
         model.weight = model.weight.float()  # as the logits
     args = example()
     captured = admitted(capture(model, args), FULL)
-    record = record_for(captured, in_parts(captured, parts), FULL, (model, args, {}))
+    record = record_for(captured, in_parts(captured, parts, kind), FULL, (model, args, {}))
     wrapped = ScheduleWrapper(twin(model), record, example=(args, {}), captured=captured)
     loss, plain = step(twin(model), args)
     other, gradients = step(wrapped, args)
@@ -103,8 +110,8 @@ def test_logits_never_exist_at_once() -> None:
     logits = 4 * args[0].numel() * CLASSES
     whole = simulate(program, store_all(program), costs).peak_bytes - program.resident_bytes
     assert whole > 3 * logits
-    for parts in PARTS:
-        schedule = in_parts(captured, parts)
+    for parts, kind in product(PARTS, KINDS):
+        schedule = in_parts(captured, parts, kind)
         predicted = simulate(program, schedule, costs).peak_bytes - program.resident_bytes
         record = record_for(captured, schedule, FULL, (model, args, {}))
         wrapped = ScheduleWrapper(twin(model), record, example=(args, {}), captured=captured)
@@ -116,12 +123,13 @@ def test_logits_never_exist_at_once() -> None:
 
 def test_roofline_counts_every_part() -> None:
     captured = admitted(capture(Head(True, "mean", False, False), example()), FULL)
-    for parts in PARTS:
-        (forward,) = (task for task in captured.program.tasks if task.variant == f"linear_cross_entropy.{parts}")
+    for parts, kind in product(PARTS, KINDS):
+        name = f"linear_cross_entropy.{parts}{kind}"
+        (forward,) = (task for task in captured.program.tasks if task.variant == name)
         backward = next(w for slot in captured.program.slots for w in slot if w.variant == forward.variant)
-        product = 2 * example()[0].numel() * WIDTH * CLASSES
-        assert flops(captured, forward) == product
-        assert flops(captured, backward) == 3 * product
+        once = 2 * example()[0].numel() * WIDTH * CLASSES
+        assert flops(captured, forward) == once
+        assert flops(captured, backward) == 3 * once
 
 
 def test_stays_apart_without_the_word() -> None:

@@ -21,9 +21,7 @@ _LINEAR = "mkldnn._linear_pointwise.default"
 
 def offer(editor: Editor) -> None:
     """conv: for float32 products of two matrices, the second one transposed in the forward."""
-    if editor.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not usable(editor):
         return
     for task in editor.tasks:
         if task.variant == "aten":
@@ -47,7 +45,7 @@ def _forward(editor: Editor, task: Task) -> Iterator[Sequence[Call]]:
         return
     if _own(weight) and editor.metas[weight.name].contiguous:
         rest = [view for view in views if view is not transposing[0]]
-        yield (*rest, _product(x, weight, bias[0] if bias else None, call))
+        yield (*rest, product(x, weight, bias[0] if bias else None, call.outs))
 
 
 def _input_gradient(editor: Editor, way: Task) -> Iterator[Sequence[Call]]:
@@ -57,11 +55,18 @@ def _input_gradient(editor: Editor, way: Task) -> Iterator[Sequence[Call]]:
     grad, weight = call.args
     if _own(weight) and editor.metas[weight.name].contiguous:
         turned = Ref("turned")
-        yield (*views, Call("aten.t.default", (weight,), (), (turned,)), _product(grad, turned, None, call))
+        yield (*views, Call("aten.t.default", (weight,), (), (turned,)), product(grad, turned, None, call.outs))
 
 
-def _product(x: Any, weight: Any, bias: Any, like: Call) -> Call:
-    return Call(_LINEAR, (x, weight, bias, "none", [], ""), (), like.outs)
+def usable(editor: Editor) -> bool:
+    """Whether this PyTorch can do linear layers by oneDNN where the program runs."""
+    here = editor.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return here and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def product(x: Any, weight: Any, bias: Any, outs: tuple[Ref | None, ...]) -> Call:
+    """x [N, D] times the transpose of weight [V, D], plus bias."""
+    return Call(_LINEAR, (x, weight, bias, "none", [], ""), (), outs)
 
 
 def _own(ref: Any) -> bool:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from ..capture import make_task
 from ..program import Call, Ref, Task
+from . import linear
 from .editor import Editor
 
 #: Into how many parts the rows are cut; each is a variant of its own.
@@ -65,10 +67,11 @@ def offer(editor: Editor) -> None:
         first, end = head.slots
         plain = editor.in_turn([ways[0] for ways in editor.slots[first:end]], head.between)
         ways = [plain]
-        for parts in PARTS:
-            name = f"linear_cross_entropy.{parts}"
-            editor.add(nll, list(_forward(editor, head, parts)), nll.writes, name, word="conv", runs=nll.runs)
-            calls = list(_backward(editor, head, first, parts))
+        for parts, onednn in product(PARTS, (False, True) if _by_onednn(editor, head) else (False,)):
+            name = f"linear_cross_entropy.{parts}{'_onednn' if onednn else ''}"
+            calls = list(_forward(editor, head, parts, onednn))
+            editor.add(nll, calls, nll.writes, name, word="conv", runs=nll.runs)
+            calls = list(_backward(editor, head, first, parts, onednn))
             ways.append(make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv"))
         editor.merge(first, ways, end - first)
 
@@ -183,7 +186,13 @@ def _rows(editor: Editor, head: _Head, parts: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + size, count)
 
 
-def _probabilities(head: _Head, begin: int, end: int) -> tuple[list[Call], Ref, Ref, Ref]:
+def _by_onednn(editor: Editor, head: _Head) -> bool:
+    """Whether oneDNN may make the logits; which product is faster depends on the machine."""
+    logits, weight = editor.metas[head.tasks[0].writes[0]], editor.metas[head.weight.name]  # type: ignore[index]
+    return linear.usable(editor) and logits.dtype == torch.float32 and weight.contiguous
+
+
+def _probabilities(head: _Head, begin: int, end: int, onednn: bool) -> tuple[list[Call], Ref, Ref, Ref]:
     """Calls that make the log-probabilities of some rows; these, the rows of x, and their classes."""
     x, target = Ref(f"x_{begin}"), Ref(f"target_{begin}")
     calls = [
@@ -193,28 +202,34 @@ def _probabilities(head: _Head, begin: int, end: int) -> tuple[list[Call], Ref, 
     last = x
     for number, task in enumerate(head.tasks[:-1]):
         call, made = task.calls[-1], Ref(f"made_{begin}_{number}")
-        args = (last, *call.args[1:]) if number else (*call.args[:-2], x, Ref("turned"))
-        calls.append(replace(call, args=args, outs=(made,)))
+        if number:
+            calls.append(replace(call, args=(last, *call.args[1:]), outs=(made,)))
+        elif onednn:
+            bias = call.args[0] if len(call.args) == 3 else None
+            calls.append(linear.product(x, head.weight, bias, (made,)))
+        else:
+            calls.append(replace(call, args=(*call.args[:-2], x, Ref("turned")), outs=(made,)))
         last = made
     return calls, last, x, target
 
 
-def _start(head: _Head) -> Iterator[Call]:
+def _start(head: _Head, onednn: bool) -> Iterator[Call]:
     yield from head.views
-    yield Call("aten.t.default", (head.weight,), (), (Ref("turned"),))
+    if not onednn:
+        yield Call("aten.t.default", (head.weight,), (), (Ref("turned"),))
 
 
-def _forward(editor: Editor, head: _Head, parts: int) -> Iterator[Call]:
+def _forward(editor: Editor, head: _Head, parts: int, onednn: bool) -> Iterator[Call]:
     """Sums over the rows of each part, in float32 at least; then the mean, if that is what is asked for."""
     nll = head.tasks[-1].calls[-1]
     _, _, classes, reduction, ignored = nll.args
     loss, total = nll.outs
     dtype = editor.metas[head.tasks[-1].writes[0]].dtype
     wide = (("dtype", torch.float32 if dtype in _HALF else dtype),)
-    yield from _start(head)
+    yield from _start(head, onednn)
     sums: list[tuple[Ref, Ref]] = []
     for begin, end in _rows(editor, head, parts):
-        calls, probabilities, _, target = _probabilities(head, begin, end)
+        calls, probabilities, _, target = _probabilities(head, begin, end, onednn)
         yield from calls
         parted = (Ref(f"loss_{begin}"), Ref(f"total_{begin}"))
         yield replace(nll, args=(probabilities, target, classes, 2, ignored), outs=parted)
@@ -230,7 +245,7 @@ def _forward(editor: Editor, head: _Head, parts: int) -> Iterator[Call]:
         yield Call("aten._to_copy.default", (Ref("mean"),), (("dtype", dtype),), (loss,))
 
 
-def _backward(editor: Editor, head: _Head, slot: int, parts: int) -> Iterator[Call]:
+def _backward(editor: Editor, head: _Head, slot: int, parts: int, onednn: bool) -> Iterator[Call]:
     """Each part's logits again, their gradient, and what it adds to the gradients of x, weight and bias."""
     of_loss = editor.slots[slot][0].calls[-1]
     of_softmax = editor.slots[slot + 1][0].calls[-1]
@@ -239,14 +254,14 @@ def _backward(editor: Editor, head: _Head, slot: int, parts: int) -> Iterator[Ca
     of_x, of_weight, of_bias = head.gradients
     dtype = editor.metas[next(value for value in head.gradients if value is not None)].dtype
     half = dtype in _HALF
-    yield from _start(head)
+    yield from _start(head, onednn)
     if of_x is not None:
         meta = editor.metas[of_x]
         place = (("dtype", meta.dtype), ("device", meta.device))
         yield Call("aten.empty_strided.default", (meta.shape, meta.stride), place, (Ref(of_x),))
     sums = {"weight": of_weight, "bias": of_bias}
     for begin, end in _rows(editor, head, parts):
-        calls, probabilities, x, target = _probabilities(head, begin, end)
+        calls, probabilities, x, target = _probabilities(head, begin, end, onednn)
         yield from calls
         one, two = Ref(f"of_loss_{begin}"), Ref(f"of_softmax_{begin}")
         yield replace(of_loss, args=(grad, probabilities, target, classes, reduction, ignored, total), outs=(one,))
