@@ -69,15 +69,10 @@ def input_gradient(editor: Editor, before: Sequence[Call], call: Call, out: int)
     return turned(skipped) if editor.result((*before, turned(skipped))) == wanted else None
 
 
-def _shape(editor: Editor, way: Task, ref: Any) -> tuple[int, ...] | None:
-    """The shape of an argument that is a value's own tensor; None for views."""
-    return editor.metas[ref.name].shape if isinstance(ref, Ref) and isinstance(ref.name, int) else None
-
-
 def _plain(editor: Editor, *found: Any) -> bool:
     """Whether these are whole contiguous tensors."""
-    own = (ref for ref in found if isinstance(ref, Ref) and isinstance(ref.name, int))
-    return sum(editor.metas[ref.name].contiguous for ref in own) == len(found)  # type: ignore[index]
+    metas = [editor.meta_of(ref) for ref in found]
+    return all(meta is not None and meta.contiguous for meta in metas)
 
 
 def _matmul(editor: Editor, task: Task, x: Ref, weight: Ref, out: int) -> None:

@@ -122,15 +122,19 @@ class Editor:
 
     def replaceable(self, grad: Any, slot: int, result: Any) -> bool:
         """Whether a slot may put its result where ``grad`` is: a gradient of its own that ends there, laid out alike."""
-        if not all(isinstance(ref, Ref) and isinstance(ref.name, int) for ref in (grad, result)):
+        meta = self.meta_of(grad)
+        if meta is None or meta != self.meta_of(result):
             return False
         program = self.captured.program
         return (
             self.values[grad.name].kind == "backward"
             and grad.name not in (*program.gradients, *program.tangents)
             and self._last[grad.name] is self.slots[slot]
-            and self.metas[grad.name] == self.metas[result.name]
         )
+
+    def meta_of(self, arg: Any) -> TensorMeta | None:
+        """What an argument looks like that is a value's own tensor; None for literals and for views."""
+        return self.metas[arg.name] if isinstance(arg, Ref) and isinstance(arg.name, int) else None
 
     def is_own(self, arg: Any) -> bool:
         """Whether an argument is a forward value's own tensor."""

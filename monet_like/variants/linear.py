@@ -41,9 +41,10 @@ def _forward(editor: Editor, task: Task) -> Iterator[Sequence[Call]]:
     if not transposing or transposing[0].op != "aten.t.default" or not _single(editor, task.writes):
         return
     weight = transposing[0].args[0]
-    if bias and not (_own(bias[0]) and len(editor.metas[bias[0].name].shape) == 1):
+    of_bias = editor.meta_of(bias[0]) if bias else None
+    if bias and (of_bias is None or len(of_bias.shape) != 1):
         return
-    if _own(weight) and editor.metas[weight.name].contiguous:
+    if _contiguous(editor, weight):
         rest = [view for view in views if view is not transposing[0]]
         yield (*rest, product(x, weight, bias[0] if bias else None, call.outs))
 
@@ -53,7 +54,7 @@ def _input_gradient(editor: Editor, way: Task) -> Iterator[Sequence[Call]]:
     if call.op != "aten.mm.default" or not _single(editor, way.writes):
         return
     grad, weight = call.args
-    if _own(weight) and editor.metas[weight.name].contiguous:
+    if _contiguous(editor, weight):
         turned = Ref("turned")
         yield (*views, Call("aten.t.default", (weight,), (), (turned,)), product(grad, turned, None, call.outs))
 
@@ -69,8 +70,9 @@ def product(x: Any, weight: Any, bias: Any, outs: tuple[Ref | None, ...]) -> Cal
     return Call(_LINEAR, (x, weight, bias, "none", [], ""), (), outs)
 
 
-def _own(ref: Any) -> bool:
-    return isinstance(ref, Ref) and isinstance(ref.name, int)
+def _contiguous(editor: Editor, weight: Any) -> bool:
+    meta = editor.meta_of(weight)
+    return meta is not None and meta.contiguous
 
 
 def _single(editor: Editor, writes: Sequence[int]) -> bool:
