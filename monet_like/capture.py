@@ -152,11 +152,27 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
     Raises:
         CaptureError: what cannot be captured, with the operator or line that is the reason.
     """
+    _check_distributed(model)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     flat = FlatModule(model, leaves, spec)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     graph, mode = trace_joint(flat, tensors)
     return _Builder(flat, graph, mode).build()
+
+
+def _check_distributed(model: nn.Module) -> None:
+    """A schedule is of one process's own operators."""
+    for name, module in model.named_modules():
+        if any(hasattr(parameter, "device_mesh") for parameter in module._parameters.values()):
+            raise CaptureError(
+                f"{name or type(model).__name__} has sharded parameters, which are gathered while the step runs; shard "
+                "around it: fully_shard(ScheduleWrapper(model, ...))"
+            )
+        if isinstance(module, nn.SyncBatchNorm) and module.training and torch.distributed.is_initialized():
+            raise CaptureError(
+                f"{name} is a SyncBatchNorm: its forward waits for the other processes, so it cannot run again in one "
+                "of them; use BatchNorm2d"
+            )
 
 
 @dataclass(slots=True)
