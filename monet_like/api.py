@@ -15,9 +15,10 @@ from torch import nn
 
 from .compiler import Request, compile_schedule
 from .errors import UsageError
+from .precision import autocast_name
 from .profile_data import Profile
 from .profiler import device_name, device_slug, versions
-from .replay import ScheduleWrapper, autocast_name
+from .replay import ScheduleWrapper, device_of
 from .schedule_file import ScheduleRecord
 from .units import parse_bytes
 
@@ -64,10 +65,11 @@ def auto_schedule(
     example = (args if isinstance(args, tuple) else (args,), dict(kwargs or {}))
     if not model.training:
         raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     request = Request(
-        model, example, mode, type(model).__qualname__, False, optimizer, "milp", solver, time_limit_seconds, gap
-    )
+        model, example, mode, type(model).__qualname__, False, optimizer, "milp", solver, time_limit_seconds, gap,
+        autocast=autocast_name(device),
+    )  # fmt: skip
     budget = _budget(memory_budget)
     folder = cache_folder()
     place = folder / f"schedule_{_digest(request, memory_budget, device)}.pkl"
@@ -106,12 +108,14 @@ def _digest(request: Request, memory_budget: str | int, device: torch.device) ->
     """A name for everything the plan depends on, short of tracing: structure, shapes, budget, versions."""
     digest = hashlib.sha256()
     for name, tensor in (*request.model.named_parameters(), *request.model.named_buffers()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{tensor.requires_grad}".encode())
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.stride()}{tensor.dtype}{tensor.requires_grad}".encode())
     digest.update("".join(f"{type(m).__name__}{m.training}{m.extra_repr()}" for m in request.model.modules()).encode())
     for leaf in pytree.tree_leaves(request.example):
         is_tensor = isinstance(leaf, torch.Tensor)
         digest.update(
-            f"{tuple(leaf.shape)}{leaf.dtype}{leaf.requires_grad}".encode() if is_tensor else repr(leaf).encode()
+            f"{tuple(leaf.shape)}{leaf.stride()}{leaf.dtype}{leaf.requires_grad}".encode()
+            if is_tensor
+            else repr(leaf).encode()
         )
     rest = (
         memory_budget,
@@ -119,7 +123,7 @@ def _digest(request: Request, memory_budget: str | int, device: torch.device) ->
         request.optimizer,
         request.gap,
         device_name(device),
-        autocast_name(device),
+        request.autocast,
         versions(),
     )
     digest.update(repr(rest).encode())

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .capture import Captured, capture
-from .compiler import Prepared, Request, measured_costs, optimizer_bytes, plain_report, profile_batch
+from .capture import Captured
+from .compiler import Prepared, Request, captured_for, measured_costs, optimizer_bytes, plain_report, profile_batch
 from .errors import ProfileError
 from .problem import Problem, example_for
 from .profile_data import Profile
 from .profiler import Progress, device_name, matched, to_profile
 from .program import Cost
-from .replay import admitted
 from .roofline import DEVICES, DeviceLimits, roofline
 
 
@@ -61,14 +60,13 @@ class Batches:
     def request(self, batch: int) -> Request:
         """The problem's request at ``batch``."""
         problem = self.problem
-        return replace(problem.request, example=example_for(problem.spec, batch, problem.shape, problem.dtype))
+        return replace(problem.request, example=example_for(problem, batch))
 
     def captured(self, batch: int) -> Captured:
         """The program at ``batch``, with the admitted variants."""
         if batch not in self._captured:
             request = self.request(batch)
-            found = capture(request.model, *request.example)
-            self._captured[batch] = admitted(found, request.mode, ablation=request.ablation)
+            self._captured[batch] = captured_for(request, request.example)
         return self._captured[batch]
 
     def estimated(self, batch: int) -> dict[str, Cost]:

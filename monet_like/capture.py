@@ -185,6 +185,16 @@ class _Node:
     value: int | None = None  # set for the tensor that owns a storage; None for views and tuples
 
 
+def _as_computed(args: Sequence[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Results of batch norm with the dtype that its kernels give the statistics: on a CPU that of the parameters.
+
+    Tensors without storage claim the input's, which differs where 16-bit inputs meet float32 parameters.
+    """
+    x, parameters = args[0], [t for t in args[1:5] if isinstance(t, torch.Tensor)]
+    wide = x.device.type == "cpu" and parameters and parameters[0].dtype != x.dtype
+    return (result[0], *(t.to(parameters[0].dtype) for t in result[1:3]), *result[3:]) if wide else result
+
+
 class _Builder:
     """Turns the joint graph into values and tasks, node by node in execution order."""
 
@@ -207,7 +217,8 @@ class _Builder:
         self.in_backward = False
 
     def build(self) -> Captured:
-        with self.mode, torch.no_grad():
+        # The graph holds the casts that autocast made: it must not act on them again.
+        with self.mode, torch.no_grad(), torch._C._DisableAutocast():
             for node in self.graph.nodes:
                 if node.op == "placeholder":
                     self._placeholder(node)
@@ -282,12 +293,13 @@ class _Builder:
             self._dropout_backward(node, tangents)
             return
         args, kwargs = _map((_args(node), node.kwargs), lambda n: self.nodes[n].result)
-        result = args[0] if self._is_idle_clone(node) else node.target(*args, **kwargs)
-        if node.target is torch.ops.aten._native_batch_norm_legit_functional.default and self._owns(
-            _args(node)[3], "buffer"
-        ):
-            # The statistics are updated where they live, as in eager mode: the new ones are the buffers.
-            result = (*result[:3], args[3], args[4])
+        idle = self._is_idle_clone(node) or self._is_idle_cast(node)
+        result = args[0] if idle else node.target(*args, **kwargs)
+        if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
+            result = _as_computed(args, result)
+            if self._owns(_args(node)[3], "buffer"):
+                # The statistics are updated where they live, as in eager mode: the new ones are the buffers.
+                result = (*result[:3], args[3], args[4])
         self.nodes[node] = info = _Node(result, backward, tangents)
         fresh = [t for t in _tensors(result) if _storage(t) not in self.storages]
         if not fresh:
@@ -300,6 +312,14 @@ class _Builder:
             return False
         source = self.nodes[_args(node)[0]]
         return source.value is not None and self.values[source.value].kind == "forward" and not _reaches_output(node)
+
+    def _is_idle_cast(self, node: fx.Node) -> bool:
+        """Whether a node casts new statistics of a batch norm to what they are where they live."""
+        if node.target is not torch.ops.aten._to_copy.default or not self._owns(_args(node)[0], "buffer"):
+            return False
+        source = _args(node)[0]
+        same = node.kwargs.get("dtype") == self.nodes[source].result.dtype and "device" not in node.kwargs
+        return source.op != "placeholder" and same
 
     def _getitem(self, node: fx.Node, source: _Node, index: Any, backward: bool, tangents: frozenset[int]) -> None:
         result = source.result[index]

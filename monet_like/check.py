@@ -18,8 +18,9 @@ from torch import nn
 from .compiler import Example, default_names
 from .errors import UsageError
 from .measure import allocated_peak
+from .precision import autocast_as, in_layout, layout_of
 from .problem import Problem, read_problem
-from .replay import ScheduleWrapper
+from .replay import ScheduleWrapper, device_of
 from .schedule_file import ScheduleRecord
 from .show import aligned_table
 from .solve import SOLUTIONS
@@ -48,16 +49,17 @@ def check(
     problem = read_problem(**options)
     path = solution_file or default_names(problem.spec.name, problem.request, problem.budget_bytes, SOLUTIONS)
     record = ScheduleRecord.load(path)
-    model = problem.spec.module.to(problem.device)
+    model = problem.spec.module
     example = real_example(problem)
     console = Console(highlight=False)
     good = True
-    if check_diff:
-        good &= _diff(console, model, record, example)
-    if run_bs:
-        good &= _fits(console, model, record, example, problem.device)
-    if check_runtime:
-        _runtime(console, model, record, example, problem.device, steps)
+    with autocast_as(problem.request.autocast, problem.device):
+        if check_diff:
+            good &= _diff(console, model, record, example)
+        if run_bs:
+            good &= _fits(console, model, record, example, problem.device)
+        if check_runtime:
+            _runtime(console, model, record, example, problem.device, steps)
     if not good:
         sys.exit(1)
 
@@ -70,7 +72,7 @@ def real_example(problem: Problem) -> Example:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.is_floating_point():
-            made = torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
+            made = in_layout(torch.randn(leaf.shape, generator=generator).to(leaf.dtype), layout_of(leaf))
         else:
             made = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.dtype)
         return made.to(problem.device).requires_grad_(leaf.requires_grad)
@@ -100,7 +102,8 @@ def _diff(console: Console, model: nn.Module, record: ScheduleRecord, example: E
         f"{equal} of {len(errors)} tensors equal bit by bit; largest relative difference {worst:.2e} ({name})"
     )
     if bad and max(errors[n] for n in bad) < 1 and all(sizes[n] in (2, 4) for n in bad):
-        exact = everything_after_a_step(copy.deepcopy(model).double(), _as_double(example))
+        with autocast_as("", device_of(model)):
+            exact = everything_after_a_step(copy.deepcopy(model).double(), _as_double(example))
         rounding = {n: difference(exact[n], t.double() if t is not None else None) for n, t in mine.items() if sizes[n]}
         largest = max(rounding.values())
         console.print(f"rounding of plain PyTorch itself, against float64: {largest:.2e}")

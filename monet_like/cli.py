@@ -59,6 +59,13 @@ def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return apply
 
 
+_precision = _options(
+    click.option("--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16."),
+    click.option(
+        "--autocast", default="", help="Under torch.autocast to this dtype, such as bfloat16.  [default: off]"
+    ),
+    click.option("--channels-last", is_flag=True, help="Weights and inputs in that memory layout.  [default: off]"),
+)
 _problem = _options(
     click.argument("model"),
     click.argument("batch"),
@@ -112,7 +119,7 @@ _problem = _options(
     show_default=True,
     help="How to plan: milp, heuristic, checkmate, ogc, chen_greedy, chen_sqrt, griewank, torch_budget or store_all.",
 )
-@click.option("--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16.")
+@_precision
 @click.option(
     "--input-shape",
     help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299]",
@@ -159,7 +166,7 @@ def solve_command(**options: Any) -> None:
 )
 @click.option("--run-bs", is_flag=True, help="Run one step and say whether it fitted the budget.  [default: off]")
 @click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda:1.")
-@click.option("--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16.")
+@_precision
 @click.option(
     "--input-shape",
     help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299]",
@@ -195,7 +202,7 @@ _exploring = _options(
     click.option("--gap", type=float, default=0.01, show_default=True, help="Stop when proven this close."),
     click.option("--threads", type=int, default=1, show_default=True, help="Of the solver, where it can use several."),
     click.option("--optimizer", default="none", show_default=True, help="Count its state: none, momentum or adam."),
-    click.option("--dtype", default="float32", show_default=True, help="Of the model and its input."),
+    _precision,
     click.option("--input-shape", help="Without the batch, such as 3,224,224.  [default: as for solve]"),
 )
 _files = _options(

@@ -18,12 +18,13 @@ from torch import nn
 from .capture import Captured, capture
 from .errors import ProfileError, UsageError
 from .plan import Plan, plan, store_all
+from .precision import autocast_as, in_layout, layout_of, weights_layout
 from .profile_data import Profile
 from .profiler import Inputs, Progress, Scaling, device_name, matched, measure_task, to_profile, versions
 from .program import Cost, Program, Task
-from .replay import admitted, autocast_name
+from .replay import admitted, described, device_of
 from .roofline import DEVICES, DeviceLimits, roofline
-from .schedule_file import InputSpec, ScheduleRecord
+from .schedule_file import ScheduleRecord
 from .simulate import Report, simulate
 from .tracing import fake_mode
 
@@ -94,12 +95,19 @@ class Request:
     gap: float = 0.01
     threads: int = 1
     profile_batch: int | None = None
+    autocast: str = ""
 
     @property
     def batch(self) -> int:
         """The leading extent of the first tensor argument."""
         tensors = [t for t in pytree.tree_leaves(self.example) if isinstance(t, torch.Tensor)]
         return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
+
+
+def captured_for(request: Request, example: Example) -> Captured:
+    """The program of a request's model on these inputs, with the variants that its mode admits."""
+    with autocast_as(request.autocast, device_of(request.model)):
+        return admitted(capture(request.model, *example), request.mode, ablation=request.ablation)
 
 
 def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
@@ -121,9 +129,8 @@ def with_batch(example: Example, wanted: int) -> Example:
     def resized(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
             return leaf
-        return torch.empty(
-            (wanted, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad
-        )
+        made = torch.empty((wanted, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+        return in_layout(made, layout_of(leaf)).requires_grad_(leaf.requires_grad)
 
     with fake_mode():
         args, kwargs = pytree.tree_map(resized, example)
@@ -158,7 +165,7 @@ def measured_costs(
     found: list[dict[str, Cost]] = []
     for count, label in ((scaling.measured, None), (scaling.second, "workspace at twice the batch: ")):
         example = with_batch(request.example, count)
-        other = admitted(capture(request.model, *example), request.mode, ablation=request.ablation)
+        other = captured_for(request, example)
         pairs = [(mine, theirs) for mine, theirs in matched(captured, other) if mine.cost in keys]
         got: dict[str, Cost] = {}
         _measure(other, pairs, device, got, progress, label, timed and label is None)
@@ -293,7 +300,7 @@ def prepare(
 ) -> Prepared:
     """Capture and profile; see `compile_schedule`."""
     started = time.perf_counter()
-    captured = admitted(capture(request.model, *request.example), request.mode, ablation=request.ablation)
+    captured = captured_for(request, request.example)
     extra = optimizer_bytes(request.model, request.optimizer)
     seconds = {"capture": time.perf_counter() - started}
     started = time.perf_counter()
@@ -337,9 +344,7 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
     return ScheduleRecord(
         schedule=found.schedule,
         model=request.expression or type(request.model).__name__,
-        inputs=tuple(
-            InputSpec(tuple(map(int, t.shape)), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in tensors
-        ),
+        inputs=tuple(map(described, tensors)),
         mode=request.mode,
         budget_bytes=limit,
         fingerprint=captured.program.fingerprint,
@@ -358,7 +363,8 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         ablation=request.ablation,
         optimizer=request.optimizer,
         optimizer_bytes=ready.extra_bytes,
-        autocast=autocast_name(captured.device),
+        autocast=request.autocast,
+        layout=weights_layout(request.model),
         note=profile.note,
         counts=summary_counts(captured.program, found),
     )
@@ -395,5 +401,6 @@ def _kept(program: Program, found: Plan) -> set[int]:
 
 def default_names(name: str, request: Request, budget_bytes: int, folder: Path) -> Path:
     """``solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl``: named as MONeT names them."""
-    suffix = "_ablation" if request.ablation else ""
+    words = [weights_layout(request.model), f"autocast_{request.autocast}" if request.autocast else ""]
+    suffix = "".join(f"_{word}" for word in (*words, "ablation" if request.ablation else "") if word)
     return folder / f"solution_{name}_{request.batch}_{request.mode}_{budget_bytes / 2**30:.2f}{suffix}.pkl"

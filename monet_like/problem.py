@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from .cli import parse_batch, parse_shape
 from .compiler import Example, Request, optimizer_bytes
 from .errors import UsageError
 from .mode import parse_mode
 from .models import ModelSpec, build_model
+from .precision import AUTOCASTS, LAYOUTS, in_layout
 from .tracing import fake_mode
 from .units import parse_bytes
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, its inputs (their shape without the batch if one was given, their dtype), a budget and a device."""
+    """A model, what its inputs are like, a budget and a device.
+
+    Attributes:
+        shape: of an input, without the batch, if one was given.
+        layout: of inputs and weights; "": the default.
+    """
 
     spec: ModelSpec
     request: Request
@@ -27,6 +34,7 @@ class Problem:
     device: torch.device
     shape: tuple[int, ...] | None
     dtype: torch.dtype
+    layout: str
 
 
 def read_problem(
@@ -46,6 +54,8 @@ def read_problem(
     ablation: bool = False,
     optimizer: str = "none",
     strategy: str = "milp",
+    autocast: str = "",
+    channels_last: bool = False,
 ) -> Problem:
     """Check every argument before any work, cheapest first.
 
@@ -69,13 +79,18 @@ def read_problem(
         raise UsageError(f"--threads {threads} must be at least 1")
     check_solver(solver)
     check_strategy(strategy)
+    if autocast not in AUTOCASTS:
+        raise UsageError(f"--autocast {autocast!r} is unknown; give {' or '.join(filter(None, AUTOCASTS))}")
     where, kind = read_device(device), read_dtype(dtype)
+    layout = "channels_last" if channels_last else ""
     spec = build_model(model)
-    spec.module.to(kind)
+    spec.module.to(where, kind)
+    if layout:
+        spec.module.to(memory_format=LAYOUTS[layout])
     optimizer_bytes(spec.module, optimizer)
     request = Request(
         model=spec.module,
-        example=example_for(spec, size, shape, kind),
+        example=((), {}),
         mode=mode,
         expression=spec.expression,
         ablation=ablation,
@@ -86,22 +101,27 @@ def read_problem(
         gap=gap,
         threads=threads,
         profile_batch=profile_batch,
+        autocast=autocast,
     )
-    return Problem(spec, request, limit, where, shape, kind)
+    problem = Problem(spec, request, limit, where, shape, kind, layout)
+    return replace(problem, request=replace(request, example=example_for(problem, size)))
 
 
-def example_for(spec: ModelSpec, batch: int, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Example:
+def example_for(problem: Problem, batch: int) -> Example:
     """Fake inputs: the file's own ``make_inputs(batch)`` if MODEL is a file that has it, else one image batch."""
-    make: Any = getattr(spec.source, "make_inputs", None)
-    with fake_mode():
-        if make is None or shape is not None:
-            extents = (batch, *(shape or spec.input_shape))
+    make: Any = getattr(problem.spec.source, "make_inputs", None)
+    with fake_mode(), problem.device:
+        if make is None or problem.shape is not None:
+            extents = (batch, *(problem.shape or problem.spec.input_shape))
             if math.prod(extents) >= 2**53:  # PyTorch's own messages for such sizes are no help
                 raise UsageError(
                     f"an input of shape {list(extents)} is too large; give a smaller batch or --input-shape"
                 )
-            return (torch.empty(extents, dtype=dtype),), {}
-        made = make(batch)
+            made = (torch.empty(extents, dtype=problem.dtype),)
+        else:
+            made = make(batch)
+        if problem.layout:
+            made = pytree.tree_map_only(torch.Tensor, lambda tensor: in_layout(tensor, problem.layout), made)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], tuple) and isinstance(made[1], dict):
         return made
     if isinstance(made, dict):

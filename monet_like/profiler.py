@@ -80,7 +80,11 @@ def measure_task(
     maker = maker or Inputs(captured, device)
     metas = captured.metas
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with (
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        ):
             inputs = {value: maker.make(value) for value in task.reads}
             writes = tuple(v for v in task.writes if _has_tensor(task, v))
             run = compile_block(Block(task.reads, (task,), (), writes), task.name)

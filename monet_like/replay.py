@@ -14,6 +14,7 @@ from torch import nn
 from .capture import Captured, capture
 from .errors import ScheduleError, ScheduleFileError, UsageError
 from .mode import parse_mode
+from .precision import AUTOCASTS, LAYOUTS, autocast_as, autocast_name, in_layout, layout_of, weights_layout
 from .program import FREE, Cost, Program
 from .runtime import Step, run_step
 from .schedule_file import InputSpec, ScheduleRecord
@@ -27,13 +28,6 @@ def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captur
     words = parse_mode(mode)
     full = with_variants(captured, words)
     return replace(full, program=full.program.restrict(words, rerun=not ablation))
-
-
-def autocast_name(device: torch.device) -> str:
-    """The dtype that autocast is active with on ``device``, or ""."""
-    if not torch.is_autocast_enabled(device.type):
-        return ""
-    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
 
 
 class ScheduleWrapper(nn.Module):
@@ -81,12 +75,14 @@ class ScheduleWrapper(nn.Module):
             _check_shapes(record, input_shape)
         if example is None:
             with fake_mode():
-                tensors = tuple(_empty(spec, _device_of(model)) for spec in record.inputs)
+                tensors = tuple(_empty(spec, device_of(model)) for spec in record.inputs)
             example = (tensors, {})
         if model.training:
             leaves, spec = pytree.tree_flatten(example)
             args, kwargs = example
-            self._step(self._key(leaves, spec), args, kwargs, captured)
+            _check_autocast(record)
+            with autocast_as(record.autocast, device_of(model)):
+                self._step(self._key(leaves, spec), args, kwargs, captured)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's forward; its backward follows the schedule."""
@@ -112,17 +108,14 @@ class ScheduleWrapper(nn.Module):
             (id(m), m.training, *(p.requires_grad for p in m._parameters.values() if p is not None))
             for m in self.modules()
         )
-        return described, str(spec), flags[1:], autocast_name(_device_of(self))
+        return described, str(spec), flags[1:], autocast_name(device_of(self))
 
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
         """Capture the model for these arguments and compile the schedule's decisions for it."""
         record = self.record
-        found = tuple(
-            InputSpec(*_described(leaf))
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        )
+        found = tuple(described(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         _check_inputs(record, found)
+        _check_precision(record, self._model)
         if captured is None:
             captured = admitted(capture(self._model, args, kwargs), record.mode, ablation=record.ablation)
         _check_program(record, captured.program, type(self._model).__name__)
@@ -158,7 +151,8 @@ class ScheduleWrapper(nn.Module):
         return f"schedule: {self.record.mode}, peak {format_bytes(self.record.peak_bytes)}"
 
 
-def _device_of(module: nn.Module) -> torch.device:
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's parameters are; the CPU if it has none."""
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
@@ -166,11 +160,16 @@ def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ScheduleFileError(f"the schedule's input has dtype {spec.dtype!r}, which this PyTorch does not know")
-    return torch.empty(spec.shape, dtype=dtype, device=device, requires_grad=spec.requires_grad)
+    if spec.layout and spec.layout not in LAYOUTS:
+        raise ScheduleFileError(f"the schedule's input has layout {spec.layout!r}, which this version does not know")
+    made = in_layout(torch.empty(spec.shape, dtype=dtype, device=device), spec.layout)
+    return made.requires_grad_(spec.requires_grad)
 
 
-def _described(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bool]:
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+def described(tensor: torch.Tensor) -> InputSpec:
+    """What a schedule file says of an input."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return InputSpec(tuple(map(int, tensor.shape)), dtype, tensor.requires_grad, layout_of(tensor))
 
 
 def _slot(modules: dict[str, nn.Module], name: str, kind: str) -> tuple[dict[str, Any], str]:
@@ -197,6 +196,7 @@ def _check_inputs(record: ScheduleRecord, found: tuple[InputSpec, ...]) -> None:
     same = len(found) == len(record.inputs)
     for mine, other in zip(found, record.inputs, strict=False):
         same &= mine.dtype == other.dtype and mine.requires_grad == other.requires_grad
+        same &= mine.layout == other.layout
         same &= mine.shape[1:] == other.shape[1:] and len(mine.shape) == len(other.shape)
         same &= mine.shape[:1] <= other.shape[:1]
     if not same:
@@ -208,9 +208,38 @@ def _check_inputs(record: ScheduleRecord, found: tuple[InputSpec, ...]) -> None:
 
 def _listed(specs: tuple[InputSpec, ...]) -> str:
     return (
-        ", ".join(f"{s.dtype}{list(s.shape)}{' (requires grad)' if s.requires_grad else ''}" for s in specs)
+        ", ".join(
+            f"{s.dtype}{list(s.shape)}{' ' + s.layout if s.layout else ''}{' (requires grad)' if s.requires_grad else ''}"
+            for s in specs
+        )
         or "no tensor"
     )
+
+
+def _check_precision(record: ScheduleRecord, model: nn.Module) -> None:
+    """Autocast and the weights' layout are as solved for: else other operators run, or others than were priced."""
+    found = autocast_name(device_of(model))
+    if found != record.autocast:
+        raise ScheduleFileError(
+            f"the schedule was solved {_under(record.autocast)}, the model was called {_under(found)}; "
+            "call it as it was solved for, or solve again"
+        )
+    layout = weights_layout(model)
+    if layout != record.layout:
+        wanted, given = (name or "the default layout" for name in (record.layout, layout))
+        raise ScheduleFileError(
+            f"the schedule was solved for weights in {wanted}, the model's are in {given}; "
+            "use model.to(memory_format=...), or solve again"
+        )
+
+
+def _check_autocast(record: ScheduleRecord) -> None:
+    if record.autocast not in AUTOCASTS:
+        raise ScheduleFileError(f"the schedule's autocast is {record.autocast!r}, which this version does not know")
+
+
+def _under(autocast: str) -> str:
+    return f"under autocast to {autocast}" if autocast else "without autocast"
 
 
 def _check_program(record: ScheduleRecord, program: Program, name: str) -> None:

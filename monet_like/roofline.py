@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .capture import Captured
 from .codegen import Block, compile_block
 from .profiler import distinct_tasks
-from .program import Cost, Ref, Task
+from .program import Call, Cost, Ref, Task
 from .tracing import fake_mode
 
 
@@ -56,6 +56,9 @@ DEVICES: Mapping[str, DeviceLimits] = {
 }
 
 
+_IM2COL = "aten._slow_conv2d_forward.default"
+
+
 def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     """The cost of every distinct task of ``captured`` on a device with ``limits``. Workspace is taken to be 0."""
     return {key: Cost(_seconds(captured, task, limits)) for key, task in distinct_tasks(captured).items()}
@@ -88,21 +91,25 @@ def flops(captured: Captured, task: Task) -> int:
     if not any(word in call.op for call in task.calls for word in heavy):
         return 0
     if _is_opaque(task):
-        return 0
+        return sum(_im2col_flops(captured, call) for call in task.calls if call.op == _IM2COL)
     counter = FlopCounterMode(display=False, custom_mapping=_flop_formulas())
     _run_fake(captured, task, counter)
     return int(counter.get_total_flops())
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Of operators that PyTorch's counter does not know. All take the input's shape and the filters' or weights'."""
-    aten = torch.ops.aten
-    found: dict[Any, Callable[..., int]] = {
-        aten._slow_conv2d_forward: lambda x, filters, *_, out_shape, **__: 2 * prod(out_shape) * prod(filters[1:])
-    }
-    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        found[torch.ops.mkldnn._linear_pointwise] = lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)
-    return found
+    """Of operators that PyTorch's counter does not know, from the shapes of their arguments."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return {}
+    return {torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)}
+
+
+def _im2col_flops(captured: Captured, call: Call) -> int:
+    """The same products as the convolution itself."""
+    (out,), filters = call.outs, call.args[1]
+    assert out is not None and isinstance(out.name, int)
+    cells = prod(iter(captured.metas[out.name].shape))
+    return 2 * cells * prod(iter(captured.metas[filters.name].shape[1:]))
 
 
 def _read_for_its_shape(op: str, args: Sequence[Any]) -> Any:
@@ -113,14 +120,14 @@ def _read_for_its_shape(op: str, args: Sequence[Any]) -> Any:
 
 
 def _is_opaque(task: Task) -> bool:
-    """Whether a task cannot run on fake tensors: it takes a random generator's state."""
-    return any(call.op.endswith("_rng_state") for call in task.calls)
+    """Whether a task cannot run on fake tensors: no kernel for them, or a random generator's state."""
+    return any(call.op == _IM2COL or call.op.endswith("_rng_state") for call in task.calls)
 
 
 def _run_fake(captured: Captured, task: Task, observer: Any) -> None:
     """Run a task on tensors without storage, under a mode that observes its operators."""
     run = compile_block(Block(task.reads, (task,)), task.name)
-    with fake_mode(), observer, torch.no_grad():
+    with fake_mode(), observer, torch.no_grad(), torch._C._DisableAutocast():
         inputs: list[Any] = []
         for value in task.reads:
             meta = captured.metas[value]

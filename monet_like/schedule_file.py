@@ -12,7 +12,7 @@ from .files import dump_plain, load_plain, read_bytes, write_atomically
 from .schedule import Schedule
 
 FORMAT = "monet_like schedule"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class InputSpec:
         shape: with the batch.
         dtype: such as ``float32``.
         requires_grad: whether its gradient is wanted.
+        layout: ``channels_last`` or ``channels_last_3d``, or "" for every other one.
     """
 
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool = False
+    layout: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ScheduleRecord:
         device, versions: what the profile was measured on, and with.
         fingerprint: of the program (`Program.fingerprint`).
         autocast: the autocast dtype the model was captured under, or "".
+        layout: of the model's weights, as `InputSpec.layout`.
         peak_bytes, seconds: predicted for this schedule.
         plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
         solver, status, bound_seconds, gap, solve_seconds: how it was found; ``bound_seconds`` and ``gap`` are
@@ -76,6 +79,7 @@ class ScheduleRecord:
     optimizer: str = "none"
     optimizer_bytes: int = 0
     autocast: str = ""
+    layout: str = ""
     note: str = ""
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -88,7 +92,8 @@ class ScheduleRecord:
             "again": [list(tasks) for tasks in self.schedule.again],
             "ways": list(self.schedule.ways),
             "inputs": [
-                {"shape": list(i.shape), "dtype": i.dtype, "requires_grad": i.requires_grad} for i in self.inputs
+                {"shape": list(i.shape), "dtype": i.dtype, "requires_grad": i.requires_grad, "layout": i.layout}
+                for i in self.inputs
             ],
         }
         content |= {name: getattr(self, name) for name, _ in _SCALARS}
@@ -115,7 +120,12 @@ class ScheduleRecord:
                 _ints(content["forward"]), tuple(map(_ints, _listed(content["again"]))), _ints(content["ways"])
             )
             inputs = tuple(
-                InputSpec(_ints(i["shape"]), _typed(i["dtype"], str), _typed(i["requires_grad"], bool))
+                InputSpec(
+                    _ints(i["shape"]),
+                    _typed(i["dtype"], str),
+                    _typed(i["requires_grad"], bool),
+                    _typed(i["layout"], str),
+                )
                 for i in _listed(content["inputs"])
             )
             scalars = {name: _typed(content[name], kinds) for name, kinds in _SCALARS}
@@ -151,6 +161,7 @@ _SCALARS: tuple[tuple[str, Any], ...] = (
     ("optimizer", str),
     ("optimizer_bytes", int),
     ("autocast", str),
+    ("layout", str),
     ("note", str),
     ("counts", dict),
 )

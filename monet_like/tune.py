@@ -21,6 +21,7 @@ from .errors import MonetError, UsageError
 from .files import check_writable
 from .plan import Plan
 from .plan.questions import fits
+from .precision import autocast_as
 from .problem import Problem, read_problem
 from .profile_data import Profile
 from .replay import ScheduleWrapper
@@ -281,7 +282,7 @@ def _measured(
 ) -> tuple[list[Candidate], float | None]:
     """Real steps of every candidate and of plain PyTorch at its best batch, taking turns."""
     problem = family.problem
-    model = problem.spec.module.to(problem.device)
+    model = problem.spec.module
     runs: list[tuple[nn.Module, Example]] = []
     peaks = []
     for candidate in candidates:
@@ -290,11 +291,13 @@ def _measured(
         wrapped = ScheduleWrapper(model, record, example=request.example, captured=ready.captured)
         example = real_example(replace(problem, request=request))
         say(f"batch {candidate.batch}: measure")
-        peaks.append(step_peak(wrapped, example, problem.device) + record.optimizer_bytes)
+        with autocast_as(problem.request.autocast, problem.device):
+            peaks.append(step_peak(wrapped, example, problem.device) + record.optimizer_bytes)
         runs.append((wrapped, example))
     if plain is not None:
         runs.append((model, real_example(replace(problem, request=family.request(plain.batch)))))
-    seconds = step_seconds(runs, problem.device, steps)
+    with autocast_as(problem.request.autocast, problem.device):
+        seconds = step_seconds(runs, problem.device, steps)
     found = [
         replace(candidate, measured_seconds=time, measured_bytes=peak)
         for candidate, time, peak in zip(candidates, seconds, peaks, strict=False)

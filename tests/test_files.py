@@ -32,7 +32,11 @@ from monet_like.schedule_file import InputSpec, ScheduleRecord
 RECORD = ScheduleRecord(
     schedule=Schedule((0, 1, 2, 4), ((), (1, 2), (), (0,)), (0, 2, 0, 1)),
     model="torchvision.models.resnet18(num_classes=10)",
-    inputs=(InputSpec((4, 3, 64, 64), "float32", True), InputSpec((4,), "int64"), InputSpec((), "float64")),
+    inputs=(
+        InputSpec((4, 3, 64, 64), "float32", True),
+        InputSpec((4,), "int64"),
+        InputSpec((), "float64", layout="channels_last"),
+    ),
     mode="inplace_conv_multiway_newnode",
     budget_bytes=10 * 2**30,
     fingerprint="0123456789abcdef" * 4,
@@ -51,6 +55,7 @@ RECORD = ScheduleRecord(
     optimizer="adam",
     optimizer_bytes=2**28,
     autocast="bfloat16",
+    layout="channels_last",
     note="measured at batch 2, scaled to 4",
     counts={"kept": 12, "variant conv.im2col": 3},
 )
@@ -304,7 +309,7 @@ def test_a_value_that_is_too_long_to_show(tmp_path: Path) -> None:
     assert str(caught.value).endswith("file.pkl is damaged: a field holds a list, not str; solve again")
     with pytest.raises(ScheduleFileError) as caught:
         ScheduleRecord.load(changed(tmp_path / "file.pkl", lambda content: content.update(version=bomb)))
-    assert "has format version of type list, this package reads version 1" in str(caught.value)
+    assert "has format version of type list, this package reads version 2" in str(caught.value)
 
 
 # Damaged schedules --------------------------------------------------------------------------------------------
@@ -370,11 +375,11 @@ def test_another_pickle(tmp_path: Path, content: Any) -> None:
 @pytest.mark.parametrize(
     ("version", "shown"),
     [
-        (2, "2"),
-        (0, "0"),
+        (3, "3"),
+        (1, "1"),
         (True, "of type bool"),
-        (1.0, "of type float"),
-        ("1", "of type str"),
+        (2.0, "of type float"),
+        ("2", "of type str"),
         (None, "of type NoneType"),
     ],
 )
@@ -382,7 +387,7 @@ def test_another_version(tmp_path: Path, version: Any, shown: str) -> None:
     path = changed(tmp_path / "file.pkl", lambda content: content.update(version=version))
     with pytest.raises(ScheduleFileError) as caught:
         ScheduleRecord.load(path)
-    assert str(caught.value) == (f"{path} has format version {shown}, this package reads version 1; solve again")
+    assert str(caught.value) == (f"{path} has format version {shown}, this package reads version 2; solve again")
 
 
 FIELDS = ("forward", "again", "ways", "inputs", *(f.name for f in fields(ScheduleRecord) if f.name != "schedule"))

@@ -14,10 +14,11 @@ from monet_like.capture import Captured, capture
 from monet_like.compiler import Request, measured_costs, plain_report
 from monet_like.plan import store_all
 from monet_like.plan.heuristic import find_start
+from monet_like.precision import weights_layout
 from monet_like.program import Cost
-from monet_like.replay import ScheduleWrapper, admitted
+from monet_like.replay import ScheduleWrapper, admitted, described
 from monet_like.schedule import Schedule
-from monet_like.schedule_file import InputSpec, ScheduleRecord
+from monet_like.schedule_file import ScheduleRecord
 from monet_like.simulate import simulate
 from monet_like.units import MIB
 
@@ -30,13 +31,11 @@ LOSS_BYTES = 8
 
 def record_for(captured: Captured, schedule: Schedule, mode: str, example: zoo.Built) -> ScheduleRecord:
     """A record as the compiler would make it, for any schedule."""
-    _, args, kwargs = example
-    inputs = tuple(
-        InputSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in tensors((args, kwargs))
-    )
+    model, args, kwargs = example
     return ScheduleRecord(
-        schedule, "test", inputs, mode, 1, captured.program.fingerprint, "cpu", {}, 0, 0.0, 0, 0.0, "none", "made"
-    )
+        schedule, "test", tuple(map(described, tensors((args, kwargs)))), mode, 1, captured.program.fingerprint, "cpu", {},
+        0, 0.0, 0, 0.0, "none", "made", layout=weights_layout(model),
+    )  # fmt: skip
 
 
 def costs_of(captured: Captured, example: zoo.Built, mode: str, *, timed: bool) -> Mapping[str, Cost]:

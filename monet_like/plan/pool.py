@@ -66,7 +66,7 @@ class Pool:
                     pickle.dump(job_for(problems[number], "HIGHS", limit, gap), child.stdin)
                     child.stdin.flush()
                     answers[number] = pickle.load(stream)
-                except (EOFError, OSError):  # the worker has ended, or was ended
+                except (EOFError, OSError, ValueError):  # the worker has ended, or was ended in the middle
                     return
 
         threads = [threading.Thread(target=work, args=worker, daemon=True) for worker in self.workers]

@@ -162,7 +162,7 @@ class Editor:
 
     def results(self, calls: Sequence[Call]) -> dict[Ref, TensorMeta]:
         """What ``calls`` make."""
-        with fake_mode(), torch.no_grad():
+        with fake_mode(), torch.no_grad(), torch._C._DisableAutocast():
             known: dict[Ref, torch.Tensor] = {}
             found: dict[Ref, TensorMeta] = {}
 
