@@ -63,7 +63,8 @@ def test_at_the_time_limit_there_is_an_incumbent_a_bound_and_news(solver: str) -
     has no incumbent at all; CBC's own limit is of CPU seconds."""
     news: list[tuple[float, float]] = []
     problem = hard_problem()
-    limit = 10.0 if solver == "CBC" else 4.0  # it looks at the clock late, at times by a second
+    # CBC looks at the clock late, at times by a second; SCIP is slow to find a plan on a busy machine.
+    limit = {"CBC": 20.0, "SCIP": 12.0}.get(solver, 4.0)
     found = solve(problem, solver, time_limit_seconds=limit, gap=0.0, watch=lambda *pair: news.append(pair))
     assert found.wall_seconds < limit + 1
     assert found.status == "feasible"
