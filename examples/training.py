@@ -1,4 +1,4 @@
-"""A training loop on a scheduled model. The five lines that matter are marked; all else is as without monet_like.
+"""A training loop on a scheduled model. The two lines that matter are marked; all else is as without monet_like.
 
 python examples/training.py [--steps 20] [--budget 70%]
 """
@@ -23,11 +23,7 @@ def main(steps: int, batch: int, size: int, budget: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = torchvision.models.mobilenet_v2(num_classes=10)
     images, labels = torch.randn(batch, 3, size, size), torch.randint(0, 10, (batch,))
-    model = monet_like.auto_schedule(  # 2
-        model,  # 3
-        images,  # 4
-        memory_budget=budget,  # 5
-    )
+    model = monet_like.auto_schedule(model, memory_budget=budget)  # 2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .allocator import reserve
     from .api import auto_schedule
     from .replay import ScheduleWrapper
 
-__all__ = ["ScheduleWrapper", "__version__", "auto_schedule"]
+__all__ = ["ScheduleWrapper", "__version__", "auto_schedule", "reserve"]
 
-_LAZY = {"ScheduleWrapper": "replay", "auto_schedule": "api"}
+_LAZY = {"ScheduleWrapper": "replay", "auto_schedule": "api", "reserve": "allocator"}
 
 
 def __getattr__(name: str) -> Any:

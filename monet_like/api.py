@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .compiler import Request, compile_schedule
+from .capture import Captured
+from .compiler import Request, captured_for, compile_schedule
 from .errors import UsageError
 from .precision import autocast_name
 from .profile_data import Profile
 from .profiler import device_name, device_slug, versions
-from .replay import ScheduleWrapper, device_of
+from .replay import ScheduleWrapper, device_of, mismatch
 from .schedule_file import ScheduleRecord
 from .units import parse_bytes
 
@@ -33,7 +36,7 @@ def cache_folder() -> Path:
 
 def auto_schedule(
     model: nn.Module,
-    args: Any,
+    args: Any = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
     memory_budget: str | int = "8 GB",
@@ -42,12 +45,13 @@ def auto_schedule(
     time_limit_seconds: float = 60.0,
     gap: float = 0.01,
     optimizer: str = "none",
-) -> ScheduleWrapper:
+) -> AutoSchedule:
     """Capture, profile, plan and wrap ``model`` so that its training step fits ``memory_budget``.
 
     Args:
-        model: in training mode, on the device it will train on.
-        args, kwargs: example inputs; a tensor, or a tuple of arguments.
+        model: on the device it will train on; in training mode, if there are example inputs.
+        args, kwargs: example inputs; a tensor, or a tuple of arguments. Without any, the first training call is planned
+            for, which takes longer for that.
         memory_budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak.
         mode: which variants may be used; see `monet_like.mode`.
         solver, time_limit_seconds, gap: for the integer program.
@@ -62,33 +66,102 @@ def auto_schedule(
         InfeasibleError: no schedule fits; the message says what would.
         CaptureError: the model cannot be captured.
     """
-    example = (args if isinstance(args, tuple) else (args,), dict(kwargs or {}))
-    if not model.training:
-        raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
-    device = device_of(model)
-    request = Request(
-        model, example, mode, type(model).__qualname__, False, optimizer, "milp", solver, time_limit_seconds, gap,
-        autocast=autocast_name(device),
-    )  # fmt: skip
-    budget = _budget(memory_budget)
+    settings = _Settings(_budget(memory_budget), mode, solver, time_limit_seconds, gap, optimizer)
+    wrapped = AutoSchedule(model, settings)
+    if args is not None or kwargs is not None:
+        if not model.training:
+            raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
+        wrapped.prepare(*(args if isinstance(args, tuple) else () if args is None else (args,)), **(kwargs or {}))
+    return wrapped
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What `auto_schedule` was asked for; ``budget`` is bytes, or a share of plain PyTorch's peak."""
+
+    budget: int | float
+    mode: str
+    solver: str
+    time_limit_seconds: float
+    gap: float
+    optimizer: str
+
+
+class AutoSchedule(ScheduleWrapper):
+    """A `ScheduleWrapper` that plans when it is called with what it has no schedule for.
+
+    Attributes:
+        record: the schedule of the latest plan; None before the first one.
+        records: all of them.
+    """
+
+    record: ScheduleRecord | None  # type: ignore[assignment]
+
+    def __init__(self, model: nn.Module, settings: _Settings) -> None:
+        nn.Module.__init__(self)
+        self._share(model)
+        self.settings = settings
+        self.record = None
+        self.records: list[ScheduleRecord] = []
+
+    def extra_repr(self) -> str:
+        """Shown by ``print``."""
+        return super().extra_repr() if self.record else "schedule: made at the first training call"
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Plan for calls with such arguments, now instead of at the first of them."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        self._step(self._key(leaves, spec), args, kwargs)
+
+    def _planned(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None
+    ) -> tuple[ScheduleRecord, Captured]:
+        settings, device = self.settings, device_of(self)
+        request = Request(
+            self._model, (args, kwargs), settings.mode, type(self._model).__qualname__, False, settings.optimizer,
+            "milp", settings.solver, settings.time_limit_seconds, settings.gap, autocast=autocast_name(device),
+        )  # fmt: skip
+        captured = captured_for(request, request.example)
+        reason = ""
+        for record in self.records:
+            reason = mismatch(record, self._model, args, kwargs)
+            if not reason and record.fingerprint == captured.program.fingerprint:
+                return record, captured
+        if self.records:
+            warnings.warn(
+                f"planning {type(self._model).__name__} anew: {reason or 'other parameters are frozen, or other parts in eval mode'}",
+                stacklevel=5,
+            )
+        record = _record(request, settings, device, captured)
+        self.records.append(record)
+        self.record = record
+        return record, captured
+
+
+def _record(request: Request, settings: _Settings, device: torch.device, captured: Captured) -> ScheduleRecord:
+    """The schedule, from the cache or planned now."""
     folder = cache_folder()
-    place = folder / f"schedule_{_digest(request, memory_budget, device)}.pkl"
+    place = folder / f"schedule_{_digest(request, settings.budget, device)}.pkl"
     if place.exists():
-        return ScheduleWrapper(model, ScheduleRecord.load(place), example=example)
+        record = ScheduleRecord.load(place)
+        if record.fingerprint == captured.program.fingerprint:
+            return record
     store = folder / f"profile_{device_slug(device)}_{torch.__version__}.json"
+    budget = settings.budget
     compiled = compile_schedule(
         request,
-        budget,
+        budget if isinstance(budget, int) else lambda plain_peak_bytes: int(budget * plain_peak_bytes),
         device,
         profile=Profile.load(store) if store.exists() else None,
         save_profile=lambda found: found.save(store),
+        captured=captured,
     )
     compiled.record.save(place)
-    return ScheduleWrapper(model, compiled.record, example=example, captured=compiled.captured)
+    return compiled.record
 
 
-def _budget(memory_budget: str | int) -> Any:
-    """Bytes, or a function from plain PyTorch's peak to bytes."""
+def _budget(memory_budget: str | int) -> int | float:
+    """Bytes as an int, or a share of plain PyTorch's peak."""
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, str | int):
         raise UsageError(f'memory_budget {memory_budget!r} must be like "8 GB", bytes as an int, or "60%"')
     if isinstance(memory_budget, int):
@@ -101,10 +174,10 @@ def _budget(memory_budget: str | int) -> Any:
     share = float(percent.group(1)) / 100
     if share <= 0:
         raise UsageError(f"memory_budget {memory_budget!r} must be more than 0 %")
-    return lambda plain_peak_bytes: int(share * plain_peak_bytes)
+    return share
 
 
-def _digest(request: Request, memory_budget: str | int, device: torch.device) -> str:
+def _digest(request: Request, budget: int | float, device: torch.device) -> str:
     """A name for everything the plan depends on, short of tracing: structure, shapes, budget, versions."""
     digest = hashlib.sha256()
     for name, tensor in (*request.model.named_parameters(), *request.model.named_buffers()):
@@ -118,7 +191,7 @@ def _digest(request: Request, memory_budget: str | int, device: torch.device) ->
             else repr(leaf).encode()
         )
     rest = (
-        memory_budget,
+        budget,
         request.mode,
         request.optimizer,
         request.gap,

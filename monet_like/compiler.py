@@ -248,6 +248,7 @@ def compile_schedule(
     save_profile: Callable[[Profile], None] | None = None,
     progress: Progress | None = None,
     plan_progress: Callable[[str], None] | None = None,
+    captured: Captured | None = None,
 ) -> Compiled:
     """From a request to a schedule.
 
@@ -256,8 +257,9 @@ def compile_schedule(
         device: to measure on.
         profile: an earlier profile, what it lacks being measured; or a device's rates, nothing being measured.
         save_profile: called with the profile as soon as something was measured.
+        captured: `captured_for` this request, if that is at hand.
     """
-    ready = prepare(request, device, profile=profile, save_profile=save_profile, progress=progress)
+    ready = prepare(request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured)
     limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
     found = plan_for(ready, request, limit, progress=plan_progress)
     record = make_record(request, ready, found, limit)
@@ -297,10 +299,12 @@ def prepare(
     profile: Profile | DeviceLimits | None = None,
     save_profile: Callable[[Profile], None] | None = None,
     progress: Progress | None = None,
+    captured: Captured | None = None,
 ) -> Prepared:
     """Capture and profile; see `compile_schedule`."""
     started = time.perf_counter()
-    captured = captured_for(request, request.example)
+    if captured is None:
+        captured = captured_for(request, request.example)
     extra = optimizer_bytes(request.model, request.optimizer)
     seconds = {"capture": time.perf_counter() - started}
     started = time.perf_counter()

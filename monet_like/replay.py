@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,6 +31,34 @@ def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captur
     words = parse_mode(mode)
     full = with_variants(captured, words)
     return replace(full, program=full.program.restrict(words, rerun=not ablation))
+
+
+#: After so many captures of one model, a warning.
+MANY_STEPS = 16
+
+
+class _SignedAsModel:
+    """A forward that shows its model's signature: Hugging Face's Trainer reads there which columns a batch needs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, wrapper: ScheduleWrapper | None, owner: type) -> Any:
+        return self.function if wrapper is None else MethodType(_Signed(self.function, wrapper), wrapper)
+
+
+class _Signed:
+    def __init__(self, function: Callable[..., Any], wrapper: ScheduleWrapper) -> None:
+        self.function, self.model = function, wrapper._model
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.model.forward)
+        bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        return signature.replace(parameters=[bound, *signature.parameters.values()])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
 
 
 class ScheduleWrapper(nn.Module):
@@ -60,17 +91,11 @@ class ScheduleWrapper(nn.Module):
         captured: Captured | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(model, ScheduleWrapper):
-            raise UsageError("the model is already wrapped in a ScheduleWrapper")
+        self._share(model)
         record = (
             solution_file if isinstance(solution_file, ScheduleRecord) else ScheduleRecord.load(Path(solution_file))
         )
-        self.__dict__["_model"] = model
-        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.training = model.training
         self.record = record
-        self._steps: dict[Any, Step] = {}
         if input_shape is not None:
             _check_shapes(record, input_shape)
         if example is None:
@@ -80,10 +105,24 @@ class ScheduleWrapper(nn.Module):
         if model.training:
             leaves, spec = pytree.tree_flatten(example)
             args, kwargs = example
-            _check_autocast(record)
+            if record.autocast not in AUTOCASTS:
+                raise ScheduleFileError(
+                    f"the schedule's autocast is {record.autocast!r}, which this version does not know"
+                )
             with autocast_as(record.autocast, device_of(model)):
                 self._step(self._key(leaves, spec), args, kwargs, captured)
 
+    def _share(self, model: nn.Module) -> None:
+        """Have the parameters, buffers and submodules of ``model``."""
+        if isinstance(model, ScheduleWrapper):
+            raise UsageError("the model is already wrapped in a ScheduleWrapper")
+        self.__dict__["_model"] = model
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+        self._steps: dict[Any, Step] = {}
+
+    @_SignedAsModel
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's forward; its backward follows the schedule."""
         if not self.training or not torch.is_grad_enabled():
@@ -108,24 +147,36 @@ class ScheduleWrapper(nn.Module):
             (id(m), m.training, *(p.requires_grad for p in m._parameters.values() if p is not None))
             for m in self.modules()
         )
-        return described, str(spec), flags[1:], autocast_name(device_of(self))
+        return described, str(spec), flags[1:], autocast_name(device_of(self)), weights_layout(self)
 
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
         """Capture the model for these arguments and compile the schedule's decisions for it."""
-        record = self.record
-        found = tuple(described(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        _check_inputs(record, found)
-        _check_precision(record, self._model)
-        if captured is None:
-            captured = admitted(capture(self._model, args, kwargs), record.mode, ablation=record.ablation)
-        _check_program(record, captured.program, type(self._model).__name__)
-        _check_schedule(record, captured.program)
+        record, captured = self._planned(args, kwargs, captured)
         step = Step(captured, record.schedule)
         modules = dict(self._model.named_modules())
         step.parameter_slots = [_slot(modules, name, "_parameters") for name, _ in captured.parameters]
         step.buffer_slots = [_slot(modules, name, "_buffers") for name, _ in captured.buffers]
         self._steps[key] = step
+        if len(self._steps) == MANY_STEPS:
+            warnings.warn(
+                f"{type(self._model).__name__} was captured for {MANY_STEPS} different calls, which takes time and memory; "
+                "pad inputs to few shapes, and pass numbers that change as tensors",
+                stacklevel=4,
+            )
         return step
+
+    def _planned(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None
+    ) -> tuple[ScheduleRecord, Captured]:
+        """The schedule for these arguments and the program that it is of."""
+        record = self.record
+        if reason := mismatch(record, self._model, args, kwargs):
+            raise ScheduleFileError(reason)
+        if captured is None:
+            captured = admitted(capture(self._model, args, kwargs), record.mode, ablation=record.ablation)
+        _check_program(record, captured.program, type(self._model).__name__)
+        _check_schedule(record, captured.program)
+        return record, captured
 
     def train(self, mode: bool = True) -> ScheduleWrapper:
         """Switch the model and this wrapper together."""
@@ -191,19 +242,36 @@ def _check_shapes(record: ScheduleRecord, given: Sequence[Any]) -> None:
             )
 
 
-def _check_inputs(record: ScheduleRecord, found: tuple[InputSpec, ...]) -> None:
-    """A smaller batch runs with the same decisions; anything else must be as solved for."""
+def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a call is not what the schedule was solved for, and what to do; "" if it is.
+
+    A smaller batch runs with the same decisions; anything else must be as solved for. Under another autocast and with
+    weights in another layout other operators run, or others than were priced.
+    """
+    found = tuple(described(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     same = len(found) == len(record.inputs)
     for mine, other in zip(found, record.inputs, strict=False):
-        same &= mine.dtype == other.dtype and mine.requires_grad == other.requires_grad
-        same &= mine.layout == other.layout
-        same &= mine.shape[1:] == other.shape[1:] and len(mine.shape) == len(other.shape)
-        same &= mine.shape[:1] <= other.shape[:1]
+        same &= replace(mine, shape=mine.shape[1:]) == replace(other, shape=other.shape[1:])
+        same &= mine.shape[:1] <= other.shape[:1] and len(mine.shape) == len(other.shape)
     if not same:
-        raise ScheduleFileError(
+        return (
             f"the schedule was solved for {_listed(record.inputs)}, the model was called with {_listed(found)}; "
             "a smaller batch is fine, anything else needs a schedule of its own"
         )
+    autocast = autocast_name(device_of(model))
+    if autocast != record.autocast:
+        return (
+            f"the schedule was solved {_under(record.autocast)}, the model was called {_under(autocast)}; "
+            "call it as it was solved for, or solve again"
+        )
+    layout = weights_layout(model)
+    if layout != record.layout:
+        wanted, given = (name or "the default layout" for name in (record.layout, layout))
+        return (
+            f"the schedule was solved for weights in {wanted}, the model's are in {given}; "
+            "use model.to(memory_format=...), or solve again"
+        )
+    return ""
 
 
 def _listed(specs: tuple[InputSpec, ...]) -> str:
@@ -214,28 +282,6 @@ def _listed(specs: tuple[InputSpec, ...]) -> str:
         )
         or "no tensor"
     )
-
-
-def _check_precision(record: ScheduleRecord, model: nn.Module) -> None:
-    """Autocast and the weights' layout are as solved for: else other operators run, or others than were priced."""
-    found = autocast_name(device_of(model))
-    if found != record.autocast:
-        raise ScheduleFileError(
-            f"the schedule was solved {_under(record.autocast)}, the model was called {_under(found)}; "
-            "call it as it was solved for, or solve again"
-        )
-    layout = weights_layout(model)
-    if layout != record.layout:
-        wanted, given = (name or "the default layout" for name in (record.layout, layout))
-        raise ScheduleFileError(
-            f"the schedule was solved for weights in {wanted}, the model's are in {given}; "
-            "use model.to(memory_format=...), or solve again"
-        )
-
-
-def _check_autocast(record: ScheduleRecord) -> None:
-    if record.autocast not in AUTOCASTS:
-        raise ScheduleFileError(f"the schedule's autocast is {record.autocast!r}, which this version does not know")
 
 
 def _under(autocast: str) -> str:

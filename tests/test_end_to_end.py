@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import os
 import subprocess
@@ -16,6 +18,7 @@ from training import run, twin
 import monet_like
 from monet_like.errors import InfeasibleError, UsageError
 from monet_like.measure import allocated_peak
+from monet_like.replay import MANY_STEPS
 from monet_like.schedule_file import ScheduleRecord
 
 ROOT = Path(__file__).parents[1]
@@ -102,6 +105,67 @@ def test_auto_schedule_is_exact_fits_and_is_cached(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("monet_like.api.compile_schedule", None)  # a second call must not come here
     again = monet_like.auto_schedule(twin(model), x, memory_budget="88%", mode="inplace", time_limit_seconds=10)
     assert again.record == record
+
+
+class Wide(torch.nn.Sequential):
+    def __init__(self) -> None:
+        layers = [
+            torch.nn.Conv2d(3, 8, 3),
+            torch.nn.BatchNorm2d(8),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(),
+            torch.nn.Flatten(),
+        ]
+        super().__init__(*layers, torch.nn.LazyLinear(5))
+
+
+def test_auto_schedule_without_inputs_plans_at_the_first_training_call() -> None:
+    x = torch.randn(32, 3, 16, 16)
+    model = Wide()
+    with torch.no_grad():
+        model(x)  # its lazy layer takes its size
+    plain = twin(model)
+    wrapped = monet_like.auto_schedule(model, memory_budget="95%", mode="inplace_multiway_newnode")
+    assert "made at the first training call" in str(wrapped)
+    assert str(inspect.signature(wrapped.forward)) == str(inspect.signature(model.forward)) == "(input)"
+    wrapped.eval()(x), wrapped.train()
+    assert wrapped.record is None
+    for size in (32, 32, 7):
+        assert max(run(plain, (x[:size],), {}).differences(run(wrapped, (x[:size],), {})).values()) == 0.0
+    assert wrapped.record is not None and wrapped.records == [wrapped.record]
+    assert wrapped.record.peak_bytes <= 0.95 * wrapped.record.plain_peak_bytes
+    copied = copy.deepcopy(wrapped)
+    more = torch.randn(40, 3, 16, 16)
+    with pytest.warns(
+        UserWarning, match=r"planning Wide anew: the schedule was solved for float32\[32, 3, 16, 16\], .*"
+    ):
+        found = run(wrapped, (more,), {})
+    assert max(run(plain, (more,), {}).differences(found).values()) == 0.0
+    assert len(wrapped.records) == 2
+    assert wrapped.record.inputs[0].shape[0] == 40
+    copied(x).sum().backward()
+    assert len(copied.records) == 1
+
+
+def test_many_different_calls_are_warned_of() -> None:
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x).mul(factor)
+
+    x = torch.randn(64, 9)
+    wrapped = monet_like.auto_schedule(Scaled(9, 9), (x, 1.0), memory_budget="1 MB")
+    for number in range(2, MANY_STEPS):
+        wrapped(x, float(number))
+    with pytest.warns(UserWarning, match=f"captured for {MANY_STEPS} different calls"):
+        wrapped(x, 0.5)
+
+
+def test_reserve_does_nothing_where_nothing_is_cached(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    record = monet_like.auto_schedule(model, torch.randn(32, 64), memory_budget="100%").record
+    assert record is not None
+    record.save(tmp_path / "schedule.pkl")
+    assert monet_like.reserve(record, "cpu") == monet_like.reserve(tmp_path / "schedule.pkl", "cpu") == 0
 
 
 @pytest.mark.parametrize("budget", [0, -5, True, 1.5, "0%", "many"])

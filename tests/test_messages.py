@@ -495,12 +495,14 @@ def test_ctrl_c_while_solving_keeps_the_best_plan() -> None:
             time.sleep(0.01)
 
     presser = threading.Thread(target=press)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
     presser.start()
     try:
         result = solve("--gap", "0", "--out", "plan.pkl", model="net.py:chain", budget="24 KB")
     finally:
         done.set()
         presser.join()
+        signal.signal(signal.SIGINT, before)
     assert seen, result.output
     assert result.exit_code == 0, result.output
     assert "stopped by hand" in result.output

@@ -177,6 +177,7 @@ def test_unknown_names_are_usage_errors_that_list_the_known() -> None:
 def test_interrupt_leaves_no_solver_behind() -> None:
     script = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it\n"
         "import os; from test_plan import hard_problem; from monet_like.plan import solvers\n"
         "real = solvers.subprocess.Popen\n"
         "def popen(*a, **k):\n    child = real(*a, **k); print(child.pid, flush=True); return child\n"
