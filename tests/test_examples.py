@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from torchvision.io import write_png
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -16,7 +20,9 @@ def losses(command: list[str], folder: Path) -> list[float]:
     environment = {**os.environ, "MONET_LIKE_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    return [float(found) for found in re.findall(r"^step \d+: loss (\d+\.\d+)$", done.stdout, re.MULTILINE)]
+    return [
+        float(found) for found in re.findall(r"^(?:epoch \d+ )?step \S+: loss (\d+\.\d+)", done.stdout, re.MULTILINE)
+    ]
 
 
 def test_training(tmp_path: Path) -> None:
@@ -29,3 +35,45 @@ def test_distributed_training_under_torchrun(tmp_path: Path) -> None:
     found = losses([*torchrun, f"{ROOT}/examples/dist_training.py", "--steps", "5", "--size", "64"], tmp_path)
     assert len(found) == 5 and found[-1] < found[0]
     assert (tmp_path / "schedule.pkl").exists()
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Path:
+    """Three classes of noise of different brightness, 23 images each to train."""
+    for part, count in (("train", 23), ("val", 4)):
+        for label in range(3):
+            folder = tmp_path / "images" / part / f"class_{label}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                image = torch.randint(60 * label, 60 * label + 90, (3, 40, 40), dtype=torch.uint8)
+                write_png(image, str(folder / f"{number}.png"))
+    return tmp_path / "images"
+
+
+MODEL = "torchvision.models.resnet18(num_classes=3)"
+SMALL = ("--image-size", "32", "-p", "1", "-j", "0", "--seed", "1", "--epochs", "2", "--lr", "0.01")
+
+
+def solve(folder: Path, batch: int, mode: str) -> str:
+    command = [sys.executable, f"{ROOT}/solve.py", MODEL, str(batch), "0.12", mode, "HIGHS", "--input-shape", "3,32,32"]
+    environment = {**os.environ, "MONET_LIKE_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, "--out", "schedule.pkl"], cwd=folder, env=environment, check=True, capture_output=True)
+    return "schedule.pkl"
+
+
+def test_imagenet_trains_as_without_a_schedule(tmp_path: Path, image_folder: Path) -> None:
+    """69 images in batches of 16: the last has five. Equal to the bit with no word that changes an order of sums."""
+    plain = [sys.executable, f"{ROOT}/examples/imagenet.py", str(image_folder), *SMALL, "-b", "16"]
+    wanted = losses(plain, tmp_path)
+    schedule = solve(tmp_path, 16, "inplace_multiway_newnode")
+    assert losses([*plain, "--solution_file", schedule], tmp_path) == wanted
+    assert len(wanted) == 2 * 5
+    assert losses([*plain, "--resume", "checkpoint.pth.tar", "--epochs", "3"], tmp_path)
+    assert losses([*plain, "--resume", "checkpoint.pth.tar", "-e"], tmp_path) == []
+
+
+def test_imagenet_in_two_processes(tmp_path: Path, image_folder: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    plain = [*torchrun, f"{ROOT}/examples/imagenet.py", str(image_folder), *SMALL, "-b", "16"]
+    schedule = solve(tmp_path, 8, "inplace_multiway_newnode")
+    assert losses([*plain, "--solution_file", schedule], tmp_path) == losses(plain, tmp_path)

@@ -8,6 +8,7 @@ import pickle
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -288,6 +289,67 @@ def test_accumulating_needs_no_second_set_of_gradients() -> None:
         step(candidate, x)  # now every .grad exists
         rises.append(allocated_peak(lambda c=candidate: step(c, x), device))
     assert rises[1] - rises[0] < 0.25 * full
+
+
+def test_the_gradient_of_the_input_alone_as_in_adversarial_training() -> None:
+    example = zoo.MODELS["resnet18"]()
+    model, (x,), _ = example
+    x.requires_grad_()
+    captured = admitted(capture(model, (x,)), "normal")
+    record = record_for(captured, random_schedule(captured.program, 1, drop=0.5, others=0.0), "normal", example)
+    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    moved = []
+    for candidate in (plain, wrapped):
+        (sign,) = torch.autograd.grad(candidate(x).square().mean(), [x])
+        assert x.grad is None and all(p.grad is None for p in candidate.parameters())
+        harder = (x + 0.01 * sign.sign()).detach().requires_grad_()
+        step(candidate, harder)
+        moved.append([sign, harder.grad, *gradients(candidate)])
+    assert same(*moved)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True),
+    ],
+    ids=["fused SGD", "fused AdamW", "foreach AdamW"],
+)
+def test_optimizers_and_averaged_weights_end_where_plain_ones_do(make: Any) -> None:
+    model, record, (_, (x,), _) = made()
+    ends = []
+    for candidate in (twin(model), ScheduleWrapper(twin(model), record)):
+        optimizer = make(candidate.parameters())
+        average = torch.optim.swa_utils.AveragedModel(
+            candidate, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        for number in range(4):
+            step(candidate, x)
+            torch.nn.utils.clip_grad_norm_(candidate.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            average.update_parameters(candidate)
+        ends.append([*candidate.state_dict().values(), *average.module.state_dict().values()])
+    assert same(*ends)
+
+
+def test_hooks_see_parameters_and_the_whole_model_but_no_submodules() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped = ScheduleWrapper(model, record)
+    seen: list[str] = []
+    wrapped.register_forward_hook(lambda *_: seen.append("whole"))
+    wrapped.fc.register_forward_hook(lambda *_: seen.append("submodule"))
+    wrapped.fc.weight.register_hook(lambda gradient: seen.append("parameter") or gradient * 2)
+    step(wrapped, x)
+    assert seen == ["whole", "parameter"]
+    doubled = wrapped.fc.weight.grad
+    wrapped.zero_grad()
+    plain = twin(model)
+    plain.fc._forward_hooks.clear()
+    step(plain, x)
+    assert torch.equal(doubled, plain.fc.weight.grad * 2)
 
 
 def test_a_schedule_that_breaks_the_programs_rules_is_refused() -> None:
