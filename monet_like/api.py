@@ -132,7 +132,8 @@ class AutoSchedule(ScheduleWrapper):
                 f"planning {type(self._model).__name__} anew: {reason or 'other parameters are frozen, or other parts in eval mode'}",
                 stacklevel=5,
             )
-        record = _record(request, settings, device, captured)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            record = _record(request, settings, device, captured)
         self.records.append(record)
         self.record = record
         return record, captured

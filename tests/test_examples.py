@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 import torch
 from torchvision.io import write_png
@@ -77,3 +79,16 @@ def test_imagenet_in_two_processes(tmp_path: Path, image_folder: Path) -> None:
     plain = [*torchrun, f"{ROOT}/examples/imagenet.py", str(image_folder), *SMALL, "-b", "16"]
     schedule = solve(tmp_path, 8, "inplace_multiway_newnode")
     assert losses([*plain, "--solution_file", schedule], tmp_path) == losses(plain, tmp_path)
+
+
+def test_notebook_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = nbformat.read(ROOT / "examples/train_cifar10.ipynb", as_version=4)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    images = [
+        output for cell in notebook.cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
+    ]
+    assert len(images) == 1
+    assert "30 of 30 losses are equal to the bit" in notebook.cells[-1].outputs[0].text
+    share = int(re.match(r"(\d+)%", notebook.cells[-1].outputs[0].text)[1])
+    assert share <= 50
