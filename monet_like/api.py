@@ -45,6 +45,7 @@ def auto_schedule(
     time_limit_seconds: float = 60.0,
     gap: float = 0.01,
     optimizer: str = "none",
+    backend: str = "eager",
 ) -> AutoSchedule:
     """Capture, profile, plan and wrap ``model`` so that its training step fits ``memory_budget``.
 
@@ -56,6 +57,7 @@ def auto_schedule(
         mode: which variants may be used; see `monet_like.mode`.
         solver, time_limit_seconds, gap: for the integer program.
         optimizer: whose state to count: none, sgd, momentum or adam.
+        backend: eager or inductor; see `ScheduleWrapper`.
 
     Returns:
         The wrapped module: same arguments, same results, same gradients. Plans and profiles are cached, so a
@@ -67,7 +69,7 @@ def auto_schedule(
         CaptureError: the model cannot be captured.
     """
     settings = _Settings(_budget(memory_budget), mode, solver, time_limit_seconds, gap, optimizer)
-    wrapped = AutoSchedule(model, settings)
+    wrapped = AutoSchedule(model, settings, backend)
     if args is not None or kwargs is not None:
         if not model.training:
             raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
@@ -97,9 +99,9 @@ class AutoSchedule(ScheduleWrapper):
 
     record: ScheduleRecord | None  # type: ignore[assignment]
 
-    def __init__(self, model: nn.Module, settings: _Settings) -> None:
+    def __init__(self, model: nn.Module, settings: _Settings, backend: str = "eager") -> None:
         nn.Module.__init__(self)
-        self._share(model)
+        self._share(model, backend)
         self.settings = settings
         self.record = None
         self.records: list[ScheduleRecord] = []

@@ -7,7 +7,7 @@ literal is bound as a constant. Nothing from a file ever becomes source text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +32,17 @@ class Block:
     carries: tuple[int, ...] = ()
 
 
-def compile_block(block: Block, name: str) -> Callable[[list[Any]], tuple[tuple[Any, ...], list[Any]]]:
-    """The function of a block: ``function(list) -> (results, carried)``. ``name`` appears in tracebacks."""
-    writer = _Writer()
-    needed = set(block.carries)
-    for calls, ref in block.results:
-        needed.update(value for call in calls for value in _values(call))
-        if ref is not None and isinstance(ref.name, int):
-            needed.add(ref.name)
-    dying, unused = _deaths(block, needed)
+def compile_block(
+    block: Block, name: str, functions: Mapping[str, Callable[..., Any]] | None = None
+) -> Callable[[list[Any]], tuple[tuple[Any, ...], list[Any]]]:
+    """The function of a block: ``function(list) -> (results, carried)``.
+
+    Args:
+        name: appears in tracebacks.
+        functions: what is called for operators of these names; PyTorch's own for all others.
+    """
+    writer = _Writer(functions or {})
+    dying, unused = deaths(block, needed_at_end(block))
     if block.takes:
         writer.line(f"{_names(block.takes)}, = given" if len(block.takes) == 1 else f"{_names(block.takes)} = given")
     writer.line("given.clear()")
@@ -64,8 +66,22 @@ def compile_block(block: Block, name: str) -> Callable[[list[Any]], tuple[tuple[
     return writer.function(name)
 
 
-def _deaths(block: Block, needed: set[int]) -> tuple[list[list[int]], list[int]]:
-    """For every task, the values that nothing reads after it before they are written anew; and those never read."""
+def needed_at_end(block: Block) -> set[int]:
+    """The values that a block returns or hands on."""
+    needed = set(block.carries)
+    for calls, ref in block.results:
+        needed.update(value for call in calls for value in _values(call))
+        if ref is not None and isinstance(ref.name, int):
+            needed.add(ref.name)
+    return needed
+
+
+def deaths(block: Block, needed: set[int]) -> tuple[list[list[int]], list[int]]:
+    """For every task, the values that nothing reads after it before they are written anew; and those never read.
+
+    Args:
+        needed: values that exist when the block ends.
+    """
     alive = set(needed)
     deaths: list[list[int]] = []
     for task in reversed(block.tasks):
@@ -101,7 +117,8 @@ def _names(values: Sequence[int]) -> str:
 class _Writer:
     """Collects source lines and the constants they mention."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.functions = functions
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
         self.seen: dict[tuple[str, str], str] = {}
@@ -115,7 +132,8 @@ class _Writer:
 
     def call(self, call: Call) -> None:
         """Write one call."""
-        function = self.constant(f"op_{call.op.replace('.', '_')}", resolve(call.op), key=call.op)
+        called = self.functions.get(call.op) or resolve(call.op)
+        function = self.constant(f"op_{call.op.replace('.', '_')}", called, key=call.op)
         arguments = [self.literal(a) for a in call.args] + [f"{k}={self.literal(v)}" for k, v in call.kwargs]
         text = f"{function}({', '.join(arguments)})"
         if not call.outs:

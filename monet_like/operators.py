@@ -43,13 +43,22 @@ def resolve(name: str) -> Callable[..., Any]:
     """
     if name in _OURS:
         return _OURS[name]
-    namespace, packet, overload = name.split(".")
+    op = overload(name)
+    return getattr(op, "_op", op)  # the C++ function itself: one Python frame less for every call
+
+
+def overload(name: str) -> Any:
+    """The operator of a qualified name, with its schema and tags.
+
+    Raises:
+        CaptureError: this PyTorch has no such operator.
+    """
+    namespace, packet, kind = name.split(".")
     if namespace == "monet_like":
         from . import kernels
 
         kernels.load()
     try:
-        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        return getattr(getattr(getattr(torch.ops, namespace), packet), kind)
     except AttributeError:
         raise CaptureError(f"operator {name} does not exist in PyTorch {torch.__version__}") from None
-    return getattr(op, "_op", op)  # the C++ function itself: one Python frame less for every call

@@ -1,4 +1,4 @@
-"""Replay: a model whose training step follows a schedule. Neither measures nor chooses."""
+"""Replay: a model whose training step follows a schedule. While it trains it neither measures nor chooses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from torch import nn
 
 from .capture import Captured, capture
 from .errors import ScheduleError, ScheduleFileError, UsageError
+from .inductor import check_inductor
 from .mode import parse_mode
 from .precision import AUTOCASTS, LAYOUTS, autocast_as, autocast_name, in_layout, layout_of, weights_layout
-from .program import FREE, Cost, Program
+from .program import Program
 from .runtime import Step, run_step
 from .schedule_file import InputSpec, ScheduleRecord
-from .simulate import simulate
+from .simulate import Free, simulate
 from .tracing import fake_mode
 from .variants import with_variants
+
+#: How the operators of a schedule run: one by one as PyTorch calls them, or in pieces that TorchInductor compiles.
+BACKENDS = ("eager", "inductor")
 
 
 def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captured:
@@ -75,8 +79,12 @@ class ScheduleWrapper(nn.Module):
             compared with what the schedule was solved for. None takes the file's word.
         example: arguments to capture the model with, as (args, kwargs); default: fake ones of the file's shapes.
         captured: the model as captured with ``example`` and the schedule's mode, if that is at hand: it takes seconds.
+        backend: ``eager``, or ``inductor``: runs of elementwise operators, normalisations and reductions are compiled,
+            in the schedule's order and within its peak (minutes, once); results agree to rounding, random masks are
+            the same. A smaller batch is replayed by ``eager``.
 
     Raises:
+        UsageError: an unknown backend, or one that lacks its compiler.
         ScheduleFileError: the file is unreadable or was made for another model, shape or version.
         CaptureError: the model cannot be captured.
     """
@@ -89,13 +97,13 @@ class ScheduleWrapper(nn.Module):
         *,
         example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         captured: Captured | None = None,
+        backend: str = "eager",
     ) -> None:
         super().__init__()
-        self._share(model)
-        record = (
+        self._share(model, backend)
+        self.record = record = (
             solution_file if isinstance(solution_file, ScheduleRecord) else ScheduleRecord.load(Path(solution_file))
         )
-        self.record = record
         if input_shape is not None:
             _check_shapes(record, input_shape)
         if example is None:
@@ -112,14 +120,15 @@ class ScheduleWrapper(nn.Module):
             with autocast_as(record.autocast, device_of(model)):
                 self._step(self._key(leaves, spec), args, kwargs, captured)
 
-    def _share(self, model: nn.Module) -> None:
+    def _share(self, model: nn.Module, backend: str) -> None:
         """Have the parameters, buffers and submodules of ``model``."""
         if isinstance(model, ScheduleWrapper):
             raise UsageError("the model is already wrapped in a ScheduleWrapper")
+        check_backend(backend, device_of(model))
         self.__dict__["_model"] = model
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.training = model.training
+        self.training, self.backend = model.training, backend
         self._steps: dict[Any, Step] = {}
 
     @_SignedAsModel
@@ -152,7 +161,10 @@ class ScheduleWrapper(nn.Module):
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
         """Capture the model for these arguments and compile the schedule's decisions for it."""
         record, captured = self._planned(args, kwargs, captured)
-        step = Step(captured, record.schedule)
+        within = None
+        if self.backend == "inductor" and _described_all(args, kwargs) == record.inputs:
+            within = record.peak_bytes - record.optimizer_bytes
+        step = Step(captured, record.schedule, within)
         modules = dict(self._model.named_modules())
         step.parameter_slots = [_slot(modules, name, "_parameters") for name, _ in captured.parameters]
         step.buffer_slots = [_slot(modules, name, "_buffers") for name, _ in captured.buffers]
@@ -199,7 +211,19 @@ class ScheduleWrapper(nn.Module):
         """Shown by ``print``."""
         from .units import format_bytes
 
-        return f"schedule: {self.record.mode}, peak {format_bytes(self.record.peak_bytes)}"
+        return f"schedule: {self.record.mode}, peak {format_bytes(self.record.peak_bytes)}, backend: {self.backend}"
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Whether schedules can be replayed by ``backend`` on ``device``.
+
+    Raises:
+        UsageError: it is unknown, or lacks its compiler.
+    """
+    if backend not in BACKENDS:
+        raise UsageError(f"backend {backend!r} is unknown; give {' or '.join(BACKENDS)}")
+    if backend == "inductor":
+        check_inductor(device)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -221,6 +245,10 @@ def described(tensor: torch.Tensor) -> InputSpec:
     """What a schedule file says of an input."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return InputSpec(tuple(map(int, tensor.shape)), dtype, tensor.requires_grad, layout_of(tensor))
+
+
+def _described_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, ...]:
+    return tuple(described(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
 
 
 def _slot(modules: dict[str, nn.Module], name: str, kind: str) -> tuple[dict[str, Any], str]:
@@ -248,7 +276,7 @@ def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kw
     A smaller batch runs with the same decisions; anything else must be as solved for. Under another autocast and with
     weights in another layout other operators run, or others than were priced.
     """
-    found = tuple(described(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    found = _described_all(args, kwargs)
     same = len(found) == len(record.inputs)
     for mine, other in zip(found, record.inputs, strict=False):
         same &= replace(mine, shape=mine.shape[1:]) == replace(other, shape=other.shape[1:])
@@ -298,16 +326,9 @@ def _check_program(record: ScheduleRecord, program: Program, name: str) -> None:
         )
 
 
-class _Free(dict[str, Cost]):
-    """Costs for checking rules only: everything is free."""
-
-    def __missing__(self, key: str) -> Cost:
-        return FREE
-
-
 def _check_schedule(record: ScheduleRecord, program: Program) -> None:
     """The simulator must be able to follow the schedule before a single operator runs."""
     try:
-        simulate(program, record.schedule, _Free())
+        simulate(program, record.schedule, Free())
     except ScheduleError as error:
         raise ScheduleFileError(f"the schedule does not fit the program it names: {error}; solve again") from None

@@ -15,8 +15,10 @@ import torch.utils._pytree as pytree
 
 from .capture import Captured, Tensor, TensorMeta
 from .codegen import Block, compile_block
+from .pieces import Fused, fuse
 from .program import Call, Ref, Task
 from .schedule import Schedule
+from .simulate import Free, simulate
 
 #: The backward is cut into at most about this many segments, balanced by the bytes of parameter gradients.
 SEGMENTS = 24
@@ -44,14 +46,20 @@ class Segment:
 class Step:
     """A compiled training step. Holds no tensors: all state belongs to one call.
 
+    Args:
+        fuse_within_bytes: have Inductor compile pieces with which the step stays within this or, if that is more,
+            within what the schedule's values take. None: compile none.
+
     Attributes:
         parameter_slots, buffer_slots: (dict, key) where the module keeps the captured tensors.
+        fused: what Inductor compiled.
     """
 
     parameter_slots: Sequence[tuple[dict[str, Any], str]] = ()
     buffer_slots: Sequence[tuple[dict[str, Any], str]] = ()
+    fused: Fused | None = None
 
-    def __init__(self, captured: Captured, schedule: Schedule) -> None:
+    def __init__(self, captured: Captured, schedule: Schedule, fuse_within_bytes: int | None = None) -> None:
         self.captured = captured
         program = captured.program
         self.residents = (
@@ -66,15 +74,20 @@ class Step:
         outputs = _distinct(captured.outputs)
         self.saved = tuple(v for v in live[0] if v not in program.tangents)
         self.tangents = tuple(v for v in captured.tangents if v is not None and v in live[0])
-        self.forward = compile_block(
-            Block(self.residents, forward, tuple((t.calls, t.ref) for t in outputs), self.saved), "forward"
-        )
+        blocks = [Block(self.residents, forward, tuple((t.calls, t.ref) for t in outputs), self.saved)]
+        for (_, _, gradients), tasks, takes, carries in zip(stretches, runs, live, live[1:], strict=False):
+            blocks.append(Block(takes, tasks, tuple((t.calls, t.ref) for _, _, t in gradients), carries))
+        functions: dict[str, Callable[..., Any]] = {}
+        if fuse_within_bytes is not None:
+            before, peak = _existing(captured, schedule)
+            self.fused = fuse(captured, blocks, before, max(fuse_within_bytes, peak))
+            blocks, functions = list(self.fused.blocks), self.fused.functions
+        self.forward = compile_block(blocks[0], "forward", functions)
         segments = []
-        for (start, stop, gradients), tasks, takes, carries in zip(stretches, runs, live, live[1:], strict=False):
-            block = Block(takes, tasks, tuple((t.calls, t.ref) for _, _, t in gradients), carries)
+        for (start, stop, gradients), block in zip(stretches, blocks[1:], strict=True):
             segments.append(
                 Segment(
-                    compile_block(block, f"backward slots {start}-{stop - 1}"),
+                    compile_block(block, f"backward slots {start}-{stop - 1}", functions),
                     tuple(index for kind, index, _ in gradients if kind == "parameter"),
                     tuple(index for kind, index, _ in gradients if kind == "input"),
                     tuple(t.tangents for _, _, t in gradients),
@@ -131,6 +144,18 @@ def _runs(captured: Captured, schedule: Schedule, start: int, stop: int) -> tupl
         tasks += [program.tasks[i] for i in schedule.again[slot]]
         tasks.append(program.slots[slot][schedule.ways[slot]])
     return tuple(tasks)
+
+
+def _existing(captured: Captured, schedule: Schedule) -> tuple[list[int], int]:
+    """Bytes of values that exist when each run of a schedule begins; and the most that exist at any time."""
+    program = captured.program
+    report = simulate(program, schedule, Free())
+    tasks = (*(program.tasks[i] for i in schedule.forward), *_runs(captured, schedule, 0, len(program.slots)))
+    before = []
+    for step, task in zip(report.steps, tasks, strict=True):
+        taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
+        before.append(step.bytes + taken - sum(program.values[v].bytes for v in task.writes))
+    return before, report.peak_bytes
 
 
 def _distinct(outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -61,6 +61,13 @@ class _Run:
     again: bool
 
 
+class Free(dict[str, Cost]):
+    """Costs for checking rules and counting values only: everything is free."""
+
+    def __missing__(self, key: str) -> Cost:
+        return FREE
+
+
 def cost_of(task: Task, costs: Mapping[str, Cost]) -> Cost:
     """The task's cost; tasks with an empty key are free.
 
