@@ -20,8 +20,8 @@ from torch import nn
 from monet_like.check import step_peak, step_seconds
 from monet_like.compiler import Example, Request, make_record, plan_for, prepare
 from monet_like.errors import InfeasibleError, SolverError
+from monet_like.models import UNet
 from monet_like.replay import ScheduleWrapper
-from monet_like.unet import UNet
 
 MB = 10**6
 CPU = torch.device("cpu")

@@ -122,7 +122,7 @@ _problem = _options(
 @_precision
 @click.option(
     "--input-shape",
-    help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299]",
+    help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299; darts 3,32,32]",
 )
 @click.option(
     "--out",
@@ -132,8 +132,8 @@ _problem = _options(
 def solve_command(**options: Any) -> None:
     """Find the fastest training step of MODEL at BATCH that fits BUDGET (GB), and write a schedule file.
 
-    MODEL is a dotted call with literal arguments ("torchvision.models.resnet18(num_classes=10)"), unet, or
-    path/to/file.py:make_model. MODE is some of the words inplace, conv, multiway, newnode, normal, joined by "_".
+    MODEL is a dotted call with literal arguments ("torchvision.models.resnet18(num_classes=10)"), unet, nasnet,
+    amoebanet, darts, or path/to/file.py:make_model. MODE is some of the words inplace, conv, multiway, newnode, normal, joined by "_".
     SOLVER is CBC (the default), HIGHS, GUROBI or another that cvxpy finds.
 
     \b
@@ -169,7 +169,7 @@ def solve_command(**options: Any) -> None:
 @_precision
 @click.option(
     "--input-shape",
-    help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299]",
+    help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299; darts 3,32,32]",
 )
 @click.option(
     "--steps", type=int, default=5, show_default=True, help="Timed steps of each kind in --check-runtime, such as 20."

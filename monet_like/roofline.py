@@ -51,6 +51,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
         DeviceLimits("a100", 19.5e12, 312e12, 1555e9, 4e-6, "NVIDIA A100 40 GB PCIe datasheet, FP32 without TF32"),
         DeviceLimits("h100", 67e12, 989e12, 3350e9, 4e-6, "NVIDIA H100 SXM datasheet, FP32 without TF32"),
         DeviceLimits("h200", 67e12, 989e12, 4800e9, 4e-6, "NVIDIA H200 SXM datasheet, FP32 without TF32"),
+        DeviceLimits("rtx2080ti", 13.4e12, 53.8e12, 616e9, 4e-6, "NVIDIA Turing whitepaper, reference card, FP32"),
         DeviceLimits("rtx4090", 82.6e12, 165.2e12, 1008e9, 4e-6, "NVIDIA Ada architecture whitepaper, FP32"),
     )
 }

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from monet_like.errors import UsageError
-from monet_like.models import build_model
-from monet_like.unet import UNet
+from monet_like.models import UNet, build_model
 
 
 def refusal(expression: str) -> str:
@@ -140,7 +139,7 @@ def test_expressions_are_names_or_calls(tmp_path: Path, expression: str) -> None
     expression = expression.replace("{}", str(sentinel))
     assert refusal(expression) == (
         f"MODEL {expression!r} is not understood; give a dotted call with literal arguments "
-        '("torchvision.models.resnet18(num_classes=10)"), unet, or path/to/file.py:make_model'
+        '("torchvision.models.resnet18(num_classes=10)"), unet, nasnet, amoebanet, darts, or path/to/file.py:make_model'
     )
     assert not sentinel.exists()
 

@@ -29,7 +29,7 @@ def _vision(name: str, batch: int, size: int, **options: Any) -> Callable[[], Bu
 
 
 def unet(batch: int = 2, size: int = 64) -> Built:
-    from monet_like.unet import UNet
+    from monet_like.models import UNet
 
     return UNet(width=8).train(), (image(batch, size),), {}
 

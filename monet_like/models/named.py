@@ -1,7 +1,7 @@
 """Models by name: what the command line accepts as MODEL, without ``eval``.
 
 ``torchvision.models.resnet18(num_classes=10)``: a dotted name, called with literal arguments.
-``unet``: this package's own. ``path/to/file.py:make_model``: a function in a file of yours.
+``unet``, ``darts``: this package's own. ``path/to/file.py:make_model``: a function in a file of yours.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,11 +20,24 @@ from typing import Any
 
 from torch import nn
 
-from .errors import UsageError
+from ..errors import UsageError
+from .cells import amoebanet, darts, nasnet
+from .unet import UNet
 
 #: Channels, height, width where nothing else is said.
 DEFAULT_INPUT_SHAPE = (3, 224, 224)
-_INPUT_SHAPES = {"unet": (3, 416, 608), "inception_v3": (3, 299, 299)}
+_INPUT_SHAPES = {
+    "unet": (3, 416, 608),
+    "inception_v3": (3, 299, 299),
+    **dict.fromkeys(("nasnet", "amoebanet", "darts"), (3, 32, 32)),
+}
+#: What a name alone stands for.
+_OWN: Mapping[str, Callable[[], nn.Module]] = {
+    "unet": UNet,
+    "nasnet": nasnet,
+    "amoebanet": amoebanet,
+    "darts": darts,
+}
 
 
 @dataclass(frozen=True)
@@ -53,10 +67,9 @@ def build_model(expression: str) -> ModelSpec:
     """
     text = expression.strip()
     source: ModuleType | None = None
-    if text in ("unet", "unet()"):
-        from .unet import UNet
-
-        name, made = "unet", UNet()
+    own = text.removesuffix("()")
+    if own in _OWN:
+        name, made = own, _OWN[own]()
     elif ".py:" in text:
         name, made, source = _from_file(text)
     else:
@@ -172,5 +185,5 @@ def _told(error: Exception) -> str:
 def _unreadable(text: str) -> str:
     return (
         f"MODEL {text!r} is not understood; give a dotted call with literal arguments "
-        '("torchvision.models.resnet18(num_classes=10)"), unet, or path/to/file.py:make_model'
+        f'("torchvision.models.resnet18(num_classes=10)"), {", ".join(_OWN)}, or path/to/file.py:make_model'
     )
