@@ -26,10 +26,41 @@ from .plain import Keeping
 
 
 def ogc(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule:
-    """Keep OGC's vertices, run every segment again when it is needed."""
+    """Keep OGC's vertices, run every segment again when it is needed.
+
+    The last segment is kept as well, where that takes no more memory: the backward starts with it, so that running it
+    again, as OGC's own code does, would free nothing.
+    """
     keeping = Keeping(program, costs, extra_bytes)
-    kept, _ = best_vertices(keeping.forward.reads, keeping.forward.bytes)
-    return keeping.whole(keeping.schedule(kept))
+    tasks = [keeping.program.tasks[p] for p in keeping.forward.schedule.forward]
+    from_nothing = [all(program.values[v].kind in ("parameter", "buffer") for v in task.reads) for task in tasks]
+    reads = beside_their_reader(keeping.forward.reads, from_nothing)
+    kept, _ = best_vertices(reads, keeping.forward.bytes)
+    whole = keeping.schedule(kept)
+    held = keeping.schedule(kept | last_segment(reads, kept))
+    return keeping.whole(keeping.fastest([held, whole], keeping.report(whole).peak_bytes))
+
+
+def beside_their_reader(reads: Sequence[frozenset[int]], from_nothing: Sequence[bool]) -> list[frozenset[int]]:
+    """Predecessors where a vertex made from nothing, such as a dropout's noise, has those of its one reader.
+
+    Else such a vertex would be a way into every segment that it is in, and no segment could hold two dropouts.
+    """
+    placed = list(reads)
+    for v in (v for v, alone in enumerate(from_nothing) if alone):
+        readers = [others for others in reads if v in others]
+        if len(readers) == 1 and max(readers[0] - {v}, default=v) < v:
+            placed[v] = readers[0] - {v}
+    return placed
+
+
+def last_segment(reads: Sequence[frozenset[int]], kept: frozenset[int]) -> frozenset[int]:
+    """The vertices that nothing kept comes after; arguments as for `best_vertices`."""
+    before_kept: set[int] = set()
+    for v in reversed(range(len(reads))):
+        if v in kept or v in before_kept:
+            before_kept |= reads[v]
+    return frozenset(range(len(reads))) - kept - before_kept
 
 
 def best_vertices(reads: Sequence[frozenset[int]], weights: Sequence[int]) -> tuple[frozenset[int], int]:
