@@ -57,7 +57,7 @@ def check(
     good = True
     with autocast_as(problem.request.autocast, problem.device):
         if check_diff:
-            good &= _diff(console, model, record, example)
+            good &= same_step(console, model, record, example)
         if run_bs:
             good &= _fits(console, model, record, example, problem.device)
         if check_runtime:
@@ -92,7 +92,8 @@ def train_step(model: nn.Module, example: Example) -> list[torch.Tensor]:
     return [t.detach() for t in outputs]
 
 
-def _diff(console: Console, model: nn.Module, record: ScheduleRecord, example: Example) -> bool:
+def same_step(console: Console, model: nn.Module, record: ScheduleRecord, example: Example) -> bool:
+    """Whether a step of the schedule leaves what plain PyTorch's does: outputs, every gradient, buffers. Prints it."""
     plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
     mine, theirs = everything_after_a_step(plain, example), everything_after_a_step(wrapped, example)
     errors = {name: difference(tensor, theirs[name]) for name, tensor in mine.items()}

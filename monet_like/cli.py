@@ -316,6 +316,41 @@ def tune_command(**options: Any) -> None:
     tune(**options)
 
 
+@main.command("benchmark", cls=_Command, context_settings=_CONTEXT)
+@click.option("--arch", required=True, help="A net of OGC's table, such as resnet101, densenet201 or darts.")
+@click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda:0.")
+@click.option("--strategy", default="ogc", show_default=True, help="How to plan, such as milp; as for solve.")
+@click.option(
+    "--budget",
+    help="Of the whole step in GB, such as 8, or % of plain PyTorch's peak.  [default: what the ogc strategy needs]",
+)
+@click.option("--batch", help="Such as 8.  [default: as in OGC's table]")
+@click.option("--input-size", type=int, help="Side of the images, such as 64.  [default: as in OGC's table]")
+@click.option("--mode", default="inplace_conv_multiway_newnode", show_default=True, help="As for solve.")
+@click.option("--solver", default="HIGHS", show_default=True, help="As for solve.")
+@click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(path_type=Path),
+    help="Profile file to reuse and extend, or roofline:DEVICE, such as roofline:rtx2080ti.  "
+    "[default: solutions/profiles/profile_NAME_BATCH_DEVICE.json]",
+)
+@click.option("--time-limit", type=float, default=60.0, show_default=True, help="Wall seconds for the plan.")
+@click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of each kind.")
+@click.option("--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16.")
+def benchmark_command(**options: Any) -> None:
+    """OGC's benchmark: plan a net, compare a step with plain PyTorch's, measure memory and time of both.
+
+    \b
+    Examples:
+      python scripts/benchmark.py --arch resnet101 --device cuda:0
+      python scripts/benchmark.py --arch darts --batch 4 --device cpu --strategy milp --budget 30%
+    """
+    from .benchmark import benchmark
+
+    benchmark(**options)
+
+
 @main.command("inspect", cls=_Command, context_settings=_CONTEXT)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.  [default: off]")
@@ -372,3 +407,8 @@ def solve_main() -> None:
 def schedule_main() -> None:
     """``python scripts/schedule.py``: the schedule command."""
     schedule_command(prog_name="scripts/schedule.py")
+
+
+def benchmark_main() -> None:
+    """``python scripts/benchmark.py``: the benchmark command."""
+    benchmark_command(prog_name="scripts/benchmark.py")

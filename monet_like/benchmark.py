@@ -1,0 +1,188 @@
+"""The benchmark command: OGC's (Feng and Huang, CVPR 2021), on the 18 nets of its table.
+
+Memory is told in two ways: all that a step holds, and what is left of it without stationary memory. That is measured
+as OGC does it: weights, buffers and the gradients of weights, which exist before the step, are not counted; the input
+is.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from rich.console import Console
+from torch import nn
+
+from .capture import Captured
+from .check import real_example, same_step, step_peak, step_seconds, train_step
+from .compiler import Example, Prepared, make_record, plain_report, plan_for, prepare
+from .errors import UsageError
+from .explore import read_budgets
+from .measure import allocated_peak
+from .plan.strategies.plain import NO_LIMIT
+from .problem import Problem, read_problem
+from .program import Program
+from .replay import ScheduleWrapper
+from .show import Progress, aligned_table
+from .simulate import simulate
+from .solve import profile_path, read_profile
+from .units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A net of OGC's table: MODEL, and the batch and side of the images that it was measured with."""
+
+    model: str
+    batch: int
+    size: int
+
+
+ARCHS: Mapping[str, Arch] = MappingProxyType(
+    {
+        **{
+            name: Arch(f"torchvision.models.{name}()", batch, 224)
+            for name, batch in (
+                *(("alexnet", 1024), ("vgg11", 64), ("vgg13", 64), ("vgg16", 64), ("vgg19", 64)),
+                *(("resnet18", 256), ("resnet34", 128), ("resnet50", 64), ("resnet101", 32), ("resnet152", 16)),
+                *(("densenet121", 32), ("densenet161", 16), ("densenet169", 32), ("densenet201", 16)),
+            )
+        },
+        "inception_v3": Arch("torchvision.models.inception_v3(aux_logits=False, init_weights=False)", 32, 300),
+        **{name: Arch(name, 64, 32) for name in ("nasnet", "amoebanet", "darts")},
+    }
+)
+
+
+def find_arch(name: str) -> Arch:
+    """A net by its name, or by OGC's for the three of cells (``darts_cifar10``).
+
+    Raises:
+        UsageError: unknown; lists the names.
+    """
+    try:
+        return ARCHS[name.removesuffix("_cifar10")]
+    except KeyError:
+        raise UsageError(f"there is no arch {name!r}; choose one of {', '.join(ARCHS)}") from None
+
+
+def benchmark(
+    *,
+    arch: str,
+    batch: str | None,
+    input_size: int | None,
+    budget: str | None,
+    profile_file: Path | None,
+    steps: int,
+    **options: Any,
+) -> None:
+    """Plan a net, compare a step with plain PyTorch's, measure both; exit code 1 if they differ.
+
+    Args:
+        batch, input_size: instead of OGC's.
+        budget: for strategies that plan for one; None: what the ``ogc`` strategy needs.
+        options: of `read_problem`.
+    """
+    net = find_arch(arch)
+    if input_size is not None and input_size < 1:
+        raise UsageError(f"--input-size {input_size} must be at least 1")
+    if steps < 1:
+        raise UsageError(f"--steps {steps} must be at least 1")
+    side = input_size or net.size
+    problem = read_problem(
+        model=net.model, batch=batch or str(net.batch), budget="1", input_shape=f"3,{side},{side}", **options
+    )
+    store = profile_file or profile_path(problem)
+    profile = read_profile(store)
+    console = Console(highlight=False)
+    with Progress() as progress:
+        ready = prepare(
+            problem.request,
+            problem.device,
+            profile=profile,
+            save_profile=lambda found: found.save(store),
+            progress=progress.profiling,
+        )
+        limit = _limit(ready, problem, budget)
+        started = time.perf_counter()
+        found = plan_for(ready, problem.request, limit, progress=progress.planning)
+        seconds = time.perf_counter() - started
+    request = problem.request
+    console.print(
+        f"{arch}, batch {request.batch}, {side} x {side}, {request.strategy}, {request.mode}, {problem.device}; "
+        f"planned in {format_seconds(seconds)}",
+        soft_wrap=True,
+    )
+    record = make_record(request, ready, found, limit)
+    example = real_example(problem)
+    same = same_step(console, request.model, record, example)
+    wrapped = ScheduleWrapper(request.model, record, captured=ready.captured)
+    pairs = (request.model, example), (wrapped, example)
+    whole = [step_peak(model, inputs, problem.device) for model, inputs in pairs]
+    apart = [activation_peak(model, inputs, problem.device) for model, inputs in pairs]
+    times = step_seconds(pairs, problem.device, steps)
+
+    bare = accumulating(ready)
+    activations = simulate(bare.captured.program, found.schedule, ready.costs).peak_bytes - weight_bytes(ready)
+    table = aligned_table("", "plain PyTorch", "this schedule", "change", "predicted")
+    for name, (plain, mine), predicted in (
+        ("memory without stationary", apart, activations / (bare.plain.peak_bytes - weight_bytes(ready))),
+        ("memory in all", whole, found.report.peak_bytes / ready.plain.peak_bytes),
+    ):
+        table.add_row(name, format_bytes(plain), format_bytes(mine), _change(mine / plain), _change(predicted))
+    ratio = found.report.seconds / ready.plain.seconds
+    table.add_row("step, median", *map(format_seconds, times), _change(times[1] / times[0]), _change(ratio))
+    console.print(table)
+    if not same:
+        sys.exit(1)
+
+
+def _limit(ready: Prepared, problem: Problem, budget: str | None) -> int:
+    if budget is None:
+        if problem.request.strategy == "ogc":
+            return NO_LIMIT
+        return plan_for(ready, problem.request, NO_LIMIT, strategy="ogc").report.peak_bytes
+    limits = read_budgets(budget, ready.plain.peak_bytes)
+    if len(limits) != 1:
+        raise UsageError(f"--budget {budget!r} must be one amount, such as 8, 565MB or 50%")
+    return limits[0]
+
+
+def _change(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def activation_peak(model: nn.Module, example: Example, device: torch.device) -> int:
+    """Peak of a step without stationary memory: its rise once every gradient exists, and the input."""
+    train_step(model, example)
+    inputs = (t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor))
+    return sum(t.untyped_storage().nbytes() for t in inputs) + allocated_peak(
+        lambda: train_step(model, example), device
+    )
+
+
+def accumulating(ready: Prepared) -> Prepared:
+    """The same where every gradient of a weight exists before the step: a new one is added to it and released.
+
+    What exists before the step is not counted: peaks less `weight_bytes` are without stationary memory.
+    """
+
+    def without(program: Program) -> Program:
+        return replace(program, gradients=())
+
+    captured: Captured = replace(
+        ready.captured, program=without(ready.captured.program), before_variants=without(ready.captured.plain)
+    )
+    return replace(ready, captured=captured, plain=plain_report(captured, ready.costs, 0), extra_bytes=0)
+
+
+def weight_bytes(ready: Prepared) -> int:
+    """Bytes of parameters and buffers."""
+    return sum(value.bytes for value in ready.captured.program.values if value.kind in ("parameter", "buffer"))
