@@ -171,9 +171,9 @@ How time is compared. OGC's seconds are wall time without synchronisation, mean 
 against plain PyTorch's operators at the same rates, fused operators included where a schedule takes them. `ogc` is our
 implementation of OGC's planner with plain operators, the last segment not run again.
 
-The nets are torchvision's, with dropout on (OGC switches it off) and auxiliary heads off, as there. Its DenseNets
-concatenate all features of a block in every layer, which leaves fewer single-entry, single-exit segments than the
-graphs that OGC writes by hand: `ogc` here finds less in them.
+The nets are torchvision's, with dropout on (OGC switches it off) and auxiliary heads off, as there. torchvision's
+DenseNets concatenate all features of a block in every layer, OGC's a layer's input and result: there are fewer
+single-entry, single-exit segments in torchvision's, and `ogc` here finds less in them.
 
 Goals: at OGC's memory at most a third of its overhead; a smallest memory that is cut at least as deep; each plan in
 under {MOST_SECONDS:.0f} s. A miss is **bold**. Planning seconds are those of CPU, of all processes, and in brackets of the clock,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 from .capture import Captured
@@ -30,6 +31,7 @@ from .plan.strategies.plain import NO_LIMIT
 from .problem import Problem, read_problem
 from .program import Program
 from .replay import ScheduleWrapper
+from .schedule_file import ScheduleRecord
 from .show import Progress, aligned_table
 from .simulate import simulate
 from .solve import profile_path, read_profile
@@ -95,6 +97,8 @@ def benchmark(
         raise UsageError(f"--input-size {input_size} must be at least 1")
     if steps < 1:
         raise UsageError(f"--steps {steps} must be at least 1")
+    if budget is not None and "," in budget:
+        raise UsageError(f"--budget {budget!r} must be one amount, such as 8, 565MB or 50%")
     side = input_size or net.size
     problem = read_problem(
         model=net.model, batch=batch or str(net.batch), budget="1", input_shape=f"3,{side},{side}", **options
@@ -114,34 +118,40 @@ def benchmark(
         started = time.perf_counter()
         found = plan_for(ready, problem.request, limit, progress=progress.planning)
         seconds = time.perf_counter() - started
-    request = problem.request
     console.print(
-        f"{arch}, batch {request.batch}, {side} x {side}, {request.strategy}, {request.mode}, {problem.device}; "
-        f"planned in {format_seconds(seconds)}",
+        f"{arch}, batch {problem.request.batch}, {side} x {side}, {problem.request.strategy}, {problem.request.mode}, "
+        f"{problem.device}; planned in {format_seconds(seconds)}",
         soft_wrap=True,
     )
-    record = make_record(request, ready, found, limit)
-    example = real_example(problem)
-    same = same_step(console, request.model, record, example)
-    wrapped = ScheduleWrapper(request.model, record, captured=ready.captured)
-    pairs = (request.model, example), (wrapped, example)
-    whole = [step_peak(model, inputs, problem.device) for model, inputs in pairs]
-    apart = [activation_peak(model, inputs, problem.device) for model, inputs in pairs]
-    times = step_seconds(pairs, problem.device, steps)
-
-    bare = accumulating(ready)
-    activations = simulate(bare.captured.program, found.schedule, ready.costs).peak_bytes - weight_bytes(ready)
-    table = aligned_table("", "plain PyTorch", "this schedule", "change", "predicted")
-    for name, (plain, mine), predicted in (
-        ("memory without stationary", apart, activations / (bare.plain.peak_bytes - weight_bytes(ready))),
-        ("memory in all", whole, found.report.peak_bytes / ready.plain.peak_bytes),
-    ):
-        table.add_row(name, format_bytes(plain), format_bytes(mine), _change(mine / plain), _change(predicted))
-    ratio = found.report.seconds / ready.plain.seconds
-    table.add_row("step, median", *map(format_seconds, times), _change(times[1] / times[0]), _change(ratio))
-    console.print(table)
+    record, example = make_record(problem.request, ready, found, limit), real_example(problem)
+    same = same_step(console, problem.request.model, record, example)
+    console.print(_measured(ready, problem, record, example, steps))
     if not same:
         sys.exit(1)
+
+
+def _measured(ready: Prepared, problem: Problem, record: ScheduleRecord, example: Example, steps: int) -> Table:
+    """Memory and time of plain PyTorch and of the schedule, and what was predicted."""
+    device, model = problem.device, problem.request.model
+    pairs = [(net, example) for net in (model, ScheduleWrapper(model, record, captured=ready.captured))]
+    bare, weights = accumulating(ready), weight_bytes(ready)
+    apart = simulate(bare.captured.program, record.schedule, ready.costs).peak_bytes - weights
+    table = aligned_table("", "plain PyTorch", "this schedule", "change", "predicted")
+    for name, peak, predicted in (
+        ("memory without stationary", activation_peak, apart / (bare.plain.peak_bytes - weights)),
+        ("memory in all", step_peak, record.peak_bytes / record.plain_peak_bytes),
+    ):
+        plain, mine = (peak(net, inputs, device) for net, inputs in pairs)
+        table.add_row(name, format_bytes(plain), format_bytes(mine), _change(mine / plain), _change(predicted))
+    plain_seconds, mine_seconds = step_seconds(pairs, device, steps)
+    table.add_row(
+        "step, median",
+        format_seconds(plain_seconds),
+        format_seconds(mine_seconds),
+        _change(mine_seconds / plain_seconds),
+        _change(record.seconds / record.plain_seconds),
+    )
+    return table
 
 
 def _limit(ready: Prepared, problem: Problem, budget: str | None) -> int:
@@ -149,10 +159,7 @@ def _limit(ready: Prepared, problem: Problem, budget: str | None) -> int:
         if problem.request.strategy == "ogc":
             return NO_LIMIT
         return plan_for(ready, problem.request, NO_LIMIT, strategy="ogc").report.peak_bytes
-    limits = read_budgets(budget, ready.plain.peak_bytes)
-    if len(limits) != 1:
-        raise UsageError(f"--budget {budget!r} must be one amount, such as 8, 565MB or 50%")
-    return limits[0]
+    return read_budgets(budget, ready.plain.peak_bytes)[0]
 
 
 def _change(ratio: float) -> str:

@@ -326,8 +326,10 @@ def tune_command(**options: Any) -> None:
 )
 @click.option("--batch", help="Such as 8.  [default: as in OGC's table]")
 @click.option("--input-size", type=int, help="Side of the images, such as 64.  [default: as in OGC's table]")
-@click.option("--mode", default="inplace_conv_multiway_newnode", show_default=True, help="As for solve.")
-@click.option("--solver", default="HIGHS", show_default=True, help="As for solve.")
+@click.option(
+    "--mode", default="inplace_conv_multiway_newnode", show_default=True, help="Such as normal; as for solve."
+)
+@click.option("--solver", default="HIGHS", show_default=True, help="Such as CBC; as for solve.")
 @click.option(
     "--profile",
     "profile_file",
@@ -335,8 +337,10 @@ def tune_command(**options: Any) -> None:
     help="Profile file to reuse and extend, or roofline:DEVICE, such as roofline:rtx2080ti.  "
     "[default: solutions/profiles/profile_NAME_BATCH_DEVICE.json]",
 )
-@click.option("--time-limit", type=float, default=60.0, show_default=True, help="Wall seconds for the plan.")
-@click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of each kind.")
+@click.option(
+    "--time-limit", type=float, default=60.0, show_default=True, help="Wall seconds for the plan, such as 300."
+)
+@click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of each kind, such as 20.")
 @click.option("--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16.")
 def benchmark_command(**options: Any) -> None:
     """OGC's benchmark: plan a net, compare a step with plain PyTorch's, measure memory and time of both.

@@ -20,7 +20,15 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from monet_like.cli import inspect_command, main, parse_batch, parse_shape, schedule_command, solve_command
+from monet_like.cli import (
+    benchmark_command,
+    inspect_command,
+    main,
+    parse_batch,
+    parse_shape,
+    schedule_command,
+    solve_command,
+)
 from monet_like.errors import MonetError, UsageError
 from monet_like.profile_data import Profile
 from monet_like.schedule_file import ScheduleRecord
@@ -410,7 +418,12 @@ def test_inspect_refuses_hostile_files() -> None:
 
 # Help ---------------------------------------------------------------------------------------------------------
 
-COMMANDS = {"solve": solve_command, "schedule": schedule_command, "inspect": inspect_command}
+COMMANDS = {
+    "solve": solve_command,
+    "schedule": schedule_command,
+    "benchmark": benchmark_command,
+    "inspect": inspect_command,
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -426,9 +439,9 @@ def test_help_tells_every_option_its_default_and_an_example(name: str) -> None:
             continue
         assert isinstance(parameter, click.Option)
         (entry,) = [entry for entry in entries if entry.split()[:1] == [parameter.opts[-1]]]
-        assert re.search(r"\[default: \S.*\]$", entry), entry
+        assert re.search(r"\[required\]$" if parameter.required else r"\[default: \S.*\]$", entry), entry
         if not parameter.is_flag:  # a value is shown, or all of them are listed
-            assert re.search(r"such as \S|: (auto|none|milp)\b|roofline:h100", entry), entry
+            assert re.search(r"[Ss]uch as \S|: (auto|none|milp)\b|roofline:h100", entry), entry
 
 
 def test_help_has_examples_that_parse() -> None:
