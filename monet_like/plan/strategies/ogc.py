@@ -252,38 +252,54 @@ class _Graph:
 
     def _passed_by_all(self, inside: int, a: int, b: int) -> list[int]:
         """The vertices inside on every path from a to b, in order: the dominators of b."""
-        graph = nx.DiGraph()
-        for v in _members(inside):
-            graph.add_edges_from((u, v) for u in _members(self.before[v] & (inside | 1 << a)))
-            if self.after[v] & 1 << b:
-                graph.add_edge(v, b)
-        if b not in graph or a not in graph:
-            return []
-        dominator = nx.immediate_dominators(graph, a)
+        dominator = nx.immediate_dominators(self._between(inside, a, b), a)
         found: list[int] = []
-        v = dominator[b]
+        v = dominator.get(b)
         while v is not None and v != a:
             found.append(v)
             v = dominator[v]
         return found[::-1]
 
+    def _between(self, inside: int, a: int, b: int) -> nx.DiGraph:
+        """The vertices inside and both ends as a graph."""
+        graph = nx.DiGraph()
+        graph.add_node(a)
+        for v in _members(inside):
+            graph.add_edges_from((u, v) for u in _members(self.before[v] & (inside | 1 << a)))
+            if self.after[v] & 1 << b:
+                graph.add_edge(v, b)
+        return graph
+
     def _largest(self, inside: int, a: int, b: int) -> Iterator[_Segment]:
-        """The largest proper segments inside; two of them never touch."""
-        around = inside | 1 << a | 1 << b
+        """The largest proper segments inside; two of them never touch.
+
+        A segment's entry dominates what is inside it, its exit postdominates it: few pairs of ends have anything
+        between them.
+        """
+        graph = self._between(inside, a, b)
+        behind = _dominated(nx.immediate_dominators(graph, a), a, inside)
+        ahead = _dominated(nx.immediate_dominators(graph.reverse(copy=False), b), b, inside)
         candidates: list[tuple[int, int, int]] = []
-        for low in _members(around):
-            if low == b:
-                continue
-            below = self._reach(low, inside | 1 << b, self.after)
-            for high in _members(below):
-                if (low, high) != (a, b):
-                    within = inside & below & ~(1 << high)
-                    candidates += ((part, low, high) for part in self._parts(low, high, within))
+        for low, follows in behind.items():
+            for high, leads in ahead.items():
+                if follows & leads and (low, high) != (a, b):
+                    candidates += ((part, low, high) for part in self._parts(low, high, follows & leads))
         taken = 0
         for part, low, high in sorted(candidates, key=lambda c: -c[0].bit_count()):
             if not part & taken and part != inside:
                 taken |= part
                 yield self._segment(part, low, high)
+
+
+def _dominated(dominator: Mapping[int, int | None], start: int, inside: int) -> dict[int, int]:
+    """The vertices inside that each vertex dominates, itself apart; ``dominator`` holds the immediate ones."""
+    found: dict[int, int] = {}
+    for v in _members(inside):
+        above = dominator[v]
+        while above is not None:
+            found[above] = found.get(above, 0) | 1 << v
+            above = dominator[above] if above != start else None
+    return found
 
 
 def _bits(members: Sequence[int] | frozenset[int]) -> int:
