@@ -311,13 +311,13 @@ def test_the_table_says_what_was_missed_and_what_was_not_run() -> None:
         "alexnet": replace(row_for("alexnet"), milp=None),
         "darts": replace(good, milp=replace(good.milp, seconds=third + 0.001)),
         "resnet50": replace(row_for("resnet50"), smallest=replace(good.smallest, bytes=900_000_000)),
-        "vgg11": row_for("vgg11"),
-        "nasnet": replace(row_for("nasnet"), ogc=replace(row_for("nasnet").ogc, cpu=61.0)),
+        "vgg11": replace(row_for("vgg11"), ogc=replace(row_for("vgg11").ogc, wall=99.0)),  # the machine was busy
+        "nasnet": replace(row_for("nasnet"), ogc=replace(row_for("nasnet").ogc, wall=99.0, cpu=61.0)),
     }
     text = render(rows)
     assert "At OGC's memory at most a third of its overhead: 3 of 5; not alexnet, darts." in text
     assert "Cut at least as deep as OGC's: 4 of 5; not resnet50." in text
-    assert "Each plan in under 60 s of CPU: 4 of 5; not nasnet." in text
+    assert "Each plan in under 60 s: 4 of 5; not nasnet." in text
     assert f"**{100 * (third - 0.999):+.1f} %**" in text
     assert "**no plan**" in text
     (line,) = (line for line in text.splitlines() if line.startswith("| vgg11"))
