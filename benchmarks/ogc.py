@@ -161,8 +161,8 @@ def measure(name: str, seconds: float, smallest_seconds: float) -> Row:
 INTRODUCTION = f"""# OGC's 18 nets: `python -m benchmarks.ogc`
 
 OGC's columns are of its README, measured on a GPU that it does not name. Ours are the simulator's, with the rates of
-an RTX 2080 Ti (the one GPU that its README mentions; {LIMITS.source}), all operator variants, HiGHS on one thread.
-MB are 2^20 bytes.
+an RTX 2080 Ti, the one GPU that its README mentions ({LIMITS.source}),
+all operator variants, HiGHS on one thread. MB are 2^20 bytes.
 
 How memory is compared. OGC subtracts from the peak what exists before and after a step: weights, buffers and the
 gradients of weights, which a first step has made; the input stays in, and there is no optimizer. Ours is counted in the
