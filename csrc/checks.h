@@ -17,7 +17,7 @@
 
 namespace monet_like {
 
-inline int64_t packed_bytes(int64_t numel) {
+MONET_HD int64_t packed_bytes(int64_t numel) {
   return (numel + 7) / 8;
 }
 

@@ -23,6 +23,12 @@ TORCH_LIBRARY(monet_like, m) {
   m.def("pack_nibbles(Tensor x) -> Tensor", tags);
   m.def("unpack_nibbles(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor", tags);
 
+  // Lossy caches, bytes whose layout is in caches.h: the `keep` largest of every 16,384 elements, or 8 bits for each.
+  m.def("pack_largest(Tensor x, int keep) -> Tensor", tags);
+  m.def("unpack_largest(Tensor packed, int keep, SymInt[] size, ScalarType dtype, SymInt[] stride=[]) -> Tensor", tags);
+  m.def("pack_int8(Tensor x) -> Tensor", tags);
+  m.def("unpack_int8(Tensor packed, SymInt[] size, ScalarType dtype, SymInt[] stride=[]) -> Tensor", tags);
+
   // Max pooling with one byte per output: the cell inside its window, kernel row * kernel width + kernel column.
   m.def(
       "max_pool2d_with_offsets(Tensor x, int[2] kernel, int[2] stride, int[2] padding, int[2] dilation, "

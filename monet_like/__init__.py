@@ -13,11 +13,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .allocator import reserve
     from .api import auto_schedule
+    from .dropit import to_dropit
     from .replay import ScheduleWrapper
 
-__all__ = ["ScheduleWrapper", "__version__", "auto_schedule", "reserve"]
+__all__ = ["ScheduleWrapper", "__version__", "auto_schedule", "reserve", "to_dropit"]
 
-_LAZY = {"ScheduleWrapper": "replay", "auto_schedule": "api", "reserve": "allocator"}
+_LAZY = {"ScheduleWrapper": "replay", "auto_schedule": "api", "reserve": "allocator", "to_dropit": "dropit"}
 
 
 def __getattr__(name: str) -> Any:

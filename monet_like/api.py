@@ -186,6 +186,8 @@ def _digest(request: Request, budget: int | float, device: torch.device) -> str:
     for name, tensor in (*request.model.named_parameters(), *request.model.named_buffers()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.stride()}{tensor.dtype}{tensor.requires_grad}".encode())
     digest.update("".join(f"{type(m).__name__}{m.training}{m.extra_repr()}" for m in request.model.modules()).encode())
+    exact = [name for name, module in request.model.named_modules() if getattr(module, "no_dropit", False)]
+    digest.update(repr(exact).encode() if exact else b"")
     for leaf in pytree.tree_leaves(request.example):
         is_tensor = isinstance(leaf, torch.Tensor)
         digest.update(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -111,6 +111,7 @@ class Captured:
         parameter_gradients: (index into ``parameters``, tensor), in the order in which they become ready.
         input_gradients: (position among ``inputs``, tensor).
         device: where the program runs.
+        no_dropit: values of the parameters in modules that have a true attribute ``no_dropit``.
         before_variants: the program as captured, where variants have changed it; its values come first in ``metas``.
     """
 
@@ -127,6 +128,7 @@ class Captured:
     parameter_gradients: tuple[tuple[int, Tensor], ...]
     input_gradients: tuple[tuple[int, Tensor], ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    no_dropit: frozenset[int] = frozenset()
     before_variants: Program | None = None
 
     @property
@@ -143,7 +145,8 @@ class Captured:
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Captured:
     """Trace one training step of ``model(*args, **kwargs)`` into a `Captured` program.
 
-    The model's train/eval flags, frozen parameters and the caller's autocast state are taken as they are.
+    The model's train/eval flags, frozen parameters and the caller's autocast state are taken as they are, and so is an
+    attribute ``no_dropit`` of its modules, whose layers' inputs are then never dropped.
 
     Args:
         model: any module whose training step PyTorch can trace without data-dependent control flow.
@@ -157,7 +160,16 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
     flat = FlatModule(model, leaves, spec)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     graph, mode = trace_joint(flat, tensors)
-    return _Builder(flat, graph, mode).build()
+    return _without_dropit(_Builder(flat, graph, mode).build(), model)
+
+
+def _without_dropit(captured: Captured, model: nn.Module) -> Captured:
+    """``captured`` with the parameters whose layers opted out."""
+    exact = {id(p) for m in model.modules() if getattr(m, "no_dropit", False) for p in m.parameters()}
+    if not exact:
+        return captured
+    values = frozenset(v for name, v in captured.parameters if id(model.get_parameter(name)) in exact)
+    return replace(captured, no_dropit=values)
 
 
 def _check_distributed(model: nn.Module) -> None:

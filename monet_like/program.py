@@ -133,7 +133,7 @@ class Program:
     Attributes:
         values: all values; tasks refer to them by index.
         tasks: forward tasks in the only order in which they may run within one stage. Producers of a value
-            stand before all its readers.
+            stand before all its readers that may run in the same stage.
         slots: the backward, in order; each slot is the tuple of its ways. All ways of a slot read and write
             the same backward values; they may read different forward values.
         outputs: forward values that must exist at the end of the forward and then stay to the end of the
@@ -208,18 +208,18 @@ class Program:
         Raises:
             MonetError: with the first broken rule. Only a bug in this package, or a hand-made program, can cause it.
         """
-        position: dict[int, int] = {}
-        for index, task in enumerate(self.tasks):
+        for task in self.tasks:
             for value in task.writes:
                 _require(self.values[value].kind == "forward", task, f"writes {value}, which is no forward value")
-                position[value] = index
         for index, task in enumerate(self.tasks):
             for value in task.reads:
                 kind = self.values[value].kind
                 _require(kind != "backward", task, f"is a forward task and reads gradient {self.values[value].name}")
                 if kind == "forward":
-                    _require(value in position, task, f"reads {self.values[value].name}, which no task writes")
-                    _require(position[value] < index, task, f"stands before a producer of {self.values[value].name}")
+                    makers = self.producers[value]
+                    _require(bool(makers), task, f"reads {self.values[value].name}, which no task writes")
+                    late = any(p >= index and _may_meet(self.tasks[p], task) for p in makers)
+                    _require(not late, task, f"stands before a producer of {self.values[value].name}")
             _check_overwrite(self, task, "forward")
         for slot in self.slots:
             _require(bool(slot), None, "a slot has no way")
@@ -231,13 +231,18 @@ class Program:
                 for value in way.writes:
                     _require(self.values[value].kind == "backward", way, "is a slot's way and writes a forward value")
                 for value in self.forward_reads(way):
-                    _require(value in position, way, f"reads {self.values[value].name}, which no task writes")
+                    _require(bool(self.producers[value]), way, f"reads {self.values[value].name}, which no task writes")
                 _check_overwrite(self, way, "backward")
         read = {value for slot in self.slots for value in slot[0].reads}
         for value in self.tangents:
             _require(value in read, None, f"tangent {self.values[value].name} is read by no slot")
         for value in self.outputs:
-            _require(value in position, None, f"output {self.values[value].name} has no producer")
+            _require(bool(self.producers[value]), None, f"output {self.values[value].name} has no producer")
+
+
+def _may_meet(one: Task, other: Task) -> bool:
+    """Whether two forward tasks may run in the same stage."""
+    return {one.runs, other.runs} != {"first", "again"}
 
 
 def _check_overwrite(program: Program, task: Task, kind: str) -> None:

@@ -182,6 +182,99 @@ def test_half_bytes_come_back(impl: Any, shape: tuple[int, ...]) -> None:
         assert torch.equal(impl("unpack_nibbles")(packed, x.shape, x.stride()), x)
 
 
+BLOCK = reference.LARGEST_BLOCK
+#: Kept of a block: one, a few by their places, a tenth, half, all.
+KEEPS = [1, 1000, 1639, BLOCK // 2, BLOCK]
+
+
+def magnitudes(flat: Tensor) -> Tensor:
+    """What the largest are chosen by: NaN above infinity."""
+    return flat.double().abs().nan_to_num(nan=math.inf) + flat.isnan()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("shape", [*SHAPES, (BLOCK,), (3, 5, 47, 61), (2 * BLOCK + 3,)])
+def test_the_largest_come_back(impl: Any, shape: tuple[int, ...], keep: int, dtype: torch.dtype) -> None:
+    for layout, x in (
+        layouts(shape, dtype).items() if len(shape) < 4 or shape[-1] < 10 else [("", special(shape, dtype))]
+    ):
+        packed = impl("pack_largest")(x, keep)
+        kept = x.numel() // BLOCK * keep + math.ceil(x.numel() % BLOCK * keep / BLOCK)
+        index = 2 * kept if keep < BLOCK / 16 else (x.numel() + 7) // 8
+        assert packed.dtype == torch.uint8 and packed.shape == (kept * dtype.itemsize + index,), layout
+        assert_bits(packed, reference.pack_largest(x, keep))
+        back = impl("unpack_largest")(packed, keep, x.shape, dtype, x.stride())
+        if reference.is_dense(x.shape, x.stride()):
+            assert strides(back) == strides(x)
+        flat, found = (reference._flat(reference.to_packing_order(t, x.stride())) for t in (x, back))
+        sizes = magnitudes(flat)
+        for start in range(0, x.numel(), BLOCK):  # against sorting
+            ours, theirs = found[start : start + BLOCK], flat[start : start + BLOCK]
+            order = sizes[start : start + BLOCK].sort(descending=True, stable=True).indices
+            expected = torch.zeros_like(theirs)
+            chosen = order[: math.ceil(len(theirs) * keep / BLOCK)]
+            expected[chosen] = theirs[chosen]
+            assert_bits(ours, expected)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_caches_in_parallel(impl: Any) -> None:
+    x = torch.randn(300_001)
+    assert_bits(impl("pack_largest")(x, 1639), reference.pack_largest(x, 1639))
+    assert_bits(impl("pack_int8")(x), reference.pack_int8(x))
+    assert_bits(impl("unpack_int8")(reference.pack_int8(x), x.shape, x.dtype), x_of_int8(x))
+    back = impl("unpack_largest")(reference.pack_largest(x, 1639), 1639, x.shape, x.dtype)
+    assert int((back != 0).sum()) == 18 * 1639 + math.ceil((300_001 - 18 * BLOCK) * 1639 / BLOCK)
+
+
+def x_of_int8(x: Tensor) -> Tensor:
+    return reference.unpack_int8(reference.pack_int8(x), x.shape, x.dtype)
+
+
+def test_all_of_equal_elements_are_the_first_ones(impl: Any) -> None:
+    x = torch.tensor([2.0, -1.0, 1.0, -1.0, 1.0, 0.0])
+    back = impl("unpack_largest")(impl("pack_largest")(x, BLOCK // 2), BLOCK // 2, [6], x.dtype)
+    assert back.tolist() == [2.0, -1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("keep", [1000, BLOCK // 2])
+def test_corrupt_caches_touch_nothing_else(keep: int) -> None:
+    packed = torch.full((reference.largest_bytes(20, keep, 4),), 255, dtype=torch.uint8)
+    if not kernels.available("cpu"):
+        pytest.skip(kernels.status())
+    assert ops.unpack_largest(packed, keep, [20], torch.float32).count_nonzero() <= reference.largest_kept(20, keep)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 5, 47, 61)])
+def test_eight_bits_are_near(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Within half a unit, a 127th of the block's largest; below half a unit within one, and never of another sign."""
+    for x in layouts(shape, dtype, lambda s, d: torch.randn(s).mul(3).to(d)).values():
+        packed = impl("pack_int8")(x)
+        assert packed.dtype == torch.uint8 and packed.shape == (x.numel() + 4 * math.ceil(x.numel() / 256),)
+        assert_bits(packed, reference.pack_int8(x))
+        back = impl("unpack_int8")(packed, x.shape, dtype, x.stride())
+        assert_bits(back, reference.unpack_int8(packed, x.shape, dtype, x.stride()))
+        flat, found = (reference._flat(reference.to_packing_order(t, x.stride())).double() for t in (x, back))
+        assert torch.equal(flat.sign(), found.sign())
+        for start in range(0, x.numel(), 256):
+            ours, theirs = found[start : start + 256], flat[start : start + 256]
+            unit = theirs.abs().max() / 127
+            rounding = 2 * torch.finfo(dtype).eps * theirs.abs().max() + 1e-6 * unit  # of the scale and of the result
+            assert ((ours - theirs).abs() <= torch.where(theirs.abs() < unit / 2, unit, unit / 2) + rounding).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_eight_bits_of_what_is_not_finite_or_tiny(impl: Any, dtype: torch.dtype) -> None:
+    x = torch.zeros(4, 256, dtype=dtype)
+    x[0, 3], x[1, 255], x[2, 7], x[2, 9] = math.inf, math.nan, torch.finfo(dtype).tiny, -torch.finfo(dtype).tiny
+    back = impl("unpack_int8")(impl("pack_int8")(x), x.shape, dtype)
+    assert back[:2].isnan().all() and not back[3].any()
+    assert torch.equal(back[2].sign(), x[2].sign())
+    assert_bits(impl("pack_int8")(x), reference.pack_int8(x))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_masked_scale_is_dropout(impl: Any, dtype: torch.dtype) -> None:
     scale = 1 / 0.7
@@ -542,6 +635,10 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
         "pack_bool": (flags,),
         "unpack_bool": (reference.pack_bool(flags), [2, 3, 6, 6]),
         "masked_scale": (x, reference.pack_bool(flags), 2.0, flags.stride()),
+        "pack_largest": (x, 8192),
+        "unpack_largest": (reference.pack_largest(x, 8192), 8192, x.shape, x.dtype, x.stride()),
+        "pack_int8": (x,),
+        "unpack_int8": (reference.pack_int8(x), x.shape, x.dtype, x.stride()),
         "max_pool2d_with_offsets": (x, *pool, False),
         "max_pool2d_offsets": (indices, x.shape, *pool),
         "max_pool2d_offsets_to_indices": (offsets, x.shape, *pool),
@@ -598,6 +695,12 @@ def test_wrong_arguments_are_named() -> None:
         ops.batch_norm_apply(x, c, c, c, c, None, "gelu", 0.0, 0.0)
     with pytest.raises(ValueError, match=r"9 half bytes have shape \[5\] and are contiguous, got shape \[4\]"):
         ops.unpack_nibbles(torch.zeros(4, dtype=torch.uint8), [9])
+    with pytest.raises(
+        ValueError, match=r"the cache of such a tensor has shape \[10\] and is contiguous, got shape \[9\]"
+    ):
+        ops.unpack_int8(torch.zeros(9, dtype=torch.uint8), [6], torch.float32)
+    with pytest.raises(ValueError, match="keep is of 16384 elements and between 1 and that, got 0"):
+        ops.pack_largest(x, 0)
     with pytest.raises(ValueError, match="this window does not turn"):
         ops.max_pool2d_offsets(torch.zeros(1, 1, 4, 4, dtype=torch.int64), [1, 1, 80, 80], [2, 2], [], [0, 0], [1, 1])
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from monet_like.errors import MonetError, UsageError
-from monet_like.mode import MONET_MODES, WORDS, parse_mode
+from monet_like.mode import MONET_MODES, WORDS, dropit_share, dropit_word, is_lossy, parse_mode
 from monet_like.units import GIB, KIB, MIB, format_bytes, format_seconds, parse_bytes
 
 
@@ -159,14 +159,47 @@ def test_unknown_words(mode: str, word: str) -> None:
         parse_mode(mode)
     assert str(caught.value) == (
         f"mode {mode!r} has an unknown word {word!r}; a mode is some of inplace, conv, multiway, newnode, normal joined "
-        "by '_', such as inplace_conv_multiway_newnode or normal"
+        "by '_', such as inplace_conv_multiway_newnode or normal; lossy caches are lowp16, lowp8 and dropit0.9"
     )
 
 
-@pytest.mark.parametrize("mode", ["conv_conv", "normal_normal", "inplace_conv_multiway_inplace"])
+@pytest.mark.parametrize(
+    "mode", ["conv_conv", "normal_normal", "inplace_conv_multiway_inplace", "lowp8_lowp8", "dropit0.9_dropit0.5"]
+)
 def test_repeated_words(mode: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_mode(mode)
     assert str(caught.value) == (
-        f"mode {mode!r} repeats a word; give each of inplace, conv, multiway, newnode, normal at most once"
+        f"mode {mode!r} repeats a word; give each of inplace, conv, multiway, newnode, normal, lowp16, lowp8, dropit at "
+        "most once"
+    )
+
+
+def test_lossy_words_are_in_no_mode_of_themselves() -> None:
+    assert not any(is_lossy(mode) for mode in MONET_MODES)
+    assert not {"lowp16", "lowp8"} & set(WORDS)
+    assert parse_mode("inplace_dropit0.9_lowp8") == {"inplace", "dropit0.9", "lowp8"}
+    for mode in ("dropit0.9", "normal_lowp16", "conv_lowp8", "dropit0"):
+        assert is_lossy(mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "share"), [("dropit0.9", 0.9), ("dropit.5_conv", 0.5), ("dropit0", 0.0), ("dropit0.", 0.0)]
+)
+def test_the_share_to_drop(mode: str, share: float) -> None:
+    word = dropit_word(parse_mode(mode))
+    assert word is not None and dropit_share(word) == share
+    assert dropit_word(parse_mode("inplace_conv")) is None
+
+
+@pytest.mark.parametrize(
+    "share", ["", "1", "1.0", "17", "-0.5", "nan", "inf", "1e-1", "0.5.5", " 0.5", "0,5", "\u0663", "."]
+)
+def test_shares_that_are_none(share: str) -> None:
+    mode = f"conv_dropit{share}"
+    with pytest.raises(UsageError) as caught:
+        parse_mode(mode)
+    assert str(caught.value) == (
+        f"mode {mode!r} drops {share!r} of the elements; give a share of at least 0 and below 1 after dropit, such as "
+        "dropit0.9"
     )

@@ -112,4 +112,12 @@ MONET_BODY op_type<T> as_stored(op_type<T> y) {
   }
 }
 
+// Eight 0/1 bytes to one byte, the first byte to bit 0: the multiplication gathers them in the top byte.
+MONET_BODY uint8_t gather_bits(const uint8_t* flags) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "gather_bits reads eight bytes as one little-endian word");
+  uint64_t word;
+  std::memcpy(&word, flags, sizeof(word));
+  return static_cast<uint8_t>((word * 0x0102040810204080ull) >> 56);
+}
+
 }  // namespace monet_like

@@ -38,14 +38,6 @@ struct IsTrue {
   MONET_BODY bool operator()(uint8_t x) const { return x != 0; }
 };
 
-// Eight 0/1 bytes to one byte, the first byte to bit 0: the multiplication gathers them in the top byte.
-MONET_BODY uint8_t gather_bits(const uint8_t* flags) {
-  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "gather_bits reads eight bytes as one little-endian word");
-  uint64_t word;
-  std::memcpy(&word, flags, sizeof(word));
-  return static_cast<uint8_t>((word * 0x0102040810204080ull) >> 56);
-}
-
 template <typename T, typename P>
 MONET_BODY void pack_body(const T* x, uint8_t* out, int64_t numel, P predicate) {
   constexpr int64_t kBlock = 128;

@@ -79,6 +79,29 @@ def unpack_nibbles(packed: Tensor, size: Sequence[int], stride: Sequence[int] = 
 
 
 @_fake
+def pack_largest(x: Tensor, keep: int) -> Tensor:
+    size = reference.largest_bytes(x.numel(), keep, x.element_size())
+    return torch.empty((size,), dtype=torch.uint8, device=x.device)
+
+
+@_fake
+def unpack_largest(
+    packed: Tensor, keep: int, size: Sequence[int], dtype: torch.dtype, stride: Sequence[int] = ()
+) -> Tensor:
+    return reference.empty_in_packing_order(size, stride, packed, dtype)
+
+
+@_fake
+def pack_int8(x: Tensor) -> Tensor:
+    return torch.empty((reference.int8_bytes(x.numel()),), dtype=torch.uint8, device=x.device)
+
+
+@_fake
+def unpack_int8(packed: Tensor, size: Sequence[int], dtype: torch.dtype, stride: Sequence[int] = ()) -> Tensor:
+    return reference.empty_in_packing_order(size, stride, packed, dtype)
+
+
+@_fake
 def max_pool2d_with_offsets(
     x: Tensor,
     kernel: Sequence[int],

@@ -14,6 +14,10 @@ Shapes and dtypes (F = float32, float64, float16 or bfloat16; P = F or float32; 
 | masked_scale | x: F; packed: uint8[ceil(numel/8)] | like x |
 | pack_nibbles | x: uint8 | uint8[ceil(numel/2)] |
 | unpack_nibbles | packed: uint8[ceil(numel/2)] | uint8, the given size |
+| pack_largest | x: F, any shape | uint8[largest_bytes] |
+| unpack_largest | packed: uint8[largest_bytes] | F, the given size |
+| pack_int8 | x: F, any shape | uint8[int8_bytes] |
+| unpack_int8 | packed: uint8[int8_bytes] | F, the given size |
 | max_pool2d_with_offsets | x: F[N,C,H,W] or [C,H,W] | y: like x, [.., OH, OW]; offsets: uint8[.., OH, OW] |
 | max_pool2d_offsets | indices: int64[.., OH, OW] | uint8[.., OH, OW] |
 | max_pool2d_offsets_to_indices | offsets: uint8[.., OH, OW] | int64[.., OH, OW] |
@@ -173,6 +177,116 @@ def unpack_nibbles(packed: Tensor, size: Sequence[int], stride: Sequence[int] = 
             f"{out.numel()} half bytes are uint8[{-(-out.numel() // 2)}], got {packed.dtype}{list(packed.shape)}"
         )
     _flat(out).copy_(torch.stack((packed & 15, packed >> 4), 1).flatten()[: out.numel()])
+    return out
+
+
+# ---- lossy caches ----
+
+#: Elements among which the largest are chosen.
+LARGEST_BLOCK = 16384
+#: Elements that share a scale.
+INT8_BLOCK = 256
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def largest_kept(numel: int, keep: int) -> int:
+    """How many of ``numel`` elements are kept, of the last block in proportion and rounded up."""
+    return numel // LARGEST_BLOCK * keep + (numel % LARGEST_BLOCK * keep + LARGEST_BLOCK - 1) // LARGEST_BLOCK
+
+
+def largest_bytes(numel: int, keep: int, itemsize: int) -> int:
+    """Bytes of a cache of the largest elements: the values, and a bit for each element or two bytes for each kept."""
+    kept = largest_kept(numel, keep)
+    return kept * itemsize + (2 * kept if 16 * keep < LARGEST_BLOCK else (numel + 7) // 8)
+
+
+def int8_bytes(numel: int) -> int:
+    """Bytes of a cache of 8 bits an element: the float32 scales, then a byte for each."""
+    return (numel + INT8_BLOCK - 1) // INT8_BLOCK * 4 + numel
+
+
+def _check_cache(packed: Tensor, size: int) -> None:
+    if packed.dtype != torch.uint8 or packed.shape != (size,):
+        raise ValueError(f"the cache of such a tensor is uint8[{size}], got {packed.dtype}{list(packed.shape)}")
+
+
+def _check_keep(keep: int) -> None:
+    if not 0 < keep <= LARGEST_BLOCK:
+        raise ValueError(f"keep is of {LARGEST_BLOCK} elements and between 1 and that, got {keep}")
+
+
+def _largest(flat: Tensor, keep: int) -> Tensor:
+    """Which elements are kept: of equal magnitudes the first; a NaN is larger than infinity."""
+    bits = flat.view(_BITS[flat.element_size()]) & torch.iinfo(_BITS[flat.element_size()]).max
+    whole = flat.numel() // LARGEST_BLOCK * LARGEST_BLOCK
+    flags = torch.zeros_like(bits, dtype=torch.bool)
+    for rows, chosen in ((bits[:whole].view(-1, LARGEST_BLOCK), flags[:whole]), (bits[None, whole:], flags[whole:])):
+        if rows.numel():
+            order = rows.sort(dim=1, descending=True, stable=True).indices[:, : largest_kept(rows.shape[1], keep)]
+            chosen.view(rows.shape).scatter_(1, order, True)
+    return flags
+
+
+def pack_largest(x: Tensor, keep: int) -> Tensor:
+    """The ``keep`` elements of largest magnitude of every 16,384 in packing order: their values, then which they are.
+
+    That is a bit for every element, or their 16-bit places in the block where fewer than a 16th are kept.
+    """
+    _check_keep(keep)
+    flat = _flat(to_packing_order(x))
+    flags = _largest(flat, keep)
+    places = (flags.nonzero()[:, 0] % LARGEST_BLOCK).to(torch.int16)
+    index = places.view(torch.uint8) if 16 * keep < LARGEST_BLOCK else _pack(flags)
+    return torch.cat((flat[flags].view(torch.uint8), index))
+
+
+def unpack_largest(
+    packed: Tensor, keep: int, size: Sequence[int], dtype: torch.dtype, stride: Sequence[int] = ()
+) -> Tensor:
+    """The tensor whose largest elements were packed, with zeros for the others; contiguous if no stride is given."""
+    _check_keep(keep)
+    out = empty_in_packing_order(size, stride, packed, dtype)
+    count = out.numel()
+    _check_cache(packed, largest_bytes(count, keep, dtype.itemsize))
+    kept = largest_kept(count, keep)
+    values, index = packed[: kept * dtype.itemsize].view(dtype), packed[kept * dtype.itemsize :]
+    flat = _flat(out).zero_()
+    if 16 * keep < LARGEST_BLOCK:
+        block = torch.arange(kept, device=packed.device) // keep
+        flat[index.view(torch.int16).long() + block * LARGEST_BLOCK] = values
+    else:
+        flat[_unpack(index, count)] = values
+    return out
+
+
+def pack_int8(x: Tensor) -> Tensor:
+    """Every element in units of its block's largest magnitude / 127, to the nearest; nothing but zero becomes zero.
+
+    Blocks are of 256 elements in packing order. One with an infinity or a NaN comes back as NaN. Computed in at least
+    float32.
+    """
+    flat = _flat(to_packing_order(x))
+    wide = flat if flat.dtype == torch.float64 else flat.float()
+    padded = wide.new_zeros(-(-flat.numel() // INT8_BLOCK) * INT8_BLOCK)
+    padded[: flat.numel()] = wide
+    rows = padded.view(-1, INT8_BLOCK)
+    scales = (rows.abs().amax(1) / 127).float() if rows.numel() else rows.new_zeros(0, dtype=torch.float32)
+    scales = torch.where(scales.isfinite(), scales.clamp_min(torch.finfo(torch.float32).tiny), torch.nan)
+    units = (rows / scales[:, None].to(rows.dtype)).round()
+    units = torch.where(units == 0, rows.sign(), units).nan_to_num(0.0)
+    return torch.cat((scales.view(torch.uint8), units.to(torch.int8).view(-1)[: flat.numel()].view(torch.uint8)))
+
+
+def unpack_int8(packed: Tensor, size: Sequence[int], dtype: torch.dtype, stride: Sequence[int] = ()) -> Tensor:
+    """The inverse of pack_int8 but for rounding; contiguous if no stride is given."""
+    out = empty_in_packing_order(size, stride, packed, dtype)
+    count = out.numel()
+    _check_cache(packed, int8_bytes(count))
+    start = packed.numel() - count
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    scales = packed[:start].view(torch.float32).to(wide).repeat_interleave(INT8_BLOCK)[:count]
+    _flat(out).copy_(packed[start:].view(torch.int8).to(wide) * scales)
     return out
 
 

@@ -160,7 +160,8 @@ def split(program: Program) -> tuple[Part, ...]:
 def _places(program: Program) -> list[int]:
     """For every task the index where it could stand: that of its last input's producer, if only the backward uses it.
 
-    Capture puts what the backward computes from forward values alone at the end of the forward.
+    Capture puts what the backward computes from forward values alone at the end of the forward. What runs only again may
+    stand before a producer that runs only first; it belongs where it is.
     """
     outputs, read = set(program.outputs), set[int]()
     trunk = [False] * len(program.tasks)
@@ -171,7 +172,7 @@ def _places(program: Program) -> list[int]:
             read.update(program.forward_reads(task))
     places: list[int] = []
     for p, task in enumerate(program.tasks):
-        made = [min(places[q] for q in program.producers[v]) for v in program.forward_reads(task)]
+        made = [min(places[q] if q < p else p for q in program.producers[v]) for v in program.forward_reads(task)]
         places.append(p if trunk[p] or not made else max(made))
     return places
 

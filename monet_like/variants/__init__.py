@@ -10,11 +10,13 @@ from . import (
     batch_norm,
     concatenation,
     convolution,
+    dropit,
     dropout,
     group_norm,
     in_place,
     linear,
     linear_cross_entropy,
+    low_precision,
     pooling,
     relu,
 )
@@ -31,9 +33,11 @@ OFFERS: tuple[Offer, ...] = (
     group_norm.offer,
     convolution.offer,
     linear.offer,
+    dropit.offer,
     in_place.offer,
     batch_norm.offer_backward,
     linear_cross_entropy.offer,
+    low_precision.offer,
 )
 
 
@@ -41,7 +45,7 @@ def with_variants(captured: Captured, words: Iterable[str] = WORDS) -> Captured:
     """``captured`` with every variant that applies; ``Program.restrict`` then takes those that a mode admits.
 
     Args:
-        words: of the mode: slots are merged only for ways that it admits.
+        words: of the mode: slots are merged only for ways that it admits, and lossy ones offered only if it names them.
     """
     editor = Editor(captured, frozenset(words))
     for offer in OFFERS:

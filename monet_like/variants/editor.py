@@ -35,6 +35,7 @@ class Editor:
         self._last = {value: ways for ways in self.slots for value in ways[0].reads}
         self._after: dict[str, list[Task]] = {}
         self._before: dict[str, list[Task]] = {}
+        self._of_parameters: set[int] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -115,6 +116,20 @@ class Editor:
         if len(readers) != 1 or len(readers[0].calls) != 1 or len(readers[0].writes) != 1:
             return None
         return None if value in self.captured.program.outputs else readers[0]
+
+    def maker(self, value: int) -> Task | None:
+        """The last of PyTorch's own tasks that write a forward value; None if none of them runs in the forward."""
+        makers = [task for task in self.tasks if value in task.writes]
+        return makers[-1] if any(task.runs != "again" for task in makers) else None
+
+    def of_parameters(self, value: int) -> bool:
+        """Whether a forward value is made from parameters and buffers alone, as autocast's casts of weights are."""
+        if self._of_parameters is None:
+            self._of_parameters = {v for v, found in enumerate(self.values) if found.kind in ("parameter", "buffer")}
+            for task in self.tasks:
+                if self._of_parameters.issuperset(task.reads):
+                    self._of_parameters.update(task.writes)
+        return value in self._of_parameters
 
     def avoidable(self, value: int) -> bool:
         """Whether every slot can be done without reading ``value``."""

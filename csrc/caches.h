@@ -1,0 +1,75 @@
+// How lossy caches lie in memory, shared by all devices.
+
+#pragma once
+
+#include "checks.h"
+
+namespace monet_like {
+
+// The largest elements of each block of `kBlock`, in packing order: their values, then which ones they are. That is a
+// bit for every element, or, where fewer than a 16th are kept, two bytes for every kept one: its place in the block.
+struct Largest {
+  static constexpr int64_t kBlock = 16384;
+
+  int64_t numel, keep, itemsize;
+
+  // Of the first n elements, n being a multiple of kBlock or all; of a last block in proportion, rounded up.
+  MONET_HD int64_t kept(int64_t n) const { return n / kBlock * keep + (n % kBlock * keep + kBlock - 1) / kBlock; }
+  MONET_HD bool places() const { return 16 * keep < kBlock; }
+  MONET_HD int64_t value_bytes() const { return kept(numel) * itemsize; }
+  MONET_HD int64_t bytes() const { return value_bytes() + (places() ? 2 * kept(numel) : packed_bytes(numel)); }
+  int64_t blocks() const { return (numel + kBlock - 1) / kBlock; }
+  // Where the index of the block that starts at element n starts.
+  MONET_HD int64_t index_at(int64_t n) const { return value_bytes() + (places() ? 2 * kept(n) : n / 8); }
+};
+
+inline Largest largest(const at::Tensor& t, int64_t keep, at::ScalarType dtype, const char* op) {
+  TORCH_CHECK_VALUE(
+      keep > 0 && keep <= Largest::kBlock, "monet_like::", op, ": keep is of ", Largest::kBlock,
+      " elements and between 1 and that, got ", keep);
+  return {t.numel(), keep, static_cast<int64_t>(c10::elementSize(dtype))};
+}
+
+// Eight bits for each element and a scale for each `kScaled` of them, in packing order: the scales (float32), then the
+// bytes. A block that holds an infinity or a NaN has a NaN for its scale.
+constexpr int64_t kScaled = 256;
+
+inline int64_t scale_count(int64_t numel) {
+  return (numel + kScaled - 1) / kScaled;
+}
+
+inline int64_t int8_bytes(int64_t numel) {
+  return scale_count(numel) * static_cast<int64_t>(sizeof(float)) + numel;
+}
+
+// The unit of a block whose largest magnitude is `top`.
+template <typename O>
+MONET_HD float int8_scale(O top) {
+  constexpr float kLeast = 1.17549435e-38f;  // the smallest normal number: below it division loses its precision
+  const float scale = static_cast<float>(top / O(127));
+  return scale - scale != 0 ? __builtin_nanf("") : scale < kLeast ? kLeast : scale;
+}
+
+// x in units, to the nearest; nothing but zero becomes zero, so that every sign stays.
+template <typename O>
+MONET_HD int8_t int8_of(O x, float scale) {
+  constexpr O kRound = sizeof(O) == 8 ? O(6755399441055744.0) : O(12582912.0);  // 1.5 * 2^(digits - 1)
+  const O rounded = (x / static_cast<O>(scale) + kRound) - kRound;
+  const O sign = static_cast<O>(x > O(0)) - static_cast<O>(x < O(0));
+  const O units = rounded == O(0) ? sign : rounded;
+  return scale != scale ? int8_t(0) : static_cast<int8_t>(units);
+}
+
+inline void check_cache(const at::Tensor& packed, int64_t bytes, const char* op) {
+  TORCH_CHECK_TYPE(
+      packed.scalar_type() == at::kByte, "monet_like::", op, ": the cache must be uint8, got ", packed.scalar_type());
+  TORCH_CHECK_VALUE(
+      packed.dim() == 1 && packed.is_contiguous() && packed.numel() == bytes, "monet_like::", op,
+      ": the cache of such a tensor has shape [", bytes, "] and is contiguous, got shape ", packed.sizes());
+}
+
+inline at::Tensor empty_cache(int64_t bytes, const at::Tensor& x) {
+  return at::empty({bytes}, x.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
+}
+
+}  // namespace monet_like

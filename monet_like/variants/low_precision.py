@@ -1,0 +1,60 @@
+"""What the backward reads, kept in fewer bits: bfloat16, or 8 bits with a scale for every 256 elements.
+
+``lowp16`` and ``lowp8`` admit it. A copy is made in the forward, from the exact value; in the backward, and only there,
+a task makes the value again from its copy. So outputs, loss and buffers are exact by construction: a restored value
+cannot be in the forward, and nothing that is restored is ever copied again. In the backward everything may read it:
+gradients, and what is run again from it, which then is as inexact as what it was made from.
+
+Left out are values that would spoil more than they spare: statistics and other second results, which are small and
+enter every element; dropout's noise, which has one bit; and casts of parameters, which are cheaper made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..kernels.reference import int8_bytes
+from ..program import Call, Ref, Task
+from .editor import Editor, like
+
+_CAST = "aten._to_copy.default"
+
+
+def offer(editor: Editor) -> None:
+    """lowp16: of float32 values; lowp8: of all floating ones."""
+    if "lowp16" in editor.words:
+        for value, maker in _cached(editor, torch.float32):
+            meta = editor.metas[value]
+            copy = editor.value(f"{editor.values[value].name}.bfloat16", "forward", like(meta, dtype=torch.bfloat16))
+            pack = Call(_CAST, (Ref(value),), (("dtype", torch.bfloat16),), (Ref(copy),))
+            restore = Call(_CAST, (Ref(copy),), (("dtype", meta.dtype),), (Ref(value),))
+            _add(editor, maker, pack, restore, "lowp16")
+    if "lowp8" in editor.words:
+        for value, maker in _cached(editor, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            meta = editor.metas[value]
+            flat = like(meta, dtype=torch.uint8, shape=(int8_bytes(meta.storage_bytes // meta.dtype.itemsize),))
+            copy = editor.value(f"{editor.values[value].name}.int8", "forward", flat)
+            pack = Call("monet_like.pack_int8.default", (Ref(value),), (), (Ref(copy),))
+            wanted = (Ref(copy), meta.shape, meta.dtype, meta.stride)
+            restore = Call("monet_like.unpack_int8.default", wanted, (), (Ref(value),))
+            _add(editor, maker, pack, restore, "lowp8")
+
+
+def _add(editor: Editor, maker: Task, pack: Call, restore: Call, word: str) -> None:
+    for call, name, runs in ((restore, "restore", "again"), (pack, "pack", "first")):
+        written = [out.name for out in call.outs if out is not None and isinstance(out.name, int)]
+        editor.add(maker, (call,), written, f"{word}.{name}", word=word, runs=runs)
+
+
+def _cached(editor: Editor, *dtypes: torch.dtype) -> Iterator[tuple[int, Task]]:
+    """Values that slots read and that may be inexact there, each with PyTorch's own task that makes it."""
+    read = {value for ways in editor.slots for way in ways for value in way.reads}
+    for value in sorted(read):
+        maker = editor.maker(value)
+        if maker is None or maker.writes[0] != value or any("bernoulli" in call.op for call in maker.calls):
+            continue
+        free = value not in editor.captured.program.outputs and not editor.of_parameters(value)
+        if free and editor.metas[value].dtype in dtypes and editor.dense(value):
+            yield value, maker
