@@ -251,7 +251,7 @@ def test_a_weight_used_twice_and_one_of_nothing_but_weights() -> None:
         (10, 0.9, 4, 1 * 4 + 2),
         (100, 0.9, 4, 10 * 4 + 13),
         (1000, 0.9, 4, 100 * 4 + 125),
-        (1 << 20, 0.9, 4, 64 * 1638 * 4 + (1 << 17)),  # 22.5 % of float32
+        (1 << 20, 0.9, 4, 64 * 1638 * 4 + (1 << 17)),  # 13.1 % of float32
         (1 << 20, 0.5, 2, (1 << 20) + (1 << 17)),  # 56 % of bfloat16, where int32 places take 150 %
         (1 << 20, 0.99, 2, 64 * 164 * (2 + 2)),
     ],
@@ -396,6 +396,16 @@ def test_it_drops_where_that_pays() -> None:
     assert schedule.rerun_count == 0
 
 
+def test_copies_are_worth_more_than_running_again() -> None:
+    """The search finds them beside reruns: a step that fits by either is faster with both."""
+    made = batch_normed(), (torch.randn(64, 3, 24, 24),)
+    seconds = {}
+    for word in ("normal", "lowp16", "lowp8"):
+        captured, costs, schedule = planned(made, f"inplace_multiway_newnode_{word}", 0.5)
+        seconds[word] = simulate(captured.program, schedule, costs).seconds
+    assert seconds["lowp8"] < seconds["lowp16"] < seconds["normal"]
+
+
 def test_it_does_not_drop_what_is_held_anyhow() -> None:
     """ReLU's gradient reads what the next layer's weight gradient reads."""
     model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())))
@@ -407,7 +417,7 @@ def test_it_does_not_drop_what_is_held_anyhow() -> None:
     assert chosen(captured, schedule).count("dropit") > 0
 
 
-@pytest.mark.parametrize(("kind", "share"), [("attention", 0.6), ("batch_normed", 0.7)])
+@pytest.mark.parametrize(("kind", "share"), [("attention", 0.5), ("batch_normed", 0.5)])
 @pytest.mark.parametrize("word", ["dropit0.9", "dropit0.97", "lowp16", "lowp8", "lowp16_lowp8"])
 def test_end_to_end(kind: str, share: float, word: str) -> None:
     """Plan, replay: the forward's bits, gradients that differ where they may, the peak in bytes."""
@@ -421,10 +431,11 @@ def test_end_to_end(kind: str, share: float, word: str) -> None:
     outcome = replayed((*made, {}), captured, schedule, mode)
     differences = plain.differences(outcome)
     assert {d for key, d in differences.items() if key.startswith(("output", "buffer"))} == {0.0}
-    assert (max(differences.values()) > 0) == (lossy > 0)
-    if "lowp" in word:  # what runs again from rounded values adds to the rounding of what is saved
-        saved = max(plain.differences(with_saved_tensors_rounded(made, word)).values())
-        assert max(differences.values()) <= 3 * saved
+    assert lossy > 0 and max(differences.values()) > 0
+    if "lowp" in word:
+        # ReLU's signs, made again from batch norm's input in 8 bits, flip within half a unit (about 1.6 % of a deviation)
+        # of zero: 0.3 % of them, each wholly wrong, so 6 % of a gradient's norm, and that in up to three layers.
+        assert max(differences.values()) <= 0.25
     else:
         assert {key for key, d in differences.items() if d} <= {
             f"gradient {name}.weight" for name, layer in made[0].named_modules() if type(layer) in LAYERS

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import inf
 
 from ..errors import ScheduleError
 from ..program import Cost, Program
@@ -71,18 +72,25 @@ class Searcher:
 
     def keeping(self, keep: Iterable[int]) -> Policy:
         """Keep these forward values and what cannot be made again; everything else is made again once."""
-        kept = set(keep)
-        return self.tables.policy([v in kept or not makers for v, makers in enumerate(self.tables.again)], True, False)
+        kept = {*keep, *self._single()}
+        return self.tables.policy([v in kept for v in range(len(self.tables.bytes))], True, False)
+
+    def _single(self) -> set[int]:
+        """What exists once: it cannot be made again, and something is not done without it."""
+        return {v for v, makers in enumerate(self.tables.again) if not makers}.difference(self.tables.changeable)
 
     def starts(self, budget_bytes: int) -> list[Found]:
-        """Keep everything, or only what must be kept, with the fastest and with the smallest ways."""
-        everything = [True] * len(self.tables.bytes)
-        single = [not makers for makers in self.tables.again]
-        policies = [
-            self.tables.policy(keep, hold, smallest)
-            for smallest in (False, True)
-            for keep, hold in ((everything, True), (single, True), (single, False))
-        ]
+        """Keep everything, or only what must be kept, with the fastest and with the smallest ways.
+
+        And, where there are copies that values can be made again from, what must be kept and these.
+        """
+        count, once = range(len(self.tables.bytes)), self._single()
+        everything, single = [True] * len(count), [v in once for v in count]
+        copies = [not makers for makers in self.tables.again]
+        keeps = [(everything, True), (single, True), (single, False)]
+        policies = [self.tables.policy(*keep, smallest) for smallest in (False, True) for keep in keeps]
+        if copies != single:
+            policies += [self.tables.policy(copies, True, smallest) for smallest in (False, True)]
         return [found for policy in policies if (found := self.judge(policy, budget_bytes)) is not None]
 
     def greedy(self, found: Found, budget_bytes: int) -> Found:
@@ -90,7 +98,7 @@ class Searcher:
         tables = self.tables
 
         def price(v: int) -> float:
-            return min(tables.again_seconds[c] for c in tables.again[v]) / max(1, tables.bytes[v])
+            return min((tables.again_seconds[c] for c in tables.again[v]), default=inf) / max(1, tables.bytes[v])
 
         order = sorted(self.tables.changeable, key=lambda v: (price(v), v))
         chunk = 1 + len(order) // 100

@@ -106,7 +106,7 @@ class Tables:
         uses: for every value, the slots that may read it.
         stages: the slots before which it can be of use to run a task again, ascending.
         ends: for every value, how many of these come up to the last that can use it.
-        changeable: values that may or may not be kept.
+        changeable: values that may or may not be kept: those that can be made again, and what only serves for that.
     """
 
     bytes: tuple[int, ...]
@@ -223,12 +223,23 @@ def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
         uses=tuple(map(tuple, uses)),
         stages=tuple(stage - 1 for stage in needs.stages[1:]),
         ends=tuple(bisect_right(needs.stages, last, 1) - 1 for last in needs.last),
-        changeable=tuple(
-            v
-            for v in range(len(sizes))
-            if v not in outputs and first[v] and again[v] and needs.last[v] > 0 and program.values[v].kind == "forward"
-        ),
+        changeable=_changeable(program, needs.last, first, again, uses),
     )
+
+
+def _changeable(
+    program: Program, last: Sequence[int], first: Lists, again: Lists, uses: list[list[int]]
+) -> tuple[int, ...]:
+    """`Tables.changeable`, what is only for making another value again beside that value."""
+    beside: dict[int, int] = {}
+    for v, value in enumerate(program.values):
+        if value.kind == "forward" and v not in program.outputs and first[v] and last[v] > 0:
+            if again[v]:
+                beside[v] = v
+            elif not uses[v]:
+                readers = (task for task in program.tasks if v in task.reads and task.runs != "first")
+                beside[v] = min((w for task in readers for w in task.writes), default=v)
+    return tuple(sorted(beside, key=lambda v: (beside[v], v)))
 
 
 def _member(program: Program, costs: Mapping[str, Cost], rerun: Sequence[bool], p: int) -> Member:
