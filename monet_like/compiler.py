@@ -24,6 +24,7 @@ from .profiler import Inputs, Progress, Scaling, device_name, matched, measure_t
 from .program import Cost, Program, Task
 from .replay import admitted, described, device_of
 from .roofline import DEVICES, DeviceLimits, roofline
+from .schedule import Schedule
 from .schedule_file import ScheduleRecord
 from .simulate import Report, simulate
 from .tracing import fake_mode
@@ -379,7 +380,7 @@ def summary_counts(program: Program, found: Plan) -> dict[str, int]:
     schedule = found.schedule
     again = Counter(index for tasks in schedule.again for index in tasks)
     made = {v for i in schedule.forward for v in program.tasks[i].writes if program.values[v].bytes}
-    kept = _kept(program, found)
+    kept = kept_values(program, schedule)
     counts = {
         "kept": len(kept),
         "dropped": len(made - kept),
@@ -392,12 +393,12 @@ def summary_counts(program: Program, found: Plan) -> dict[str, int]:
     return counts
 
 
-def _kept(program: Program, found: Plan) -> set[int]:
+def kept_values(program: Program, schedule: Schedule) -> set[int]:
     """Forward values that exist when the forward ends and are read in the backward before they are made anew."""
     remade: set[int] = set()
     kept: set[int] = set()
-    for slot, tasks in enumerate(found.schedule.again):
-        for task in (*(program.tasks[i] for i in tasks), program.slots[slot][found.schedule.ways[slot]]):
+    for slot, tasks in enumerate(schedule.again):
+        for task in (*(program.tasks[i] for i in tasks), program.slots[slot][schedule.ways[slot]]):
             kept.update(v for v in program.forward_reads(task) if v not in remade)
             remade.update(task.writes)
     return kept

@@ -61,8 +61,19 @@ _IM2COL = "aten._slow_conv2d_forward.default"
 
 
 def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
-    """The cost of every distinct task of ``captured`` on a device with ``limits``. Workspace is taken to be 0."""
-    return {key: Cost(_seconds(captured, task, limits)) for key, task in distinct_tasks(captured).items()}
+    """The cost of every distinct task of ``captured`` on a device with ``limits``.
+
+    Workspace is taken to be 0, but for what a dropped cache is unpacked into: a tensor as large as the one dropped.
+    """
+    return {
+        key: Cost(_seconds(captured, task, limits), _unpacked_bytes(task))
+        for key, task in distinct_tasks(captured).items()
+    }
+
+
+def _unpacked_bytes(task: Task) -> int:
+    unpacked = (call for call in task.calls if call.op == "monet_like.unpack_largest.default")
+    return sum(prod(call.args[2]) * int(call.args[3].itemsize) for call in unpacked)
 
 
 def _seconds(captured: Captured, task: Task, limits: DeviceLimits) -> float:
