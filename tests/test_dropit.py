@@ -7,10 +7,12 @@ import math
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from random_schedules import random_schedule
 from test_replay import costs_of, replayed
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from training import Outcome, run, twin
 
 import monet_like
 from monet_like.capture import Captured, capture
+from monet_like.cli import inspect_command, schedule_command, solve_command
 from monet_like.dropit import STRATEGIES
 from monet_like.errors import UsageError
 from monet_like.kernels.reference import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
@@ -443,6 +446,25 @@ def test_end_to_end(kind: str, share: float, word: str) -> None:
     predicted = simulate(captured.program, schedule, costs).peak_bytes
     measured = captured.program.resident_bytes + outcome.rise_bytes
     assert abs(measured - predicted) <= 0.002 * predicted
+
+
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File names, schedule files, `inspect` and `--check_diff` know the words."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(
+        "from torch import nn\n\ndef make():\n"
+        "    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 1))\n"
+    )
+    for mode in ("dropit0.9", "newnode_lowp8"):
+        common = ["--device", "cpu", "--input-shape", "64", "net.py:make", "4096", "0.0055", mode, "HIGHS"]
+        solved = CliRunner().invoke(solve_command, ["--profile", "roofline:cpu", *common])
+        assert solved.exit_code == 0, solved.output
+        path = Path(f"solutions/solution_net_make_4096_{mode}_0.01.pkl")
+        assert path.exists(), list(Path("solutions").iterdir())
+        assert mode in CliRunner().invoke(inspect_command, [str(path)]).output
+        checked = CliRunner().invoke(schedule_command, ["--check_diff", *common])
+        assert checked.exit_code == 0 and "check_diff: passed" in checked.output
+        assert f"gradients are inexact, as {mode} admits; they are not judged" in " ".join(checked.output.split())
 
 
 # ---- without a planner ----

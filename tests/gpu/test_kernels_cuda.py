@@ -128,3 +128,24 @@ def test_other_streams_and_opcheck() -> None:
     stream.synchronize()
     assert torch.equal(mask.cpu(), reference.pack_sign(x.cpu()))
     torch.library.opcheck(ops.pack_sign.default, (x[:100],))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (300,), (100_003,), (4, 16, 9, 9)])
+def test_lossy_caches(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for x in formats(torch.randn(shape, device="cuda").mul(3).to(dtype)):
+        if x.numel() > 2:
+            x[(0,) * x.dim()] = float("nan")
+        for keep in (1, 1000, 1639, reference.LARGEST_BLOCK):
+            packed = ops.pack_largest(x, keep)
+            assert torch.equal(packed.cpu(), reference.pack_largest(x.cpu(), keep))
+            back = ops.unpack_largest(packed, keep, x.shape, dtype, x.stride())
+            expected = reference.unpack_largest(packed.cpu(), keep, x.shape, dtype, x.stride())
+            assert torch.equal(back.cpu().nan_to_num(7.0), expected.nan_to_num(7.0))
+        finite = x.nan_to_num(1.0)
+        packed = ops.pack_int8(finite)
+        assert torch.equal(packed.cpu(), reference.pack_int8(finite.cpu()))
+        back = ops.unpack_int8(packed, x.shape, dtype, x.stride())
+        assert torch.equal(back.cpu(), reference.unpack_int8(packed.cpu(), x.shape, dtype, x.stride()))
+        poisoned = ops.unpack_int8(ops.pack_int8(x), x.shape, dtype, x.stride())
+        assert x.numel() <= 2 or bool(poisoned[(0,) * x.dim()].isnan())
