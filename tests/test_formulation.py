@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from monet_like.plan.decode import decode, encode
 from monet_like.plan.formulation import Formulation, Options
 from monet_like.plan.needs import find_needs, prune
 from monet_like.plan.strategies.store_all import store_all
-from monet_like.program import Cost, Program
+from monet_like.program import Cost, Program, Task, Value
 from monet_like.schedule import Schedule
 from monet_like.simulate import simulate
 
@@ -75,6 +76,41 @@ def test_optimum_is_the_best_of_all_schedules(block: int) -> None:
             assert seconds == pytest.approx(wanted), f"seed {seed}"
             assert found[1] == pytest.approx(wanted, abs=1e-6), f"seed {seed}: objective"
     assert 5 < feasible < 32  # both kinds occur
+
+
+def with_a_copy(rng: random.Random, program: Program, costs: dict[str, Cost]) -> Program:
+    """The program and a copy of one value, made in the forward alone; in the backward it makes the value again."""
+    made = [v for v in {v for task in program.tasks for v in task.writes} if v not in program.outputs]
+    if not made:
+        return program
+    v, copy = max(made, key=lambda v: program.values[v].bytes), len(program.values)
+    costs["pack"], costs["restore"] = (Cost(float(rng.randint(0, 1)), rng.choice((0, 1))) for _ in range(2))
+    place = program.producers[v][-1] + 1
+    tasks = [
+        *program.tasks[:place],
+        Task("restore", (copy,), (v,), cost="restore", runs="again"),
+        *program.tasks[place:],
+    ]
+    last = rng.randint(place + 1, len(tasks))  # beside its maker, or later
+    tasks.insert(last, Task("pack", (v,), (copy,), cost="pack", runs="first"))
+    size = rng.randint(0, program.values[v].bytes // 2)
+    values = (*program.values, Value("copy", size, "forward"))
+    return replace(program, values=values, tasks=tuple(tasks))
+
+
+def test_optimum_with_copies_that_only_the_backward_reads() -> None:
+    used = 0
+    for seed in range(128):
+        plain, costs, budget = instance(seed, 3)
+        program = with_a_copy(random.Random(seed), plain, costs)
+        program.check()
+        wanted = best_seconds(program, costs, budget)
+        found = solve_exactly(Formulation(program, costs, budget), every_row=seed % 2 == 0)
+        assert (found is None) == (wanted is None), f"seed {seed}: {wanted} by trying all, {found} by the program"
+        if found is not None:
+            assert simulate(program, found[0], costs).seconds == pytest.approx(wanted), f"seed {seed}"
+            used += any(program.tasks[p].name == "pack" for p in found[0].forward)
+    assert used > 4
 
 
 def test_rows_four_bytes_too_loose_would_be_noticed() -> None:

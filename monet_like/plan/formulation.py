@@ -28,7 +28,8 @@ variants of one operation. In one stage only one of them is of use. M(v) are the
          L[v,g,t] >= L[v,g+1,t],  L[v,g,t] >= sum_{p in g reads v} e[p,t]        (_alive_from)
      (8) slot:  during(t) + sum_v b(v) Y[v,t] + sum_k extra(k) w[k,t] <= B       (_slot_row)     [bytes]
      (9) run:   before(t) + sum_v b(v) alive(v,g,t) + sum_{p in g} extra(p) e[p,t] <= B   (add_run_row)
-         alive = L[v,g,t] once all of M(v) stand before g, K[v,t'] while all stand at or after g, else _alive_between
+         alive = L[v,g,t] once all of M(v) stand before g, K[v,t'] while all stand at or after g, else _alive_between;
+                 L[v,g,t] for t >= 1 also where M(v) runs in stage 0 alone and something that runs again stands before it
          extra = results + workspace - storage taken over; before and during: resident, outputs and backward values
 
 (9) is written for stage 0 from the start, and for other stages only once a solved schedule breaks it: most never
@@ -121,6 +122,10 @@ class Formulation:
             v: (self.group_of[program.producers[v][0]], self.group_of[program.producers[v][-1]])
             for v in {*self.tracked, *program.outputs}
         }
+        #: Made in the forward alone and read, when something runs again, before the place where they were made.
+        self.read_before = frozenset(
+            v for v in self.tracked if any(self.group_of[p] < self.span[v][0] for p in self.readers[v])
+        )
         #: Resident throughout the step, in bytes; pinned values and outputs come on top.
         self.resident = program.resident_bytes + extra_bytes
         self.output_bytes = sum(program.values[v].bytes for v in self.outputs)
@@ -404,7 +409,7 @@ class Formulation:
             parts += [self._made(v, 0, high=group) * values[v].bytes for v in self.outputs if values[v].bytes]
         for v in self.tracked:
             low, high = self.span[v]
-            if high < group:
+            if high < group or (t and v in self.read_before):
                 alive = self._alive_from(v, group, t)
             elif low >= group:
                 alive = self._incoming(v, t)
