@@ -113,6 +113,30 @@ def test_optimum_with_copies_that_only_the_backward_reads() -> None:
     assert used > 4
 
 
+def test_a_copy_is_gone_once_the_value_is_made_again() -> None:
+    """And not only where the task stands that made it in the forward: then it would not fit beside `wide`."""
+    maker = ProgramMaker()
+    x, v, copy, w = (
+        maker.value("x", 0, "input"), *(maker.value(n, size, "forward") for n, size in (("v", 8), ("copy", 4), ("w", 8)))
+    )  # fmt: skip
+    one, other = (maker.value(name, 0, "forward") for name in ("one", "other"))
+    tangent, gradient = (maker.value(name, 0, "backward") for name in ("tangent", "gradient"))
+    tasks = (
+        maker.task("slow", (x,), (v,), Cost(100.0)),
+        maker.task("restore", (copy,), (v,), Cost(1.0), runs="again"),
+        maker.task("wide", (v,), (w,), Cost(1.0, 4)),
+        maker.task("out", (w,), (one,), Cost(1.0)),
+        maker.task("pack", (v,), (copy,), Cost(1.0), runs="first"),
+        maker.task("large", (x,), (other,), Cost(1.0, 16)),
+    )
+    slot = (maker.task("slot", (w, tangent), (gradient,), Cost(1.0)),)
+    program = Program(tuple(maker.values), tasks, (slot,), (one, other), (tangent,), (gradient,))
+    program.check()
+    found = solve_exactly(Formulation(program, maker.costs, 20), every_row=True)
+    assert found is not None and found[1] == pytest.approx(107.0)
+    assert found[0].again == ((1, 2),)
+
+
 def test_rows_four_bytes_too_loose_would_be_noticed() -> None:
     """The comparison can fail: with a budget 4 bytes off, the program and the brute force disagree."""
     wrong = 0
