@@ -14,11 +14,18 @@ if TYPE_CHECKING:
     from .allocator import reserve
     from .api import auto_schedule
     from .dropit import to_dropit
+    from .marks import mark
     from .replay import ScheduleWrapper
 
-__all__ = ["ScheduleWrapper", "__version__", "auto_schedule", "reserve", "to_dropit"]
+__all__ = ["ScheduleWrapper", "__version__", "auto_schedule", "mark", "reserve", "to_dropit"]
 
-_LAZY = {"ScheduleWrapper": "replay", "auto_schedule": "api", "reserve": "allocator", "to_dropit": "dropit"}
+_LAZY = {
+    "ScheduleWrapper": "replay",
+    "auto_schedule": "api",
+    "mark": "marks",
+    "reserve": "allocator",
+    "to_dropit": "dropit",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .errors import CaptureError
+from .marks import Mark, mark_of
 from .program import Call, Program, Ref, Runs, Task, Value, refs
 from .tracing import FlatModule, trace_joint
 
@@ -111,6 +112,7 @@ class Captured:
         parameter_gradients: (index into ``parameters``, tensor), in the order in which they become ready.
         input_gradients: (position among ``inputs``, tensor).
         device: where the program runs.
+        marks: of forward values, given by hand.
         no_dropit: values of the parameters in modules that have a true attribute ``no_dropit``.
         before_variants: the program as captured, where variants have changed it; its values come first in ``metas``.
     """
@@ -129,6 +131,7 @@ class Captured:
     input_gradients: tuple[tuple[int, Tensor], ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     no_dropit: frozenset[int] = frozenset()
+    marks: Mapping[int, Mark] = field(default_factory=dict)
     before_variants: Program | None = None
 
     @property
@@ -227,6 +230,7 @@ class _Builder:
         self.effects: list[int] = []
         self.noises: dict[fx.Node, int] = {}  # CPU dropout: node -> the value that replaces its mask
         self.in_backward = False
+        self.marks: dict[int, Mark] = {}
 
     def build(self) -> Captured:
         # The graph holds the casts that autocast made: it must not act on them again.
@@ -288,6 +292,13 @@ class _Builder:
     # Calls ----------------------------------------------------------------------------------------------------
 
     def _call(self, node: fx.Node) -> None:
+        known = len(self.values)
+        self._call_unmarked(node)
+        mark = mark_of(node)
+        if mark is not None and not self.in_backward:
+            self.marks.update((value, mark) for value in range(known, len(self.values)))
+
+    def _call_unmarked(self, node: fx.Node) -> None:
         parents = [self.nodes[n] for n in node.all_input_nodes]
         tangents = frozenset().union(*(p.tangents for p in parents)) if parents else frozenset()
         backward = any(p.backward for p in parents)
@@ -567,6 +578,7 @@ class _Builder:
             parameter_gradients=tuple(parameter_gradients),
             input_gradients=tuple(input_gradients),
             device=self.metas[self.parameters[0][1]].device if self.parameters else torch.device("cpu"),
+            marks=self.marks,
         )
 
     def _update(self, target: Any, node: fx.Node) -> None:

@@ -218,7 +218,7 @@ class Program:
                 if kind == "forward":
                     makers = self.producers[value]
                     _require(bool(makers), task, f"reads {self.values[value].name}, which no task writes")
-                    late = any(p >= index and _may_meet(self.tasks[p], task) for p in makers)
+                    late = any(p >= index and may_meet(self.tasks[p], task) for p in makers)
                     _require(not late, task, f"stands before a producer of {self.values[value].name}")
             _check_overwrite(self, task, "forward")
         for slot in self.slots:
@@ -240,7 +240,7 @@ class Program:
             _require(bool(self.producers[value]), None, f"output {self.values[value].name} has no producer")
 
 
-def _may_meet(one: Task, other: Task) -> bool:
+def may_meet(one: Task, other: Task) -> bool:
     """Whether two forward tasks may run in the same stage."""
     return {one.runs, other.runs} != {"first", "again"}
 

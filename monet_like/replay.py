@@ -25,6 +25,7 @@ from .schedule_file import InputSpec, ScheduleRecord
 from .simulate import Free, simulate
 from .tracing import fake_mode
 from .variants import with_variants
+from .variants.marked import obeying_marks
 
 #: How the operators of a schedule run: one by one as PyTorch calls them, or in pieces that TorchInductor compiles.
 BACKENDS = ("eager", "inductor")
@@ -34,7 +35,7 @@ def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captur
     """``captured`` with the variants that ``mode`` admits; with ``ablation``, nothing may be run again."""
     words = parse_mode(mode)
     full = with_variants(captured, words)
-    return replace(full, program=full.program.restrict(words, rerun=not ablation))
+    return obeying_marks(replace(full, program=full.program.restrict(words, rerun=not ablation)))
 
 
 #: After so many captures of one model, a warning.

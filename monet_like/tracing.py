@@ -18,11 +18,13 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import CaptureError
+from .marks import marked_modules
 
 #: Integer and boolean constants up to this size are followed, so that conditions on them can be decided.
 _CONSTANT_ELEMENTS = 2**20
@@ -45,7 +47,7 @@ class FlatModule(nn.Module):
         supply = iter(tensors)
         leaves = [next(supply) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with self.tracing_mode:
+        with self.tracing_mode, marked_modules():
             result = self.model(*args, **kwargs)
         flat, self.out_spec = pytree.tree_flatten(result)
         self.out_positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
@@ -90,7 +92,7 @@ def trace_joint(flat: FlatModule, tensors: tuple[torch.Tensor, ...]) -> tuple[fx
 
 
 def _export(flat: FlatModule, fakes: tuple[torch.Tensor, ...], *, compiling: bool) -> fx.Graph:
-    with contextlib.ExitStack() as stack, warnings.catch_warnings(), _quiet(), _eager_operators():
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(), _quiet(), _eager_operators(), preserve_node_meta():
         warnings.simplefilter("ignore")
         if compiling:
             stack.enter_context(_is_compiling())

@@ -46,6 +46,7 @@ def vit(batch: int = 4) -> Built:
     model = torchvision.models.VisionTransformer(
         image_size=64, patch_size=16, num_layers=3, num_heads=4, hidden_dim=96, mlp_dim=192, dropout=0.1
     )
+    nn.init.normal_(model.heads.head.weight)  # torchvision's zeros would make all other gradients zero
     return model.train(), (image(batch, 64),), {}
 
 

@@ -19,6 +19,7 @@ def store_all(program: Program) -> Schedule:
     """
     slots = [next((k for k, way in enumerate(slot) if way.variant == "aten"), 0) for slot in program.slots]
     made = {v for task in program.tasks if _first(task) for v in task.writes}
+    anew: set[int] = set()
     again: list[tuple[int, ...]] = []
     wanted = set(program.outputs)
     for slot, k in zip(program.slots, slots, strict=True):
@@ -29,9 +30,11 @@ def store_all(program: Program) -> Schedule:
             if v in made:
                 wanted.add(v)
                 continue
+            if v in anew:
+                continue
             p = _maker(program, v, lambda task: task.variant == "aten" and task.runs == "again")
             runs.add(p)
-            made.update(program.tasks[p].writes)
+            anew.update(program.tasks[p].writes)
             pending += program.forward_reads(program.tasks[p])
         again.append(tuple(sorted(runs)))
     forward = {_maker(program, v, _first) for v in wanted}
