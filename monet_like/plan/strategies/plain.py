@@ -94,10 +94,12 @@ class Keeping:
         self.program, self.costs, self.extra_bytes = self.plain.program, costs, extra_bytes
         self.forward = plain_forward(self.program, costs)
         self.searcher = Searcher(self.program, costs, extra_bytes)
+        #: Made once, such as what a dropout's mask is made from again.
+        self.once = {v for v, makers in enumerate(self.searcher.tables.again) if not makers}
 
     def schedule(self, places: Iterable[int]) -> Schedule:
         """Keep the results of these places of the forward; plain PyTorch's schedule where that cannot be done."""
-        keep = {v for place in places for v in self.forward.values[place]}
+        keep = self.once.union(v for place in places for v in self.forward.values[place])
         planned = self.searcher.plan(self.searcher.keeping(keep), NO_LIMIT)
         return self.forward.schedule if planned is None else planned[0]
 
