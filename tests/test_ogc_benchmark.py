@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from test_end_to_end import call
 from test_replay import record_for, worst
 from torch import nn
 from training import run, twin
@@ -40,15 +39,7 @@ NETS = (nasnet, amoebanet, darts)
 
 
 def script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "benchmark.py"), *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return call(folder, "scripts/benchmark.py", *arguments)
 
 
 # The script ---------------------------------------------------------------------------------------------------

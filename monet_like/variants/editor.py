@@ -89,15 +89,7 @@ class Editor:
 
         It is named after the last of them; ``options`` are further fields of `Task`.
         """
-        names = {Ref(value): Ref(f"between_{number}") for number, value in enumerate(sorted(between))}
-        calls: list[Call] = []
-        for way in ways:
-            for call in way.calls:
-                inner = replace(call, args=renamed(call.args, names), outs=renamed(call.outs, names))
-                if inner not in calls:  # views that several slots make of the same tensor are made once
-                    calls.append(inner)
-        writes = [value for way in ways for value in way.writes if Ref(value) not in names]
-        return make_task(options.pop("name", ways[-1].name), calls, writes, self.metas, **options)
+        return in_turn(ways, between, self.metas, **options)
 
     def merge(self, slot: int, ways: Sequence[Task], count: int = 2) -> None:
         """Do a slot and those after it, ``count`` in all, as one, in these ways."""
@@ -210,6 +202,19 @@ class Editor:
         )
         program.check()
         return replace(self.captured, program=program, metas=tuple(self.metas), before_variants=self.captured.plain)
+
+
+def in_turn(tasks: Sequence[Task], between: Iterable[int], metas: Sequence[TensorMeta], **options: Any) -> Task:
+    """One task that does several one after the other; see `Editor.in_turn`."""
+    names = {Ref(value): Ref(f"between_{number}") for number, value in enumerate(sorted(between))}
+    calls: list[Call] = []
+    for task in tasks:
+        for call in task.calls:
+            inner = replace(call, args=renamed(call.args, names), outs=renamed(call.outs, names))
+            if inner not in calls:  # views that several tasks make of the same tensor are made once
+                calls.append(inner)
+    writes = [value for task in tasks for value in task.writes if Ref(value) not in names]
+    return make_task(options.pop("name", tasks[-1].name), calls, writes, metas, **options)
 
 
 def renamed(leaf: Any, names: Mapping[Ref, Ref]) -> Any:

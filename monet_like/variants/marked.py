@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import networkx as nx
 
-from ..capture import Captured, make_task
-from ..program import Call, Program, Ref, Task, may_meet
-from .editor import renamed
+from ..capture import Captured
+from ..program import Program, Ref, Task, may_meet
+from .editor import in_turn, renamed
 
 
 def obeying_marks(captured: Captured) -> Captured:
@@ -40,8 +40,7 @@ def _together(captured: Captured, values: set[int]) -> Program:
     program = captured.program
     members: list[Task] = []
     made: set[int] = set()
-    own_first = sorted(program.tasks, key=lambda task: task.variant != "aten")
-    for task in own_first:
+    for task in sorted(program.tasks, key=lambda task: task.variant != "aten"):  # PyTorch's own first
         free = task.runs != "first" and task.overwrites is None and made.isdisjoint(task.writes)
         if free and values.issuperset(task.writes):
             members.append(task)
@@ -52,14 +51,8 @@ def _together(captured: Captured, values: set[int]) -> Program:
     outside = [task for task in program.tasks if values.isdisjoint(task.writes)]
     readers = (*outside, *(way for ways in program.slots for way in ways))
     seen = {v for reader in readers for v in reader.reads}.union(program.outputs)
-    names = {Ref(v): Ref(f"between_{number}") for number, v in enumerate(sorted(made - seen))}
-    calls: list[Call] = []
-    for call in (call for task in members for call in task.calls):
-        inner = replace(call, args=renamed(call.args, names), outs=renamed(call.outs, names))
-        if inner not in calls:  # views that several tasks make of the same tensor are made once
-            calls.append(inner)
-    writes = sorted(made & seen)
-    whole = make_task(f"{members[-1].name}.together", calls, writes, captured.metas, variant="together", runs="again")
+    name = f"{members[-1].name}.together"
+    whole = in_turn(members, made - seen, captured.metas, name=name, variant="together", runs="again")
     once = list(_once(program, made).tasks)
     place = 1 + max(index for index, task in enumerate(once) if not made.isdisjoint(task.writes))
     return replace(program, tasks=_in_order([*once[:place], whole, *once[place:]]))
