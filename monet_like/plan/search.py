@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,13 +15,13 @@ from ..program import Cost, Program, Task
 from ..schedule import Schedule
 from ..simulate import Report, simulate
 from ..units import format_bytes, format_seconds
-from .bound import block_program
 from .decode import decode, encode, neighbourhood
 from .formulation import Formulation, Options, estimated_columns
 from .heuristic import Searcher, find_start, smallest_known
 from .needs import default_pin_bytes, find_backward_bytes, find_needs, net_workspace
 from .parts import Parts, compose
 from .pool import Pool
+from .refine import Refinement
 from .result import Plan
 
 if TYPE_CHECKING:
@@ -38,8 +40,6 @@ SECOND_SHARE = 0.25
 MOST_WINDOWED = 60_000
 #: Share of the time limit for solving parts.
 PARTS_SHARE = 0.3
-#: A bound this close to the best plan is not improved before the solver has had its turn.
-ENOUGH = 0.01
 #: Slots before its first use from which a task may run again, in large programs (measured: wider windows give
 #: the same relaxation on ResNet-50 to 0.01 %, and several times the columns).
 WINDOW = 32
@@ -47,6 +47,8 @@ WINDOW = 32
 BIG_SHARE = 0.08
 #: Slots before a broken row that are opened to mend it, at first.
 MEND_REACH = 24
+#: How often what waits for the bound looks up.
+POLL_SECONDS = 0.2
 #: The chosen solver's share of the time before HiGHS, which takes a start, goes on from its plan.
 FIRST_SHARE = 0.4
 
@@ -95,6 +97,7 @@ class Search:
     )
     best: tuple[Schedule, Report, str] | None = None
     bounds: dict[str, float] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> Plan:
         """The best plan found.
@@ -139,12 +142,8 @@ class Search:
                 if self.left > 0.5 * self.time_limit_seconds:
                     self._heuristic(1, composed)
             options = self.options or self._choose_options()
-            if options.restricted:
-                self._honest_bound(0.1)
-                if self.best is not None and self._gap() > ENOUGH:
-                    self._honest_bound(0.15, self._fullest_slots(3))
-            formulation = self._build(options)
-            formulation = self._search(formulation, solver)
+            with self._refining(options.restricted):
+                formulation = self._search(self._build(options), solver)
             if self.best is not None and self.evaluations != 0 and not self._closed() and self.left > 0:
                 self._heuristic(1, self.best[0])
         except KeyboardInterrupt:
@@ -216,8 +215,11 @@ class Search:
             return False
         report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
         fits = report.peak_bytes <= self.budget_bytes and self.allowed(schedule)
-        if fits and (self.best is None or report.seconds < self.best[1].seconds):
-            self.best = (schedule, report, by)
+        with self.lock:
+            better = fits and (self.best is None or report.seconds < self.best[1].seconds)
+            if better:
+                self.best = (schedule, report, by)
+        if better:
             self._say(by)
         return fits
 
@@ -265,19 +267,21 @@ class Search:
 
     def _heuristic(self, rounds: int, start: Schedule | None = None) -> None:
         begin = time.monotonic()
-        schedule = find_start(
+        self._accept(self._annealed(0 if start is None else 10_000, rounds, start), "heuristic")
+        self.seconds["heuristic"] += time.monotonic() - begin
+
+    def _annealed(self, seed: int, rounds: int, start: Schedule | None) -> Schedule | None:
+        return find_start(
             self.program,
             self.costs,
             self.budget_bytes,
             extra_bytes=self.extra_bytes,
             pin_bytes=self.pin_bytes if self.options is None else self.options.pin_bytes,
-            seed=0 if start is None else 10_000,
+            seed=seed,
             evaluations=self.evaluations,
             rounds=rounds,
             start=start,
         )
-        self._accept(schedule, "heuristic")
-        self.seconds["heuristic"] += time.monotonic() - begin
 
     def _build(self, options: Options) -> Formulation:
         begin = time.monotonic()
@@ -288,37 +292,55 @@ class Search:
         self.seconds["build"] += time.monotonic() - begin
         return result
 
-    def _honest_bound(self, share: float, alone: Sequence[int] = ()) -> None:
-        """A bound for every schedule, by HiGHS; see bound.py."""
-        from .solvers import installed_solvers, solve
+    @contextmanager
+    def _refining(self, wanted: bool) -> Iterator[None]:
+        """Beside what is done meanwhile, and after it, a bound for all schedules by HiGHS gets finer; see refine.py."""
+        from .solvers import installed_solvers
 
-        limit = min(self.left * 0.5, self.time_limit_seconds * share)
-        if "HIGHS" not in installed_solvers() or limit < 0.5 or self._closed():
+        if not wanted or "HIGHS" not in installed_solvers() or self._closed():
+            yield
             return
-        begin = time.monotonic()
-        blocks = block_program(self.program, self.costs, self.budget_bytes, alone, self.extra_bytes)
-        solved = solve(blocks.matrix, "HIGHS", time_limit_seconds=limit, gap=1e-4)
-        if solved.status in ("optimal", "feasible", "no_incumbent"):
-            self._bound("unrestricted", solved.bound_seconds)
-            self._say("bound for all schedules")
-        self.seconds["bound"] += time.monotonic() - begin
+        ended = threading.Event()
+        failed: list[BaseException] = []
 
-    def _fullest_slots(self, most: int) -> list[int]:
-        """The backward slots that take the most memory in the best plan, apart from each other."""
-        assert self.best is not None
-        steps = [step for step in self.best[1].steps if step.slot is not None and not step.again]
-        found: list[int] = []
-        for step in sorted(steps, key=lambda step: -step.bytes):
-            assert step.slot is not None
-            if all(abs(step.slot - other) > 5 for other in found) and self.program.slot_reads[step.slot]:
-                found.append(step.slot)
-            if len(found) == most:
+        def work() -> None:
+            try:
+                self._refine(lambda: ended.is_set() or self._closed("unrestricted"))
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=work, name="bound")
+        thread.start()
+        try:
+            yield
+            while thread.is_alive():  # short waits, for Ctrl-C
+                thread.join(POLL_SECONDS)
+        finally:
+            ended.set()
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def _refine(self, stop: Callable[[], bool]) -> None:
+        refinement = Refinement(self.program, self.costs, self.budget_bytes, self.extra_bytes)
+        begin, seed = time.monotonic(), 20_000
+        while not stop() and self.left > 0.5:
+            best, seconds = (self.best[0], self.best[1].seconds) if self.best is not None else (None, inf)
+            step = refinement.step(best, seconds, self.gap, self.left, stop)
+            self._bound("unrestricted", step.bound_seconds)
+            self._say("bound for all schedules")
+            fits = step.schedule is not None and self._accept(step.schedule, "bound")
+            if step.schedule is not None and not fits and self.evaluations != 0 and not stop():
+                seed += 10
+                self._accept(self._annealed(seed, 1, step.schedule), "heuristic")
+            if not step.finer:
                 break
-        return found
+        self.seconds["bound"] += time.monotonic() - begin
 
     def _bound(self, kind: str, seconds: float) -> None:
         # A hair below what the solver says: it works in floating point.
-        self.bounds[kind] = max(self.bounds.get(kind, 0.0), seconds * (1 - 1e-9))
+        with self.lock:
+            self.bounds[kind] = max(self.bounds.get(kind, 0.0), seconds * (1 - 1e-9))
 
     def _gap(self, kind: str = "restricted") -> float:
         """Relative distance of the best plan from a bound; ``unrestricted``: of one for all schedules."""
@@ -380,6 +402,7 @@ class Search:
             start=start,
             watch=watch,
             threads=self.threads,
+            stop=lambda: self._closed("restricted" if formulation.options.restricted else "unrestricted"),
         )
 
     def _near_rows(self, formulation: Formulation, share: float = 0.97) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,8 @@ Watch = Callable[[float, float], None]
 #: Largest violation of a row, after rounding, that is put down to floating point. In the rows' own units: 1 for
 #: logic rows, about a 8000th of the budget for memory rows. The simulator then counts in whole bytes.
 TOLERANCE = 1e-4
+#: How often it is asked whether to stop.
+POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ def solve(
     watch: Watch | None = None,
     threads: int = 1,
     options: dict[str, Any] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Solution:
     """Minimise ``problem``.
 
@@ -112,6 +116,7 @@ def solve(
         watch: called as the solver goes on (CBC and HiGHS).
         threads: for solvers that use several.
         options: further options in the solver's own names.
+        stop: asked several times a second whether to end at once; then as at the time limit.
 
     Raises:
         UsageError, SolverError: see `check_solver`.
@@ -129,7 +134,7 @@ def solve(
     job = job_for(problem, name, limit, gap, threads) | {"start": start, "options": options or {}}
     job["log"] = watch is not None
     log = _Log(problem, watch)
-    answer = _run_child(job, started + time_limit_seconds, log)
+    answer = _run_child(job, started + time_limit_seconds, log, stop)
     bound = answer.get("bound")
     if bound is None or not np.isfinite(bound):
         bound = log.bound
@@ -244,7 +249,7 @@ def stop_worker(child: subprocess.Popen[bytes]) -> bool:
     return running
 
 
-def _run_child(job: dict[str, Any], deadline: float, log: _Log) -> dict[str, Any]:
+def _run_child(job: dict[str, Any], deadline: float, log: _Log, stop: Callable[[], bool]) -> dict[str, Any]:
     """Run the worker; never leaves it behind."""
     child, reading = start_worker(job["threads"], subprocess.PIPE)
     received: list[bytes] = []
@@ -257,9 +262,9 @@ def _run_child(job: dict[str, Any], deadline: float, log: _Log) -> dict[str, Any
     try:
         for thread in threads:
             thread.start()
-        child.wait(max(0.01, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        pass
+        while child.poll() is None and time.monotonic() < deadline and not stop():
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(min(POLL_SECONDS, max(0.01, deadline - time.monotonic())))
     finally:
         late = stop_worker(child)
         for thread in threads:

@@ -1,0 +1,113 @@
+"""The bound for all schedules, in blocks as fine as it takes: against the best of all schedules of small programs."""
+
+from __future__ import annotations
+
+import random
+
+from random_programs import random_program
+from scipy.optimize import Bounds, LinearConstraint, milp
+from test_formulation import instance, solve_exactly
+
+from monet_like.plan.bound import BlockProgram, block_program
+from monet_like.plan.formulation import Formulation
+from monet_like.plan.needs import find_needs, prune
+from monet_like.plan.refine import Refinement
+from monet_like.simulate import simulate
+
+
+def optimum(blocks: BlockProgram) -> float | None:
+    """Seconds of the program's best point; None if it has none."""
+    problem = blocks.matrix
+    if problem.contradiction:
+        return None
+    if not problem.columns:
+        return problem.offset * problem.seconds_per_unit
+    rows = LinearConstraint(problem.matrix, problem.lower, problem.upper)
+    answer = milp(
+        problem.cost, constraints=rows, bounds=Bounds(0, 1), integrality=problem.integral.astype(int),
+        options={"mip_rel_gap": 0.0},
+    )  # fmt: skip
+    return None if answer.status == 2 else (problem.offset + answer.fun) * problem.seconds_per_unit
+
+
+def test_every_choice_of_blocks_and_rows_bounds_the_best_schedule_and_the_finest_is_near_it() -> None:
+    tried = exact = 0
+    for seed in range(200, 280):
+        program, costs, budget = instance(seed, 4)
+        found = solve_exactly(Formulation(program, costs, budget))
+        if found is None:
+            continue
+        rng, groups = random.Random(seed), range(len(find_needs(program).groups))
+        slots = range(len(program.slots))
+        some = sorted(rng.sample(slots, len(slots) // 2))
+        for alone in ((), some, slots):
+            possible = {slot + 1 for slot in alone} & set(find_needs(program).stages) | {0}
+            runs = [(stage, group) for stage in sorted(possible) for group in groups if rng.random() < 0.8]
+            blocks = block_program(program, costs, budget, alone, runs=runs)
+            best = optimum(blocks)
+            assert best is not None, seed
+            assert best <= found[1] + 1e-6, (seed, alone, runs)
+            point = blocks.point(found[0])
+            assert point is not None, (seed, alone)
+            value = (float(blocks.matrix.cost @ point) + blocks.matrix.offset) * blocks.matrix.seconds_per_unit
+            assert value <= simulate(program, found[0], costs).seconds + 1e-9
+            tried += 1
+        exact += best >= found[1] - 1e-6
+    assert tried > 90
+    assert exact > 0.8 * tried / 3
+
+
+def test_a_point_of_the_finest_blocks_is_the_schedule_that_it_came_from() -> None:
+    tried = 0
+    for seed in range(200, 250):
+        program, costs, budget = instance(seed, 4)
+        found = solve_exactly(Formulation(program, costs, budget))
+        if found is None or find_needs(program).stages != tuple(range(len(program.slots) + 1)):
+            continue
+        blocks = block_program(program, costs, budget, range(len(program.slots)))
+        point = blocks.point(found[0])
+        assert point is not None
+        assert blocks.schedule(point) == prune(program, found[0])
+        tried += 1
+    assert tried > 10
+
+
+def test_refinement_proves_the_best_schedule_of_small_programs() -> None:
+    proven = tried = steps = 0
+    for seed in range(60):
+        program, costs = random_program(random.Random(seed), 5)
+        budget = program.resident_bytes + 12
+        found = solve_exactly(Formulation(program, costs, budget))
+        if found is None or not program.slots:
+            continue
+        refinement, bound = Refinement(program, costs, budget), 0.0
+        while True:
+            step = refinement.step(found[0], found[1], 1e-6, 10.0)
+            steps += 1
+            bound = max(bound, step.bound_seconds)
+            if not step.finer:
+                break
+        assert bound <= found[1] + 1e-6
+        proven += bound >= found[1] * (1 - 1e-3)
+        tried += 1
+        if tried == 8:
+            break
+    assert tried == 8
+    assert proven >= 7
+    assert steps > tried  # some needed more than one block
+
+
+def test_a_start_over_the_budget_is_no_point() -> None:
+    for seed in range(60):
+        program, costs, budget = instance(seed, 4)
+        roomy = solve_exactly(Formulation(program, costs, 1 << 40))
+        tight = solve_exactly(Formulation(program, costs, budget))
+        if roomy is None or tight is None or simulate(program, roomy[0], costs).peak_bytes <= budget:
+            continue
+        groups = range(len(find_needs(program).groups))
+        stages = find_needs(program).stages
+        runs = [(stage, group) for stage in stages for group in groups]
+        fine = block_program(program, costs, budget, range(len(program.slots)), runs=runs)
+        if fine.point(roomy[0]) is None:
+            return
+    raise AssertionError("no row refused a schedule that is over the budget")
