@@ -7,7 +7,7 @@ literal is bound as a constant. Nothing from a file ever becomes source text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,27 +42,30 @@ def compile_block(
         functions: what is called for operators of these names; PyTorch's own for all others.
     """
     writer = _Writer(functions or {})
-    dying, unused = deaths(block, needed_at_end(block))
-    if block.takes:
-        writer.line(f"{_names(block.takes)}, = given" if len(block.takes) == 1 else f"{_names(block.takes)} = given")
-    writer.line("given.clear()")
-    writer.delete([f"v{v}" for v in unused])
-    for task, dead in zip(block.tasks, dying, strict=True):
-        last = {name: place for place, call in enumerate(task.calls) for name in _mentioned(call)}
-        # Values that the task reads exist until it ends, as planned; but for one that it takes over and may release.
-        early = {f"v{v}" for v in dead if v == task.overwrites}
-        for place, call in enumerate(task.calls):
-            writer.call(call)
-            over = [name for name in _mentioned(call) if last[name] == place]
-            writer.delete([name for name in over if name in early or not _is_value(name)])
-        writer.delete([name for v in dead if (name := f"v{v}") in last and name not in early])
-    results = []
-    for calls, ref in block.results:
-        for call in calls:
-            writer.call(call)
-        results.append("None" if ref is None else _name(ref))
+    writer.unpack(block.takes)
+    results = writer.block(block)
     listed = ", ".join(results) + ("," if len(results) == 1 else "")
     writer.line(f"return ({listed}), [{_names(block.carries)}]")
+    return writer.function(name)
+
+
+def compile_chain(
+    blocks: Sequence[Block], name: str, functions: Mapping[str, Callable[..., Any]] | None = None
+) -> Callable[[list[Any]], Iterator[list[Any]]]:
+    """Blocks, each of which takes what the one before it carries, as one generator function.
+
+    ``function(list)`` runs a block whenever it is asked for the next list: that of the block's results, which the caller
+    is to empty. Between two blocks the generator holds what the first carries and nothing else.
+    """
+    writer = _Writer(functions or {})
+    writer.unpack(blocks[0].takes)
+    for block in blocks:
+        results = writer.block(block)
+        writer.line(f"given += [{', '.join(results)}]")
+        carried = {f"v{v}" for v in block.carries}
+        done = dict.fromkeys((*(n for calls, _ in block.results for c in calls for n in _mentioned(c)), *results))
+        writer.delete([name for name in done if name not in carried and name not in ("None", "_")])
+        writer.line("yield given")
     return writer.function(name)
 
 
@@ -125,6 +128,29 @@ class _Writer:
 
     def line(self, text: str) -> None:
         self.lines.append(f"    {text}")
+
+    def unpack(self, values: Sequence[int]) -> None:
+        """Take the values out of the list that is passed in."""
+        if values:
+            self.line(f"{_names(values)}{',' if len(values) == 1 else ''} = given")
+        self.line("given.clear()")
+
+    def block(self, block: Block) -> list[str]:
+        """Write a block's tasks and the views that it returns; the variables of what it returns."""
+        dying, unused = deaths(block, needed_at_end(block))
+        self.delete([f"v{v}" for v in unused])
+        for task, dead in zip(block.tasks, dying, strict=True):
+            last = {name: place for place, call in enumerate(task.calls) for name in _mentioned(call)}
+            # Values that the task reads exist until it ends, as planned; but for one that it takes over and may release.
+            early = {f"v{v}" for v in dead if v == task.overwrites}
+            for place, call in enumerate(task.calls):
+                self.call(call)
+                over = [name for name in _mentioned(call) if last[name] == place]
+                self.delete([name for name in over if name in early or not _is_value(name)])
+            self.delete([name for v in dead if (name := f"v{v}") in last and name not in early])
+        for call in (call for calls, _ in block.results for call in calls):
+            self.call(call)
+        return ["None" if ref is None else _name(ref) for _, ref in block.results]
 
     def delete(self, names: Sequence[str]) -> None:
         if names:

@@ -34,6 +34,44 @@ _OURS: dict[str, Callable[..., Any]] = {
 }
 
 
+#: Overloads that PyTorch's Python functions of the same arguments call: about 1 us less for every call than through
+#: the overload's own function, which reads its arguments by the operator's schema.
+BINDINGS: dict[str, Callable[..., Any]] = {
+    "aten._log_softmax.default": torch._log_softmax,
+    "aten._softmax.default": torch._softmax,
+    "aten.add.Tensor": torch.add,
+    "aten.add_.Tensor": torch.Tensor.add_,
+    "aten.addmm.default": torch.addmm,
+    "aten.bmm.default": torch.bmm,
+    "aten.cat.default": torch.cat,
+    "aten.clone.default": torch.clone,
+    "aten.convolution.default": torch.convolution,
+    "aten.detach.default": torch.Tensor.detach,
+    "aten.div.Tensor": torch.div,
+    "aten.embedding.default": torch.embedding,
+    "aten.expand.default": torch.Tensor.expand,
+    "aten.gelu.default": torch._C._nn.gelu,
+    "aten.mean.dim": torch.mean,
+    "aten.mm.default": torch.mm,
+    "aten.mul.Tensor": torch.mul,
+    "aten.native_batch_norm.default": torch.native_batch_norm,
+    "aten.native_dropout.default": torch.native_dropout,
+    "aten.native_layer_norm.default": torch.native_layer_norm,
+    "aten.permute.default": torch.Tensor.permute,
+    "aten.pow.Tensor_Scalar": torch.pow,
+    "aten.relu.default": torch.relu,
+    "aten.relu_.default": torch.relu_,
+    "aten.select.int": torch.select,
+    "aten.sub.Tensor": torch.sub,
+    "aten.sum.dim_IntList": torch.sum,
+    "aten.t.default": torch.t,
+    "aten.tanh.default": torch.tanh,
+    "aten.transpose.int": torch.transpose,
+    "aten.unsqueeze.default": torch.unsqueeze,
+    "aten.view.default": torch.Tensor.view,
+}
+
+
 @cache
 def resolve(name: str) -> Callable[..., Any]:
     """The function behind a qualified operator name such as ``aten.convolution.default``.
@@ -44,7 +82,7 @@ def resolve(name: str) -> Callable[..., Any]:
     if name in _OURS:
         return _OURS[name]
     op = overload(name)
-    return getattr(op, "_op", op)  # the C++ function itself: one Python frame less for every call
+    return BINDINGS.get(name) or getattr(op, "_op", op)  # the C++ function itself: one Python frame less for every call
 
 
 def overload(name: str) -> Any:

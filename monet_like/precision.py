@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -36,7 +37,12 @@ def layout_of(tensor: torch.Tensor) -> str:
 
 def weights_layout(model: nn.Module) -> str:
     """The layout of the first of a model's parameters that has one; 1x1 filters have none."""
-    return next(filter(None, map(layout_of, model.parameters())), "")
+    return first_layout(model.parameters())
+
+
+def first_layout(tensors: Iterable[torch.Tensor]) -> str:
+    """The layout of the first tensor that has one, or ""."""
+    return next(filter(None, map(layout_of, tensors)), "")
 
 
 def in_layout(tensor: torch.Tensor, name: str) -> torch.Tensor:

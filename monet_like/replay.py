@@ -18,7 +18,16 @@ from .capture import Captured, capture
 from .errors import ScheduleError, ScheduleFileError, UsageError
 from .inductor import check_inductor
 from .mode import parse_mode
-from .precision import AUTOCASTS, LAYOUTS, autocast_as, autocast_name, in_layout, layout_of, weights_layout
+from .precision import (
+    AUTOCASTS,
+    LAYOUTS,
+    autocast_as,
+    autocast_name,
+    first_layout,
+    in_layout,
+    layout_of,
+    weights_layout,
+)
 from .program import Program
 from .runtime import Step, run_step
 from .schedule_file import InputSpec, ScheduleRecord
@@ -153,11 +162,23 @@ class ScheduleWrapper(nn.Module):
             else (type(leaf), leaf)
             for leaf in leaves
         )
-        flags = tuple(
-            (id(m), m.training, *(p.requires_grad for p in m._parameters.values() if p is not None))
-            for m in self.modules()
-        )
-        return described, str(spec), flags[1:], autocast_name(device_of(self)), weights_layout(self)
+        # As self.modules() and self.parameters(), which take several times as long: their names are made too.
+        modules: list[nn.Module | None] = [self]
+        seen: set[int] = set()
+        flags: list[Any] = []
+        parameters: list[torch.Tensor] = []
+        for module in modules:
+            if module is None or (identity := id(module)) in seen:
+                continue
+            seen.add(identity)
+            modules += module._modules.values()
+            flags += (identity, module.training)
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameters.append(parameter)
+                    flags.append(parameter.requires_grad)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        return described, str(spec), tuple(flags[1:]), autocast_name(device), first_layout(parameters)
 
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
         """Capture the model for these arguments and compile the schedule's decisions for it."""

@@ -6,7 +6,7 @@ ready, so they reach ``.grad`` (and a distributed wrapper's buckets) while the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from .capture import Captured, Tensor, TensorMeta
-from .codegen import Block, compile_block
+from .codegen import Block, compile_block, compile_chain
 from .pieces import Fused, fuse
 from .program import Call, Ref, Task
 from .schedule import Schedule
@@ -29,14 +29,12 @@ class Segment:
     """A stretch of the backward.
 
     Attributes:
-        run: takes the carried values, returns (gradients, carried values).
         parameters, inputs: whose gradients it returns, in that order: indices into the captured parameters,
             positions among the captured inputs.
         tangents: for each of its gradients, the outputs whose incoming gradients it depends on.
         slots: first slot and one past the last.
     """
 
-    run: Callable[[list[Any]], tuple[tuple[Any, ...], list[Any]]]
     parameters: tuple[int, ...]
     inputs: tuple[int, ...]
     tangents: tuple[frozenset[int], ...]
@@ -52,6 +50,10 @@ class Step:
 
     Attributes:
         parameter_slots, buffer_slots: (dict, key) where the module keeps the captured tensors.
+        forward: from the residents to (outputs, what ``saved`` lists).
+        backward: from what ``saved`` and then ``tangents`` list to the gradients of one segment after the other.
+        saved: values that the backward reads.
+        tangents: (position among the outputs, value) of the incoming gradients that it reads.
         fused: what Inductor compiled.
     """
 
@@ -73,7 +75,8 @@ class Step:
         forward = tuple(program.tasks[i] for i in schedule.forward)
         outputs = _distinct(captured.outputs)
         self.saved = tuple(v for v in live[0] if v not in program.tangents)
-        self.tangents = tuple(v for v in captured.tangents if v is not None and v in live[0])
+        self.tangents = tuple((i, v) for i, v in enumerate(captured.tangents) if v is not None and v in live[0])
+        live[0] = (*self.saved, *(v for _, v in self.tangents))
         blocks = [Block(self.residents, forward, tuple((t.calls, t.ref) for t in outputs), self.saved)]
         for (_, _, gradients), tasks, takes, carries in zip(stretches, runs, live, live[1:], strict=False):
             blocks.append(Block(takes, tasks, tuple((t.calls, t.ref) for _, _, t in gradients), carries))
@@ -83,19 +86,16 @@ class Step:
             self.fused = fuse(captured, blocks, before, max(fuse_within_bytes, peak))
             blocks, functions = list(self.fused.blocks), self.fused.functions
         self.forward = compile_block(blocks[0], "forward", functions)
-        segments = []
-        for (start, stop, gradients), block in zip(stretches, blocks[1:], strict=True):
-            segments.append(
-                Segment(
-                    compile_block(block, f"backward slots {start}-{stop - 1}", functions),
-                    tuple(index for kind, index, _ in gradients if kind == "parameter"),
-                    tuple(index for kind, index, _ in gradients if kind == "input"),
-                    tuple(t.tangents for _, _, t in gradients),
-                    (start, stop),
-                )
+        self.backward = compile_chain(blocks[1:], "backward", functions)
+        self.segments = tuple(
+            Segment(
+                tuple(index for kind, index, _ in gradients if kind == "parameter"),
+                tuple(index for kind, index, _ in gradients if kind == "input"),
+                tuple(t.tangents for _, _, t in gradients),
+                (start, stop),
             )
-        self.segments = tuple(segments)
-        self.first_order = live[0]
+            for start, stop, gradients in stretches
+        )
 
     def _cut(self) -> list[tuple[int, int, list[tuple[str, int, Tensor]]]]:
         """(first slot, one past the last, gradients that become ready) of every segment."""
@@ -168,10 +168,15 @@ def _distinct(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(slots=True)
 class _Call:
-    """The state of one call of the model: what the backward's segments hand to one another."""
+    """The state of one call of the model.
+
+    Attributes:
+        segments: the backward that is under way.
+        given: the outputs whose gradients came in.
+    """
 
     step: Step
-    carried: list[Any] | None = None
+    segments: Iterator[list[Any]] | None = None
     given: frozenset[int] = frozenset()
 
 
@@ -184,9 +189,7 @@ class _Head(torch.autograd.Function):
         ctx.call = call
         with torch._C._DisableAutocast():
             outputs, saved = call.step.forward(list(residents))
-        ctx.is_tensor = [isinstance(s, torch.Tensor) for s in saved]
         ctx.save_for_backward(*saved)
-        ctx.output_metas = [(o.shape, o.dtype, o.device) for o in outputs]
         ctx.mark_non_differentiable(
             *(o for o, t in zip(outputs, call.step.captured.tangents, strict=True) if t is None)
         )
@@ -196,43 +199,44 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
         step = call.step
-        saved = dict(zip(step.saved, ctx.saved_tensors, strict=True))
+        given = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         call.given = frozenset(i for i, g in enumerate(grads) if g is not None)
-        metas = step.captured.metas
-        for position, value in enumerate(step.captured.tangents):
-            if value is not None and value in step.tangents:
-                saved[value] = _tangent(grads[position], metas[value])
-        call.carried = [saved[value] for value in step.first_order]
-        return (None, _token(step), None, *((None,) * (len(ctx.needs_input_grad) - 3)))
+        given += [_tangent(grads[position], step.captured.metas[value]) for position, value in step.tangents]
+        call.segments = step.backward(given)
+        return (None,) * len(ctx.needs_input_grad)
 
 
 class _SegmentNode(torch.autograd.Function):
-    """One segment: in the forward nothing, in the backward its stretch of slots."""
+    """One segment: in the forward nothing, in the backward its stretch of slots.
+
+    The nodes are a chain of empty tensors, so that each waits for the one above it; no gradient passes along it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, index: int, token: Any, *leaves: torch.Tensor) -> torch.Tensor:
-        ctx.call, ctx.index, ctx.first = call, index, token is None
-        return _token(call.step)
+    def forward(ctx: Any, call: _Call, segment: Segment, token: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.segment = call, segment
+        return torch.empty(0, device=call.step.captured.device)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, _: None) -> Any:
         call: _Call = ctx.call
-        segment = call.step.segments[ctx.index]
-        carried, call.carried = call.carried, None
-        if carried is None:
+        segment: Segment = ctx.segment
+        if call.segments is None:
             raise RuntimeError("a segment of the backward was reached before the one above it")
         with torch._C._DisableAutocast():
-            gradients, call.carried = segment.run(carried)
-        if any(not needs & call.given for needs in segment.tangents):  # an output that took no part in the loss
-            gradients = tuple(
-                g if needs & call.given else None for g, needs in zip(gradients, segment.tangents, strict=True)
+            handed = next(call.segments)
+        given = call.given
+        if len(given) == len(call.step.captured.tangents) or all(needs & given for needs in segment.tangents):
+            gradients = (None, None, None, *handed)
+        else:  # an output took no part in the loss
+            gradients = (
+                *(None, None, None),
+                *(g if needs & given else None for g, needs in zip(handed, segment.tangents, strict=True)),
             )
-        return (None, None, None if ctx.first else _token(call.step), *gradients)
-
-
-def _token(step: Step) -> torch.Tensor:
-    return torch.empty(0, device=step.captured.device)
+        handed.clear()  # or else a gradient would be copied when it becomes a parameter's
+        return gradients
 
 
 def _tangent(grad: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
@@ -255,10 +259,9 @@ def run_step(
     captured = step.captured
     call = _Call(step)
     token = None
-    for index in range(len(step.segments) - 1, -1, -1):
-        segment = step.segments[index]
+    for segment in reversed(step.segments):
         leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]
-        token = _SegmentNode.apply(call, index, token, *leaves)
+        token = _SegmentNode.apply(call, segment, token, *leaves)
     outputs = _Head.apply(call, token, [*parameters, *buffers, *inputs])
     leaves_out = list(captured.output_leaves)
     for position, output in zip(captured.output_positions, outputs, strict=True):

@@ -80,7 +80,7 @@ def step_of(model: ScheduleWrapper) -> Step:
 def source_of(model: ScheduleWrapper) -> str:
     """The generated code of the forward and of all segments."""
     step = step_of(model)
-    return "".join(run.__doc__ for run in (step.forward, *(segment.run for segment in step.segments)))
+    return step.forward.__doc__ + step.backward.__doc__
 
 
 def peak_of(captured: Captured, outcome: Outcome) -> int:

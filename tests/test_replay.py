@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 import zoo
 from random_schedules import random_schedule
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import Outcome, run, tensors, twin
 
 from monet_like.capture import Captured, capture
 from monet_like.compiler import Request, measured_costs, plain_report
+from monet_like.operators import BINDINGS, overload
 from monet_like.plan import store_all
 from monet_like.plan.heuristic import find_start
 from monet_like.precision import weights_layout
@@ -154,3 +158,69 @@ def test_predicted_peak_is_the_measured_one_for_any_schedule(name: str) -> None:
         predicted = simulate(captured.program, schedule, costs).peak_bytes
         measured = captured.program.resident_bytes + replayed(example, captured, schedule, FULL).rise_bytes
         assert abs(measured - predicted) <= 0.002 * predicted, seed
+
+
+class _Called(TorchDispatchMode):
+    """Notes the operators that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_bindings_call_the_operators_they_stand_for() -> None:
+    """Python functions in the place of overloads: the same overload with the same arguments, scalars and empty lists too."""
+    x, v, image, filters = torch.randn(4, 4), torch.randn(4), torch.randn(1, 2, 5, 5), torch.randn(2, 2, 3, 3)
+    samples: dict[str, list[tuple[Any, ...]]] = {
+        "_log_softmax.default": [(x, 1, False)],
+        "_softmax.default": [(x, 1, False)],
+        "add.Tensor": [(x, v), (x, 2.5), (x, x, {"alpha": 3})],
+        "add_.Tensor": [(x, v), (x, 2)],
+        "addmm.default": [(v, x, x), (v, x, x, {"beta": 0, "alpha": 2})],
+        "bmm.default": [(x[None], x[None])],
+        "cat.default": [([x, x], 1)],
+        "clone.default": [(x.t(), {"memory_format": torch.contiguous_format})],
+        "convolution.default": [(image, filters, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)],
+        "detach.default": [(x,)],
+        "div.Tensor": [(x, v), (x, 3.0), (x, 3)],
+        "embedding.default": [(x, torch.tensor([1, 3]), 1, False, False)],
+        "expand.default": [(v, [3, -1]), (v[0], [])],
+        "gelu.default": [(x,), (x, {"approximate": "tanh"})],
+        "mean.dim": [(x, [0, 1], True), (x, [-1], False, {"dtype": torch.float64})],
+        "mm.default": [(x, x)],
+        "mul.Tensor": [(x, v), (x, 2)],
+        "native_batch_norm.default": [(image, v[:2], None, None, None, True, 0.1, 1e-5)],
+        "native_dropout.default": [(x, 0.5, True)],
+        "native_layer_norm.default": [(x, [4], v, None, 1e-5)],
+        "permute.default": [(x, [1, 0]), (v[0], [])],
+        "pow.Tensor_Scalar": [(x, 2), (x, 3.0)],
+        "relu.default": [(x,)],
+        "relu_.default": [(x,)],
+        "select.int": [(x, 0, 1)],
+        "sub.Tensor": [(x, v), (x, 1.5)],
+        "sum.dim_IntList": [(x, [0], True), (x, []), (x, [1], {"dtype": torch.float64})],
+        "t.default": [(x,), (v,)],
+        "tanh.default": [(x,)],
+        "transpose.int": [(x, 1, 0)],
+        "unsqueeze.default": [(x, -1)],
+        "view.default": [(x, [2, 8]), (v[0], [])],
+    }
+    assert {f"aten.{name}" for name in samples} == set(BINDINGS)
+    for name, calls in samples.items():
+        for args in calls:
+            kwargs = args[-1] if isinstance(args[-1], dict) else {}
+            args = args[: len(args) - bool(kwargs)]
+            results = []
+            for function in (overload(f"aten.{name}"), BINDINGS[f"aten.{name}"]):
+                copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+                torch.manual_seed(0)
+                with _Called() as called:
+                    results.append(function(*copies, **kwargs))
+                assert called.names == [f"aten.{name}"], (name, args)
+            for mine, theirs in zip(*map(pytree.tree_leaves, results), strict=True):
+                assert mine.dtype == theirs.dtype
+                assert torch.equal(mine, theirs)
