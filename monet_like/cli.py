@@ -59,12 +59,29 @@ def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return apply
 
 
+_dtype = click.option(
+    "--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16."
+)
 _precision = _options(
-    click.option("--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16."),
+    _dtype,
     click.option(
         "--autocast", default="", help="Under torch.autocast to this dtype, such as bfloat16.  [default: off]"
     ),
     click.option("--channels-last", is_flag=True, help="Weights and inputs in that memory layout.  [default: off]"),
+)
+_profile = click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(path_type=Path),
+    help="Profile file to reuse and extend, or roofline:DEVICE (roofline:h100) to plan without measuring.  "
+    "[default: solutions/profiles/profile_NAME_BATCH_DEVICE.json]",
+)
+_time_limit = click.option(
+    "--time-limit", type=float, default=60.0, show_default=True, help="Wall seconds for the plan, such as 300."
+)
+_input_shape = click.option(
+    "--input-shape",
+    help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299; darts 3,32,32]",
 )
 _problem = _options(
     click.argument("model"),
@@ -80,21 +97,13 @@ _problem = _options(
 @click.option(
     "--device", default="auto", show_default=True, help="Where to measure: auto (CUDA if there is one), cpu, cuda:1."
 )
-@click.option(
-    "--profile",
-    "profile_file",
-    type=click.Path(path_type=Path),
-    help="Profile file to reuse and extend, or roofline:DEVICE "
-    "(roofline:h100) to plan without measuring.  [default: solutions/profiles/profile_NAME_BATCH_DEVICE.json]",
-)
+@_profile
 @click.option(
     "--profile-batch",
     type=int,
     help="Measure at this batch and scale, such as 8.  [default: BATCH, or less where that would take over about a minute]",
 )
-@click.option(
-    "--time-limit", type=float, default=60.0, show_default=True, help="Wall seconds for the solver, such as 300."
-)
+@_time_limit
 @click.option(
     "--gap",
     type=float,
@@ -120,10 +129,7 @@ _problem = _options(
     help="How to plan: milp, heuristic, checkmate, ogc, chen_greedy, chen_sqrt, griewank, torch_budget or store_all.",
 )
 @_precision
-@click.option(
-    "--input-shape",
-    help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299; darts 3,32,32]",
-)
+@_input_shape
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -168,10 +174,7 @@ def solve_command(**options: Any) -> None:
 @click.option("--run-bs", is_flag=True, help="Run one step and say whether it fitted the budget.  [default: off]")
 @click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda:1.")
 @_precision
-@click.option(
-    "--input-shape",
-    help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299; darts 3,32,32]",
-)
+@_input_shape
 @click.option(
     "--steps", type=int, default=5, show_default=True, help="Timed steps of each kind in --check-runtime, such as 20."
 )
@@ -192,19 +195,13 @@ _exploring = _options(
     click.argument("mode", default="inplace_conv_multiway_newnode"),
     click.argument("solver", default="HIGHS"),
     click.option("--device", default="auto", show_default=True, help="Where to measure: auto, cpu, cuda:1."),
-    click.option(
-        "--profile",
-        "profile_file",
-        type=click.Path(path_type=Path),
-        help="Profile file to reuse and extend, or roofline:DEVICE, such as roofline:a100.  "
-        "[default: solutions/profiles/profile_NAME_BATCH_DEVICE.json]",
-    ),
+    _profile,
     click.option("--time-limit", type=float, default=30.0, show_default=True, help="Wall seconds for each plan."),
     click.option("--gap", type=float, default=0.01, show_default=True, help="Stop when proven this close."),
     click.option("--threads", type=int, default=1, show_default=True, help="Of the solver, where it can use several."),
     click.option("--optimizer", default="none", show_default=True, help="Count its state: none, momentum or adam."),
     _precision,
-    click.option("--input-shape", help="Without the batch, such as 3,224,224.  [default: as for solve]"),
+    _input_shape,
 )
 _files = _options(
     click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Also write the figures, such as out.csv."),
@@ -331,18 +328,10 @@ def tune_command(**options: Any) -> None:
     "--mode", default="inplace_conv_multiway_newnode", show_default=True, help="Such as normal; as for solve."
 )
 @click.option("--solver", default="HIGHS", show_default=True, help="Such as CBC; as for solve.")
-@click.option(
-    "--profile",
-    "profile_file",
-    type=click.Path(path_type=Path),
-    help="Profile file to reuse and extend, or roofline:DEVICE, such as roofline:rtx2080ti.  "
-    "[default: solutions/profiles/profile_NAME_BATCH_DEVICE.json]",
-)
-@click.option(
-    "--time-limit", type=float, default=60.0, show_default=True, help="Wall seconds for the plan, such as 300."
-)
+@_profile
+@_time_limit
 @click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of each kind, such as 20.")
-@click.option("--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16.")
+@_dtype
 def benchmark_command(**options: Any) -> None:
     """OGC's benchmark: plan a net, compare a step with plain PyTorch's, measure memory and time of both.
 
