@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from monet_like import kernels
+from monet_like.variants.dropit import kept_of_block
 
 aten = torch.ops.aten
 ops = torch.ops.monet_like
@@ -107,6 +108,27 @@ def pairs(x: Tensor) -> Iterator[Pair]:
     )
 
 
+#: Rows, columns and outs of a linear layer's weight gradient.
+PRODUCTS = ((2048, 1024, 1024), (2048, 768, 3072), (2048, 3072, 768), (512, 256, 1024))
+
+
+def products(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
+    """(shape, pair) of weight gradients from dropped inputs, against the product with all of the input."""
+    for rows, columns, outs in PRODUCTS:
+        x, grad = torch.randn(rows, columns).to(dtype), torch.randn(rows, outs).to(dtype)
+        for share in (0.9, 0.97):
+            keep = kept_of_block(share)
+            packed = ops.pack_largest(x, keep)
+
+            def ours(packed: Tensor = packed, keep: int = keep, grad: Tensor = grad, columns: int = columns) -> Any:
+                return ops.mm_largest(grad, packed, keep, columns)
+
+            def theirs(x: Tensor = x, grad: Tensor = grad) -> Any:
+                return grad.t() @ x
+
+            yield f"{[rows, columns]} by {outs}", (f"weight gradient, {share} dropped", ours, theirs)
+
+
 def medians(ours: Callable[[], Any], theirs: Callable[[], Any], turns: int) -> tuple[float, float]:
     """Milliseconds, taken in turns after one turn to warm up."""
     found: list[list[float]] = [[], []]
@@ -129,6 +151,10 @@ def main(turns: int, dtypes: str) -> None:
     print("| kernel | tensor | ours | ATen | ratio |\n|---|---|---|---|---|")
     slower = rows = 0
     for name in dtypes.split(","):
+        for what, (kernel, ours, theirs) in products(getattr(torch, name)):
+            mine, other = medians(ours, theirs, turns)
+            rows, slower = rows + 1, slower + (mine > 1.05 * other)
+            print(f"| {kernel} | {name}{what} | {mine:.2f} ms | {other:.2f} ms | {mine / other:.2f} |")
         for shape in SHAPES:
             for layout, memory_format in (("", torch.contiguous_format), (" channels last", torch.channels_last)):
                 x = torch.randn(shape).to(getattr(torch, name)).to(memory_format=memory_format)

@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+
 #include "checks.h"
 
 namespace monet_like {
@@ -28,6 +31,19 @@ inline Largest largest(const at::Tensor& t, int64_t keep, at::ScalarType dtype, 
       keep > 0 && keep <= Largest::kBlock, "monet_like::", op, ": keep is of ", Largest::kBlock,
       " elements and between 1 and that, got ", keep);
   return {t.numel(), keep, static_cast<int64_t>(c10::elementSize(dtype))};
+}
+
+// Calls f(a zero of an unsigned integer as wide as the elements).
+template <typename F>
+void with_bits(int64_t itemsize, const F& f) {
+  switch (itemsize) {
+    case 2:
+      return f(uint16_t(0));
+    case 4:
+      return f(uint32_t(0));
+    default:
+      return f(uint64_t(0));
+  }
 }
 
 // Eight bits for each element and a scale for each `kScaled` of them, in packing order: the scales (float32), then the
@@ -66,6 +82,47 @@ inline void check_cache(const at::Tensor& packed, int64_t bytes, const char* op)
   TORCH_CHECK_VALUE(
       packed.dim() == 1 && packed.is_contiguous() && packed.numel() == bytes, "monet_like::", op,
       ": the cache of such a tensor has shape [", bytes, "] and is contiguous, got shape ", packed.sizes());
+}
+
+// Calls f(place in the block, which of the kept ones) for every kept element of a block of n; whatever the index says,
+// for nothing outside it.
+template <typename F>
+void for_kept(const uint8_t* index, int64_t n, int64_t keep, bool places, const F& f) {
+  if (places) {
+    for (int64_t k = 0; k < keep; ++k) {
+      uint16_t place;
+      std::memcpy(&place, index + k * sizeof(place), sizeof(place));
+      if (place < n) {
+        f(static_cast<int64_t>(place), k);
+      }
+    }
+    return;
+  }
+  constexpr int64_t kWord = 64;
+  int64_t used = 0;
+  for (int64_t start = 0; start < n; start += kWord) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, index + start / 8, packed_bytes(std::min(kWord, n - start)));
+    for (; bits != 0 && used < keep; bits &= bits - 1) {
+      const int64_t place = start + __builtin_ctzll(bits);
+      if (place < n) {
+        f(place, used++);
+      }
+    }
+  }
+}
+
+// The layout of x, [grad's rows, columns], of which `packed` holds the largest elements.
+inline Largest check_mm_largest(const at::Tensor& grad, const at::Tensor& packed, int64_t keep, int64_t columns) {
+  check_floating(grad, "mm_largest", "grad");
+  TORCH_CHECK_VALUE(grad.dim() == 2, "monet_like::mm_largest: grad must have two dimensions, got shape ", grad.sizes());
+  TORCH_CHECK_VALUE(
+      columns >= 0 && columns < (int64_t(1) << 31), "monet_like::mm_largest: columns must be from 0 to 2^31, got ",
+      columns);
+  Largest layout = largest(grad, keep, grad.scalar_type(), "mm_largest");
+  layout.numel = grad.size(0) * columns;
+  check_cache(packed, layout.bytes(), "mm_largest");
+  return layout;
 }
 
 inline at::Tensor empty_cache(int64_t bytes, const at::Tensor& x) {

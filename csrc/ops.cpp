@@ -26,6 +26,7 @@ TORCH_LIBRARY(monet_like, m) {
   // Lossy caches, bytes whose layout is in caches.h: the `keep` largest of every 16,384 elements, or 8 bits for each.
   m.def("pack_largest(Tensor x, int keep) -> Tensor", tags);
   m.def("unpack_largest(Tensor packed, int keep, SymInt[] size, ScalarType dtype, SymInt[] stride=[]) -> Tensor", tags);
+  m.def("mm_largest(Tensor grad, Tensor packed, int keep, SymInt columns, bool transposed=False) -> Tensor", tags);
   m.def("pack_int8(Tensor x) -> Tensor", tags);
   m.def("unpack_int8(Tensor packed, SymInt[] size, ScalarType dtype, SymInt[] stride=[]) -> Tensor", tags);
 

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .capture import Captured
 from .codegen import Block, compile_block
+from .kernels.reference import largest_kept
 from .profiler import distinct_tasks
 from .program import Call, Cost, Ref, Task
 from .tracing import fake_mode
@@ -57,23 +58,29 @@ DEVICES: Mapping[str, DeviceLimits] = {
 }
 
 
+#: What reads dropped caches.
+_UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.default")
 _IM2COL = "aten._slow_conv2d_forward.default"
 
 
 def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     """The cost of every distinct task of ``captured`` on a device with ``limits``.
 
-    Workspace is taken to be 0, but for what a dropped cache is unpacked into: a tensor as large as the one dropped.
+    Workspace is taken to be 0, but for what a dropped cache is unpacked into: a tensor as large as the one dropped, or,
+    for a product with it, a copy of what is kept.
     """
     return {
-        key: Cost(_seconds(captured, task, limits), _unpacked_bytes(task))
+        key: Cost(_seconds(captured, task, limits), _unpacked_bytes(captured, task))
         for key, task in distinct_tasks(captured).items()
     }
 
 
-def _unpacked_bytes(task: Task) -> int:
-    unpacked = (call for call in task.calls if call.op == "monet_like.unpack_largest.default")
-    return sum(prod(call.args[2]) * int(call.args[3].itemsize) for call in unpacked)
+def _unpacked_bytes(captured: Captured, task: Task) -> int:
+    if not any(call.op in _UNPACKING for call in task.calls):
+        return 0
+    counter = _UnpackedBytes()
+    _run_fake(captured, task, counter)
+    return counter.bytes
 
 
 def _seconds(captured: Captured, task: Task, limits: DeviceLimits) -> float:
@@ -111,9 +118,12 @@ def flops(captured: Captured, task: Task) -> int:
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
     """Of operators that PyTorch's counter does not know, from the shapes of their arguments."""
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return {}
-    return {torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)}
+    found: dict[Any, Callable[..., int]] = {}
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        found[torch.ops.mkldnn._linear_pointwise] = lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)
+    if hasattr(torch.ops.monet_like, "mm_largest"):  # as if it were dense, which it is on a GPU
+        found[torch.ops.monet_like.mm_largest] = lambda grad, _, __, columns, *___, **____: 2 * prod(grad) * columns
+    return found
 
 
 def _im2col_flops(captured: Captured, call: Call) -> int:
@@ -161,4 +171,21 @@ class _TouchedBytes(TorchDispatchMode):
             leaves = tree_leaves((args, kwargs, result))
             tensors = (t for t in leaves if isinstance(t, torch.Tensor) and t is not unread)
             self.bytes += sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+        return result
+
+
+class _UnpackedBytes(TorchDispatchMode):
+    """Sums what dropped caches are unpacked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func) == "monet_like.unpack_largest.default":
+            self.bytes += result.untyped_storage().nbytes()
+        elif str(func) == "monet_like.mm_largest.default":  # sorted: a value and an int32 for each
+            grad, _, keep, columns = args[:4]
+            self.bytes += largest_kept(grad.shape[0] * columns, keep) * (max(4, grad.element_size()) + 4)
         return result

@@ -23,6 +23,7 @@ from monet_like.capture import Captured, capture
 from monet_like.cli import inspect_command, schedule_command, solve_command
 from monet_like.dropit import STRATEGIES
 from monet_like.errors import UsageError
+from monet_like.kernels import reference
 from monet_like.kernels.reference import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
 from monet_like.plan import store_all
 from monet_like.plan.heuristic import find_start
@@ -144,10 +145,11 @@ def expected_weight_gradients(made: Made, drop: Callable[[Tensor], Tensor], firs
     return found
 
 
-def with_ways(captured: Captured, variant: str) -> Schedule:
-    """Plain PyTorch's schedule, but for the slots that have a way of this name, and what makes their caches."""
+def with_ways(captured: Captured, variant: str, *others: str) -> Schedule:
+    """Plain PyTorch's schedule, but for the slots that have a way of this name, or of others, and what makes their caches."""
     program = captured.program
-    ways = tuple(next((k for k, w in enumerate(ws) if w.variant == variant), 0) for ws in program.slots)
+    wanted = (*others, variant)
+    ways = tuple(next((k for name in wanted for k, w in enumerate(ws) if w.variant == name), 0) for ws in program.slots)
     packs = [p for p, task in enumerate(program.tasks) if task.variant == f"{variant}.pack"]
     schedule = store_all(program)
     return replace(schedule, forward=tuple(sorted((*schedule.forward, *packs))), ways=ways)
@@ -160,16 +162,59 @@ def test_only_weight_gradients_change_and_they_are_the_definitions(name: str, sh
     mode = f"normal_dropit{share}"
     captured = admitted(capture(model, args), mode)
     plain = run(twin(model), args, {})
-    outcome = replayed((model, args, {}), captured, with_ways(captured, "dropit"), mode, measured=False)
     wanted = expected_weight_gradients(made, lambda x: dropped(x, share))
-    changed = {key for key, difference in plain.differences(outcome).items() if difference}
-    assert changed <= set(wanted)
-    assert changed == set(wanted) or share == 0.5  # a ReLU's zeros can be dropped
-    tolerance = 0.01 if name == "bfloat16" else 1e-6
+    for schedule in (with_ways(captured, "dropit"), with_ways(captured, "dropit", "dropit.product")):
+        outcome = replayed((model, args, {}), captured, schedule, mode, measured=False)
+        changed = {key for key, difference in plain.differences(outcome).items() if difference}
+        assert changed <= set(wanted)
+        assert changed == set(wanted) or share == 0.5  # a ReLU's zeros can be dropped
+        tolerance = 0.01 if name == "bfloat16" else 1e-6
+        for key, gradient in wanted.items():
+            found = outcome.gradients[key.removeprefix("gradient ")]
+            assert found is not None
+            assert float((found - gradient).norm() / gradient.norm()) <= tolerance, key
+
+
+def test_products_of_what_is_kept() -> None:
+    """Offered for every layer whose input is one operand row by row, Conv1D's other way round; not for convolutions."""
+    layers = {"mlp": 2, "three_dimensions": 2, "attention": 4, "batch_normed": 1, "convolutions": 0}
+    for name, count in layers.items():
+        model, args = MODELS[name]()
+        program = admitted(capture(model, args), "dropit0.9").program
+        ways = [way for ways in program.slots for way in ways if way.variant == "dropit.product"]
+        assert len(ways) == count, name
+        transposed = [way.calls[-1].args[-1] for way in ways]
+        assert transposed.count(True) == (name == "attention")
+
+
+@pytest.mark.parametrize("name", ["attention", "channels_last", "bfloat16"])
+@pytest.mark.parametrize("share", [0.5, 0.97])
+def test_what_is_not_dropped_in_8_bits(name: str, share: float) -> None:
+    """With both words: the same elements, each within half a 127th of the largest of its 256."""
+    model, args = made = MODELS[name]()
+    mode = f"normal_dropit{share}_lowp8"
+    captured = admitted(capture(model, args), mode)
+    plain = run(twin(model), args, {})
+    outcome = replayed((model, args, {}), captured, with_ways(captured, "dropit.int8"), mode, measured=False)
+
+    def in_8_bits(x: Tensor) -> Tensor:
+        left = dropped(x, share)
+        keep = kept_of_block(share)
+        packed = reference.pack_largest(x, keep)
+        size = largest_kept(x.numel(), keep) * x.element_size()
+        values = rounded(packed[:size].view(x.dtype), "lowp8")
+        again = torch.cat((values.view(torch.uint8), packed[size:]))
+        found = reference.unpack_largest(again, keep, x.shape, x.dtype, x.stride())
+        assert torch.equal(found != 0, left != 0) and not torch.equal(found, left)
+        assert (found - left).abs().max() <= left.abs().max() * (0.5 / 127 + 2 * torch.finfo(x.dtype).eps)
+        return found
+
+    wanted = expected_weight_gradients(made, in_8_bits)
+    assert {key for key, difference in plain.differences(outcome).items() if difference} == set(wanted)
     for key, gradient in wanted.items():
         found = outcome.gradients[key.removeprefix("gradient ")]
         assert found is not None
-        assert float((found - gradient).norm() / gradient.norm()) <= tolerance, key
+        assert float((found - gradient).norm() / gradient.norm()) <= (0.01 if name == "bfloat16" else 1e-6), key
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -268,7 +313,14 @@ def test_caches_count_what_they_hold() -> None:
     model, args = MODELS["batch_normed"]()
     program = admitted(capture(model, args), f"{FULL}_dropit0.9_lowp16_lowp8").program
     elements = 4 * 16 * 10 * 10
-    sizes = {"largest": largest_bytes(elements, 1638, 4), "bfloat16": 2 * elements, "int8": int8_bytes(elements)}
+    kept = largest_kept(elements, 1638)
+    sizes = {
+        "largest": largest_bytes(elements, 1638, 4),
+        "largest.int8": int8_bytes(kept),
+        "largest.index": elements // 8,
+        "bfloat16": 2 * elements,
+        "int8": int8_bytes(elements),
+    }
     for suffix, size in sizes.items():
         found = [value.bytes for value in program.values if value.name.endswith(f".{suffix}")]
         assert found.count(size) >= 3, suffix
@@ -346,7 +398,7 @@ def test_no_forward_task_can_read_what_is_restored() -> None:
 
 
 @pytest.mark.parametrize("name", ["attention", "batch_normed"])
-@pytest.mark.parametrize("word", ["dropit0.5", "lowp8", "lowp16_dropit0.5"])
+@pytest.mark.parametrize("word", ["dropit0.5", "lowp8", "lowp16_dropit0.5", "lowp8_dropit0.9"])
 def test_any_schedule_has_an_exact_forward(name: str, word: str) -> None:
     model, args = MODELS[name]()
     mode = f"inplace_multiway_newnode_{word}"
@@ -390,12 +442,16 @@ def chosen(captured: Captured, schedule: Schedule) -> list[str]:
     return names + [program.slots[s][k].variant for s, k in enumerate(schedule.ways)]
 
 
+def dropping(names: list[str]) -> int:
+    return names.count("dropit") + names.count("dropit.product")
+
+
 def test_it_drops_where_that_pays() -> None:
     """Each layer's input is read by its weight's gradient alone, and costs a product to make again."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     captured, _, schedule = planned((model, (torch.randn(2048, 64),)), "dropit0.9", 0.7)
     names = chosen(captured, schedule)
-    assert names.count("dropit") == names.count("dropit.pack") > 0
+    assert dropping(names) == names.count("dropit.pack") > 0
     assert schedule.rerun_count == 0
 
 
@@ -412,16 +468,16 @@ def test_copies_are_worth_more_than_running_again() -> None:
 def test_it_does_not_drop_what_is_held_anyhow() -> None:
     """ReLU's gradient reads what the next layer's weight gradient reads."""
     model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())))
-    for share in (1.0, 0.6):
+    for share in (1.0, 0.7):
         captured, _, schedule = planned((model, (torch.randn(2048, 64),)), "dropit0.9", share)
-        assert "dropit" not in chosen(captured, schedule)
+        assert dropping(chosen(captured, schedule)) == 0
     # With ReLU's signs in bits they are no longer held.
     captured, _, schedule = planned((model, (torch.randn(2048, 64),)), "newnode_dropit0.9", 0.55)
-    assert chosen(captured, schedule).count("dropit") > 0
+    assert dropping(chosen(captured, schedule)) > 0
 
 
 @pytest.mark.parametrize(("kind", "share"), [("attention", 0.5), ("batch_normed", 0.5)])
-@pytest.mark.parametrize("word", ["dropit0.9", "dropit0.97", "lowp16", "lowp8", "lowp16_lowp8"])
+@pytest.mark.parametrize("word", ["dropit0.9", "dropit0.97", "lowp16", "lowp8", "lowp16_lowp8", "dropit0.9_lowp8"])
 def test_end_to_end(kind: str, share: float, word: str) -> None:
     """Plan, replay: the forward's bits, gradients that differ where they may, the peak in bytes."""
     blocks = nn.Sequential(*(Attention(64) for _ in range(3))), (torch.randn(16, 64, 64, requires_grad=True),)
@@ -435,14 +491,13 @@ def test_end_to_end(kind: str, share: float, word: str) -> None:
     differences = plain.differences(outcome)
     assert {d for key, d in differences.items() if key.startswith(("output", "buffer"))} == {0.0}
     assert lossy > 0 and max(differences.values()) > 0
+    weights = {f"gradient {name}.weight" for name, layer in made[0].named_modules() if type(layer) in LAYERS}
     if "lowp" in word:
         # ReLU's signs, made again from batch norm's input in 8 bits, flip within half a unit (about 1.6 % of a deviation)
         # of zero: 0.3 % of them, each wholly wrong, so 6 % of a gradient's norm, and that in up to three layers.
-        assert max(differences.values()) <= 0.25
+        assert max(d for key, d in differences.items() if "dropit" not in word or key not in weights) <= 0.25
     else:
-        assert {key for key, d in differences.items() if d} <= {
-            f"gradient {name}.weight" for name, layer in made[0].named_modules() if type(layer) in LAYERS
-        }
+        assert {key for key, d in differences.items() if d} <= weights
     predicted = simulate(captured.program, schedule, costs).peak_bytes
     measured = captured.program.resident_bytes + outcome.rise_bytes
     assert abs(measured - predicted) <= 0.002 * predicted

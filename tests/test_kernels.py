@@ -238,12 +238,52 @@ def test_all_of_equal_elements_are_the_first_ones(impl: Any) -> None:
     assert back.tolist() == [2.0, -1.0, 1.0, 0.0, 0.0, 0.0]
 
 
+#: Rows, columns and outs: rows that end inside blocks, several groups of rows, one column, tiles that are not full, nothing.
+PRODUCTS = [(37, 5, 9), (300, 1000, 70), (1, 7, 3), (2000, 1, 65), (1100, 33, 130), (0, 4, 3), (4, 0, 3), (4, 3, 0)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", PRODUCTS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_with_the_largest(
+    impl: Any, shape: tuple[int, int, int], dtype: torch.dtype, transposed: bool
+) -> None:
+    """Against float64, as near as the dtype: the sums are in float32 at least."""
+    rows, columns, outs = shape
+    summing = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    error = 2 * torch.finfo(dtype).eps + math.sqrt(rows) * summing
+    for keep in (1, 1000, 1639, BLOCK):
+        x, wide = torch.randn(rows, columns).to(dtype), torch.randn(rows, 2 * outs).to(dtype)
+        packed = reference.pack_largest(x, keep)
+        left = reference.unpack_largest(packed, keep, x.shape, dtype).double()
+        for grad in (wide[:, :outs].contiguous(), wide[:, ::2], wide[:, outs:].t().contiguous().t()):
+            got = impl("mm_largest")(grad, packed, keep, columns, transposed)
+            exact = left.t() @ grad.double() if transposed else grad.double().t() @ left
+            assert got.shape == exact.shape and got.dtype == dtype
+            if exact.numel() and rows:
+                assert (got.double() - exact).abs().max() <= error * exact.abs().max()
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_products_in_parallel() -> None:
+    if not kernels.available("cpu"):
+        pytest.skip(kernels.status())
+    for outs in (40, 500):  # fewer tiles than threads, and more
+        x, grad = torch.randn(700, 90), torch.randn(700, outs)
+        packed = reference.pack_largest(x, 1639)
+        got = ops.mm_largest(grad, packed, 1639, 90)
+        torch.set_num_threads(1)
+        assert torch.equal(got, ops.mm_largest(grad, packed, 1639, 90))
+        torch.set_num_threads(3)
+
+
 @pytest.mark.parametrize("keep", [1000, BLOCK // 2])
 def test_corrupt_caches_touch_nothing_else(keep: int) -> None:
     packed = torch.full((reference.largest_bytes(20, keep, 4),), 255, dtype=torch.uint8)
     if not kernels.available("cpu"):
         pytest.skip(kernels.status())
     assert ops.unpack_largest(packed, keep, [20], torch.float32).count_nonzero() <= reference.largest_kept(20, keep)
+    assert ops.mm_largest(torch.ones(5, 3), packed, keep, 4).shape == (3, 4)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -637,6 +677,7 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
         "masked_scale": (x, reference.pack_bool(flags), 2.0, flags.stride()),
         "pack_largest": (x, 8192),
         "unpack_largest": (reference.pack_largest(x, 8192), 8192, x.shape, x.dtype, x.stride()),
+        "mm_largest": (torch.randn(6, 5).t(), reference.pack_largest(torch.randn(5, 7), 8192), 8192, 7),
         "pack_int8": (x,),
         "unpack_int8": (reference.pack_int8(x), x.shape, x.dtype, x.stride()),
         "max_pool2d_with_offsets": (x, *pool, False),
@@ -701,6 +742,8 @@ def test_wrong_arguments_are_named() -> None:
         ops.unpack_int8(torch.zeros(9, dtype=torch.uint8), [6], torch.float32)
     with pytest.raises(ValueError, match="keep is of 16384 elements and between 1 and that, got 0"):
         ops.pack_largest(x, 0)
+    with pytest.raises(ValueError, match=r"mm_largest: grad must have two dimensions, got shape \[2, 3, 4, 4\]"):
+        ops.mm_largest(x, torch.zeros(9, dtype=torch.uint8), 1, 4)
     with pytest.raises(ValueError, match="this window does not turn"):
         ops.max_pool2d_offsets(torch.zeros(1, 1, 4, 4, dtype=torch.int64), [1, 1, 80, 80], [2, 2], [], [0, 0], [1, 1])
 

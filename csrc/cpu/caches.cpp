@@ -10,19 +10,6 @@
 namespace monet_like {
 namespace {
 
-// Calls f(a zero of an unsigned integer as wide as the elements).
-template <typename F>
-void with_bits(int64_t itemsize, const F& f) {
-  switch (itemsize) {
-    case 2:
-      return f(uint16_t(0));
-    case 4:
-      return f(uint32_t(0));
-    default:
-      return f(uint64_t(0));
-  }
-}
-
 // The bits of a magnitude are ordered as the magnitudes are, with NaN above infinity.
 template <typename U>
 constexpr U kMagnitude = static_cast<U>(static_cast<U>(~U(0)) >> 1);
@@ -109,31 +96,10 @@ MONET_BODY void pack_block_body(const U* x, int64_t n, int64_t keep, U* values, 
 }
 MONET_FOR_EACH_ISA(pack_block)
 
-// Whatever the index says, nothing outside the block is touched.
 template <typename U>
 void unpack_block(const U* values, const uint8_t* index, int64_t n, int64_t keep, bool places, U* out) {
   std::memset(out, 0, n * sizeof(U));
-  if (places) {
-    for (int64_t i = 0; i < keep; ++i) {
-      uint16_t place;
-      std::memcpy(&place, index + i * sizeof(place), sizeof(place));
-      if (place < n) {
-        out[place] = values[i];
-      }
-    }
-    return;
-  }
-  int64_t used = 0;
-  for (int64_t start = 0; start < n; start += kWord) {
-    uint64_t bits = 0;
-    std::memcpy(&bits, index + start / 8, packed_bytes(std::min(kWord, n - start)));
-    for (; bits != 0 && used < keep; bits &= bits - 1) {
-      const int64_t place = start + __builtin_ctzll(bits);
-      if (place < n) {
-        out[place] = values[used++];
-      }
-    }
-  }
+  for_kept(index, n, keep, places, [&](int64_t place, int64_t k) { out[place] = values[k]; });
 }
 
 // Calls f(first element, number of elements, number kept) for every block, blocks in parallel.

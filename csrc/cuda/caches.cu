@@ -2,6 +2,8 @@
 
 #include <torch/library.h>
 
+#include <numeric>
+
 #include "../caches.h"
 #include "common.cuh"
 
@@ -9,18 +11,6 @@ namespace monet_like {
 namespace {
 
 constexpr int kWarps = kThreads / 32;
-
-template <typename F>
-void with_bits(int64_t itemsize, const F& f) {
-  switch (itemsize) {
-    case 2:
-      return f(uint16_t(0));
-    case 4:
-      return f(uint32_t(0));
-    default:
-      return f(uint64_t(0));
-  }
-}
 
 template <typename U>
 __device__ __forceinline__ U magnitude(U bits) {
@@ -116,15 +106,15 @@ __global__ void pack_largest_kernel(const U* x, uint8_t* packed, Largest layout)
   }
 }
 
-// Whatever the index says, nothing outside the block is touched.
+// From a block on, as many as there are thread blocks. Whatever the index says, nothing outside the block is touched.
 template <typename U>
-__global__ void unpack_largest_kernel(const uint8_t* packed, U* out, Largest layout) {
-  const int64_t first = blockIdx.x * Largest::kBlock;
+__global__ void unpack_largest_kernel(const uint8_t* packed, U* out, Largest layout, int64_t from_block) {
+  const int64_t first = (from_block + blockIdx.x) * Largest::kBlock;
   const int n = static_cast<int>(min(static_cast<int64_t>(Largest::kBlock), layout.numel - first));
   const int kept = static_cast<int>(layout.kept(n));
   const U* values = reinterpret_cast<const U*>(packed) + layout.kept(first);
   const uint8_t* index = packed + layout.index_at(first);
-  out += first;
+  out += blockIdx.x * Largest::kBlock;
   if (layout.places()) {
     for (int i = threadIdx.x; i < n; i += kThreads) {
       out[i] = U(0);
@@ -169,6 +159,18 @@ at::Tensor pack_largest(const at::Tensor& x, int64_t keep) {
   return out;
 }
 
+// Blocks first to last, laid out from the start of `out` on.
+void unpack_blocks(
+    const at::Tensor& packed, const Largest& layout, int64_t first, int64_t last, const at::Tensor& out) {
+  with_bits(layout.itemsize, [&](auto zero) {
+    using U = decltype(zero);
+    unpack_largest_kernel<U>
+        <<<static_cast<unsigned int>(last - first), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+            packed.const_data_ptr<uint8_t>(), static_cast<U*>(out.mutable_data_ptr()), layout, first);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
 at::Tensor unpack_largest(
     const at::Tensor& packed, int64_t keep, at::IntArrayRef size, at::ScalarType dtype, at::IntArrayRef stride) {
   const c10::cuda::CUDAGuard guard(packed.device());
@@ -177,13 +179,34 @@ at::Tensor unpack_largest(
   const Largest layout = largest(out, keep, dtype, "unpack_largest");
   check_cache(packed, layout.bytes(), "unpack_largest");
   if (out.numel() > 0) {
-    with_bits(layout.itemsize, [&](auto zero) {
-      using U = decltype(zero);
-      unpack_largest_kernel<U>
-          <<<static_cast<unsigned int>(layout.blocks()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-              packed.const_data_ptr<uint8_t>(), static_cast<U*>(out.mutable_data_ptr()), layout);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-    });
+    unpack_blocks(packed, layout, 0, layout.blocks(), out);
+  }
+  return out;
+}
+
+// About so many elements of x are dense at a time.
+constexpr int64_t kChunk = int64_t(1) << 22;
+
+// A GPU multiplies dense matrices faster than it gathers: x is made dense and multiplied some rows at a time. Where a
+// row and a block of elements end together only after many rows, all are done at once.
+at::Tensor mm_largest(
+    const at::Tensor& grad, const at::Tensor& packed, int64_t keep, int64_t columns, bool transposed) {
+  const Largest layout = check_mm_largest(grad, packed, keep, columns);
+  const c10::cuda::CUDAGuard guard(grad.device());
+  const int64_t outs = grad.size(1);
+  at::Tensor out = at::empty({transposed ? columns : outs, transposed ? outs : columns}, grad.options()).zero_();
+  if (layout.numel == 0 || outs == 0) {
+    return out;
+  }
+  const int64_t together = std::lcm(columns, Largest::kBlock);
+  const int64_t chunk = std::max<int64_t>(1, kChunk / together) * together;
+  const at::Tensor dense = at::empty({std::min(chunk, layout.numel)}, grad.options());
+  for (int64_t first = 0; first < layout.numel; first += chunk) {
+    const int64_t last = std::min(first + chunk, layout.numel);
+    unpack_blocks(packed, layout, first / Largest::kBlock, (last + Largest::kBlock - 1) / Largest::kBlock, dense);
+    const at::Tensor x = dense.narrow(0, 0, last - first).view({-1, columns});
+    const at::Tensor part = grad.narrow(0, first / columns, (last - first) / columns);
+    transposed ? out.addmm_(x.t(), part) : out.addmm_(part.t(), x);
   }
   return out;
 }
@@ -266,6 +289,7 @@ at::Tensor unpack_int8(
 TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
   m.impl("pack_largest", &pack_largest);
   m.impl("unpack_largest", &unpack_largest);
+  m.impl("mm_largest", &mm_largest);
   m.impl("pack_int8", &pack_int8);
   m.impl("unpack_int8", &unpack_int8);
 }

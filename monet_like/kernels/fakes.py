@@ -92,6 +92,12 @@ def unpack_largest(
 
 
 @_fake
+def mm_largest(grad: Tensor, packed: Tensor, keep: int, columns: int, transposed: bool = False) -> Tensor:
+    outs = grad.shape[1]
+    return grad.new_empty((columns, outs) if transposed else (outs, columns))
+
+
+@_fake
 def pack_int8(x: Tensor) -> Tensor:
     return torch.empty((reference.int8_bytes(x.numel()),), dtype=torch.uint8, device=x.device)
 

@@ -16,6 +16,7 @@ Shapes and dtypes (F = float32, float64, float16 or bfloat16; P = F or float32; 
 | unpack_nibbles | packed: uint8[ceil(numel/2)] | uint8, the given size |
 | pack_largest | x: F, any shape | uint8[largest_bytes] |
 | unpack_largest | packed: uint8[largest_bytes] | F, the given size |
+| mm_largest | grad: F[rows, outs]; packed: uint8[largest_bytes] | F[outs, columns], or transposed |
 | pack_int8 | x: F, any shape | uint8[int8_bytes] |
 | unpack_int8 | packed: uint8[int8_bytes] | F, the given size |
 | max_pool2d_with_offsets | x: F[N,C,H,W] or [C,H,W] | y: like x, [.., OH, OW]; offsets: uint8[.., OH, OW] |
@@ -258,6 +259,18 @@ def unpack_largest(
     else:
         flat[_unpack(index, count)] = values
     return out
+
+
+def mm_largest(grad: Tensor, packed: Tensor, keep: int, columns: int, transposed: bool = False) -> Tensor:
+    """``grad.t() @ x`` for an x of shape [rows of grad, columns], contiguous, whose largest elements were packed.
+
+    With ``transposed`` ``x.t() @ grad``. The kernels never have all of x: sums are in another order, in at least float32
+    on the CPU, and an element that is not kept adds nothing even to a gradient that is not finite.
+    """
+    if grad.dim() != 2:
+        raise ValueError(f"grad must have two dimensions, got shape {list(grad.shape)}")
+    x = unpack_largest(packed, keep, (grad.shape[0], columns), grad.dtype)
+    return x.t() @ grad if transposed else grad.t() @ x
 
 
 def pack_int8(x: Tensor) -> Tensor:

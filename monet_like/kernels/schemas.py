@@ -22,6 +22,7 @@ SCHEMAS: dict[str, str] = {
     "unpack_nibbles": "(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor",
     "pack_largest": "(Tensor x, int keep) -> Tensor",
     "unpack_largest": "(Tensor packed, int keep, SymInt[] size, ScalarType dtype, SymInt[] stride=[]) -> Tensor",
+    "mm_largest": "(Tensor grad, Tensor packed, int keep, SymInt columns, bool transposed=False) -> Tensor",
     "pack_int8": "(Tensor x) -> Tensor",
     "unpack_int8": "(Tensor packed, SymInt[] size, ScalarType dtype, SymInt[] stride=[]) -> Tensor",
     "max_pool2d_with_offsets": f"(Tensor x, {_POOL}, bool ceil_mode) -> (Tensor, Tensor)",

@@ -6,18 +6,20 @@ a bit, or 16 bits where fewer than a 16th are kept.
 
 ``dropit<share>`` admits it. The forward is exact; the weight's gradient takes the dropped elements for zeros, those of
 the layer's input and bias are exact. The cache is one more way of the weight's slot: where the layer's input is kept for
-another operator anyhow, or costs less to make again, the planner has no use for it.
+another operator anyhow, or costs less to make again, the planner has no use for it. The product of a linear layer is
+made of the kept elements alone, or, as a convolution's, of a temporary tensor with zeros in it. With ``lowp8`` in the
+mode too there is a second cache, whose elements are in 8 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..kernels.reference import LARGEST_BLOCK, largest_bytes
+from ..kernels.reference import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
 from ..mode import dropit_share, dropit_word
 from ..program import Call, Ref, Task
 from .editor import Editor, like, renamed
@@ -35,7 +37,7 @@ def offer(editor: Editor) -> None:
     if word is None or keep == LARGEST_BLOCK:
         return
     owners = _owners(editor)
-    caches: dict[int, Ref] = {}
+    caches: dict[int, tuple[_Cache, ...]] = {}
     for slot, ways in enumerate(editor.slots):
         way = ways[0]
         x = _layer_input(editor, way)
@@ -43,12 +45,18 @@ def offer(editor: Editor) -> None:
         if x is None or not wanted or wanted & editor.captured.no_dropit:
             continue
         if x not in caches:
-            caches[x] = _cache(editor, x, keep, word)
+            caches[x] = tuple(_caches(editor, x, keep, word))
         meta, dropped = editor.metas[x], Ref("dropped")
-        size = (caches[x], keep, meta.shape, meta.dtype, meta.stride)
-        unpack = Call("monet_like.unpack_largest.default", size, (), (dropped,))
         calls = [replace(call, args=renamed(call.args, {Ref(x): dropped})) for call in way.calls]
-        editor.add_way(slot, (unpack, *calls), "dropit", word=word)
+        product = _product(editor, way, x)
+        for cache in caches[x]:
+            if product is not None:
+                (*views, mm) = product
+                direct = replace(mm, args=(mm.args[0], cache.packed, keep, *mm.args[1:]))
+                editor.add_way(slot, (*cache.calls, *views, direct), f"{cache.variant}.product", word=word)
+            size = (cache.packed, keep, meta.shape, meta.dtype, meta.stride)
+            unpack = Call("monet_like.unpack_largest.default", size, (), (dropped,))
+            editor.add_way(slot, (*cache.calls, unpack, *calls), cache.variant, word=word)
 
 
 def kept_of_block(share: float) -> int:
@@ -56,16 +64,92 @@ def kept_of_block(share: float) -> int:
     return max(1, LARGEST_BLOCK - round(share * LARGEST_BLOCK))
 
 
-def _cache(editor: Editor, x: int, keep: int, word: str) -> Ref:
-    """A value that holds the largest elements of ``x``, made in the forward: what runs again may be inexact."""
+@dataclass(frozen=True)
+class _Cache:
+    """The largest elements of a layer's input, kept in some way.
+
+    Attributes:
+        variant: of the slot's way that reads it.
+        calls: from what is kept to ``packed``.
+        packed: as `pack_largest` makes it.
+    """
+
+    variant: str
+    calls: tuple[Call, ...]
+    packed: Ref
+
+
+def _caches(editor: Editor, x: int, keep: int, word: str) -> Iterator[_Cache]:
+    """The largest elements of ``x`` as they are; with ``lowp8`` also in 8 bits, as all other values are there.
+
+    Made in the forward: what runs again may be inexact.
+    """
     maker, meta = editor.maker(x), editor.metas[x]
     assert maker is not None
-    elements = meta.storage_bytes // meta.dtype.itemsize
-    size = largest_bytes(elements, keep, meta.dtype.itemsize)
-    cache = editor.value(f"{editor.values[x].name}.largest", "forward", like(meta, dtype=torch.uint8, shape=(size,)))
-    pack = Call("monet_like.pack_largest.default", (Ref(x), keep), (), (Ref(cache),))
-    editor.add(maker, (pack,), (cache,), "dropit.pack", word=word, runs="first")
-    return Ref(cache)
+    elements, itemsize = meta.storage_bytes // meta.dtype.itemsize, meta.dtype.itemsize
+    size, kept = largest_bytes(elements, keep, itemsize), largest_kept(elements, keep)
+
+    def cache(name: str, count: int) -> Ref:
+        flat = like(meta, dtype=torch.uint8, shape=(count,))
+        return Ref(editor.value(f"{editor.values[x].name}.largest{name}", "forward", flat))
+
+    def pack(into: Ref) -> Call:
+        return Call("monet_like.pack_largest.default", (Ref(x), keep), (), (into,))
+
+    whole = cache("", size)
+    editor.add(maker, (pack(whole),), (int(whole.name),), "dropit.pack", word=word, runs="first")
+    yield _Cache("dropit", (), whole)
+    if "lowp8" not in editor.words:
+        return
+    values, index = cache(".int8", int8_bytes(kept)), cache(".index", size - kept * itemsize)
+    largest, part, typed = Ref("largest"), Ref("part"), Ref("typed")
+    calls = (
+        pack(largest),
+        Call("aten.slice.Tensor", (largest, 0, kept * itemsize, size), (), (part,)),
+        Call("aten.clone.default", (part,), (), (index,)),
+        Call("aten.slice.Tensor", (largest, 0, 0, kept * itemsize), (), (part,)),
+        Call("aten.view.dtype", (part, meta.dtype), (), (typed,)),
+        Call("monet_like.pack_int8.default", (typed,), (), (values,)),
+    )
+    written = (int(values.name), int(index.name))
+    editor.add(maker, calls, written, "dropit.int8.pack", word=word, runs="first")
+    restore = (
+        Call("monet_like.unpack_int8.default", (values, (kept,), meta.dtype, (1,)), (), (typed,)),
+        Call("aten.view.dtype", (typed, torch.uint8), (), (part,)),
+        Call("aten.cat.default", ((part, index),), (), (largest,)),
+    )
+    yield _Cache("dropit.int8", restore, largest)
+
+
+def _product(editor: Editor, way: Task, x: int) -> tuple[Call, ...] | None:
+    """The calls that multiply the incoming gradient with the kept elements of ``x``, whose cache is still to be named.
+
+    None unless ``x`` is all of one operand of a product, row by row.
+    """
+    mm = way.calls[-1]
+    if mm.op != "aten.mm.default":
+        return None
+    place = next(i for i, operand in enumerate(mm.args) if _root(way.calls, operand) == x)
+    meta, made = editor.metas[x], editor.results(way.calls)
+    seen = made.get(mm.args[place], meta)
+    rows, columns = seen.shape if place else seen.shape[::-1]
+    if seen.stride != ((columns, 1) if place else (1, columns)) or seen.offset:
+        return None
+    if rows * columns * meta.dtype.itemsize != meta.storage_bytes:
+        return None
+    grad = mm.args[1 - place]
+    makers = {call.outs[0]: call for call in way.calls}
+    views: list[Call] = []
+    while not isinstance(grad.name, int):
+        views.insert(0, makers[grad])
+        grad = views[0].args[0]
+    grad = mm.args[1 - place]
+    if place and views and views[-1].op == "aten.t.default":
+        grad = views.pop().args[0]
+    elif place:
+        views.append(Call("aten.t.default", (grad,), (), (Ref("grad"),)))
+        grad = Ref("grad")
+    return (*views, Call("monet_like.mm_largest.default", (grad, columns, place == 0), (), mm.outs))
 
 
 def _layer_input(editor: Editor, way: Task) -> int | None:
