@@ -58,7 +58,7 @@ def compile_chain(
     is to empty. Between two blocks the generator holds what the first carries and nothing else.
     """
     writer = _Writer(functions or {})
-    writer.unpack(blocks[0].takes)
+    writer.unpack(blocks[0].takes if blocks else ())
     for block in blocks:
         results = writer.block(block)
         writer.line(f"given += [{', '.join(results)}]")

@@ -255,6 +255,37 @@ def test_outputs_that_take_no_part_in_the_loss_leave_no_gradients() -> None:
     assert same(gradients(plain), gradients(wrapped))
 
 
+def test_a_model_with_nothing_to_train() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+    x = torch.randn(5, 4)
+    captured = admitted(capture(model, (x,)), "normal")
+    record = record_for(captured, store_all(captured.program), "normal", (model, (x,), {}))
+    plain = twin(model)(x)
+    wrapped = ScheduleWrapper(model, record)
+    assert torch.equal(wrapped(x), plain) and not wrapped(x).requires_grad
+
+
+def test_freezing_the_models_own_parameters_is_noticed() -> None:
+    """Those of the outermost module, which are the wrapper's too."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.layer = nn.Parameter(torch.zeros(4)), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.sin() + self.shift)
+
+    model, x = Shifted(), torch.randn(5, 4)
+    captured = admitted(capture(model, (x,)), "normal")
+    record = record_for(captured, store_all(captured.program), "normal", (model, (x,), {}))
+    wrapped = ScheduleWrapper(model, record)
+    wrapped(x)
+    model.shift.requires_grad_(False)
+    with pytest.raises(ScheduleFileError, match="frozen parameters"):
+        wrapped(x)
+
+
 def test_gradients_arrive_while_the_backward_runs() -> None:
     """Hooks fire in spread-out order, and accumulating into existing gradients needs no second full set."""
     model, record, (_, (x,), _) = made(drop=0.0)
