@@ -149,3 +149,21 @@ def test_lossy_caches(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert torch.equal(back.cpu(), reference.unpack_int8(packed.cpu(), x.shape, dtype, x.stride()))
         poisoned = ops.unpack_int8(ops.pack_int8(x), x.shape, dtype, x.stride())
         assert x.numel() <= 2 or bool(poisoned[(0,) * x.dim()].isnan())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(37, 5, 9), (9000, 1024, 70), (300, 1000, 64), (0, 4, 3)])
+def test_products_with_the_largest(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Rows made dense in several turns, in the last of them fewer; columns that fit no block."""
+    rows, columns, outs = shape
+    for keep in (1000, 1639):
+        x, grad = (torch.randn(rows, n, device="cuda").to(dtype) for n in (columns, outs))
+        packed = ops.pack_largest(x, keep)
+        left = ops.unpack_largest(packed, keep, x.shape, dtype).double()
+        for transposed in (False, True):
+            got = ops.mm_largest(grad, packed, keep, columns, transposed)
+            exact = left.t() @ grad.double() if transposed else grad.double().t() @ left
+            assert got.shape == exact.shape and got.dtype == dtype
+            # 16-bit results are rounded after every turn; float32's sums are of up to 9,000 terms.
+            error = (got.double() - exact).abs().max()
+            assert error <= 10 * TOLERANCE[dtype] * exact.abs().max()
