@@ -25,8 +25,11 @@ class BuildWithKernels(build_py):
         if self.editable_mode:
             return  # the package is used where it stands
         package = Path(self.build_lib) / "monet_like"
-        # The sources travel with the package, so that an installed one can build its kernels later.
-        shutil.copytree(ROOT / "csrc", package / "csrc", dirs_exist_ok=True)
+        # The sources travel with the package, so that an installed one can build its kernels later; so do schedules.
+        # `files.shipped_folder` finds both.
+        for folder in ("csrc", "solutions"):
+            if (ROOT / folder).is_dir():
+                shutil.copytree(ROOT / folder, package / folder, dirs_exist_ok=True)
         target = package / "kernels" / "lib"
         target.mkdir(parents=True, exist_ok=True)
         for path in libraries:

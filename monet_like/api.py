@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import nn
 from .capture import Captured
 from .compiler import Request, captured_for, compile_schedule
 from .errors import UsageError
+from .files import cache_folder
 from .precision import autocast_name
 from .profile_data import Profile
 from .profiler import device_name, device_slug, versions
@@ -27,11 +26,6 @@ from .units import parse_bytes
 
 #: Everything that is exact.
 ALL_VARIANTS = "inplace_conv_multiway_newnode"
-
-
-def cache_folder() -> Path:
-    """Where plans and profiles are kept: ``$MONET_LIKE_CACHE``, or ``~/.cache/monet_like``."""
-    return Path(os.environ.get("MONET_LIKE_CACHE") or Path.home() / ".cache" / "monet_like")
 
 
 def auto_schedule(

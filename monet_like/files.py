@@ -17,6 +17,19 @@ from .errors import ScheduleFileError, UsageError
 LARGEST_BYTES = 256 * 2**20
 
 
+def cache_folder() -> Path:
+    """Where plans and profiles are kept: ``$MONET_LIKE_CACHE``, or ``~/.cache/monet_like``."""
+    return Path(os.environ.get("MONET_LIKE_CACHE") or Path.home() / ".cache" / "monet_like")
+
+
+def shipped_folder(name: str) -> Path | None:
+    """``csrc`` or ``solutions``: at the root of a checkout, inside an installed package; None where it is not."""
+    package = Path(__file__).resolve().parent
+    in_checkout = (package.parent / "pyproject.toml").exists()  # else the parent is site-packages
+    folder = (package.parent if in_checkout else package) / name
+    return folder if folder.is_dir() else None
+
+
 def check_writable(path: Path) -> None:
     """Fail early, before hours of work, if ``path`` could not be written.
 

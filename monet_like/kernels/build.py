@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from monet_like.errors import MonetError
+from monet_like.files import shipped_folder
 
 # Products and sums must stay apart where the code keeps them apart: bit-equality with ATen depends on it.
 _COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
@@ -58,11 +59,10 @@ def manifest() -> dict[str, str]:
 
 def source_directory() -> Path:
     """csrc/, in a checkout or beside the installed package."""
-    package = Path(__file__).resolve().parents[1]
-    for candidate in (package.parent / "csrc", package / "csrc"):
-        if (candidate / "ops.cpp").exists():
-            return candidate
-    raise KernelBuildError(f"the C++ sources (csrc/) are neither in {package.parent} nor in {package}")
+    folder = shipped_folder("csrc")
+    if folder is None:
+        raise KernelBuildError(f"the C++ sources (csrc/) are not there, beside or in {Path(__file__).parents[1]}")
+    return folder
 
 
 @dataclass(frozen=True)
