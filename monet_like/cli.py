@@ -368,6 +368,22 @@ def inspect_command(file: Path, as_json: bool) -> None:
     show_record(record)
 
 
+@main.command("doctor", cls=_Command, context_settings=_CONTEXT)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.  [default: off]")
+def doctor_command(as_json: bool) -> None:
+    """Say what this machine has: packages, solvers, compiled kernels, GPUs, memory, the cache.
+
+    Exit status 1 if something that is required is missing or broken, else 0.
+
+    \b
+    Example:
+      monet-like doctor --json
+    """
+    from .doctor import doctor
+
+    sys.exit(doctor(as_json=as_json))
+
+
 def parse_batch(text: str) -> int:
     """A batch size.
 

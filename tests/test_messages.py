@@ -22,6 +22,7 @@ from click.testing import CliRunner, Result
 
 from monet_like.cli import (
     benchmark_command,
+    doctor_command,
     inspect_command,
     main,
     parse_batch,
@@ -429,6 +430,7 @@ COMMANDS = {
     "schedule": schedule_command,
     "benchmark": benchmark_command,
     "inspect": inspect_command,
+    "doctor": doctor_command,
 }
 
 
