@@ -6,7 +6,7 @@ others make one schedule, whatever the budget. All use only what `Program` says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from ...errors import UsageError
 from ...schedule import Schedule
@@ -22,7 +22,7 @@ from .torch_budget import torch_budget
 
 Strategy = Callable[..., Schedule]
 
-STRATEGIES: Mapping[str, Strategy] = {
+STRATEGIES: dict[str, Strategy] = {
     "milp": milp,
     "heuristic": heuristic,
     "store_all": store_all_strategy,

@@ -1,0 +1,131 @@
+"""The manual's pictures, drawn anew by every build: `python docs/pictures.py FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib
+import torch
+import torchvision
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+from monet_like.compiler import Compiled, Request, compile_schedule
+from monet_like.roofline import DEVICES
+from monet_like.simulate import Report
+from monet_like.tracing import fake_mode
+from monet_like.units import GIB
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+VALUE, TASK, SLOT = "#cfe3f7", "#fbe3b5", "#e3d5f2"
+BATCH, SHARE = 64, 0.5
+
+
+def draw_all(folder: Path) -> None:
+    """Every picture, as SVG."""
+    folder.mkdir(exist_ok=True)
+    # Text stays text, and equal pictures are equal files.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "monet_like", "font.size": 9}):
+        draw_program(folder / "program.svg")
+        draw_memory(folder / "memory.svg")
+
+
+def draw_program(path: Path) -> None:
+    """Convolution, batch norm and ReLU as values, tasks and slots."""
+    figure, axes = pyplot.subplots(figsize=(8.6, 3.8), layout="constrained")
+    axes.set(xlim=(-0.2, 10.4), ylim=(0.1, 4.7))
+    axes.axis("off")
+
+    def box(x: float, y: float, text: str, colour: str, width: float = 1.3) -> FancyBboxPatch:
+        shape = "round,pad=0.04,rounding_size=0.18" if colour == VALUE else "square,pad=0.04"
+        patch = FancyBboxPatch((x - width / 2, y - 0.22), width, 0.44, shape, facecolor=colour, edgecolor="#555")
+        axes.add_patch(patch)
+        axes.text(x, y, text, ha="center", va="center")
+        return patch
+
+    def arrow(start: FancyBboxPatch, end: FancyBboxPatch, style: str = "-", bend: float = 0.0) -> None:
+        middle = [(patch.get_x() + patch.get_width() / 2, patch.get_y() + 0.22) for patch in (start, end)]
+        curve = f"arc3,rad={bend}"
+        ends = {"patchA": start, "patchB": end, "shrinkA": 1, "shrinkB": 1}
+        style_ = {"arrowstyle": "-|>", "mutation_scale": 9, "linestyle": style, "color": "#555"}
+        axes.add_patch(FancyArrowPatch(*middle, connectionstyle=curve, **ends, **style_))
+
+    x = box(0.4, 3.3, "input x", VALUE, 0.9)
+    convolution, a = box(2.0, 3.3, "convolution", TASK), box(3.5, 3.3, "a", VALUE, 0.6)
+    norm, b = box(5.0, 3.3, "batch_norm", TASK), box(6.5, 3.3, "b", VALUE, 0.6)
+    again = box(5.0, 4.3, "batch_norm.apply", TASK, 1.7)
+    statistics = box(5.7, 2.4, "mean, invstd", VALUE, 1.3)
+    relu, c = box(7.9, 3.3, "relu", TASK, 0.8), box(9.4, 3.3, "output c", VALUE, 1.0)
+    pack, bits = box(7.9, 4.3, "relu.pack", TASK, 1.1), box(9.4, 4.3, "bits", VALUE, 0.7)
+    for pair in ((x, convolution), (convolution, a), (a, norm), (norm, b), (norm, statistics), (b, relu), (relu, c)):
+        arrow(*pair)
+    arrow(c, pack)
+    arrow(pack, bits)
+    arrow(a, again)
+    arrow(again, b)
+    slots = [
+        box(7.9, 1.1, "relu's gradient", SLOT, 1.7),
+        box(5.0, 1.1, "batch norm's gradient", SLOT, 2.2),
+        box(1.9, 1.1, "convolution's weight gradient", SLOT, 2.9),
+    ]
+    tangent = box(9.9, 1.1, "∂c", VALUE, 0.5)
+    arrow(tangent, slots[0])
+    arrow(slots[0], slots[1])
+    arrow(slots[1], slots[2])
+    for value, slot in ((c, 0), (bits, 0), (b, 0), (a, 1), (statistics, 1), (x, 2)):
+        arrow(value, slots[slot], ":", 0.12 if value in (bits, a) else 0.0)
+    axes.text(-0.1, 4.55, "forward: tasks write values", fontweight="bold", va="center")
+    below = "backward: slots, in autograd's order; dotted: forward values that some way of the slot reads"
+    axes.text(-0.1, 0.35, below, fontweight="bold", va="center")
+    save(figure, path)
+
+
+def draw_memory(path: Path) -> None:
+    """Memory over the step: plain PyTorch, and a schedule for half of its peak."""
+    found = compiled()
+    figure, axes = pyplot.subplots(figsize=(8.6, 3.6), layout="constrained")
+    for report, label, colour in (
+        (found.plain, "plain PyTorch", "#888888"),
+        (found.plan.report, "schedule", "#1f77b4"),
+    ):
+        clock, level = timeline(report)
+        axes.plot(clock, level, drawstyle="steps-post", linewidth=1.1, color=colour, label=label)
+    budget = found.record.budget_bytes / GIB
+    axes.axhline(budget, color="#d62728", linewidth=1, linestyle="--", label="budget")
+    axes.set(xlabel="predicted ms since the step began", ylabel="GB allocated", xlim=(0, None), ylim=(0, None))
+    axes.set_title(f"ResNet-18, batch {BATCH}, A100 rates, by the simulator", fontsize=9)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    save(figure, path)
+
+
+def compiled() -> Compiled:
+    """ResNet-18 planned by the local search, which gives the same plan every time."""
+    model = torchvision.models.resnet18().train()
+    with fake_mode():
+        images = torch.empty(BATCH, 3, 224, 224)
+    request = Request(model, ((images,), {}), "inplace_conv_multiway_newnode", strategy="heuristic")
+    rates = DEVICES["a100"]
+    return compile_schedule(request, lambda plain: int(SHARE * plain), torch.device("cpu"), profile=rates)
+
+
+def timeline(report: Report) -> tuple[list[float], list[float]]:
+    """Milliseconds and GB at the start of every run."""
+    clock, level, now = [], [], 0.0
+    for step in report.steps:
+        clock.append(1e3 * now)
+        level.append(step.bytes / GIB)
+        now += step.seconds
+    return clock, level
+
+
+def save(figure: pyplot.Figure, path: Path) -> None:
+    """Without the date, which would make equal pictures differ."""
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    draw_all(Path(sys.argv[1]))
