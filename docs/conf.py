@@ -27,6 +27,7 @@ html_copy_source = False
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+smartquotes = False  # they make one dash of an option's two
 default_role = "py:obj"  # docstrings name things in single backquotes
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

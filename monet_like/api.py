@@ -54,7 +54,7 @@ def auto_schedule(
         backend: eager or inductor; see `ScheduleWrapper`.
 
     Returns:
-        The wrapped module: same arguments, same results, same gradients. Plans and profiles are cached, so a
+        The wrapped module, with the same arguments, results and gradients. Plans and profiles are cached, so a
         second call with the same model, inputs and budget solves nothing.
 
     Raises:

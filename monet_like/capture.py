@@ -243,7 +243,10 @@ class _Builder:
                 elif node.op == "output":
                     return self._finish(node)
                 else:
-                    raise CaptureError(f"the traced graph holds a {node.op} ({node.target}), which is not supported")
+                    raise CaptureError(
+                        f"the forward makes a tensor from numbers ({node.op} {node.target}); register it as a buffer of the "
+                        "module, or make it of operators such as torch.arange"
+                    )
         raise AssertionError("the traced graph has no output")
 
     # Values ---------------------------------------------------------------------------------------------------

@@ -98,8 +98,35 @@ def _export(flat: FlatModule, fakes: tuple[torch.Tensor, ...], *, compiling: boo
             stack.enter_context(_is_compiling())
         flat.tracing_mode = _Constants()
         joint = aot_export_joint_with_descriptors(stack, flat, fakes)
+        _with_literals(joint.graph_module)
         graph: fx.Graph = joint.graph_module.graph
         return graph
+
+
+def _with_literals(module: fx.GraphModule) -> None:
+    """Numbers that tracing made tensors of, attributes which the graph copies, are literals again.
+
+    ``x * torch.tensor(2.0)`` is such a one, and with PyTorch 2.11, though not 2.15, also ``x[:2] = 2.0``.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="get_attr"):
+        constant = getattr(module, node.target)
+        if not isinstance(constant, torch.Tensor) or constant.dim():
+            continue
+        with _disable_current_modes():
+            number = constant.item()
+        for copied in [user for user in node.users if user.target is aten.lift_fresh_copy.default]:
+            for user in list(copied.users):
+                if user.target is aten.fill.Tensor and user.args[1] is copied:
+                    user.target, user.args = aten.fill.Scalar, (user.args[0], number)
+            if copied.users:
+                like: dict[str, Any] = {"dtype": constant.dtype, "device": constant.device, "pin_memory": False}
+                with module.graph.inserting_before(copied):
+                    literal = module.graph.call_function(aten.full.default, ([], number), like)
+                copied.replace_all_uses_with(literal, propagate_meta=True)
+            module.graph.erase_node(copied)
+        if not node.users:
+            module.graph.erase_node(node)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,15 @@ import pytest
 import torch
 import torchvision
 import zoo
+from test_replay import replayed, worst
 from torch import nn
+from training import run, twin
 
 from monet_like.capture import capture
 from monet_like.errors import CaptureError
 from monet_like.measure import allocated_peak
+from monet_like.plan import store_all
+from monet_like.replay import admitted
 from monet_like.tracing import fake_mode
 from monet_like.units import GIB, MIB
 from monet_like.variants import with_variants
@@ -130,6 +134,30 @@ def test_conditions_on_constants_are_decided() -> None:
 
     captured = capture(Positions().train(), (torch.randn(2, 8, 4),))
     assert any(task.calls[-1].op == "aten.embedding.default" for task in captured.program.tasks)
+
+
+class _Numbers(nn.Linear):
+    """A number that is written into a tensor, one that was made into a tensor, and what is no number."""
+
+    table: list[float] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.new_zeros(x.shape)
+        scale[:2] = 3
+        y = super().forward(x) * scale * torch.tensor(0.1, dtype=torch.float64)
+        return y if self.table is None else y * torch.tensor(self.table)
+
+
+def test_numbers_made_into_tensors_are_literals() -> None:
+    example = (_Numbers(4, 4).train(), (torch.randn(3, 4),), {})
+    captured = admitted(capture(*example), "normal")
+    operators = {call.op for task in captured.program.tasks for call in task.calls}
+    assert {"aten.fill.Scalar", "aten.full.default"} <= operators and "aten.lift_fresh_copy.default" not in operators
+    outcome = replayed(example, captured, store_all(captured.program), "normal", measured=False)
+    assert worst(run(twin(example[0]), *example[1:]), outcome) == 0.0
+    example[0].table = [1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(CaptureError, match=r"makes a tensor from numbers.*register it as a buffer"):
+        capture(*example)
 
 
 def test_no_tensor_out_and_opaque_results_are_refused() -> None:
