@@ -669,7 +669,7 @@ def make_task(
 
     Args:
         metas: the own tensor of every value, to make the cost key.
-        options: further fields of `Task` (variant, word, overwrites, runs).
+        options: further fields of `Task` (variant, word, overwrites, runs, copies; another cost key).
     """
     written = set(writes)
     reads = tuple(
@@ -677,8 +677,8 @@ def make_task(
             ref.name for call in calls for ref in refs(call) if isinstance(ref.name, int) and ref.name not in written
         )
     )
-    cost = cost_key(calls, metas)
-    if options.get("overwrites") is not None:  # what it takes over is no workspace
+    cost = options.pop("cost") if "cost" in options else cost_key(calls, metas)
+    if cost and options.get("overwrites") is not None:  # what it takes over is no workspace
         cost += f"; takes {reads.index(options['overwrites'])}"
     return Task(name, reads, tuple(writes), cost=cost, calls=tuple(calls), **options)
 

@@ -186,7 +186,8 @@ def _measure(
 ) -> None:
     """Measure the second of every pair for the first's key; ``label`` tells people which pass this is."""
     maker = Inputs(measured, device)
-    distinct = {mine.cost: theirs for mine, theirs in pairs if mine.cost not in costs}
+    whole = (pair for pair in pairs if pair[0].copies != "start")  # what is only begun shows no time
+    distinct = {mine.cost: theirs for mine, theirs in whole if mine.cost not in costs}
     for done, (key, task) in enumerate(distinct.items()):
         if progress:
             progress(f"{label or ''}{task.calls[-1].op.split('.')[1]}", done, len(distinct))
@@ -389,6 +390,8 @@ def summary_counts(program: Program, found: Plan) -> dict[str, int]:
     }
     chosen = [program.tasks[i].variant for i in (*schedule.forward, *again.elements())]
     chosen += [program.slots[s][w].variant for s, w in enumerate(schedule.ways)]
+    if found.report.host_bytes:
+        counts["host_bytes"] = found.report.host_bytes
     counts.update({f"variant {name}": n for name, n in sorted(Counter(chosen).items()) if name != "aten"})
     return counts
 

@@ -7,6 +7,8 @@ activation (output- instead of input-activated, and the reverse); ``newnode`` ad
 
 Three words admit lossy caches, each on its own: ``dropit0.9`` weight gradients from the largest tenth of a layer's
 input, ``lowp16`` and ``lowp8`` values kept for the backward in 16 and 8 bits.
+
+``offload`` admits copies on the host: exact to the bit, but what they take is counted apart.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ WORDS = ("inplace", "conv", "multiway", "newnode")
 #: What a mode may ask for but never has of itself; `DROPIT` is followed by the share of elements to drop.
 LOSSY_WORDS = ("lowp16", "lowp8")
 DROPIT = "dropit"
+#: As little in any mode of itself: values that wait for the backward on the host.
+OFFLOAD = "offload"
 _NEUTRAL = "normal"
 _SHARE = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
@@ -51,15 +55,15 @@ def parse_mode(text: str) -> frozenset[str]:
                     f"mode {text!r} drops {share!r} of the elements; give a share of at least 0 and below 1 after "
                     f"{DROPIT}, such as dropit0.9"
                 )
-        elif word not in (*known, *LOSSY_WORDS):
+        elif word not in (*known, *LOSSY_WORDS, OFFLOAD):
             raise UsageError(
                 f"mode {text!r} has an unknown word {word!r}; a mode is some of {', '.join(known)} joined by '_', "
                 "such as inplace_conv_multiway_newnode or normal; lossy caches are "
-                f"{', '.join(LOSSY_WORDS)} and dropit0.9"
+                f"{', '.join(LOSSY_WORDS)} and dropit0.9; {OFFLOAD} admits copies on the host"
             )
     names = [DROPIT if word.startswith(DROPIT) else word for word in words]
     if len(set(names)) != len(names):
-        every = ", ".join((*known, *LOSSY_WORDS, DROPIT))
+        every = ", ".join((*known, *LOSSY_WORDS, DROPIT, OFFLOAD))
         raise UsageError(f"mode {text!r} repeats a word; give each of {every} at most once")
     return frozenset(words) - {_NEUTRAL}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import host
 from .errors import CaptureError
 
 
@@ -31,6 +32,8 @@ _OURS: dict[str, Callable[..., Any]] = {
     "operator.getitem": operator.getitem,
     "monet_like.get_rng_state": get_rng_state,
     "monet_like.set_rng_state": set_rng_state,
+    **{f"monet_like.{f.__name__}": f for f in (host.send, host.send_start, host.send_end)},
+    **{f"monet_like.{f.__name__}": f for f in (host.fetch, host.fetch_start, host.fetch_end)},
 }
 
 

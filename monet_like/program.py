@@ -22,6 +22,7 @@ from .errors import MonetError
 
 ValueKind = Literal["parameter", "buffer", "input", "forward", "backward"]
 Runs = Literal["both", "first", "again"]
+Copies = Literal["", "whole", "start", "end"]
 
 #: Kinds whose storage exists during the whole step, whatever the schedule does.
 RESIDENT_KINDS = frozenset({"parameter", "buffer", "input"})
@@ -37,12 +38,14 @@ class Value:
         kind: ``parameter``, ``buffer`` and ``input`` are resident throughout; ``forward`` values are written
             by forward tasks, ``backward`` values (gradients) by slots.
         spec: dtype and shape for people, such as ``float32[184, 64, 112, 112]``.
+        host_bytes: what it takes of the host's memory, which no budget counts.
     """
 
     name: str
     bytes: int
     kind: ValueKind
     spec: str = ""
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +94,12 @@ class Task:
             forward tasks, only backward values by slots.
         cost: key of this task's `Cost` in the profile; "" costs nothing.
         variant: which implementation this is; ``aten`` is PyTorch's own.
-        word: the mode word that admits it (``conv``, ``multiway``, ``newnode``, ``inplace``); "" always.
+        word: the mode word that admits it (``conv``, ``multiway``, ``newnode``, ``inplace``, ``offload``); "" always.
         overwrites: a value among ``reads`` whose storage becomes that of ``writes[0]``, or is released on the
             way and counts for it. After the task that value no longer exists.
         runs: ``first`` only in the forward, ``again`` only during the backward, or ``both``.
+        copies: a copy from or to the host, on the copy engine: ``whole``: what follows waits for it; ``start``: it
+            runs beside what follows, and who reads what it writes waits; ``end``: the reader that is there for that.
         calls: the operator calls, in order. Planners never look at them.
     """
 
@@ -106,6 +111,7 @@ class Task:
     word: str = ""
     overwrites: int | None = None
     runs: Runs = "both"
+    copies: Copies = ""
     calls: tuple[Call, ...] = ()
 
 

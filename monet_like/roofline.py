@@ -32,6 +32,7 @@ class DeviceLimits:
         flops_per_second: of matrix products, in the precision that training uses by default for float32 models.
         half_flops_per_second: the same for 16-bit floats.
         bytes_per_second: memory bandwidth.
+        host_bytes_per_second: of copies to and from the host, in one direction.
         launch_seconds: the least any operator takes.
         source: where the figures come from.
     """
@@ -40,20 +41,31 @@ class DeviceLimits:
     flops_per_second: float
     half_flops_per_second: float
     bytes_per_second: float
+    host_bytes_per_second: float
     launch_seconds: float
     source: str
 
 
+#: Bytes a second and direction of a link of 16 lanes: PCI Express 3.0, 4.0 and 5.0, by NVIDIA's datasheets 32, 64 and
+#: 128 GB/s in both; and the share of it that large copies of pinned memory reach.
+PCIE3, PCIE4, PCIE5 = (0.8 * rate for rate in (16e9, 32e9, 64e9))
+
 DEVICES: Mapping[str, DeviceLimits] = {
     limits.name: limits
     for limits in (
-        DeviceLimits("cpu", 1.0e11, 1.0e11, 1.5e10, 2e-6, "a server CPU on two cores, as measured while designing"),
-        DeviceLimits("p100", 9.3e12, 18.7e12, 732e9, 4e-6, "NVIDIA Tesla P100 PCIe 16 GB datasheet"),
-        DeviceLimits("a100", 19.5e12, 312e12, 1555e9, 4e-6, "NVIDIA A100 40 GB PCIe datasheet, FP32 without TF32"),
-        DeviceLimits("h100", 67e12, 989e12, 3350e9, 4e-6, "NVIDIA H100 SXM datasheet, FP32 without TF32"),
-        DeviceLimits("h200", 67e12, 989e12, 4800e9, 4e-6, "NVIDIA H200 SXM datasheet, FP32 without TF32"),
-        DeviceLimits("rtx2080ti", 13.4e12, 53.8e12, 616e9, 4e-6, "NVIDIA Turing whitepaper, reference card, FP32"),
-        DeviceLimits("rtx4090", 82.6e12, 165.2e12, 1008e9, 4e-6, "NVIDIA Ada architecture whitepaper, FP32"),
+        DeviceLimits(
+            "cpu", 1.0e11, 1.0e11, 1.5e10, 1e9, 2e-6, "a server CPU on two cores, as measured; files: a guess"
+        ),
+        DeviceLimits("p100", 9.3e12, 18.7e12, 732e9, PCIE3, 4e-6, "NVIDIA Tesla P100 PCIe 16 GB datasheet"),
+        DeviceLimits(
+            "a100", 19.5e12, 312e12, 1555e9, PCIE4, 4e-6, "NVIDIA A100 40 GB PCIe datasheet, FP32 without TF32"
+        ),
+        DeviceLimits("h100", 67e12, 989e12, 3350e9, PCIE5, 4e-6, "NVIDIA H100 SXM datasheet, FP32 without TF32"),
+        DeviceLimits("h200", 67e12, 989e12, 4800e9, PCIE5, 4e-6, "NVIDIA H200 SXM datasheet, FP32 without TF32"),
+        DeviceLimits(
+            "rtx2080ti", 13.4e12, 53.8e12, 616e9, PCIE3, 4e-6, "NVIDIA Turing whitepaper, reference card, FP32"
+        ),
+        DeviceLimits("rtx4090", 82.6e12, 165.2e12, 1008e9, PCIE4, 4e-6, "NVIDIA Ada architecture whitepaper, FP32"),
     )
 }
 
@@ -85,6 +97,9 @@ def _unpacked_bytes(captured: Captured, task: Task) -> int:
 
 def _seconds(captured: Captured, task: Task, limits: DeviceLimits) -> float:
     metas = captured.metas
+    if task.copies:
+        copied = max(metas[v].storage_bytes for v in (*task.reads, *task.writes))
+        return limits.launch_seconds + copied / limits.host_bytes_per_second
     half = any(metas[v].dtype.itemsize == 2 and metas[v].dtype.is_floating_point for v in task.reads)
     rate = limits.half_flops_per_second if half else limits.flops_per_second
     return max(

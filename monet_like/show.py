@@ -119,6 +119,8 @@ def _add_counts(table: Table, record: ScheduleRecord) -> None:
         f"{counts.get('kept', 0)} kept for the backward, {counts.get('dropped', 0)} not; "
         f"{counts.get('recomputed', 0)} operators run again, {counts.get('reruns', 0)} runs in all",
     )
+    if "host_bytes" in counts:
+        table.add_row("host", f"{format_bytes(counts['host_bytes'])} of its memory for copies")
     variants = [f"{n} x {name.removeprefix('variant ')}" for name, n in counts.items() if name.startswith("variant ")]
     table.add_row("variants", ", ".join(variants) or "none: PyTorch's own operators only")
 

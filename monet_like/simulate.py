@@ -8,6 +8,9 @@ It shares no code with any planner and needs neither torch nor a solver. Its rul
 * A task that overwrites a value takes over its storage: nobody may read that value afterwards.
 * The memory of a run is: resident bytes, plus all values that exist before it and are still needed by it or
   later, plus what it writes, plus its workspace, minus the storage it takes over.
+* Runs take place one after the other, and copies to and from the host one after the other: a copy begins when its
+  run's turn has come and the copy before it has ended. Whether a run waits for it says `Task.copies`; who reads what a
+  copy writes waits until it has ended. Without copies the time is the sum of the runs'.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class Step:
         task: its name.
         slot: None in the forward, else the backward slot that it belongs to or prepares.
         bytes: memory while it runs: everything the step has allocated, workspace included.
-        seconds: its time.
+        seconds: its time, and that for which it waits for copies.
         again: a forward task run again.
     """
 
@@ -41,12 +44,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a schedule takes: its peak, its time and every step of the way."""
+    """What a schedule takes: its peak, its time and every step of the way; ``host_bytes``: at most on the host."""
 
     peak_bytes: int
     seconds: float
     rerun_seconds: float
     steps: tuple[Step, ...]
+    host_bytes: int = 0
 
     @property
     def peak_step(self) -> Step:
@@ -101,6 +105,8 @@ def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *,
     values = program.values
     alive: dict[int, int] = {}
     memory = program.resident_bytes + extra_bytes
+    engine = _Engine()
+    host = most_host = 0
     steps: list[Step] = []
     for index, run in enumerate(runs):
         if index == len(schedule.forward):  # the backward starts: its incoming gradients appear
@@ -110,23 +116,50 @@ def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *,
         cost = cost_of(task, costs)
         taken = values[task.overwrites].bytes if task.overwrites is not None else 0
         written = sum(values[value].bytes for value in task.writes)
-        steps.append(
-            Step(task.name, run.slot, memory + written + cost.workspace_bytes - taken, cost.seconds, run.again)
-        )
+        seconds = engine.run(task, cost.seconds)
+        steps.append(Step(task.name, run.slot, memory + written + cost.workspace_bytes - taken, seconds, run.again))
         if task.overwrites is not None:
             memory -= alive.pop(task.overwrites)
+            host -= values[task.overwrites].host_bytes
         for value in task.writes:
             memory += values[value].bytes - alive.get(value, 0)
+            host += values[value].host_bytes if value not in alive else 0
             alive[value] = values[value].bytes
+        most_host = max(most_host, host)
         for value in {*task.reads, *task.writes}:
             if value in alive and last_read.get((value, index)) == index:
                 memory -= alive.pop(value)
+                host -= values[value].host_bytes
     return Report(
         peak_bytes=max((step.bytes for step in steps), default=memory),
         seconds=sum(step.seconds for step in steps),
         rerun_seconds=sum(step.seconds for step in steps if step.again),
         steps=tuple(steps),
+        host_bytes=most_host,
     )
+
+
+class _Engine:
+    """The clocks: of the runs, and of the copies that run beside them."""
+
+    def __init__(self) -> None:
+        self.now = self.free = 0.0
+        self.ends: dict[int, float] = {}
+
+    def run(self, task: Task, seconds: float) -> float:
+        """Let a task run that takes ``seconds`` by itself; by how much the clock of the runs moves on."""
+        waits = max((self.ends.pop(value) - self.now for value in task.reads if value in self.ends), default=0.0)
+        spent = max(0.0, waits)
+        if task.copies in ("whole", "start"):
+            turn = max(0.0, self.free - (self.now + spent))
+            self.free = self.now + spent + turn + seconds
+            if task.copies == "start":
+                turn = 0.0
+                self.ends.update(dict.fromkeys(task.writes, self.free))
+            spent += turn
+        spent += 0.0 if task.copies == "start" else seconds
+        self.now += spent
+        return spent
 
 
 def _flatten(program: Program, schedule: Schedule) -> list[_Run]:

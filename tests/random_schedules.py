@@ -70,6 +70,7 @@ def _one(program: Program, draw: _Draw, rng: random.Random) -> Schedule:
     ways = tuple(rng.randrange(len(slot)) if rng.random() < draw.others else 0 for slot in program.slots)
     forward: set[int] = set()
     wanted = [*program.outputs, *(v for slot, way in zip(program.slots, ways, strict=True) for v in slot[way].reads)]
+    wanted += [value for value in _kept_to_run_again(program) if rng.random() < draw.others]
     for value in wanted:
         if program.values[value].kind == "forward" and _first(program, value):
             draw.make(value, "first", forward)
@@ -86,6 +87,17 @@ def _one(program: Program, draw: _Draw, rng: random.Random) -> Schedule:
         if again[slot] and not program.slot_reads[slot - 1] and not again[slot - 1] and draw.rng.random() < draw.others:
             again[slot - 1], again[slot] = again[slot], ()
     return Schedule(tuple(sorted(forward)), tuple(again), ways)
+
+
+def _kept_to_run_again(program: Program) -> list[int]:
+    """Values that the forward alone can make and only what runs again reads, such as copies."""
+    again = {value for task in program.tasks if task.runs == "again" for value in task.reads}
+    of_slots = {value for slot in program.slots for way in slot for value in way.reads}
+    return [
+        value
+        for value in sorted(again - of_slots)
+        if program.producers[value] and all(program.tasks[i].runs == "first" for i in program.producers[value])
+    ]
 
 
 def _first(program: Program, value: int) -> bool:

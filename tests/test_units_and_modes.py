@@ -159,19 +159,28 @@ def test_unknown_words(mode: str, word: str) -> None:
         parse_mode(mode)
     assert str(caught.value) == (
         f"mode {mode!r} has an unknown word {word!r}; a mode is some of inplace, conv, multiway, newnode, normal joined "
-        "by '_', such as inplace_conv_multiway_newnode or normal; lossy caches are lowp16, lowp8 and dropit0.9"
+        "by '_', such as inplace_conv_multiway_newnode or normal; lossy caches are lowp16, lowp8 and dropit0.9; "
+        "offload admits copies on the host"
     )
 
 
 @pytest.mark.parametrize(
-    "mode", ["conv_conv", "normal_normal", "inplace_conv_multiway_inplace", "lowp8_lowp8", "dropit0.9_dropit0.5"]
+    "mode",
+    [
+        "conv_conv",
+        "normal_normal",
+        "inplace_conv_multiway_inplace",
+        "lowp8_lowp8",
+        "dropit0.9_dropit0.5",
+        "offload_offload",
+    ],
 )
 def test_repeated_words(mode: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_mode(mode)
     assert str(caught.value) == (
-        f"mode {mode!r} repeats a word; give each of inplace, conv, multiway, newnode, normal, lowp16, lowp8, dropit at "
-        "most once"
+        f"mode {mode!r} repeats a word; give each of inplace, conv, multiway, newnode, normal, lowp16, lowp8, dropit, "
+        "offload at most once"
     )
 
 
@@ -181,6 +190,12 @@ def test_lossy_words_are_in_no_mode_of_themselves() -> None:
     assert parse_mode("inplace_dropit0.9_lowp8") == {"inplace", "dropit0.9", "lowp8"}
     for mode in ("dropit0.9", "normal_lowp16", "conv_lowp8", "dropit0"):
         assert is_lossy(mode)
+
+
+def test_offload_is_exact_and_in_no_mode_of_itself() -> None:
+    assert parse_mode("conv_offload") == {"conv", "offload"}
+    assert not is_lossy("inplace_offload") and is_lossy("offload_lowp8")
+    assert "offload" not in WORDS and not any("offload" in mode for mode in MONET_MODES)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from ..errors import SolverError, UsageError
 from ..program import Cost, Program
 from ..simulate import simulate
 from ..units import format_bytes
+from .copies import PRICES, has_beside, plan_copies
 from .result import Plan
 from .search import Search
 from .strategies import STRATEGIES, check_strategy
@@ -61,6 +62,14 @@ def plan(
             f"budget_bytes ({budget_bytes}) and time_limit_seconds ({time_limit_seconds}) must be more than 0, "
             f"and gap ({gap}) at least 0 and less than 1"
         )
+    if has_beside(program):
+        rest: dict[str, Any] = {"solver": solver, "gap": gap, "strategy": strategy, "extra_bytes": extra_bytes}
+
+        def find(small: Program, priced: Mapping[str, Cost]) -> Plan:
+            share = time_limit_seconds / len(PRICES)
+            return plan(small, priced, budget_bytes, time_limit_seconds=share, progress=progress, **rest, **options)
+
+        return plan_copies(program, costs, budget_bytes, find, extra_bytes, options.pop("start", None))
     if strategy == "milp":
         search = Search(
             program, costs, budget_bytes, solver, time_limit_seconds, gap, extra_bytes, progress=progress, **options

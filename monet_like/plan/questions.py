@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import InfeasibleError, SolverError
 from ..program import Cost, Program
 from ..schedule import Schedule
 from ..simulate import Report
+from . import plan
+from .copies import has_beside, numbered, waiting
 from .heuristic import find_start, smallest_known
 from .result import Plan
 from .search import Search, floor_bytes
@@ -51,6 +54,12 @@ def smallest_budget(
         SolverError: not even one schedule was found.
     """
     started = time.monotonic()
+    if has_beside(program):  # what runs beside the rest holds more, not less
+        small, indices = waiting(program)
+        found = smallest_budget(
+            small, costs, extra_bytes=extra_bytes, solver=solver, time_limit_seconds=time_limit_seconds
+        )
+        return replace(found, schedule=numbered(found.schedule, indices))
     known = smallest_known(program, costs, extra_bytes=extra_bytes)
     if known is None:
         raise SolverError("the search found no schedule of this program at all")
@@ -64,8 +73,8 @@ def smallest_budget(
         target = (low + report.peak_bytes) // 2
         search = Search(program, costs, target, solver, left / 2, gap=0.99, extra_bytes=extra_bytes)
         try:
-            found = search.run()
-            schedule, report = found.schedule, found.report
+            lower = search.run()
+            schedule, report = lower.schedule, lower.report
         except InfeasibleError as error:
             low = target
             if error.proven:
@@ -92,26 +101,33 @@ def pareto(
     solver: str = "HIGHS",
     time_limit_seconds: float = 60.0,
     gap: float = 0.01,
+    strategy: str = "milp",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Point, ...]:
     """A plan for every budget, the smallest budget first: each plan is where the next one starts.
 
     Args:
+        strategy: ``milp`` or ``heuristic``.
         time_limit_seconds: wall seconds for each budget.
         progress: called with how many budgets are done and how many there are.
     """
     points: list[Point] = []
-    start: Schedule | None = None
+    last: Plan | None = None
     for done, budget in enumerate(sorted(budgets_bytes)):
         if progress is not None:
             progress(done, len(budgets_bytes))
-        search = Search(program, costs, budget, solver, time_limit_seconds, gap, extra_bytes=extra_bytes, start=start)
+        start: dict[str, Any] = {"start": last.schedule} if last is not None and strategy == "milp" else {}
         try:
-            found: Plan | None = search.run()
+            found: Plan | None = plan(
+                program, costs, budget, solver=solver, time_limit_seconds=time_limit_seconds, gap=gap,
+                strategy=strategy, extra_bytes=extra_bytes, **start,
+            )  # fmt: skip
         except (InfeasibleError, SolverError):
             found = None
         if found is not None:
-            start = found.schedule
+            if last is not None and last.report.seconds < found.report.seconds:
+                found = replace(found, schedule=last.schedule, report=last.report)
+            last = found
         points.append(Point(budget, found))
     return tuple(points)
 

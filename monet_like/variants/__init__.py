@@ -17,6 +17,7 @@ from . import (
     linear,
     linear_cross_entropy,
     low_precision,
+    offload,
     pooling,
     relu,
 )
@@ -38,6 +39,7 @@ OFFERS: tuple[Offer, ...] = (
     batch_norm.offer_backward,
     linear_cross_entropy.offer,
     low_precision.offer,
+    offload.offer,
 )
 
 

@@ -54,9 +54,10 @@ class Editor:
             if ways[0].calls[-1].op in ops:
                 yield index, ways[0], ways[0].calls[-1]
 
-    def value(self, name: str, kind: Any, meta: TensorMeta) -> int:
-        """A new value with a storage of its own."""
-        self.values.append(Value(name, meta.storage_bytes, kind, str(meta)))
+    def value(self, name: str, kind: Any, meta: TensorMeta, *, on_host: bool = False) -> int:
+        """A new value with a storage of its own, ``on_host`` where no budget counts it."""
+        on_device, host = (0, meta.storage_bytes) if on_host else (meta.storage_bytes, 0)
+        self.values.append(Value(name, on_device, kind, str(meta), host))
         self.metas.append(meta)
         return len(self.values) - 1
 
@@ -227,8 +228,14 @@ def renamed(leaf: Any, names: Mapping[Ref, Ref]) -> Any:
 Offer = Callable[[Editor], None]
 
 
-def like(meta: TensorMeta, *, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None) -> TensorMeta:
-    """A dense tensor on the device of ``meta``; with another dtype, or flat with another shape."""
+def like(
+    meta: TensorMeta,
+    *,
+    dtype: torch.dtype | None = None,
+    shape: Sequence[int] | None = None,
+    device: torch.device | None = None,
+) -> TensorMeta:
+    """A dense tensor; with another dtype, or flat with another shape, or on another device than ``meta``."""
     dtype = dtype or meta.dtype
     if shape is None:
         shape, stride = meta.shape, meta.stride
@@ -238,4 +245,4 @@ def like(meta: TensorMeta, *, dtype: torch.dtype | None = None, shape: Sequence[
         stride, count = torch.empty(shape, device="meta").stride(), 1
         for extent in shape:
             count *= extent
-    return TensorMeta(dtype, meta.device, tuple(shape), tuple(stride), 0, count * dtype.itemsize)
+    return TensorMeta(dtype, device or meta.device, tuple(shape), tuple(stride), 0, count * dtype.itemsize)

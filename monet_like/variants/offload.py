@@ -1,0 +1,71 @@
+"""Copies on the host of what the backward reads: sent in the forward, fetched in the backward, exact to the bit.
+
+``offload`` admits it. A copy's bytes are the host's (`Value.host_bytes`). The step waits for ``offload.send`` and
+``offload.fetch``. It goes on beside the others: a copy that ``send_start`` begins ends with one of several
+``sent<n>``, which stand n of the forward's tasks after the value's own and hold the value until then; what
+``fetch_start`` begins becomes the value by ``fetched``, at best several slots later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..capture import cost_key
+from ..mode import OFFLOAD
+from ..program import Call, Ref, Task
+from .editor import Editor, like
+
+#: Smaller values are not worth a copy: a page.
+LEAST_BYTES = 4096
+#: Tasks of the forward between a value's maker and the places where its copy may end.
+DISTANCES = (2, 4, 8, 16, 32, 64, 128)
+
+
+def offer(editor: Editor) -> None:
+    """offload: for all values of a page or more that gradients read, but for outputs and casts of parameters."""
+    if OFFLOAD not in editor.words:
+        return
+    places = {task.name: place for place, task in enumerate(editor.tasks)}
+    for value, maker in _read_later(editor):
+        meta, name = editor.metas[value], editor.values[value].name
+        flat = like(meta, dtype=torch.uint8, shape=(meta.storage_bytes,), device=torch.device("cpu"))
+        sending = editor.value(f"{name}.sending", "forward", flat, on_host=True)
+        copy = editor.value(f"{name}.host", "forward", flat, on_host=True)
+        landing = editor.value(f"{name}.landing", "forward", meta)
+        shape = (Ref(copy), meta.shape, meta.stride, meta.dtype, meta.device)
+
+        fetch = Call("monet_like.fetch", shape, (), (Ref(value),))
+        start = Call("monet_like.fetch_start", shape, (), (Ref(landing),))
+        end = Call("monet_like.fetch_end", (Ref(landing),), (), (Ref(value),))
+        price = cost_key((fetch,), editor.metas)  # a copy takes as long whoever waits for it
+        options: dict[str, Any] = {"word": OFFLOAD, "runs": "again"}
+        editor.add(maker, (start,), (landing,), "offload.fetch_start", copies="start", cost=price, **options)
+        editor.add(maker, (end,), (value,), "offload.fetched", copies="end", cost="", overwrites=landing, **options)
+        editor.add(maker, (fetch,), (value,), "offload.fetch", copies="whole", **options)
+
+        send = Call("monet_like.send", (Ref(value),), (), (Ref(copy),))
+        start = Call("monet_like.send_start", (Ref(value),), (), (Ref(sending),))
+        end = Call("monet_like.send_end", (Ref(value), Ref(sending)), (), (Ref(copy),))
+        price = cost_key((send,), editor.metas)
+        options = {"word": OFFLOAD, "runs": "first"}
+        editor.add(maker, (send,), (copy,), "offload.send", copies="whole", **options)
+        editor.add(maker, (start,), (sending,), "offload.send_start", copies="start", cost=price, **options)
+        for distance in DISTANCES:
+            place = places[maker.name] + distance
+            if place < len(editor.tasks):
+                where: dict[str, Any] = {"before": editor.tasks[place], "overwrites": sending, **options}
+                editor.add(maker, (end,), (copy,), f"offload.sent{distance}", copies="end", cost="", **where)
+
+
+def _read_later(editor: Editor) -> Iterator[tuple[int, Task]]:
+    """Values that slots read and that are worth a copy, each with PyTorch's own task that makes it."""
+    for value in sorted({value for ways in editor.slots for way in ways for value in way.reads}):
+        maker = editor.maker(value)
+        if maker is None or maker.writes[0] != value or maker.runs == "again":
+            continue
+        free = value not in editor.captured.program.outputs and not editor.of_parameters(value)
+        if free and editor.values[value].bytes >= LEAST_BYTES and editor.dense(value):
+            yield value, maker
