@@ -364,6 +364,20 @@ def test_fronts_and_the_smallest_budget() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_every_strategy_plans_with_the_word() -> None:
+    """The integer program chooses copies and gives no bound; strategies of others keep and run again, as ever."""
+    model, args = layers(6, 256, 1024)
+    captured = admitted(capture(model, args), "offload")
+    program, costs = captured.program, roofline(captured, DEVICES["cpu"])
+    peak = simulate(program, store_all(program), costs).peak_bytes
+    found = plan(program, costs, int(0.65 * peak), solver="HIGHS", time_limit_seconds=4, gap=0.1)
+    assert found.bound_kind == "none" and "start" in taken(captured, found.schedule)
+    assert found.report == simulate(program, found.schedule, costs)
+    for strategy in ("store_all", "chen_sqrt"):
+        found = plan(program, costs, peak, strategy=strategy)
+        assert set(taken(captured, found.schedule)) == {""}
+
+
 def test_datasheet_rates() -> None:
     """A copy takes its bytes over the link's rate, whoever waits for it; the ends of copies take nothing."""
     model, args = MODELS["layers"]()

@@ -63,13 +63,15 @@ def plan(
             f"and gap ({gap}) at least 0 and less than 1"
         )
     if has_beside(program):
+        prices = PRICES if strategy in ("milp", "heuristic") else (None,)  # the others keep and run again
         rest: dict[str, Any] = {"solver": solver, "gap": gap, "strategy": strategy, "extra_bytes": extra_bytes}
 
         def find(small: Program, priced: Mapping[str, Cost]) -> Plan:
-            share = time_limit_seconds / len(PRICES)
+            share = time_limit_seconds / len(prices)
             return plan(small, priced, budget_bytes, time_limit_seconds=share, progress=progress, **rest, **options)
 
-        return plan_copies(program, costs, budget_bytes, find, extra_bytes, options.pop("start", None))
+        start = options.pop("start", None)
+        return plan_copies(program, costs, budget_bytes, find, prices, extra_bytes=extra_bytes, start=start)
     if strategy == "milp":
         search = Search(
             program, costs, budget_bytes, solver, time_limit_seconds, gap, extra_bytes, progress=progress, **options

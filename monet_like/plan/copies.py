@@ -56,6 +56,8 @@ def plan_copies(
     costs: Mapping[str, Cost],
     budget_bytes: int,
     find: Find,
+    prices: Sequence[float | None] = PRICES,
+    *,
     extra_bytes: int = 0,
     start: Schedule | None = None,
 ) -> Plan:
@@ -63,6 +65,7 @@ def plan_copies(
 
     Args:
         find: plans a program without hidden copies at given costs.
+        prices: as `PRICES`.
         start: a schedule that is taken where nothing faster is found.
 
     Raises:
@@ -75,7 +78,7 @@ def plan_copies(
         best = Plan(start, report, "feasible", found_by="start") if report.peak_bytes <= budget_bytes else None
     failure: InfeasibleError | SolverError | None = None
     seconds: dict[str, float] = {}
-    for price in PRICES:
+    for price in prices:
         small, indices = waiting(program, copies=price is not None)
         priced = {
             key: Cost(cost.seconds * (price or 1.0), cost.workspace_bytes) if key in copying else cost

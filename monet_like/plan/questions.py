@@ -146,6 +146,10 @@ def seconds_per_gigabyte(points: Sequence[Point]) -> tuple[float | None, ...]:
 
 def fits(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule | None:
     """A schedule within the budget if the local search finds one, however slow: the quick answer."""
+    if has_beside(program):
+        small, indices = waiting(program)
+        quick = fits(small, costs, budget_bytes, extra_bytes=extra_bytes)
+        return None if quick is None else numbered(quick, indices)
     schedule = find_start(program, costs, budget_bytes, extra_bytes=extra_bytes)
     if schedule is not None:
         return schedule
