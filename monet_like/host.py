@@ -43,7 +43,7 @@ def send_start(x: Tensor) -> Tensor:
     """As `send`, but the copy is there only after `send_end`; until then ``x`` has to stay."""
     flat = _flat(x)
     if x.device.type == "cuda":
-        host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
+        host = _pinned(flat.numel())
         _copy_beside(host, flat, x.device)
     else:
         host = _mapped(flat.numel())
@@ -87,6 +87,17 @@ def _flat(x: Tensor) -> Tensor:
 
 
 # ---- CUDA ----
+
+
+def _pinned(count: int) -> Tensor:
+    """uint8 [count] of the host's memory that stays where it is, from PyTorch's cache of such memory."""
+    try:
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise MonetError(
+            f"a copy on the host needs {format_bytes(count)} of pinned memory: {str(error).splitlines()[0]}; "
+            "free some of the host's memory, or plan without the mode word offload"
+        ) from None
 
 
 @cache

@@ -47,7 +47,7 @@ class DeviceLimits:
 
 
 #: Bytes a second and direction of a link of 16 lanes: PCI Express 3.0, 4.0 and 5.0, by NVIDIA's datasheets 32, 64 and
-#: 128 GB/s in both; and the share of it that large copies of pinned memory reach.
+#: 128 GB/s in both; and the share of it that large copies of pinned memory are taken to reach.
 PCIE3, PCIE4, PCIE5 = (0.8 * rate for rate in (16e9, 32e9, 64e9))
 
 DEVICES: Mapping[str, DeviceLimits] = {
