@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -32,7 +31,7 @@ from .problem import Problem, read_problem
 from .program import Program
 from .replay import ScheduleWrapper
 from .schedule_file import ScheduleRecord
-from .show import Progress, aligned_table
+from .show import Terminal, aligned_table
 from .simulate import simulate
 from .solve import profile_path, read_profile
 from .units import format_bytes, format_seconds
@@ -83,6 +82,7 @@ def benchmark(
     budget: str | None,
     profile_file: Path | None,
     steps: int,
+    terminal: Terminal | None = None,
     **options: Any,
 ) -> None:
     """Plan a net, compare a step with plain PyTorch's, measure both; exit code 1 if they differ.
@@ -105,8 +105,9 @@ def benchmark(
     )
     store = profile_file or profile_path(problem)
     profile = read_profile(store)
-    console = Console(highlight=False)
-    with Progress() as progress:
+    terminal = terminal or Terminal()
+    console = terminal.console
+    with terminal.progress() as progress:
         ready = prepare(
             problem.request,
             problem.device,
@@ -125,32 +126,59 @@ def benchmark(
     )
     record, example = make_record(problem.request, ready, found, limit), real_example(problem)
     same = same_step(console, problem.request.model, record, example)
-    console.print(_measured(ready, problem, record, example, steps))
+    measured = _measured(ready, problem, record, example, steps)
+    console.print(_told(measured))
+    terminal.result(
+        {
+            "arch": arch,
+            "batch": problem.request.batch,
+            "strategy": problem.request.strategy,
+            "same": same,
+            "planning_seconds": seconds,
+            "measured": [asdict(line) for line in measured],
+        }
+    )
     if not same:
         sys.exit(1)
 
 
-def _measured(ready: Prepared, problem: Problem, record: ScheduleRecord, example: Example, steps: int) -> Table:
-    """Memory and time of plain PyTorch and of the schedule, and what was predicted."""
+@dataclass(frozen=True)
+class Measured:
+    """A measure of plain PyTorch's step and of the schedule's, in bytes or seconds; and the ratio that was predicted."""
+
+    what: str
+    plain: float
+    schedule: float
+    predicted_ratio: float
+
+
+def _measured(
+    ready: Prepared, problem: Problem, record: ScheduleRecord, example: Example, steps: int
+) -> list[Measured]:
+    """Memory without stationary memory, memory in all, and the median of a step's seconds."""
     device, model = problem.device, problem.request.model
     pairs = [(net, example) for net in (model, ScheduleWrapper(model, record, captured=ready.captured))]
     bare, weights = accumulating(ready), weight_bytes(ready)
     apart = simulate(bare.captured.program, record.schedule, ready.costs).peak_bytes - weights
-    table = aligned_table("", "plain PyTorch", "this schedule", "change", "predicted")
+    found = []
     for name, peak, predicted in (
         ("memory without stationary", activation_peak, apart / (bare.plain.peak_bytes - weights)),
         ("memory in all", step_peak, record.peak_bytes / record.plain_peak_bytes),
     ):
-        plain, mine = (peak(net, inputs, device) for net, inputs in pairs)
-        table.add_row(name, format_bytes(plain), format_bytes(mine), _change(mine / plain), _change(predicted))
-    plain_seconds, mine_seconds = step_seconds(pairs, device, steps)
-    table.add_row(
-        "step, median",
-        format_seconds(plain_seconds),
-        format_seconds(mine_seconds),
-        _change(mine_seconds / plain_seconds),
-        _change(record.seconds / record.plain_seconds),
-    )
+        plain, mine = (float(peak(net, inputs, device)) for net, inputs in pairs)
+        found.append(Measured(name, plain, mine, predicted))
+    plain, mine = step_seconds(pairs, device, steps)
+    found.append(Measured("step, median", plain, mine, record.seconds / record.plain_seconds))
+    return found
+
+
+def _told(measured: list[Measured]) -> Table:
+    """For people."""
+    table = aligned_table("", "plain PyTorch", "this schedule", "change", "predicted")
+    for line in measured:
+        amount = format_bytes if line.what.startswith("memory") else format_seconds
+        change = _change(line.schedule / line.plain), _change(line.predicted_ratio)
+        table.add_row(line.what, amount(line.plain), amount(line.schedule), *change)
     return table
 
 

@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .errors import CaptureError
+from .layers import layer_of
 from .marks import Mark, mark_of
 from .program import Call, Program, Ref, Runs, Task, Value, refs
 from .tracing import FlatModule, trace_joint
@@ -113,6 +114,7 @@ class Captured:
         input_gradients: (position among ``inputs``, tensor).
         device: where the program runs.
         marks: of forward values, given by hand.
+        layers: of values that the graph makes, the module in whose call they are made, or whose backward makes them.
         no_dropit: values of the parameters in modules that have a true attribute ``no_dropit``.
         before_variants: the program as captured, where variants have changed it; its values come first in ``metas``.
     """
@@ -132,6 +134,7 @@ class Captured:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     no_dropit: frozenset[int] = frozenset()
     marks: Mapping[int, Mark] = field(default_factory=dict)
+    layers: Mapping[int, str] = field(default_factory=dict)
     before_variants: Program | None = None
 
     @property
@@ -231,6 +234,7 @@ class _Builder:
         self.noises: dict[fx.Node, int] = {}  # CPU dropout: node -> the value that replaces its mask
         self.in_backward = False
         self.marks: dict[int, Mark] = {}
+        self.layers: dict[int, str] = {}
 
     def build(self) -> Captured:
         # The graph holds the casts that autocast made: it must not act on them again.
@@ -297,6 +301,9 @@ class _Builder:
     def _call(self, node: fx.Node) -> None:
         known = len(self.values)
         self._call_unmarked(node)
+        layer = layer_of(node)
+        if layer is not None:
+            self.layers.update((value, layer) for value in range(known, len(self.values)))
         mark = mark_of(node)
         if mark is not None and not self.in_backward:
             self.marks.update((value, mark) for value in range(known, len(self.values)))
@@ -582,6 +589,7 @@ class _Builder:
             input_gradients=tuple(input_gradients),
             device=self.metas[self.parameters[0][1]].device if self.parameters else torch.device("cpu"),
             marks=self.marks,
+            layers=self.layers,
         )
 
     def _update(self, target: Any, node: fx.Node) -> None:

@@ -7,7 +7,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from .precision import autocast_as, in_layout, layout_of
 from .problem import Problem, read_problem
 from .replay import ScheduleWrapper, device_of
 from .schedule_file import ScheduleRecord
-from .show import aligned_table
+from .show import Terminal, aligned_table
 from .solve import SOLUTIONS
 from .units import format_bytes, format_seconds
 
@@ -39,7 +39,14 @@ SHAKEN = 4
 
 
 def check(
-    *, solution_file: Path | None, check_runtime: bool, check_diff: bool, run_bs: bool, steps: int, **options: Any
+    *,
+    solution_file: Path | None,
+    check_runtime: bool,
+    check_diff: bool,
+    run_bs: bool,
+    steps: int,
+    terminal: Terminal | None = None,
+    **options: Any,
 ) -> None:
     """Run the checks that were asked for; exit code 1 if one of them fails.
 
@@ -55,15 +62,20 @@ def check(
     record = ScheduleRecord.load(path)
     model = problem.spec.module
     example = real_example(problem)
-    console = Console(highlight=False)
+    terminal = terminal or Terminal()
+    console, found = terminal.console, dict[str, Any]()
     good = True
     with autocast_as(problem.request.autocast, problem.device):
         if check_diff:
-            good &= same_step(console, model, record, example)
+            good = found["check_diff"] = same_step(console, model, record, example)
         if run_bs:
-            good &= _fits(console, model, record, example, problem.device)
+            peak = _measured_peak(console, model, record, example, problem.device)
+            fitted = peak <= record.budget_bytes
+            good &= fitted
+            found["run_bs"] = {"fitted": fitted, "peak_bytes": peak, "predicted_bytes": record.peak_bytes}
         if check_runtime:
-            _runtime(console, model, record, example, problem.device, steps)
+            found["check_runtime"] = _runtime(console, model, record, example, problem.device, steps)
+    terminal.result(found)
     if not good:
         sys.exit(1)
 
@@ -85,7 +97,7 @@ def real_example(problem: Problem) -> Example:
     return args, kwargs
 
 
-def train_step(model: nn.Module, example: Example) -> list[torch.Tensor]:
+def train_step(model: Callable[..., Any], example: Example) -> list[torch.Tensor]:
     """One forward and backward; the loss is the mean of the squares of all floating outputs."""
     outputs = [t for t in pytree.tree_leaves(model(*example[0], **example[1])) if isinstance(t, torch.Tensor)]
     trained = [t for t in outputs if t.requires_grad]
@@ -170,33 +182,34 @@ def difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
 def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:
     """Peak of a whole step: what exists before it, and the rise above that."""
     model.zero_grad(set_to_none=True)
-    resident = [
-        *model.parameters(),
-        *model.buffers(),
-        *(t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor)),
-    ]
-    return sum(t.untyped_storage().nbytes() for t in resident) + allocated_peak(
-        lambda: train_step(model, example), device
-    )
+    return resident_bytes(model, example) + allocated_peak(lambda: train_step(model, example), device)
 
 
-def _fits(console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device) -> bool:
+def resident_bytes(model: nn.Module, example: Example) -> int:
+    """Bytes that exist before a step: parameters, buffers and inputs."""
+    inputs = (t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor))
+    return sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), *inputs))
+
+
+def _measured_peak(
+    console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device
+) -> int:
     wrapped = ScheduleWrapper(copy.deepcopy(model), record)
     started = time.perf_counter()
     peak = step_peak(wrapped, example, device) + record.optimizer_bytes
     seconds = time.perf_counter() - started
-    fitted = peak <= record.budget_bytes
     console.print(
         f"one step: peak {format_bytes(peak)} ({peak} bytes), predicted {format_bytes(record.peak_bytes)}, "
         f"budget {format_bytes(record.budget_bytes)}, {format_seconds(seconds)} with memory measured"
     )
-    console.print(f"run_bs: {'fitted' if fitted else 'did not fit'}")
-    return fitted
+    console.print(f"run_bs: {'fitted' if peak <= record.budget_bytes else 'did not fit'}")
+    return peak
 
 
 def _runtime(
     console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device, steps: int
-) -> None:
+) -> dict[str, dict[str, float]]:
+    """Prints and returns measured step times and peaks."""
     plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
     peaks = [step_peak(candidate, example, device) for candidate in (plain, wrapped)]
     medians = step_seconds([(plain, example), (wrapped, example)], device, steps)
@@ -212,6 +225,10 @@ def _runtime(
         f"check_runtime: {100 * (medians[1] / medians[0] - 1):+.1f} % time, {100 * (peaks[1] / peaks[0] - 1):+.1f} % memory, "
         f"medians of {steps} alternating steps"
     )
+    return {
+        name: {"seconds": median, "predicted_seconds": seconds, "peak_bytes": measured, "predicted_bytes": peak}
+        for (name, seconds, peak), median, measured in zip(rows, medians, peaks, strict=True)
+    }
 
 
 def step_seconds(runs: Sequence[tuple[nn.Module, Example]], device: torch.device, steps: int) -> list[float]:

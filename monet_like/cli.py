@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import __version__
 from .errors import MonetError, UsageError
+
+if TYPE_CHECKING:
+    from .show import Terminal
 
 _CONTEXT: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
@@ -62,6 +65,22 @@ def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
 _dtype = click.option(
     "--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16."
 )
+
+
+def _speaking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--json and --quiet, handed over as one ``terminal``."""
+
+    @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, for programs.  [default: off]")
+    @click.option("--quiet", is_flag=True, help="No words and no progress, only errors.  [default: off]")
+    @functools.wraps(function)
+    def speaking(*, as_json: bool, quiet: bool, **options: Any) -> Any:
+        from .show import Terminal
+
+        return function(terminal=Terminal(as_json=as_json, quiet=quiet), **options)
+
+    return speaking
+
+
 _precision = _options(
     _dtype,
     click.option(
@@ -135,6 +154,7 @@ _problem = _options(
     type=click.Path(path_type=Path),
     help="Schedule file to write, such as mine.pkl.  [default: solutions/solution_NAME_BATCH_MODE_BUDGET.pkl]",
 )
+@_speaking
 def solve_command(**options: Any) -> None:
     """Find the fastest training step of MODEL at BATCH that fits BUDGET (GB), and write a schedule file.
 
@@ -178,6 +198,7 @@ def solve_command(**options: Any) -> None:
 @click.option(
     "--steps", type=int, default=5, show_default=True, help="Timed steps of each kind in --check-runtime, such as 20."
 )
+@_speaking
 def schedule_command(**options: Any) -> None:
     """Check a schedule by running it: --check-runtime, --check-diff or --run-bs.
 
@@ -221,6 +242,7 @@ _files = _options(
     "[default: all]",
 )
 @_files
+@_speaking
 def compare_command(**options: Any) -> None:
     """Step time of every strategy at every one of BUDGETS (GB, or % of plain PyTorch's peak), by one simulator.
 
@@ -240,6 +262,7 @@ def compare_command(**options: Any) -> None:
 @click.option("--points", type=int, default=8, show_default=True, help="How many budgets, evenly spread.")
 @click.option("--budgets", default="", help="These instead, such as 10,8,6 or 80%,60%.")
 @_files
+@_speaking
 def pareto_command(**options: Any) -> None:
     """The time-memory front of a model, and what each further GB would buy.
 
@@ -256,6 +279,7 @@ def pareto_command(**options: Any) -> None:
 @click.argument("model")
 @click.argument("batch")
 @_exploring
+@_speaking
 def smallest_command(**options: Any) -> None:
     """The smallest budget that is feasible: the lowest peak found, and what is proven.
 
@@ -272,6 +296,7 @@ def smallest_command(**options: Any) -> None:
 @click.argument("model")
 @click.argument("budget")
 @_exploring
+@_speaking
 def largest_batch_command(**options: Any) -> None:
     """The largest batch for which a schedule within BUDGET (GB) is found.
 
@@ -298,6 +323,7 @@ def largest_batch_command(**options: Any) -> None:
 )
 @_files
 @click.option("--out", type=click.Path(path_type=Path), help="Schedule file to write.  [default: as for solve]")
+@_speaking
 def tune_command(**options: Any) -> None:
     """The batch and schedule with the highest throughput (samples/s) within BUDGET (GB); writes the schedule.
 
@@ -332,6 +358,7 @@ def tune_command(**options: Any) -> None:
 @_time_limit
 @click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of each kind, such as 20.")
 @_dtype
+@_speaking
 def benchmark_command(**options: Any) -> None:
     """OGC's benchmark: plan a net, compare a step with plain PyTorch's, measure memory and time of both.
 
@@ -347,8 +374,8 @@ def benchmark_command(**options: Any) -> None:
 
 @main.command("inspect", cls=_Command, context_settings=_CONTEXT)
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.  [default: off]")
-def inspect_command(file: Path, as_json: bool) -> None:
+@_speaking
+def inspect_command(file: Path, terminal: Terminal) -> None:
     """Print what a schedule FILE was made for, what it promises and what it does.
 
     \b
@@ -356,16 +383,61 @@ def inspect_command(file: Path, as_json: bool) -> None:
       monet-like inspect solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl
     """
     from .schedule_file import ScheduleRecord
-
-    record = ScheduleRecord.load(file)
-    if as_json:
-        from dataclasses import asdict
-
-        click.echo(json.dumps(asdict(record)))
-        return
     from .show import show_record
 
-    show_record(record)
+    show_record(terminal, ScheduleRecord.load(file))
+
+
+@main.command("report", cls=_Command, context_settings=_CONTEXT)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--model",
+    help="MODEL that FILE was solved for, such as net.py:make_model.  [default: what FILE says, where that is a net of torchvision "
+    "or of this package]",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Page to write, such as mine.html.  [default: FILE with .html]"
+)
+@click.option("--png", is_flag=True, help="Every picture also as a PNG beside the page.  [default: off]")
+@click.option(
+    "--front",
+    type=click.Choice(["off", "quick", "full"]),
+    default="quick",
+    show_default=True,
+    help="The time-memory front: none, by the strategies that need no solver, or by all of them.",
+)
+@click.option(
+    "--live", is_flag=True, help="Run a real step, and draw its memory beside what was predicted.  [default: off]"
+)
+@click.option("--device", default="auto", show_default=True, help="Where to measure and to run: auto, cpu, cuda:1.")
+@click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(path_type=Path),
+    help="Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or solve's own profile]",
+)
+@click.option(
+    "--time-limit",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="Wall seconds for each plan of --front full, such as 120.",
+)
+@_speaking
+def report_command(**options: Any) -> None:
+    """Draw a schedule FILE: one page for a browser, with everything in it, that needs no network.
+
+    Memory over the step beside plain PyTorch's; where it lies, layer by layer; what runs again and what that costs; what
+    other strategies would do; every run in a table to search. Needs pip install 'monet_like[plots]'.
+
+    \b
+    Examples:
+      monet-like report solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl --png
+      monet-like report mine.pkl --model net.py:make_model --front off --live
+    """
+    from .report import report
+
+    report(**options)
 
 
 @main.command("doctor", cls=_Command, context_settings=_CONTEXT)

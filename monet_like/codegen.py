@@ -33,15 +33,19 @@ class Block:
 
 
 def compile_block(
-    block: Block, name: str, functions: Mapping[str, Callable[..., Any]] | None = None
+    block: Block,
+    name: str,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Callable[[list[Any]], tuple[tuple[Any, ...], list[Any]]]:
     """The function of a block: ``function(list) -> (results, carried)``.
 
     Args:
         name: appears in tracebacks.
         functions: what is called for operators of these names; PyTorch's own for all others.
+        before: called before every task.
     """
-    writer = _Writer(functions or {})
+    writer = _Writer(functions or {}, before)
     writer.unpack(block.takes)
     results = writer.block(block)
     listed = ", ".join(results) + ("," if len(results) == 1 else "")
@@ -50,14 +54,17 @@ def compile_block(
 
 
 def compile_chain(
-    blocks: Sequence[Block], name: str, functions: Mapping[str, Callable[..., Any]] | None = None
+    blocks: Sequence[Block],
+    name: str,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Callable[[list[Any]], Iterator[list[Any]]]:
     """Blocks, each of which takes what the one before it carries, as one generator function.
 
     ``function(list)`` runs a block whenever it is asked for the next list: that of the block's results, which the caller
     is to empty. Between two blocks the generator holds what the first carries and nothing else.
     """
-    writer = _Writer(functions or {})
+    writer = _Writer(functions or {}, before)
     writer.unpack(blocks[0].takes if blocks else ())
     for block in blocks:
         results = writer.block(block)
@@ -120,8 +127,8 @@ def _names(values: Sequence[int]) -> str:
 class _Writer:
     """Collects source lines and the constants they mention."""
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        self.functions = functions
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], before: Callable[[], None] | None) -> None:
+        self.functions, self.before = functions, before
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
         self.seen: dict[tuple[str, str], str] = {}
@@ -143,6 +150,8 @@ class _Writer:
             last = {name: place for place, call in enumerate(task.calls) for name in _mentioned(call)}
             # Values that the task reads exist until it ends, as planned; but for one that it takes over and may release.
             early = {f"v{v}" for v in dead if v == task.overwrites}
+            if self.before is not None:
+                self.line(f"{self.constant('before', self.before, key='')}()")
             for place, call in enumerate(task.calls):
                 self.call(call)
                 over = [name for name in _mentioned(call) if last[name] == place]

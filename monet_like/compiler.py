@@ -223,6 +223,12 @@ def _memory_bytes() -> int:
 
 def plain_report(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int) -> Report:
     """The simulator on plain PyTorch's schedule: every operator once, everything kept until its last use."""
+    program, schedule, eager = plain_step(captured, costs)
+    return simulate(program, schedule, eager, extra_bytes=extra_bytes)
+
+
+def plain_step(captured: Captured, costs: Mapping[str, Cost]) -> tuple[Program, Schedule, dict[str, Cost]]:
+    """Plain PyTorch's program and schedule, and what its operators cost there."""
     program = captured.plain
     eager = dict(costs)
     for (weight, *_), (given, *_) in zip(program.slots, program.slots[1:], strict=False):
@@ -232,7 +238,7 @@ def plain_report(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int
                 beside = sum(program.values[v].bytes for v in other.writes)
                 cost = costs[way.cost]
                 eager[way.cost] = replace(cost, workspace_bytes=cost.workspace_bytes + sign * beside)
-    return simulate(program, store_all(program), eager, extra_bytes=extra_bytes)
+    return program, store_all(program), eager
 
 
 def _halves(one: Task, other: Task) -> bool:
@@ -277,8 +283,9 @@ def plan_for(
     *,
     strategy: str | None = None,
     progress: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> Plan:
-    """Plan what was prepared, as the request says; ``strategy`` instead of the request's own."""
+    """Plan what was prepared, as the request says; ``strategy`` instead of the request's own, ``options`` are its."""
     chosen = strategy or request.strategy
     return plan(
         ready.captured.program,
@@ -291,6 +298,7 @@ def plan_for(
         extra_bytes=ready.extra_bytes,
         progress=progress,
         **({"threads": request.threads} if chosen == "milp" else {}),
+        **options,
     )
 
 

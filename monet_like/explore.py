@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress as Bar
-
-from .compiler import Prepared, plan_for, prepare
+from .compiler import Prepared, Request, plan_for, prepare
 from .errors import MonetError, UsageError
 from .files import check_writable
 from .plan import STRATEGIES
 from .plan.questions import Point, pareto, seconds_per_gigabyte, smallest_budget
 from .plan.strategies import check_strategy
 from .problem import Problem, read_problem
-from .show import aligned_table, draw, write_table
+from .show import Terminal, aligned_table, draw, write_table
+from .simulate import Report
 from .solve import profile_path, read_profile
 from .units import format_bytes, format_seconds, parse_bytes
 
 
-def _prepared(profile_file: Path | None, options: dict[str, Any]) -> tuple[Problem, Prepared]:
+def _prepared(terminal: Terminal, profile_file: Path | None, options: dict[str, Any]) -> tuple[Problem, Prepared]:
     """Read the arguments, capture and profile."""
     problem = read_problem(budget="1", **options)
     store = profile_file or profile_path(problem)
     profile = read_profile(store)
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("profile")
+    with terminal.progress() as progress:
         return problem, prepare(
             problem.request,
             problem.device,
             profile=profile,
             save_profile=lambda found: found.save(store),
-            progress=lambda what, done, total: bar.update(
-                task, description=f"profile {what[:40]}", completed=done, total=total
-            ),
+            progress=progress.profiling,
         )
 
 
@@ -62,6 +60,42 @@ def read_budgets(text: str, plain_peak_bytes: int) -> list[int]:
     return found
 
 
+@dataclass(frozen=True)
+class StrategyPoint:
+    """What a strategy found for a budget; ``report`` is None where nothing fits."""
+
+    strategy: str
+    budget_bytes: int
+    report: Report | None
+    planning_seconds: float
+
+
+def strategy_points(
+    ready: Prepared,
+    request: Request,
+    names: Sequence[str],
+    budgets_bytes: Sequence[int],
+    progress: Callable[[str, str, int, int], None],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[StrategyPoint]:
+    """Every strategy at every budget, by one simulator.
+
+    Args:
+        progress: called with a stage's name, what is done, how many are done and how many there are.
+        options: for some strategies, further options.
+    """
+    found = []
+    for done, (name, limit) in enumerate(itertools.product(names, budgets_bytes)):
+        progress("plan", f"{name} at {format_bytes(limit)}", done, len(names) * len(budgets_bytes))
+        started = time.monotonic()
+        try:
+            report = plan_for(ready, request, limit, strategy=name, **(options or {}).get(name, {})).report
+        except MonetError:
+            report = None
+        found.append(StrategyPoint(name, limit, report, time.monotonic() - started))
+    return found
+
+
 def compare(
     *,
     budgets: str,
@@ -69,59 +103,74 @@ def compare(
     profile_file: Path | None,
     csv_file: Path | None,
     plot: Path | None,
+    terminal: Terminal | None = None,
     **options: Any,
 ) -> None:
     """Every strategy at every budget, by one simulator."""
+    terminal = terminal or Terminal()
     names = [name.strip() for name in strategies.split(",") if name.strip()] if strategies else list(STRATEGIES)
     for name in names:
         check_strategy(name)
     for path in (csv_file, plot):
         if path is not None:
             check_writable(path)
-    problem, ready = _prepared(profile_file, options)
+    problem, ready = _prepared(terminal, profile_file, options)
     limits = sorted(read_budgets(budgets, ready.plain.peak_bytes), reverse=True)
-    console, request = Console(highlight=False), problem.request
+    console, request = terminal.console, problem.request
     console.print(_title(problem, ready))
+    with terminal.progress() as progress:
+        points = strategy_points(ready, request, names, limits, progress.at)
     table = aligned_table("strategy", *(format_bytes(limit) for limit in limits))
     rows: list[list[Any]] = []
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("plan", total=len(names) * len(limits))
-        for name in names:
-            cells = []
-            for limit in limits:
-                bar.update(task, description=f"{name} at {format_bytes(limit)}")
-                started = time.monotonic()
-                try:
-                    found = plan_for(ready, request, limit, strategy=name)
-                except MonetError:
-                    cells.append("-")
-                    rows.append([name, limit, "", "", f"{time.monotonic() - started:.2f}"])
-                else:
-                    report = found.report
-                    cells.append(f"{100 * (report.seconds / ready.plain.seconds - 1):+.1f} %")
-                    seconds = f"{time.monotonic() - started:.2f}"
-                    rows.append([name, limit, report.peak_bytes, repr(report.seconds), seconds])
-                bar.advance(task)
-            table.add_row(name, *cells)
+    for name in names:
+        cells = []
+        for point in (point for point in points if point.strategy == name):
+            report, took = point.report, f"{point.planning_seconds:.2f}"
+            if report is None:
+                cells.append("-")
+                rows.append([name, point.budget_bytes, "", "", took])
+            else:
+                cells.append(f"{100 * (report.seconds / ready.plain.seconds - 1):+.1f} %")
+                rows.append([name, point.budget_bytes, report.peak_bytes, repr(report.seconds), took])
+        table.add_row(name, *cells)
     console.print(table)
     console.print("step time against plain PyTorch; -: no schedule that fits", soft_wrap=True)
     write_table(console, csv_file, ["strategy", "budget_bytes", "peak_bytes", "seconds", "planning_seconds"], rows)
+    found = [
+        {
+            "strategy": point.strategy,
+            "budget_bytes": point.budget_bytes,
+            "peak_bytes": point.report.peak_bytes if point.report else None,
+            "seconds": point.report.seconds if point.report else None,
+            "planning_seconds": point.planning_seconds,
+        }
+        for point in points
+    ]
+    terminal.result({**_described(problem, ready), "points": found})
     fronts = {name: [(row[1] / 2**30, float(row[3])) for row in rows if row[0] == name and row[3]] for name in names}
-    _draw(console, plot, fronts, problem, ready)
+    _draw(terminal, plot, fronts, problem, ready)
 
 
 def front(
-    *, points: int, budgets: str, profile_file: Path | None, csv_file: Path | None, plot: Path | None, **options: Any
+    *,
+    points: int,
+    budgets: str,
+    profile_file: Path | None,
+    csv_file: Path | None,
+    plot: Path | None,
+    terminal: Terminal | None = None,
+    **options: Any,
 ) -> None:
     """The time-memory front, and what each further GB buys."""
+    terminal = terminal or Terminal()
     if points < 2:
         raise UsageError(f"--points {points} must be at least 2")
     for path in (csv_file, plot):
         if path is not None:
             check_writable(path)
-    problem, ready = _prepared(profile_file, options)
+    problem, ready = _prepared(terminal, profile_file, options)
     program, costs, request = ready.captured.program, ready.costs, problem.request
-    console = Console(highlight=False)
+    console = terminal.console
     if budgets:
         limits = read_budgets(budgets, ready.plain.peak_bytes)
     else:
@@ -130,8 +179,7 @@ def front(
         ).report.peak_bytes
         most = ready.plain.peak_bytes
         limits = [least + (most - least) * k // (points - 1) for k in range(points)]
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("plan", total=len(limits))
+    with terminal.progress() as progress:
         found = pareto(
             program,
             costs,
@@ -140,7 +188,7 @@ def front(
             solver=request.solver,
             time_limit_seconds=request.time_limit_seconds,
             gap=request.gap,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=lambda done, total: progress.at("plan", format_bytes(sorted(limits)[done]), done, total),
         )
     console.print(_title(problem, ready))
     table = aligned_table("budget", "peak", "step", "overhead", "gap", "1 GB more saves")
@@ -161,7 +209,18 @@ def front(
         rows.append([point.budget_bytes, report.peak_bytes, repr(report.seconds), repr(point.plan.bound_seconds)])
     console.print(table)
     write_table(console, csv_file, ["budget_bytes", "peak_bytes", "seconds", "bound_seconds"], rows)
-    _draw(console, plot, {"monet_like": [(row[0] / 2**30, float(row[2])) for row in rows]}, problem, ready)
+    listed = [
+        {
+            "budget_bytes": point.budget_bytes,
+            "peak_bytes": point.plan.report.peak_bytes if point.plan else None,
+            "seconds": point.plan.report.seconds if point.plan else None,
+            "bound_seconds": point.plan.bound_seconds if point.plan and point.plan.bound_kind != "none" else None,
+            "seconds_saved_per_gigabyte": saved,
+        }
+        for point, saved in zip(found, seconds_per_gigabyte(found), strict=True)
+    ]
+    terminal.result({**_described(problem, ready), "points": listed})
+    _draw(terminal, plot, {"monet_like": [(row[0] / 2**30, float(row[2])) for row in rows]}, problem, ready)
 
 
 def _gap(point: Point) -> str:
@@ -171,9 +230,10 @@ def _gap(point: Point) -> str:
     return f"{100 * point.plan.gap:.1f} %" + ("" if point.plan.bound_kind == "unrestricted" else " restricted")
 
 
-def smallest(*, profile_file: Path | None, **options: Any) -> None:
+def smallest(*, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> None:
     """The smallest budget that is feasible, from both sides."""
-    problem, ready = _prepared(profile_file, options)
+    terminal = terminal or Terminal()
+    problem, ready = _prepared(terminal, profile_file, options)
     request = problem.request
     found = smallest_budget(
         ready.captured.program,
@@ -182,7 +242,7 @@ def smallest(*, profile_file: Path | None, **options: Any) -> None:
         solver=request.solver,
         time_limit_seconds=request.time_limit_seconds,
     )
-    console = Console(highlight=False)
+    console = terminal.console
     console.print(_title(problem, ready))
     table = aligned_table()
     table.add_row(
@@ -191,6 +251,27 @@ def smallest(*, profile_file: Path | None, **options: Any) -> None:
     table.add_row("its step", f"{format_seconds(found.report.seconds)}")
     table.add_row("proven minimum", f"not below {format_bytes(found.proven_bytes)} ({found.proven_bytes} bytes)")
     console.print(table)
+    terminal.result(
+        {
+            **_described(problem, ready),
+            "peak_bytes": found.report.peak_bytes,
+            "seconds": found.report.seconds,
+            "proven_bytes": found.proven_bytes,
+            "peak_step": found.step,
+        }
+    )
+
+
+def _described(problem: Problem, ready: Prepared) -> dict[str, Any]:
+    """What was asked about, for programs."""
+    return {
+        "model": problem.request.expression,
+        "batch": problem.request.batch,
+        "mode": problem.request.mode,
+        "device": ready.profile.device,
+        "plain_peak_bytes": ready.plain.peak_bytes,
+        "plain_seconds": ready.plain.seconds,
+    }
 
 
 def _title(problem: Problem, ready: Prepared) -> str:
@@ -202,7 +283,7 @@ def _title(problem: Problem, ready: Prepared) -> str:
 
 
 def _draw(
-    console: Console,
+    terminal: Terminal,
     path: Path | None,
     fronts: dict[str, list[tuple[float, float]]],
     problem: Problem,
@@ -211,4 +292,4 @@ def _draw(
     """Step time over memory, a line for each front."""
     plain = ready.plain.peak_bytes / 2**30, ready.plain.seconds
     labels = "memory budget, GB", "step, predicted seconds"
-    draw(console, path, _title(problem, ready), fronts, labels, {"plain PyTorch": plain})
+    draw(terminal.console, path, _title(problem, ready), fronts, labels, {"plain PyTorch": plain})

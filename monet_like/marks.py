@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch.fx.traceback
 from torch import fx, nn
 
 from .errors import UsageError
+from .layers import in_modules
 
 #: A kind, and which of the marks of that kind it is.
 Mark = tuple[str, int]
@@ -53,29 +53,9 @@ def _active(kind: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def marked_modules() -> Iterator[None]:
+def marked_modules() -> contextlib.AbstractContextManager[None]:
     """Calls of marked modules are marked; for tracing."""
-    entered: list[contextlib.AbstractContextManager[None]] = []
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        if kind := module.__dict__.get(_ATTRIBUTE):
-            entered.append(_active(kind))
-            entered[-1].__enter__()
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        if _ATTRIBUTE in module.__dict__:
-            entered.pop().__exit__(None, None, None)
-
-    hooks = (
-        nn.modules.module.register_module_forward_pre_hook(enter),
-        nn.modules.module.register_module_forward_hook(leave, always_call=True),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return in_modules(lambda module: _active(kind) if (kind := module.__dict__.get(_ATTRIBUTE)) else None)
 
 
 def mark_of(node: fx.Node) -> Mark | None:

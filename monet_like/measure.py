@@ -12,6 +12,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library writes
 
 import torch
 
+#: What marks are called among the profiler's events.
+_MARK = "monet_like.mark"
+
 
 def allocated_peak(function: Callable[[], Any], device: torch.device) -> int:
     """Bytes by which allocations rise above where they stood, at most, while ``function`` runs.
@@ -19,24 +22,56 @@ def allocated_peak(function: Callable[[], Any], device: torch.device) -> int:
     On CUDA the caching allocator's own counter; on a CPU every allocation and release that PyTorch's allocator
     reports, operator temporaries included. The function runs once and its result is dropped.
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return max(allocated_peaks(lambda _: function(), device))
+
+
+def allocated_peaks(function: Callable[[Callable[[], None]], Any], device: torch.device) -> list[int]:
+    """As `allocated_peak`, for every stretch by itself.
+
+    Args:
+        function: called with a function that ends one stretch and begins the next.
+
+    Returns:
+        One more than there were marks: bytes above where they stood when the first stretch began.
+    """
+    return _cuda_peaks(function, device) if device.type == "cuda" else _cpu_peaks(function)
+
+
+def _cuda_peaks(function: Callable[[Callable[[], None]], Any], device: torch.device) -> list[int]:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    peaks: list[int] = []
+
+    def mark() -> None:  # blocks are handed out when an operator is called, so there is nothing to wait for
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        function()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+
+    function(mark)
+    torch.cuda.synchronize(device)
+    mark()
+    return peaks
+
+
+def _cpu_peaks(function: Callable[[Callable[[], None]], Any]) -> list[int]:
+    def mark() -> None:
+        with torch.profiler.record_function(_MARK):
+            pass
+
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        function()
-    peak = level = 0
+        function(mark)
     kineto = profile.profiler
     assert kineto is not None and kineto.kineto_results is not None
-    events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in kineto.kineto_results.events() if e.name() in ("[memory]", _MARK)]
+    peaks, level = [0], 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        level += event.nbytes()
-        peak = max(peak, level)
-    return peak
+        if event.name() == _MARK:
+            peaks.append(level)
+        else:
+            level += event.nbytes()
+            peaks[-1] = max(peaks[-1], level)
+    return peaks
 
 
 def seconds_of(

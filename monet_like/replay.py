@@ -117,9 +117,7 @@ class ScheduleWrapper(nn.Module):
         if input_shape is not None:
             _check_shapes(record, input_shape)
         if example is None:
-            with fake_mode():
-                tensors = tuple(_empty(spec, device_of(model)) for spec in record.inputs)
-            example = (tensors, {})
+            example = example_of(record, device_of(model))
         if model.training:
             leaves, spec = pytree.tree_flatten(example)
             args, kwargs = example
@@ -208,8 +206,7 @@ class ScheduleWrapper(nn.Module):
             raise ScheduleFileError(reason)
         if captured is None:
             captured = admitted(capture(self._model, args, kwargs), record.mode, ablation=record.ablation)
-        _check_program(record, captured.program, type(self._model).__name__)
-        _check_schedule(record, captured.program)
+        check_program(record, captured.program, type(self._model).__name__)
         return record, captured
 
     def train(self, mode: bool = True) -> ScheduleWrapper:
@@ -251,6 +248,16 @@ def check_backend(backend: str, device: torch.device) -> None:
 def device_of(module: nn.Module) -> torch.device:
     """Where a module's parameters are; the CPU if it has none."""
     return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def example_of(record: ScheduleRecord, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fake inputs of the shapes that a schedule was solved for, as (args, kwargs).
+
+    Raises:
+        ScheduleFileError: they are of a dtype or layout that is not known here.
+    """
+    with fake_mode():
+        return tuple(_empty(spec, device) for spec in record.inputs), {}
 
 
 def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
@@ -338,7 +345,12 @@ def _under(autocast: str) -> str:
     return f"under autocast to {autocast}" if autocast else "without autocast"
 
 
-def _check_program(record: ScheduleRecord, program: Program, name: str) -> None:
+def check_program(record: ScheduleRecord, program: Program, name: str) -> None:
+    """Whether a schedule is of this program, and can be followed, before a single operator runs.
+
+    Raises:
+        ScheduleFileError: it is of another one, or breaks its rules.
+    """
     if program.fingerprint != record.fingerprint:
         made = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
         raise ScheduleFileError(
@@ -346,10 +358,6 @@ def _check_program(record: ScheduleRecord, program: Program, name: str) -> None:
             f"with PyTorch {torch.__version__}; use the same model, frozen parameters, train/eval flags, precision and "
             "version, or solve again"
         )
-
-
-def _check_schedule(record: ScheduleRecord, program: Program) -> None:
-    """The simulator must be able to follow the schedule before a single operator runs."""
     try:
         simulate(program, record.schedule, Free())
     except ScheduleError as error:

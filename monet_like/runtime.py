@@ -47,6 +47,7 @@ class Step:
     Args:
         fuse_within_bytes: have Inductor compile pieces with which the step stays within this or, if that is more,
             within what the schedule's values take. None: compile none.
+        watch: called before every task; not for what Inductor compiles.
 
     Attributes:
         parameter_slots, buffer_slots: (dict, key) where the module keeps the captured tensors.
@@ -61,7 +62,13 @@ class Step:
     buffer_slots: Sequence[tuple[dict[str, Any], str]] = ()
     fused: Fused | None = None
 
-    def __init__(self, captured: Captured, schedule: Schedule, fuse_within_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        schedule: Schedule,
+        fuse_within_bytes: int | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
         self.captured = captured
         program = captured.program
         self.residents = (
@@ -85,8 +92,8 @@ class Step:
             before, peak = _existing(captured, schedule)
             self.fused = fuse(captured, blocks, before, max(fuse_within_bytes, peak))
             blocks, functions = list(self.fused.blocks), self.fused.functions
-        self.forward = compile_block(blocks[0], "forward", functions)
-        self.backward = compile_chain(blocks[1:], "backward", functions)
+        self.forward = compile_block(blocks[0], "forward", functions, watch)
+        self.backward = compile_chain(blocks[1:], "backward", functions, watch)
         self.segments = tuple(
             Segment(
                 tuple(index for kind, index, _ in gradients if kind == "parameter"),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import click
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 from .errors import UsageError
 from .files import write_atomically
@@ -25,24 +30,58 @@ if TYPE_CHECKING:
     from .problem import Problem
 
 
-class Progress:
-    """A bar while profiling, a line while planning; both on stderr, silent where it is not a terminal."""
+#: Columns where nothing says how wide the output is: a file or a pipe.
+_WIDTH = 160
 
-    def __init__(self) -> None:
+
+class Terminal:
+    """Where a command's words go.
+
+    Args:
+        as_json: nothing but one JSON object on stdout, at the end.
+        quiet: nothing on stdout, and no progress; errors are still told.
+
+    Attributes:
+        console: for people; silent in either case. Without colours where it is not a terminal.
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json, self.quiet = as_json, quiet
+        narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+        self.console = Console(
+            highlight=False, markup=False, quiet=as_json or quiet, width=None if narrow else _WIDTH
+        )  # no markup: names come from files and models
+
+    def progress(self) -> Progress:
+        """A bar on stderr for as long as a ``with`` statement lasts."""
+        return Progress(quiet=self.quiet)
+
+    def result(self, content: Mapping[str, Any]) -> None:
+        """What the command found, for programs."""
+        if self.as_json:
+            click.echo(json.dumps(content))
+
+
+class Progress:
+    """A bar for each stage, on stderr; silent where that is not a terminal."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
         self.bar = Bar(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(28),
+            TextColumn("{task.fields[count]}", justify="right"),
             TimeElapsedColumn(),
+            TextColumn("{task.fields[what]}", markup=False, style="dim"),
             console=Console(stderr=True),
             transient=True,
+            disable=quiet or not sys.stderr.isatty(),
         )
-        self.profile: Any = None
-        self.plan: Any = None
+        self.stage, self.task = "", TaskID(0)
 
     def __enter__(self) -> Progress:
         self.bar.start()
+        self.at("capture")
         return self
 
     def __exit__(
@@ -50,17 +89,22 @@ class Progress:
     ) -> None:
         self.bar.stop()
 
+    def at(self, stage: str, what: str = "", done: int | None = None, total: int | None = None) -> None:
+        """The stage that work is at, and at what in it; the stage before is done."""
+        if stage != self.stage:
+            if self.stage:
+                self.bar.update(self.task, total=1, completed=1, count="", what="")
+            self.stage, self.task = stage, self.bar.add_task(stage, total=total, count="", what="")
+        count = f"{done}/{total}" if total else ""
+        self.bar.update(self.task, completed=done, total=total, count=count, what=what[:60])
+
     def profiling(self, what: str, done: int, total: int) -> None:
         """An operator is about to be measured."""
-        if self.profile is None:
-            self.profile = self.bar.add_task("profile", total=total)
-        self.bar.update(self.profile, completed=done, total=total, description=f"profile {what[:48]}")
+        self.at("profile", what, done, total)
 
     def planning(self, message: str) -> None:
         """The planner has news."""
-        if self.plan is None:
-            self.plan = self.bar.add_task("plan", total=None)
-        self.bar.update(self.plan, description=f"plan {message}")
+        self.at("plan", message)
 
 
 def aligned_table(*columns: str) -> Table:
@@ -71,12 +115,24 @@ def aligned_table(*columns: str) -> Table:
     return table
 
 
-def show_compiled(problem: Problem, compiled: Compiled, path: Path, profile: Path) -> None:
+def show_compiled(terminal: Terminal, problem: Problem, compiled: Compiled, path: Path, profile: Path) -> None:
     """The short table after a solve."""
-    console, record, found = Console(highlight=False), compiled.record, compiled.plan
+    console, record, found = terminal.console, compiled.record, compiled.plan
+    terminal.result(
+        {
+            **summary(record),
+            "peak_step": found.report.peak_step.task,
+            "stage_seconds": dict(compiled.stage_seconds),
+            "schedule_file": str(path),
+            "profile_file": str(profile),
+        }
+    )
     console.print(
-        f"[bold]{escape(record.model)}[/bold], batch {problem.request.batch}, budget {format_bytes(record.budget_bytes)}, "
-        f"{record.mode}{', ablation' if record.ablation else ''}"
+        Text.assemble(
+            (record.model, "bold"),
+            f", batch {problem.request.batch}, budget {format_bytes(record.budget_bytes)}, {record.mode}",
+            ", ablation" if record.ablation else "",
+        )
     )
     table = aligned_table("", "peak", "step", "overhead")
     table.add_row(
@@ -90,8 +146,9 @@ def show_compiled(problem: Problem, compiled: Compiled, path: Path, profile: Pat
     )
     console.print(table)
     details = aligned_table()
-    details.add_row("program", f"{found.columns:,} columns, {found.rows:,} rows")
-    by = "" if found.found_by in ("", found.solver) else f", plan found by {found.found_by}"
+    if found.columns:
+        details.add_row("program", f"{found.columns:,} columns, {found.rows:,} rows")
+    by = "" if found.found_by in ("", record.solver) else f", plan found by {found.found_by}"
     stopped = ", stopped by hand" if found.interrupted else ""
     details.add_row("solver", f"{record.solver}: {record.status}{by}{stopped}")
     details.add_row("incumbent", format_seconds(record.seconds))
@@ -103,6 +160,11 @@ def show_compiled(problem: Problem, compiled: Compiled, path: Path, profile: Pat
     console.print(details)
     console.print(f"wrote {path}", soft_wrap=True)
     console.print(f"profile in {profile}", soft_wrap=True)
+
+
+def summary(record: ScheduleRecord) -> dict[str, Any]:
+    """Everything that a schedule file says but the schedule itself, for programs."""
+    return {name: value for name, value in asdict(record).items() if name != "schedule"}
 
 
 def _bound(record: ScheduleRecord) -> str:
@@ -125,10 +187,10 @@ def _add_counts(table: Table, record: ScheduleRecord) -> None:
     table.add_row("variants", ", ".join(variants) or "none: PyTorch's own operators only")
 
 
-def show_record(record: ScheduleRecord) -> None:
-    """A schedule file for people."""
-    console = Console(highlight=False, markup=False)  # its texts are whatever the file says
-    table = aligned_table()
+def show_record(terminal: Terminal, record: ScheduleRecord) -> None:
+    """A schedule file for people, or whole for programs."""
+    terminal.result(asdict(record))
+    console, table = terminal.console, aligned_table()
     inputs = ", ".join(f"{i.dtype}{list(i.shape)}" for i in record.inputs)
     table.add_row("model", record.model)
     table.add_row("inputs", inputs + (f", autocast {record.autocast}" if record.autocast else ""))

@@ -15,8 +15,9 @@ It shares no code with any planner and needs neither torch nor a solver. Its rul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import ProfileError, ScheduleError
 from .program import FREE, Cost, Program, Task
@@ -100,14 +101,47 @@ def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *,
     Raises:
         ScheduleError: the schedule breaks a rule; says which task and value.
     """
+    found = list(moments(program, schedule, costs, extra_bytes=extra_bytes))
+    steps = tuple(moment.step for moment in found)
+    return Report(
+        peak_bytes=max((step.bytes for step in steps), default=program.resident_bytes + extra_bytes),
+        seconds=sum(step.seconds for step in steps),
+        rerun_seconds=sum(step.seconds for step in steps if step.again),
+        steps=steps,
+        host_bytes=max((moment.host_bytes for moment in found), default=0),
+    )
+
+
+class Moment(NamedTuple):
+    """A step while it runs.
+
+    Its memory is resident bytes, those given as extra, ``alive`` without a value that the task overwrites, what the task
+    writes, and its workspace.
+
+    Attributes:
+        step: what the report says of it.
+        task: what runs.
+        alive: bytes of the values that exist when it begins; the simulator's own, to be read before the next moment.
+        host_bytes: on the host, of what is alive and written.
+    """
+
+    step: Step
+    task: Task
+    alive: dict[int, int]
+    host_bytes: int
+
+
+def moments(
+    program: Program, schedule: Schedule, costs: Mapping[str, Cost], *, extra_bytes: int = 0
+) -> Iterator[Moment]:
+    """Every step of a schedule with what exists then; see `simulate`."""
     runs = _flatten(program, schedule)
     last_read = _last_reads(program, runs)
     values = program.values
     alive: dict[int, int] = {}
     memory = program.resident_bytes + extra_bytes
     engine = _Engine()
-    host = most_host = 0
-    steps: list[Step] = []
+    host = 0
     for index, run in enumerate(runs):
         if index == len(schedule.forward):  # the backward starts: its incoming gradients appear
             alive.update((value, values[value].bytes) for value in program.tangents)
@@ -117,26 +151,19 @@ def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *,
         taken = values[task.overwrites].bytes if task.overwrites is not None else 0
         written = sum(values[value].bytes for value in task.writes)
         seconds = engine.run(task, cost.seconds)
-        steps.append(Step(task.name, run.slot, memory + written + cost.workspace_bytes - taken, seconds, run.again))
+        host -= values[task.overwrites].host_bytes if task.overwrites is not None else 0
+        host += sum(values[value].host_bytes for value in task.writes if value not in alive)
+        step = Step(task.name, run.slot, memory + written + cost.workspace_bytes - taken, seconds, run.again)
+        yield Moment(step, task, alive, host)
         if task.overwrites is not None:
             memory -= alive.pop(task.overwrites)
-            host -= values[task.overwrites].host_bytes
         for value in task.writes:
             memory += values[value].bytes - alive.get(value, 0)
-            host += values[value].host_bytes if value not in alive else 0
             alive[value] = values[value].bytes
-        most_host = max(most_host, host)
         for value in {*task.reads, *task.writes}:
             if value in alive and last_read.get((value, index)) == index:
                 memory -= alive.pop(value)
                 host -= values[value].host_bytes
-    return Report(
-        peak_bytes=max((step.bytes for step in steps), default=memory),
-        seconds=sum(step.seconds for step in steps),
-        rerun_seconds=sum(step.seconds for step in steps if step.again),
-        steps=tuple(steps),
-        host_bytes=most_host,
-    )
 
 
 class _Engine:

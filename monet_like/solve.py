@@ -12,20 +12,21 @@ from .problem import Problem, read_problem
 from .profile_data import Profile
 from .profiler import device_slug
 from .roofline import DEVICES, DeviceLimits
-from .show import Progress, show_compiled
+from .show import Terminal, show_compiled
 
 SOLUTIONS = Path("solutions")
 
 
-def solve(*, profile_file: Path | None, out: Path | None, **options: Any) -> Compiled:
+def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | None = None, **options: Any) -> Compiled:
     """Read the problem, compile it, print a summary and write the schedule and profile files."""
+    terminal = terminal or Terminal()
     problem = read_problem(**options)
     request = problem.request
     path = out or default_names(problem.spec.name, request, problem.budget_bytes, SOLUTIONS)
     check_writable(path)
     store = profile_file or profile_path(problem)
     profile = read_profile(store)
-    with Progress() as progress:
+    with terminal.progress() as progress:
         compiled = compile_schedule(
             request,
             problem.budget_bytes,
@@ -36,7 +37,7 @@ def solve(*, profile_file: Path | None, out: Path | None, **options: Any) -> Com
             plan_progress=progress.planning,
         )
     compiled.record.save(path)
-    show_compiled(problem, compiled, path, store)
+    show_compiled(terminal, problem, compiled, path, store)
     return compiled
 
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import CaptureError
+from .layers import named_layers
 from .marks import marked_modules
 
 #: Integer and boolean constants up to this size are followed, so that conditions on them can be decided.
@@ -47,7 +48,7 @@ class FlatModule(nn.Module):
         supply = iter(tensors)
         leaves = [next(supply) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with self.tracing_mode, marked_modules():
+        with self.tracing_mode, named_layers(self.model), marked_modules():
             result = self.model(*args, **kwargs)
         flat, self.out_spec = pytree.tree_flatten(result)
         self.out_positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]

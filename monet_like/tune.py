@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 from torch import nn
 
@@ -26,7 +24,7 @@ from .problem import Problem, read_problem
 from .profile_data import Profile
 from .replay import ScheduleWrapper
 from .roofline import DeviceLimits
-from .show import aligned_table, draw, write_table
+from .show import Terminal, aligned_table, draw, write_table
 from .simulate import Report, simulate
 from .solve import SOLUTIONS, profile_path, read_profile
 from .units import format_bytes, format_seconds
@@ -39,14 +37,15 @@ SPAN = 16
 REFINEMENTS = 3
 
 
-def largest_batch(*, budget: str, profile_file: Path | None, **options: Any) -> int:
+def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> int:
     """The largest batch for which the search finds a schedule within a budget: doubling, then halving the step."""
     options["batch"] = "1"
     limits = read_profile(profile_file) if profile_file is not None else None
     if not isinstance(limits, DeviceLimits):
         raise UsageError("largest-batch needs --profile roofline:DEVICE: measuring at every batch would take too long")
     problem = read_problem(budget=budget, **options)
-    batches, console = Batches(problem, limits), Console(highlight=False)
+    terminal = terminal or Terminal()
+    batches, console = Batches(problem, limits), terminal.console
     tried: dict[int, bool] = {}
 
     def fitting(batch: int) -> bool:
@@ -65,6 +64,7 @@ def largest_batch(*, budget: str, profile_file: Path | None, **options: Any) -> 
             low += step
         step //= 2
     console.print(f"largest batch found: {low}")
+    terminal.result({"model": problem.request.expression, "budget_bytes": problem.budget_bytes, "batch": low})
     return low
 
 
@@ -194,6 +194,7 @@ def tune(
     csv_file: Path | None,
     plot: Path | None,
     out: Path | None,
+    terminal: Terminal | None = None,
     **options: Any,
 ) -> Candidate:
     """The batch and schedule with the highest throughput within a budget; writes the schedule file."""
@@ -207,12 +208,12 @@ def tune(
     store = profile_file or profile_path(problem, "batches")
     profile = read_profile(store)
     limits = profile if isinstance(profile, DeviceLimits) else None
-    console = Console(highlight=False)
-    with _bar() as bar:
-        task = bar.add_task("", total=None)
+    terminal = terminal or Terminal()
+    console = terminal.console
+    with terminal.progress() as progress:
 
         def say(what: str, done: int | None = None, total: int | None = None) -> None:
-            bar.update(task, description=what[:60], completed=done, total=total)
+            progress.at("tune", what, done, total)
 
         family = Batches(problem, limits)
         tuner = Tuner(family, say)
@@ -244,20 +245,39 @@ def tune(
     path = out or default_names(problem.spec.name, request, problem.budget_bytes, SOLUTIONS)
     make_record(request, ready, winner.plan, problem.budget_bytes).save(path)
     console.print(f"wrote {path}", soft_wrap=True)
+    terminal.result(_described(problem, tuner, plain, plain_seconds, winner, path))
     star = (plain.batch, plain.batch / plain_seconds) if plain is not None and plain_seconds else None
     _write(console, csv_file, plot, problem, tuner, {c.batch: c for c in candidates}, star)
     return winner
 
 
-def _bar() -> Bar:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    return Bar(*columns, console=Console(stderr=True), transient=True)
+def _described(
+    problem: Problem,
+    tuner: Tuner,
+    plain: Trial | None,
+    plain_seconds: float | None,
+    winner: Candidate,
+    path: Path,
+) -> dict[str, Any]:
+    """What was found, for programs."""
+    limit, rate = problem.budget_bytes, None
+    if plain is not None:
+        rate = plain.batch / plain_seconds if plain_seconds else plain.plain_throughput(limit)
+    return {
+        "model": problem.request.expression,
+        "mode": problem.request.mode,
+        "budget_bytes": limit,
+        "batch": winner.batch,
+        "peak_bytes": winner.plan.report.peak_bytes,
+        "seconds": winner.plan.report.seconds,
+        "measured_seconds": winner.measured_seconds,
+        "measured_bytes": winner.measured_bytes,
+        "samples_per_second": winner.throughput,
+        "plain_batch": plain.batch if plain else None,
+        "plain_samples_per_second": rate,
+        "tried": {batch: trial.throughput for batch, trial in sorted(tuner.trials.items())},
+        "schedule_file": str(path),
+    }
 
 
 def _planned(family: Batches, chosen: Iterable[Trial], say: Callable[[str], None]) -> list[Candidate]:

@@ -27,6 +27,7 @@ from monet_like.cli import (
     main,
     parse_batch,
     parse_shape,
+    report_command,
     schedule_command,
     solve_command,
 )
@@ -431,6 +432,7 @@ COMMANDS = {
     "benchmark": benchmark_command,
     "inspect": inspect_command,
     "doctor": doctor_command,
+    "report": report_command,
 }
 
 

@@ -79,6 +79,35 @@ def build_model(expression: str) -> ModelSpec:
     return ModelSpec(text, name, made.train(), _INPUT_SHAPES.get(name, DEFAULT_INPUT_SHAPE), source)
 
 
+def is_registered(expression: str) -> bool:
+    """Whether ``expression`` names a net of this package or one that torchvision lists, with random weights.
+
+    Building such a one runs no code but theirs and loads nothing, whoever wrote the expression.
+    """
+    text = expression.strip()
+    if text.removesuffix("()") in _OWN:
+        return True
+    try:
+        call = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    names = _dotted(call.func) if isinstance(call, ast.Call) else None
+    if names is None or not isinstance(call, ast.Call) or call.args or any(_loads(word.arg) for word in call.keywords):
+        return False
+    import torchvision
+
+    return (
+        names[:2] == ["torchvision", "models"]
+        and names[-1] in torchvision.models.list_models()
+        and ".".join(names[2:-1]) in ("", "detection", "segmentation", "video")
+    )
+
+
+def _loads(keyword: str | None) -> bool:
+    """Whether an argument of torchvision's builders may download something."""
+    return keyword is None or "weights" in keyword.replace("init_weights", "") or keyword == "pretrained"
+
+
 def _from_dotted(text: str) -> tuple[str, Any]:
     try:
         node = ast.parse(text, mode="eval").body

@@ -1,0 +1,194 @@
+"""What a report shows, as plain data: a step's course run by run, and its memory by kind and by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..capture import Captured
+from ..compiler import kept_values, plain_step
+from ..program import RESIDENT_KINDS, Cost, Program, Task
+from ..schedule import Schedule
+from ..simulate import cost_of, moments
+
+#: Kinds of memory, from the bottom of a stack to its top, and what they are called.
+KINDS: Mapping[str, str] = {
+    "parameters": "parameters and buffers",
+    "optimizer": "optimizer state",
+    "inputs": "inputs",
+    "gradients": "gradients of parameters",
+    "kept": "kept for the backward",
+    "passing": "activations passing by",
+    "recomputed": "recomputed",
+    "backward": "gradients of activations",
+    "workspace": "workspace",
+}
+_PLACE = {kind: place for place, kind in enumerate(KINDS)}
+#: Where memory lies that no module made.
+OUTSIDE = "(inputs and loss)"
+MODEL = "(model)"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a task.
+
+    Attributes:
+        task, operator, variant, layer: names, for people.
+        slot: None in the forward, else the backward slot.
+        again: a forward task run again.
+        begins, seconds: when it starts within the step, and how long it takes.
+        bytes: memory while it runs, by kind, in the order of `KINDS`.
+        made_bytes: what it writes.
+    """
+
+    task: str
+    operator: str
+    variant: str
+    layer: str
+    slot: int | None
+    again: bool
+    begins: float
+    seconds: float
+    bytes: tuple[int, ...]
+    made_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory while it runs: everything the step has allocated."""
+        return sum(self.bytes)
+
+
+@dataclass(frozen=True)
+class Course:
+    """A training step from its first run to its last.
+
+    Attributes:
+        runs: in order.
+        at_peak: memory of the run that needs the most: by layer, then by kind in the order of `KINDS`.
+    """
+
+    runs: tuple[Run, ...]
+    at_peak: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> Run:
+        """The run that needs the most memory, the first of them."""
+        return max(self.runs, key=lambda run: run.total_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(run.seconds for run in self.runs)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the forward has kept for the backward when that starts."""
+        first = next((run for run in self.runs if run.slot is not None), None)
+        return first.bytes[_PLACE["kept"]] if first else 0
+
+
+def layers_of(captured: Captured, program: Program) -> list[str]:
+    """For every value of ``program``, the module it belongs to.
+
+    That is the owner of a parameter or of the parameter whose gradient it is, else the module in whose call the value,
+    or what its maker reads, was made.
+    """
+    known: dict[int, str] = dict(captured.layers)
+    for name, value in (*captured.parameters, *captured.buffers):
+        known[value] = name.rpartition(".")[0]
+    for index, tensor in captured.parameter_gradients:
+        known[tensor.value] = captured.parameters[index][0].rpartition(".")[0]
+    for task in program.every_task():
+        near = next((known[v] for v in (*task.writes, *reversed(task.reads)) if v in known), None)
+        if near is not None:
+            for value in task.writes:
+                known.setdefault(value, near)
+    return [known[v] or MODEL if v in known else OUTSIDE for v in range(len(program.values))]
+
+
+def plain_course(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int) -> Course:
+    """The course of plain PyTorch's step."""
+    program, schedule, eager = plain_step(captured, costs)
+    return course(captured, program, schedule, eager, extra_bytes)
+
+
+def course(
+    captured: Captured, program: Program, schedule: Schedule, costs: Mapping[str, Cost], extra_bytes: int
+) -> Course:
+    """The course of a schedule's step, as the simulator counts it.
+
+    Args:
+        program: of ``captured``: with its variants, or as it was before them.
+    """
+    layers = layers_of(captured, program)
+    values, places = program.values, _places(program, schedule)
+    always = [(layers[v], places[v], value.bytes) for v, value in enumerate(values) if value.kind in RESIDENT_KINDS]
+    always.append((OUTSIDE, _PLACE["optimizer"], extra_bytes))
+    runs: list[Run] = []
+    most, at_peak, begins = -1, always, 0.0
+    for step, task, alive, _ in moments(program, schedule, costs, extra_bytes=extra_bytes):
+        layer = layers[task.writes[0]] if task.writes else OUTSIDE
+        parts = [*always, *((layers[v], places[v], count) for v, count in alive.items() if v != task.overwrites)]
+        if step.again:  # what it makes is no longer what the forward kept
+            places.update((v, _PLACE["recomputed"]) for v in task.writes)
+        parts += [(layers[v], places[v], values[v].bytes) for v in task.writes]
+        parts.append((layer, _PLACE["workspace"], cost_of(task, costs).workspace_bytes))
+        by_kind = [0] * len(KINDS)
+        for _, place, count in parts:
+            by_kind[place] += count
+        made = sum(values[v].bytes for v in task.writes)
+        runs.append(
+            Run(
+                step.task, operator_of(task), task.variant, layer, step.slot, step.again, begins, step.seconds,
+                tuple(by_kind), made,
+            )
+        )  # fmt: skip
+        begins += step.seconds
+        if step.bytes > most:
+            most, at_peak = step.bytes, parts
+    return Course(tuple(runs), _by_layer(at_peak))
+
+
+def _places(program: Program, schedule: Schedule) -> dict[int, int]:
+    """The place among `KINDS` of every value, as the forward makes it."""
+    kept = {*kept_values(program, schedule), *program.outputs}
+    of_kind = {"parameter": "parameters", "buffer": "parameters", "input": "inputs", "backward": "backward"}
+    found = {}
+    for v, value in enumerate(program.values):
+        kind = of_kind.get(value.kind, "kept" if v in kept else "passing")
+        found[v] = _PLACE["gradients" if v in program.gradients else kind]
+    return found
+
+
+def _by_layer(parts: Iterable[tuple[str, int, int]]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, list[int]] = {}
+    for layer, place, count in parts:
+        if count:
+            found.setdefault(layer, [0] * len(KINDS))[place] += count
+    return {layer: tuple(counts) for layer, counts in found.items()}
+
+
+def operator_of(task: Task) -> str:
+    """The operator that a task ends in: ``convolution``, or ``monet_like.batch_norm_again`` for one of ours."""
+    if not task.calls:
+        return ""
+    namespace, _, rest = task.calls[-1].op.partition(".")
+    name = rest.partition(".")[0]
+    return name if namespace in ("aten", "operator") else f"{namespace}.{name}"
+
+
+def groups(layers: Sequence[str], most: int = 44) -> dict[str, str]:
+    """For every layer the group it is shown in: its name cut where at most ``most`` groups remain.
+
+    Args:
+        layers: in the order to be kept.
+    """
+    depth = max((layer.count(".") + 1 for layer in layers), default=1)
+    while depth > 1 and len({_cut(layer, depth) for layer in layers}) > most:
+        depth -= 1
+    return {layer: _cut(layer, depth) for layer in layers}
+
+
+def _cut(layer: str, depth: int) -> str:
+    return ".".join(layer.split(".")[:depth])

@@ -1,0 +1,65 @@
+"""A real step of a schedule, its memory measured at every run of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ..capture import Captured
+from ..check import resident_bytes, train_step
+from ..compiler import Example
+from ..measure import allocated_peaks
+from ..runtime import Step, run_step
+from ..schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Live:
+    """What a real step took.
+
+    Attributes:
+        bytes: the most memory during every run, in the schedule's order; the optimizer's state included.
+        loss_bytes: the most while the loss was computed, between forward and backward.
+        device: where, in words.
+    """
+
+    bytes: tuple[int, ...]
+    loss_bytes: int
+    device: str
+
+
+def live_step(
+    model: nn.Module, captured: Captured, schedule: Schedule, example: Example, extra_bytes: int, device: str
+) -> Live:
+    """Run one training step of ``schedule`` and measure its memory; see `check.train_step`.
+
+    Args:
+        model: what was captured; its gradients are removed.
+        example: real inputs on the model's device.
+        extra_bytes: counted on top, such as optimizer state, which no step allocates.
+    """
+    model.zero_grad(set_to_none=True)
+    parameters: list[torch.Tensor] = [model.get_parameter(name) for name, _ in captured.parameters]
+    buffers = [model.get_buffer(name) for name, _ in captured.buffers]
+    before = resident_bytes(model, example) + extra_bytes
+
+    def step(mark: Callable[[], None]) -> None:
+        compiled = Step(captured, schedule, watch=mark)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            outputs = run_step(compiled, parameters, buffers, inputs)
+            mark()  # here the loss begins
+            return outputs
+
+        train_step(forward, example)
+
+    peaks = [before + peak for peak in allocated_peaks(step, captured.device)]
+    model.zero_grad(set_to_none=True)
+    loss = len(schedule.forward) + 1  # the first stretch is before the first run
+    return Live((*peaks[1:loss], *peaks[loss + 1 :]), peaks[loss], device)
