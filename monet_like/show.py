@@ -249,9 +249,14 @@ def draw(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for name, points in lines.items():
-        if points:
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, linewidth=1.2, label=name)
+    for number, (name, points) in enumerate(lines.items()):
+        if points:  # hollow, and each of its own shape and size: what lies on another is still seen
+            style: dict[str, Any] = {
+                "marker": "osD^v"[number % 5],
+                "markersize": 4 + 2 * (number % 5),
+                "fillstyle": "none",
+            }
+            axes.plot(*zip(*sorted(points), strict=True), linewidth=1.2, label=name, **style)
     for name, point in (stars or {}).items():
         axes.plot(*([extent] for extent in point), "k*", markersize=11, label=name)
     axes.set(xlabel=labels[0], ylabel=labels[1])
