@@ -81,7 +81,10 @@ def main(models: str, shares: str) -> None:
         )
         write_atomically(FOLDER / f"{name}.md", table(name, title, wanted, lines).encode())
     parts = [path.read_text() for path in sorted(FOLDER.glob("*.md")) if path.name != "fronts.md"]
-    head = "# Fronts\n\nStep against plain PyTorch's by budget, in percent of plain PyTorch's peak (`python -m benchmarks.fronts`).\n"
+    head = (
+        "# Fronts\n\nStep against plain PyTorch's at budgets in percent of plain PyTorch's peak; -: no plan was found. What the "
+        "host's memory takes is in the CSV files.\n`python -m benchmarks.fronts --models NAME --shares PERCENTS`\n"
+    )
     write_atomically(FOLDER / "fronts.md", "\n".join([head, *parts]).encode())
 
 
