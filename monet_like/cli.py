@@ -445,7 +445,7 @@ def report_command(**options: Any) -> None:
 def doctor_command(as_json: bool) -> None:
     """Say what this machine has: packages, solvers, compiled kernels, GPUs, memory, the cache.
 
-    Exit status 1 if something that is required is missing or broken, else 0.
+    Exit status 1 if something required is missing or broken, else 0. What only planning needs is not required.
 
     \b
     Example:

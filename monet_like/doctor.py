@@ -23,16 +23,19 @@ State = Literal["ok", "absent", "broken"]
 #: Packages that must be importable, and what for.
 REQUIRED = {
     "torch": "everything",
-    "torchvision": "its models by name",
-    "numpy": "plans",
-    "scipy": "plans",
-    "cvxpy": "solvers other than HiGHS",
-    "networkx": "variants with marks, the strategy ogc",
+    "networkx": "variants",
     "click": "the command line",
     "rich": "the command line",
     "psutil": "memory of the machine",
+}
+#: What is installed with this package, but a machine that only trains can do without.
+EXPECTED = {
+    "torchvision": "its models by name",
+    "numpy": "plans by a solver",
+    "scipy": "plans by a solver",
+    "cvxpy": "solvers other than HiGHS",
     "ninja": "compiling kernels",
-    "packaging": "versions",
+    "packaging": "checking versions",
 }
 #: Packages that something asks for when it is used: what, and how to install it.
 OPTIONAL = {
@@ -136,13 +139,16 @@ def _machine() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     bounds = _bounds()
-    for name, purpose in REQUIRED.items():
+    for name, purpose in (*REQUIRED.items(), *EXPECTED.items()):
+        wanted = f"'{name}{bounds.get(name, '')}'"
+        if name in EXPECTED and find_spec(name) is None:
+            yield Finding("packages", name, "absent", f"not installed (for {purpose})", f"pip install {wanted}")
+            continue
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever a damaged package raises is what the user must see
             reason = str(error).strip().splitlines()
             text = f"{type(error).__name__}: {reason[0] if reason else 'no message'} (for {purpose})"
-            wanted = f"'{name}{bounds.get(name, '')}'"
             yield Finding("packages", name, "broken", text, f"pip install --force-reinstall {wanted}")
             continue
         version = _version(name)
@@ -152,7 +158,7 @@ def _packages() -> Iterator[Finding]:
                 name,
                 "broken",
                 f"{version}, but {bounds[name]} is needed (for {purpose})",
-                f"pip install '{name}{bounds[name]}'",
+                f"pip install {wanted}",
                 {"version": version, "needed": bounds[name]},
             )
             continue
@@ -165,11 +171,11 @@ def _packages() -> Iterator[Finding]:
 
 
 def _version(package: str) -> str:
-    """As the installer knows it; else what the package says of itself."""
+    """As the installer knows it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return str(getattr(sys.modules.get(package), "__version__", "unknown version"))
+        return "unknown version"  # importable, but not installed
 
 
 def _bounds() -> dict[str, str]:
@@ -192,7 +198,7 @@ def _within(version: str, bounds: str) -> bool:
     try:
         return SpecifierSet(bounds).contains(version, prereleases=True)
     except InvalidVersion:
-        return True  # a build of one's own, whose name says nothing
+        return True  # unknown, or a build of one's own, whose name says nothing
 
 
 def _solvers() -> Iterator[Finding]:
@@ -207,7 +213,8 @@ def _solvers() -> Iterator[Finding]:
         else:
             yield Finding("solvers", name, "absent", "not installed", f"pip install {dialect.package}")
     if not installed:
-        yield Finding("solvers", "any", "broken", "no solver is installed", "pip install highspy cylp")
+        text = "no solver is installed: plans by --strategy heuristic only"
+        yield Finding("solvers", "any", "absent", text, "pip install highspy cylp")
 
 
 def _compilers() -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from monet_like import kernels
 from monet_like.cli import main
-from monet_like.doctor import REQUIRED
+from monet_like.doctor import EXPECTED, REQUIRED
 from monet_like.plan.solver_table import DIALECTS
 from monet_like.plan.solvers import installed_solvers
 
@@ -34,7 +34,7 @@ def test_json_tells_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["ok"] is True
     found = findings(result.output)
-    for package in REQUIRED:
+    for package in (*REQUIRED, *EXPECTED):
         assert found["packages", package]["data"] == {"version": metadata.version(package)}
     here = {name for name in DIALECTS if found["solvers", name]["state"] == "ok"}
     assert here == set(installed_solvers()) >= {"HIGHS", "CBC"}
@@ -96,7 +96,26 @@ def test_the_table_ends_with_what_is_broken(tmp_path: Path, monkeypatch: pytest.
     assert result.output.endswith("broken: cache\n")
 
 
+def test_a_machine_that_only_trains_is_not_broken(tmp_path: Path) -> None:
+    """No solver, no cvxpy, no torchvision: nothing is broken, and it is said what is not possible."""
+    lacking = {"cvxpy", "highspy", "cylp", "gurobipy", "pyscipopt", "scipy", "torchvision"}
+    code = (
+        "from importlib.machinery import PathFinder as P; find = P.find_spec; "
+        f"P.find_spec = lambda name, *rest: None if name in {lacking} else find(name, *rest); "
+        "from monet_like.cli import main; main()"
+    )
+    environment = os.environ | {"MONET_LIKE_CACHE": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", code, "doctor", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = findings(done.stdout)
+    absent = {name for (group, name), finding in found.items() if group == "packages" and finding["state"] == "absent"}
+    assert {"cvxpy", "scipy", "torchvision"} <= absent
+    assert found["solvers", "any"]["text"] == "no solver is installed: plans by --strategy heuristic only"
+    assert "pip install 'cvxpy" in found["packages", "cvxpy"]["advice"]
+
+
 def test_required_is_what_the_package_depends_on() -> None:
     """But for the solvers, which are told apart."""
     declared = {re.match(r"[A-Za-z0-9_]+", line).group() for line in metadata.requires("monet_like") if ";" not in line}  # type: ignore[union-attr]
-    assert set(REQUIRED) >= declared - {"cylp", "highspy"}
+    assert set(REQUIRED) | set(EXPECTED) >= declared - {"cylp", "highspy"}
