@@ -125,8 +125,8 @@ def same_step(console: Console, model: nn.Module, record: ScheduleRecord, exampl
             exact = everything_after_a_step(copy.deepcopy(model).double(), _as_double(example))
         rounding = [difference(exact[n], t.double() if t is not None else None) for n, t in mine.items() if sizes[n]]
         for seed in range(SHAKEN):
-            shaken = everything_after_a_step(_shaken(model, seed), example)
-            rounding += [difference(t, shaken[n]) for n, t in mine.items() if sizes[n]]
+            moved = everything_after_a_step(shaken(model, seed), example)
+            rounding += [difference(t, moved[n]) for n, t in mine.items() if sizes[n]]
         largest = max(rounding)
         console.print(
             f"rounding of plain PyTorch itself, against float64 and with weights changed in the last places: {largest:.2e}"
@@ -149,14 +149,14 @@ def everything_after_a_step(model: nn.Module, example: Example) -> dict[str, tor
     return found
 
 
-def _shaken(model: nn.Module, seed: int) -> nn.Module:
+def shaken(model: nn.Module, seed: int) -> nn.Module:
     """A copy whose weights differ by a few units in the last place."""
-    shaken = copy.deepcopy(model)
+    moved = copy.deepcopy(model)
     torch.manual_seed(seed)
     with torch.no_grad():
-        for parameter in shaken.parameters():
+        for parameter in moved.parameters():
             parameter.mul_(1 + 4 * torch.finfo(parameter.dtype).eps * torch.randn_like(parameter))
-    return shaken
+    return moved
 
 
 def _as_double(example: Example) -> Example:

@@ -112,12 +112,13 @@ def resident_peak(function: Callable[[], Any]) -> int:
     """
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
-    before = _status_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     function()
-    return _status_bytes("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """A line of /proc/self/status that is a size, such as VmRSS or VmData (Linux only)."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith(field + ":"):

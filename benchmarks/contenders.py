@@ -1,0 +1,228 @@
+"""Ways to train in less memory, each through its public API on an unmodified model.
+
+A contender is a function from a job and its model to a module that trains alike. `CONTENDERS` says which settings of
+each are measured. What does not work raises, and the suite reports what it said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+
+from benchmarks.work import Job
+from monet_like.compiler import Example
+
+MB = 10**6
+FULL = "inplace_conv_multiway_newnode"
+
+
+class NotApplicableError(Exception):
+    """This contender has no way to run this model; the message says why."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A contender's module.
+
+    Attributes:
+        module: trains as the model does.
+        planning_seconds: that it took to get it, profiles not counted.
+        predicted_bytes, predicted_seconds, plain_seconds: what the planner promises, and for plain PyTorch; 0: nothing.
+        gap: from the bound for all schedules; -1: none proven.
+    """
+
+    module: nn.Module
+    planning_seconds: float = 0.0
+    predicted_bytes: int = 0
+    predicted_seconds: float = 0.0
+    plain_seconds: float = 0.0
+    gap: float = -1.0
+
+
+Build = Callable[[Job, nn.Module, Example], Built]
+
+
+def plain(job: Job, model: nn.Module, example: Example) -> Built:
+    """PyTorch as it is."""
+    return Built(model)
+
+
+def _blocks(job: Job, model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of the classes named in the work."""
+    found = [m for m in model.modules() if type(m).__name__ in job.work.blocks and m is not model]
+    inner = {id(m) for block in found for m in block.modules() if m is not block}
+    return [block for block in found if id(block) not in inner]
+
+
+def per_block(job: Job, model: nn.Module, example: Example) -> Built:
+    """``torch.utils.checkpoint`` around every block."""
+    for block in _blocks(job, model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return Built(model)
+
+
+def sequential(job: Job, model: nn.Module, example: Example) -> Built:
+    """``checkpoint_sequential`` in as many segments as the setting says."""
+    if job.work.sequence is None:
+        raise NotApplicableError(f"{job.model} is no sequence of modules")
+    owner, modules = job.work.sequence(model)
+
+    def forward(x: torch.Tensor) -> Any:
+        return checkpoint_sequential(list(modules), int(job.setting), x, use_reentrant=False)
+
+    owner.forward = forward  # type: ignore[method-assign,assignment]
+    return Built(model)
+
+
+def selective(job: Job, model: nn.Module, example: Example) -> Built:
+    """Selective checkpointing of every block: products, convolutions and attention are kept, all else is run again."""
+    aten = torch.ops.aten
+    kept = [
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
+        aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default,
+    ]  # fmt: skip
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+    for block in _blocks(job, model):
+        around = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        block.forward = around  # type: ignore[method-assign]
+    return Built(model)
+
+
+def _under_budget(setting: float, solver: str, eager: bool, graph: Any, inputs: Any) -> Any:
+    """A backend of ``torch.compile`` with this ``activation_memory_budget``."""
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(activation_memory_budget=setting, activation_memory_budget_solver=solver):
+        return aot_eager(graph, inputs) if eager else compile_fx(graph, inputs)
+
+
+def compiled(job: Job, model: nn.Module, example: Example, *, eager: bool = False) -> Built:
+    """``torch.compile``, with an activation memory budget if the setting is one, such as ``0.5 ilp``.
+
+    With ``eager`` by the backend aot_eager: the same partition, PyTorch's own operators.
+    """
+    setting, _, solver = (job.setting or "1.0").partition(" ")
+    backend = partial(_under_budget, float(setting), solver or "dp", eager)
+    module: Any = torch.compile(model, backend=backend)  # an object of its own, so that no graph is shared
+    return Built(module)
+
+
+def rockmate(job: Job, model: nn.Module, example: Example) -> Built:
+    """Rockmate or HiRemate for a share of plain PyTorch's activations, such as ``hilp 60``."""
+    from rockmate import from_config  # type: ignore[import-not-found]
+
+    kind, _, _ = job.setting.partition(" ")
+    weights = 2 * sum(
+        t.untyped_storage().nbytes() for t in model.parameters()
+    )  # not in its budget: nor their gradients
+    started = time.perf_counter()
+    module = from_config(model, example[0], job.budget_bytes - weights, config_type=kind)
+    return Built(module, time.perf_counter() - started)
+
+
+def ours(
+    job: Job,
+    model: nn.Module,
+    example: Example,
+    *,
+    strategy: str = "milp",
+    mode: str = FULL,
+    backend: str = "eager",
+) -> Built:
+    """A schedule of this package; the budget is the job's, all the memory there is for strategies that take none."""
+    from monet_like.compiler import Request, compile_schedule
+    from monet_like.profile_data import Profile
+    from monet_like.replay import ScheduleWrapper
+
+    request = Request(
+        model, example, mode, strategy=strategy, solver="HIGHS", time_limit_seconds=job.solver_seconds,
+        profile_batch=job.batch, threads=torch.get_num_threads(),
+    )  # fmt: skip
+    store = Path(job.profile) if job.profile else None
+    found = compile_schedule(
+        request,
+        job.budget_bytes or 2**50,
+        job.device,
+        profile=Profile.load(store) if store is not None and store.exists() else None,
+        save_profile=None if store is None else lambda profile: profile.save(store),
+    )
+    started = time.perf_counter()
+    module = ScheduleWrapper(model, found.record, example=example, captured=found.captured, backend=backend)
+    wrapping = time.perf_counter() - started
+    seconds = sum(s for stage, s in found.stage_seconds.items() if stage != "profile") + wrapping
+    record = found.record
+    gap = -1.0 if record.gap is None else record.gap
+    return Built(module, seconds, record.peak_bytes, record.seconds, record.plain_seconds, gap)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to train.
+
+    Attributes:
+        build: makes the module.
+        settings: to measure; those that are a number with ``%`` at the end are budgets, shares of plain PyTorch's peak.
+        quick: the settings of a quick run; None: all.
+        front: eager or inductor: with which of ours it is compared.
+        is_ours: planned by the integer program: the front that the others are compared with.
+        batches: the setting whose largest batch is sought; None: it is not. ``limit``: planned for the limit.
+    """
+
+    build: Build
+    settings: tuple[str, ...] = ("",)
+    quick: tuple[str, ...] | None = None
+    front: str = "eager"
+    is_ours: bool = False
+    batches: str | None = None
+
+
+_SHARES = ("100%", "80%", "70%", "60%", "50%", "40%", "33%", "25%")
+_BUDGETS = ("0.9", "0.7", "0.5", "0.3", "0.2", "0.1", "0.0")
+_SOLVERS = ("0.5 ilp", "0.2 ilp", "0.5 greedy", "0.2 greedy")
+
+CONTENDERS: Mapping[str, Contender] = MappingProxyType(
+    {
+        "plain PyTorch": Contender(plain, batches=""),
+        "checkpoint per block": Contender(per_block, batches=""),
+        "checkpoint_sequential": Contender(sequential, ("2", "4", "8"), ("4",), batches="4"),
+        "selective checkpoint": Contender(selective, batches=""),
+        "aot_eager budget": Contender(
+            partial(compiled, eager=True), (*_BUDGETS, *_SOLVERS), ("0.5", "0.2"), batches="0.2"
+        ),
+        "torch.compile": Contender(compiled, front="inductor", batches=""),
+        "torch.compile budget": Contender(
+            compiled, ("0.5", "0.2", "0.0", "0.2 ilp", "0.2 greedy"), ("0.2",), front="inductor", batches="0.2"
+        ),
+        "Rockmate": Contender(rockmate, ("hilp 60%", "rockmate 60%"), ("hilp 60%",)),
+        "strategy ogc": Contender(partial(ours, strategy="ogc", mode="normal")),
+        "strategy chen_sqrt": Contender(partial(ours, strategy="chen_sqrt", mode="normal")),
+        "strategy chen_greedy": Contender(
+            partial(ours, strategy="chen_greedy", mode="normal"), ("70%", "50%", "33%"), ("50%",)
+        ),
+        "strategy checkmate": Contender(
+            partial(ours, strategy="checkmate", mode="normal"), ("70%", "50%", "33%"), ("50%",)
+        ),
+        "monet_like, no variants": Contender(
+            partial(ours, mode="normal"), ("80%", "60%", "50%", "40%", "33%"), ("50%",), is_ours=True
+        ),
+        "monet_like": Contender(ours, _SHARES, ("100%", "60%", "33%"), is_ours=True, batches="limit"),
+        "monet_like inductor, no variants": Contender(
+            partial(ours, mode="normal", backend="inductor"), ("60%",), (), front="inductor", is_ours=True
+        ),
+        "monet_like inductor": Contender(
+            partial(ours, backend="inductor"), ("100%", "60%", "33%"), ("60%",), front="inductor", is_ours=True
+        ),
+    }
+)

@@ -1,0 +1,131 @@
+"""What was measured, as rows of CSV files that are always whole."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from monet_like.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Point:
+    """A contender at one setting.
+
+    Attributes:
+        status: measured, failed, or not applicable; ``reason`` then says why.
+        peak_bytes: of a step, by the allocator, parameters, buffers, gradients and inputs included.
+        process_bytes: the same by the process's high-water mark on a CPU, by reserved memory on CUDA.
+        seconds, spread_seconds: median of the steps, and half of what lies between their quartiles.
+        plain_seconds: median of plain PyTorch's steps in the same turns.
+        gradient_error, checked, correct: see `benchmarks.worker.Ready`.
+        planning_seconds: until the second step: planning, wrapping, and what the first step took longer than others.
+        predicted_bytes, predicted_seconds, predicted_plain_seconds, gap: what the planner promised; 0: nothing.
+        load: of the machine, a minute's average when the steps were over.
+    """
+
+    model: str
+    batch: int
+    contender: str
+    setting: str
+    status: str = "measured"
+    reason: str = ""
+    peak_bytes: int = 0
+    process_bytes: int = 0
+    seconds: float = 0.0
+    spread_seconds: float = 0.0
+    plain_seconds: float = 0.0
+    gradient_error: float = 0.0
+    checked: str = ""
+    correct: bool = False
+    planning_seconds: float = 0.0
+    predicted_bytes: int = 0
+    predicted_seconds: float = 0.0
+    predicted_plain_seconds: float = 0.0
+    gap: float = -1.0
+    load: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        """What there is one row of."""
+        return self.model, self.batch, self.contender, self.setting
+
+    @property
+    def ratio(self) -> float:
+        """Seconds in units of plain PyTorch's in the same turns."""
+        return self.seconds / self.plain_seconds if self.plain_seconds else 0.0
+
+    @property
+    def label(self) -> str:
+        """Contender and setting."""
+        return f"{self.contender} {self.setting}".strip()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A batch under a limit.
+
+    Attributes:
+        limit_bytes: what a step may hold.
+        status: fits; died: the process ended at the limit; refused: there is no schedule; failed before any limit.
+        seconds, plain_seconds: of a step at this batch, and of plain PyTorch's at ``plain_batch``, taking turns.
+    """
+
+    model: str
+    contender: str
+    setting: str
+    limit_bytes: int
+    batch: int
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    plain_batch: int = 0
+    load: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int, str, str, int]:
+        """What there is one row of."""
+        return self.model, self.batch, self.contender, self.setting, self.limit_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Further seconds per sample, in units of plain PyTorch's."""
+        return self.seconds / self.batch / (self.plain_seconds / self.plain_batch) - 1
+
+
+Row = TypeVar("Row", Point, Trial)
+
+
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """The rows of a file; none if there is no file."""
+    if not path.exists():
+        return []
+    types: dict[str, Any] = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}
+    with path.open(newline="") as file:
+        return [
+            kind(**{field.name: types[str(field.type)](row[field.name]) for field in fields(kind)})
+            for row in csv.DictReader(file)
+        ]
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write all rows, in order of their keys, or nothing."""
+    found = sorted(rows, key=lambda row: row.key)
+    if not found:
+        return
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(found[0])], lineterminator="\n")
+    writer.writeheader()
+    for row in found:
+        writer.writerow({k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in asdict(row).items()})
+    write_atomically(path, text.getvalue().encode())
+
+
+def merged(rows: list[Row], more: Iterable[Row]) -> list[Row]:
+    """With ``more`` in place of those of the same keys."""
+    return list({row.key: row for row in (*rows, *more)}.values())

@@ -1,0 +1,342 @@
+"""All contenders on the same work, in one run: python -m benchmarks.run --suite cpu|gpu
+
+Every contender runs in a process of its own, on an unmodified model, and takes steps in turn with plain PyTorch's process, so that
+what else the machine does meets both. Rows are kept in ``benchmarks/results/DEVICE/*.csv`` as they are measured: a run that was
+ended goes on where it was. Markdown and plots are made from them at the end, or at once with ``--report``.
+
+    python -m benchmarks.run --suite cpu --quick              # one or two settings of each
+    python -m benchmarks.run --suite cpu --models resnet50    # all settings of one model
+    python -m benchmarks.run --suite cpu --minutes 25         # as far as it gets, and on from there the next time
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import click
+import torch
+
+from benchmarks.contenders import CONTENDERS, Contender
+from benchmarks.processes import ROOT, DiedError, Running, take_turns
+from benchmarks.report import write_report
+from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
+from benchmarks.work import ASIDE, WORK, Job
+from monet_like.api import cache_folder
+from monet_like.profiler import device_slug
+
+PLAIN = "plain PyTorch"
+#: Of the limit in the search for the largest batch, in units of plain PyTorch's peak at the work's own batch.
+LIMIT = 1.05
+#: What a process may need for other things than tensors: pages, stacks, scratch memory of libraries.
+SLACK_BYTES = 32 * 2**20
+#: Batches that are tried, at most, for one contender.
+TRIALS = 7
+
+
+@dataclass
+class Suite:
+    """What is to be measured, and what was.
+
+    Attributes:
+        folder: of the rows.
+        steps: timed, of each contender.
+        together: so many processes take turns with plain PyTorch's.
+        deadline: of ``time.monotonic``; nothing is started after it.
+        pythons: interpreters of contenders that need another than this.
+    """
+
+    name: str
+    folder: Path
+    steps: int
+    together: int
+    solver_seconds: float
+    deadline: float
+    scratch: Path
+    pythons: dict[str, str] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.points = read_rows(self.folder / "points.csv", Point)
+        self.trials = read_rows(self.folder / "batches.csv", Trial)
+
+    def say(self, text: str) -> None:
+        """Tell people."""
+        click.echo(f"{time.strftime('%H:%M:%S')} {text}", err=True)
+
+    def late(self) -> bool:
+        """Whether nothing more may be started."""
+        return time.monotonic() > self.deadline
+
+    def job(self, model: str, batch: int, contender: str, setting: str) -> Job:
+        """What one process does."""
+        profile = cache_folder() / "benchmarks" / f"{device_slug(device_of(self.name))}_{model}_{batch}.json"
+        job = Job(model, self.name, batch, contender, setting, 0, str(profile), self.solver_seconds)
+        share = re.search(r"(\d+)%", setting)
+        return (
+            replace(job, budget_bytes=int(int(share[1]) / 100 * self.plain(model, batch).peak_bytes)) if share else job
+        )
+
+    def start(self, job: Job) -> Running:
+        """A process for a job."""
+        environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(self.scratch), TOKENIZERS_PARALLELISM="false")
+        return Running(job, environment, self.pythons.get(job.contender, sys.executable))
+
+    def plain(self, model: str, batch: int) -> Point:
+        """Plain PyTorch's row."""
+        return next(p for p in self.points if p.key == (model, batch, PLAIN, "") and p.status == "measured")
+
+    def keep_points(self, more: Sequence[Point]) -> None:
+        """Add rows and write the file."""
+        self.points = merged(self.points, more)
+        write_rows(self.folder / "points.csv", self.points)
+
+    def keep_trial(self, more: Trial) -> Trial:
+        """Add a row and write the file."""
+        self.trials = merged(self.trials, [more])
+        write_rows(self.folder / "batches.csv", self.trials)
+        return more
+
+
+def device_of(suite: str) -> torch.device:
+    """Where a suite runs."""
+    return torch.device("cpu" if suite == "cpu" else "cuda")
+
+
+def measure_points(suite: Suite, model: str, batch: int, wanted: Sequence[tuple[str, str]]) -> None:
+    """Measure contenders and settings of one model, in groups that take turns with plain PyTorch."""
+    done = {p.key for p in suite.points}
+    missing = [pair for pair in wanted if (model, batch, *pair) not in done]
+    if not missing or suite.late():
+        return
+    with_plain = (model, batch, PLAIN, "") not in done
+    plain = suite.start(suite.job(model, batch, PLAIN, ""))
+    try:
+        if with_plain:
+            missing = [pair for pair in missing if pair != (PLAIN, "")]
+            _measure_group(suite, plain, [], True)
+        for first in range(0, len(missing), suite.together):
+            if suite.late():
+                return
+            group = [suite.job(model, batch, *pair) for pair in missing[first : first + suite.together]]
+            _measure_group(suite, plain, group, False)
+    finally:
+        plain.close()
+
+
+def _measure_group(suite: Suite, plain: Running, jobs: Sequence[Job], plain_too: bool) -> None:
+    rows: list[Point] = []
+    runs: list[Running] = []
+    for job in jobs:
+        if suite.late():
+            break
+        suite.say(f"{job.model}, batch {job.batch}: {job.contender} {job.setting}")
+        try:
+            runs.append(suite.start(job))
+        except DiedError as error:
+            rows.append(_failed(job, error))
+    try:
+        times, *others = take_turns([plain, *runs], suite.steps)
+        if isinstance(times, DiedError):
+            raise times
+        middle = statistics.median(times)
+        load = os.getloadavg()[0]
+        if plain_too:
+            rows.append(_point(plain, times, middle, load, 0))  # its process goes on: no high-water mark
+        for run, found in zip(runs, others, strict=True):
+            try:
+                if isinstance(found, DiedError):
+                    raise found
+                rows.append(_point(run, found, middle, load, run.ask("high")))
+            except DiedError as error:
+                rows.append(_failed(run.job, error))
+    finally:
+        for run in runs:
+            run.close()
+    if plain_too:  # in a process of its own, which is not wanted for turns afterwards
+        again = suite.start(plain.job)
+        try:
+            rows = [replace(row, process_bytes=again.ask("high")) for row in rows]
+        finally:
+            again.close()
+    suite.keep_points(rows)
+
+
+def _failed(job: Job, error: DiedError) -> Point:
+    _, _, told = error.reason.partition("NotApplicableError: ")
+    status, reason = ("not applicable", told) if told else ("failed", error.reason)
+    return Point(job.model, job.batch, job.contender, job.setting, status, reason)
+
+
+def _point(run: Running, times: list[float], plain_seconds: float, load: float, high: int) -> Point:
+    job, ready, seconds = run.job, run.ready, statistics.median(times)
+    low, _, top = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (seconds,) * 3
+    return Point(
+        job.model, job.batch, job.contender, job.setting, "measured", "", ready["peak_bytes"],
+        high or ready["reserved_bytes"], seconds, (top - low) / 2, plain_seconds, ready["gradient_error"],
+        ready["checked"], ready["correct"], ready["planning_seconds"] + max(0.0, ready["first_seconds"] - seconds),
+        ready["predicted_bytes"], ready["predicted_seconds"], ready["predicted_plain_seconds"], ready["gap"], load,
+    )  # fmt: skip
+
+
+def measure_batches(suite: Suite, model: str, batch: int, names: Sequence[str]) -> None:
+    """Seek the largest batch of every contender under a limit that plain PyTorch's own batch just fits."""
+    if not any(p.key == (model, batch, PLAIN, "") for p in suite.points):
+        measure_points(suite, model, batch, [(PLAIN, "")])
+    if suite.late():
+        return
+    limit = int(LIMIT * suite.plain(model, batch).peak_bytes)
+    plain = suite.start(suite.job(model, batch, PLAIN, ""))
+    try:
+        for name in names:
+            setting = CONTENDERS[name].batches
+            if setting is not None:
+                _largest(suite, plain, name, setting, limit)
+    finally:
+        plain.close()
+
+
+def _largest(suite: Suite, plain: Running, name: str, setting: str, limit: int) -> None:
+    model, base = plain.job.model, plain.job.batch
+    known = {t.batch: t for t in suite.trials if t.key == (model, t.batch, name, setting, limit)}
+    candidates = _batches(suite, model, base, name, setting, limit)
+    batch = next(candidates)
+    for _ in range(TRIALS):
+        if batch not in known:
+            if suite.late():
+                return
+            suite.say(f"{model}, batch {batch} in {limit / 1e6:,.0f} MB: {name} {setting}")
+            known[batch] = suite.keep_trial(_trial(suite, plain, batch, name, setting, limit))
+        status = known[batch].status
+        if status == "failed":  # at no batch will it do
+            return
+        try:
+            batch = candidates.send(status == "fits")
+        except StopIteration:
+            return
+
+
+def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit: int) -> Generator[int, bool, None]:
+    """What to try next: up or down from a guess until one fits and one does not, then between them."""
+    static = 2 * sum(p.untyped_storage().nbytes() for p in Job(model, suite.name, base, PLAIN).size.make().parameters())
+    points = [p for p in suite.points if p.model == model and p.contender == name and p.status == "measured"]
+    least = min((p.peak_bytes for p in points if setting in ("limit", p.setting)), default=0)
+    guess = int(base * (limit - static) / (least - static)) if least > static and setting != "limit" else base
+    guess = 2 * base if setting == "limit" else min(max(guess, base // 2, 1), 8 * base)
+    low, high = 0, 0
+    while not (low and high and high - low <= max(1, low // 16)):
+        fitted = yield guess
+        if fitted:
+            low = max(low, guess)
+        else:
+            high = guess if not high else min(high, guess)
+        if not high:
+            guess = max(low + 1, int(low * (1.5 if setting == "limit" else 1.15)))
+        elif not low:
+            guess = int(high * 0.8)
+            if not guess:
+                return
+        else:
+            guess = (low + high) // 2
+
+
+def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, limit: int) -> Trial:
+    model, base = plain.job.model, plain.job.batch
+    row = Trial(model, name, setting, limit, batch, "failed", plain_batch=base)
+    job = suite.job(model, batch, name, "" if setting == "limit" else setting)
+    if setting == "limit":
+        job = replace(job, budget_bytes=limit)
+    try:
+        run = suite.start(job)
+    except DiedError as error:
+        refused = "InfeasibleError" in error.reason
+        return replace(row, status="refused" if refused else "failed", reason=error.reason)
+    try:
+        times, others = take_turns([run, plain], min(3, suite.steps))
+        if isinstance(others, DiedError):
+            raise others
+        if isinstance(times, DiedError):
+            return replace(row, reason=times.reason)
+        seconds, plain_seconds = statistics.median(times), statistics.median(others)
+        row = replace(row, seconds=seconds, plain_seconds=plain_seconds, load=os.getloadavg()[0])
+        try:
+            run.ask(f"limit {limit + SLACK_BYTES}")
+        except DiedError as error:
+            return replace(row, status="died", reason=error.reason)
+        return replace(row, status="fits")
+    finally:
+        run.close()
+
+
+def settings_of(contender: Contender, quick: bool) -> tuple[str, ...]:
+    """What is measured of a contender."""
+    return contender.quick if quick and contender.quick is not None else contender.settings
+
+
+def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+    found = [name.strip() for name in text.split(",")]
+    for name in found:
+        if name not in known:
+            raise click.BadParameter(f"there is no {what} {name!r}; choose of {', '.join(known)}")
+    return found
+
+
+@click.command()
+@click.option("--suite", "name", type=click.Choice(["cpu", "gpu"]), required=True)
+@click.option("--models", default=",".join(WORK), show_default=True)
+@click.option("--contenders", default=",".join(CONTENDERS), show_default=True)
+@click.option("--parts", default="points,dropout,batches", show_default=True, help="What to measure.")
+@click.option("--quick", is_flag=True, help="One or two settings of each contender, three steps.")
+@click.option("--steps", default=7, show_default=True, help="Timed steps of each.")
+@click.option("--together", default=4, show_default=True, help="Processes that take turns with plain PyTorch's.")
+@click.option("--seconds", default=10.0, show_default=True, help="For the solver, per budget.")
+@click.option("--minutes", default=1e6, help="Start nothing after so many; a later run goes on.")
+@click.option("--again", is_flag=True, help="Measure anew what is asked for.")
+@click.option("--report", "only_report", is_flag=True, help="Measure nothing.")
+@click.option("--rockmate-python", default="", help="Interpreter of an environment with Rockmate, if not this one.")
+@click.option("--out", type=click.Path(path_type=Path), help="Default: benchmarks/results/DEVICE.")
+def main(
+    name: str, models: str, contenders: str, parts: str, quick: bool, steps: int, together: int, seconds: float,
+    minutes: float, again: bool, only_report: bool, rockmate_python: str, out: Path | None,
+) -> None:  # fmt: skip
+    """Measure what is missing and write the report."""
+    if name == "gpu" and not torch.cuda.is_available():
+        click.echo("not measured")
+        return
+    folder = out or ROOT / "benchmarks" / "results" / device_slug(device_of(name))
+    chosen = _chosen(models, [*WORK, *ASIDE], "model")
+    named = _chosen(contenders, list(CONTENDERS), "contender")
+    asked = _chosen(parts, ["points", "dropout", "batches"], "part")
+    pythons = {"Rockmate": rockmate_python} if rockmate_python else {}
+    deadline = time.monotonic() + 60 * minutes
+    pairs = [(c, s) for c in named for s in settings_of(CONTENDERS[c], quick)]
+    with tempfile.TemporaryDirectory() as scratch:
+        suite = Suite(name, folder, 3 if quick else steps, together, seconds, deadline, Path(scratch), pythons)
+        if again:
+            suite.points = [p for p in suite.points if p.model not in chosen or (p.contender, p.setting) not in pairs]
+            suite.trials = [t for t in suite.trials if t.model not in chosen or t.contender not in named]
+        if not only_report:
+            for model in chosen:
+                size = Job(model, name, 1, PLAIN).size
+                for batch in size.batches[:1] if quick else size.batches:
+                    if "points" in asked:
+                        measure_points(suite, model, batch, [(PLAIN, ""), *(p for p in pairs if p != (PLAIN, ""))])
+            if "dropout" in asked:
+                few = [(c, s) for c in named if c != PLAIN for s in settings_of(CONTENDERS[c], True)]
+                measure_points(suite, "dropout", Job("dropout", name, 1, PLAIN).size.batches[0], [(PLAIN, ""), *few])
+            for model in chosen if "batches" in asked else ():
+                measure_batches(suite, model, Job(model, name, 1, PLAIN).size.batches[0], named)
+        write_report(folder, name, suite.points, suite.trials)
+    click.echo(str(folder / "rivals.md"))
+
+
+if __name__ == "__main__":
+    main()
