@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from monet_like.files import write_atomically
 
@@ -98,7 +98,15 @@ class Trial:
         return self.seconds / self.batch / (self.plain_seconds / self.plain_batch) - 1
 
 
-Row = TypeVar("Row", Point, Trial)
+class Keyed(Protocol):
+    """A frozen dataclass of strings and numbers."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What there is one row of."""
+
+
+Row = TypeVar("Row", bound=Keyed)
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:

@@ -1,0 +1,232 @@
+"""The measurements of scripts/gpu_check.sh: schedules beside plain PyTorch, and profiles. No solver is imported."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+
+from benchmarks.rows import write_rows
+from benchmarks.worker import ROUNDING, apart
+from monet_like.allocator import reserve
+from monet_like.check import ROUNDING_FACTOR, everything_after_a_step, shaken, step_peak, step_seconds
+from monet_like.compiler import Example, Request, captured_for, measured_costs
+from monet_like.errors import MonetError
+from monet_like.files import write_atomically
+from monet_like.models import ModelSpec, build_model
+from monet_like.profiler import device_name, device_slug, to_profile
+from monet_like.replay import ScheduleWrapper
+from monet_like.schedule_file import InputSpec, ScheduleRecord
+
+ROOT = Path(__file__).resolve().parents[1]
+MB, GIB = 10**6, 2**30
+FULL = "inplace_conv_multiway_newnode"
+#: MONeT's five nets at its batches: profiled even where there is no schedule.
+MONET = (
+    ("torchvision.models.resnet50()", (184, 3, 224, 224)),
+    ("torchvision.models.googlenet(init_weights=False)", (320, 3, 224, 224)),
+    ("torchvision.models.mobilenet_v2()", (272, 3, 224, 224)),
+    ("torchvision.models.vgg16()", (176, 3, 224, 224)),
+    ("unet", (11, 3, 416, 608)),
+)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A schedule beside plain PyTorch; `status` is measured, or what went wrong.
+
+    Attributes:
+        profile: device the costs are from, on which predictions depend.
+        gradient_error: of all gradients together, relative, in the 2-norm; ``rounding``: that of plain PyTorch where its
+            weights are changed in the last places.
+        reserved_bytes: by the caching allocator, which had one block to begin with.
+    """
+
+    file: str
+    status: str
+    model: str = ""
+    batch: int = 0
+    budget_bytes: int = 0
+    profile: str = ""
+    plain_peak_bytes: int = 0
+    peak_bytes: int = 0
+    predicted_bytes: int = 0
+    reserved_bytes: int = 0
+    plain_seconds: float = 0.0
+    seconds: float = 0.0
+    predicted_plain_seconds: float = 0.0
+    predicted_seconds: float = 0.0
+    gradient_error: float = 0.0
+    rounding: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What there is one row of."""
+        return self.model, self.file
+
+
+def example_of(inputs: Sequence[InputSpec], device: torch.device) -> Example:
+    """Random inputs as a schedule has them; integers are small ones."""
+    torch.manual_seed(0)
+    made = []
+    for spec in inputs:
+        dtype = getattr(torch, spec.dtype)
+        if dtype.is_floating_point:
+            made.append(torch.randn(spec.shape, dtype=dtype, device=device).requires_grad_(spec.requires_grad))
+        else:
+            made.append(torch.randint(0, 2, spec.shape, dtype=dtype, device=device))
+    return tuple(made), {}
+
+
+def emptied(device: torch.device) -> None:
+    """Give everything back that nobody holds."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def replay(path: Path, record: ScheduleRecord, device: torch.device, steps: int) -> Replay:
+    """Run a schedule beside plain PyTorch."""
+    torch.manual_seed(0)
+    plain = build_model(record.model).module.to(device)
+    example = example_of(record.inputs, device)
+    wrapped = ScheduleWrapper(copy.deepcopy(plain), record)
+    emptied(device)
+    reserve(record, device)
+    theirs = everything_after_a_step(wrapped, example)
+    theirs = {name: t.cpu() if t is not None else None for name, t in theirs.items() if name.startswith("gradient")}
+    peak = step_peak(wrapped, example, device)
+    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+    wrapped.zero_grad(set_to_none=True)
+    emptied(device)
+    mine = everything_after_a_step(plain, example)
+    mine = {name: t.cpu() if t is not None else None for name, t in mine.items() if name.startswith("gradient")}
+    error = apart(mine, theirs, "gradient")
+    moved = everything_after_a_step(shaken(plain, 0), example)
+    moved = {name: t.cpu() if t is not None else None for name, t in moved.items() if name.startswith("gradient")}
+    rounding = apart(mine, moved, "gradient")
+    del moved
+    del mine, theirs
+    plain_peak = step_peak(plain, example, device)
+    plain.zero_grad(set_to_none=True)
+    seconds = step_seconds([(plain, example), (wrapped, example)], device, steps)
+    return Replay(
+        path.name, "measured", record.model, record.inputs[0].shape[0], record.budget_bytes, record.device, plain_peak, peak,
+        record.peak_bytes, reserved, seconds[0], seconds[1], record.plain_seconds, record.seconds,
+        error, rounding,
+    )  # fmt: skip
+
+
+def profile(spec: ModelSpec, example: Example, device: torch.device, folder: Path) -> Path:
+    """Measure a model's operators at this batch and write the file that solve.py takes."""
+    batch = example[0][0].shape[0]
+    request = Request(spec.module.to(device), example, FULL, spec.expression, profile_batch=batch)
+    captured = captured_for(request, example)
+    costs, note = measured_costs(request, captured, device)
+    path = folder / f"profile_{spec.name}_{batch}_{device_slug(device)}.json"
+    to_profile(costs, device, note).save(path)
+    return path
+
+
+def schedules(folder: Path) -> Iterator[tuple[Path, ScheduleRecord]]:
+    """All schedule files that can be read, wherever they are below ``folder``."""
+    for path in sorted(folder.rglob("*.pkl")):
+        try:
+            yield path, ScheduleRecord.load(path)
+        except MonetError as error:
+            click.echo(f"{path.name}: {error}")
+
+
+def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Sequence[str]) -> str:
+    """The report."""
+    text = f"# `scripts/gpu_check.sh`: {device_name(device)}\n\ntorch {torch.__version__}.\n\n```\n{stages}```\n\n"
+    text += (
+        "| schedule | budget | plain peak | peak | predicted | reserved | plain step | step | overhead | predicted | "
+        "gradients off |\n" + "|---" * 11 + "|\n"
+    )
+    for row in rows:
+        if row.status != "measured":
+            text += f"| {row.file} | {row.status} |" + " |" * 9 + "\n"
+            continue
+        over, told = row.seconds / row.plain_seconds - 1, row.predicted_seconds / row.predicted_plain_seconds - 1
+        text += (
+            f"| {row.file.removesuffix('.pkl')} | {row.budget_bytes / GIB:.2f} GiB | {row.plain_peak_bytes / MB:,.0f} MB | "
+            f"{row.peak_bytes / MB:,.0f} MB | {row.predicted_bytes / MB:,.0f} MB | {row.reserved_bytes / MB:,.0f} MB | "
+            f"{1e3 * row.plain_seconds:,.1f} ms | {1e3 * row.seconds:,.1f} ms | {100 * over:+.1f} % | {100 * told:+.1f} % | "
+            f"{row.gradient_error:.0e}, rounding {row.rounding:.0e} |\n"
+        )
+    if any(row.status == "measured" and row.profile != device_name(device) for row in rows):
+        text += "\nTimes predicted from other devices' costs are not this device's.\n"
+    return text + "".join(f"\n* {line}" for line in lines) + "\n"
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
+@click.option("--seconds", default=400.0, show_default=True, help="Start nothing after so many.")
+@click.option("--solutions", type=click.Path(path_type=Path), default=ROOT / "solutions", show_default=False)
+@click.option("--steps", default=5, show_default=True)
+@click.option("--models", default="", help="Regular expression: only schedules and profiles of such models.")
+@click.option("--device", "where", default="cuda", hidden=True)
+def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, where: str) -> None:
+    """Replay, profile, report."""
+    device, deadline = torch.device(where), time.monotonic() + seconds
+    found = [(p, r) for p, r in schedules(solutions) if re.search(models, r.model)]
+    found.sort(key=lambda pair: (pair[1].device != device_name(device), pair[0].name))
+    wanted: dict[tuple[str, int], tuple[InputSpec, ...]] = {
+        (model, shape[0]): (InputSpec(shape, "float32"),) for model, shape in MONET if re.search(models, model)
+    }
+    for _, record in found:
+        wanted.setdefault((record.model, record.inputs[0].shape[0]), record.inputs)
+    rows: list[Replay] = []
+    lines: list[str] = []
+
+    def report() -> None:
+        stages = out / "stages.txt"
+        text = render(device, rows, stages.read_text() if stages.exists() else "", lines)
+        write_atomically(out / "gpu_check.md", text.encode())
+        write_rows(out / "replays.csv", rows)
+
+    for (model, batch), inputs in wanted.items():
+        if time.monotonic() > deadline - seconds / 2:
+            lines.append(f"{model}, batch {batch}: not profiled, the time was over")
+            continue
+        started = time.monotonic()
+        try:
+            path = profile(build_model(model), example_of(inputs, device), device, out / "profiles")
+            lines.append(f"{path.name}: {time.monotonic() - started:.0f} s")
+        except (MonetError, RuntimeError) as error:
+            lines.append(f"{model}, batch {batch}: not profiled: {str(error).splitlines()[0]}")
+        emptied(device)
+        report()
+    for path, record in found:
+        if time.monotonic() > deadline:
+            rows.append(Replay(path.name, "not replayed, the time was over"))
+            continue
+        try:
+            rows.append(replay(path, record, device, steps))
+        except (MonetError, RuntimeError) as error:
+            rows.append(Replay(path.name, str(error).splitlines()[0].replace("|", "\\|")))
+        emptied(device)
+        report()
+    report()
+    assert "cvxpy" not in sys.modules, "a solver was imported"
+    wrong = [
+        row.file
+        for row in rows
+        if row.status == "measured" and row.gradient_error > max(ROUNDING, ROUNDING_FACTOR * row.rounding)
+    ]
+    if wrong:
+        sys.exit(f"wrong gradients: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# What a GPU is needed for, in one call of under ten minutes, without network or solver:
+#
+#   bash scripts/gpu_check.sh [FOLDER]      default: gpu_check
+#
+# Builds csrc, runs tests/gpu, replays the schedules in solutions/ beside plain PyTorch and profiles their models.
+# FOLDER then holds gpu_check.md, replays.csv, profiles/ and a log of each stage, and FOLDER.tar.gz all of it. Schedules are solved
+# elsewhere from the profiles (solve.py --profile); a second call replays those. MINUTES (9) and PYTHON (python3) can be set.
+set -uo pipefail
+out=$(realpath -m "${1:-gpu_check}")
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  echo "not measured"
+  exit 0
+fi
+limit=$((60 * ${MINUTES:-9}))
+mkdir -p "$out"
+failed=0
+stage() { # NAME SECONDS COMMAND...: run it with its output in NAME.log, and say how it went
+  local name=$1 seconds=$2 started=$SECONDS
+  shift 2
+  if timeout "$seconds" "$@" >"$out/$name.log" 2>&1; then
+    echo "$name: passed, $((SECONDS - started)) s" | tee -a "$out/stages.txt"
+  else
+    echo "$name: failed with exit code $?, $((SECONDS - started)) s; the end of $name.log:" | tee -a "$out/stages.txt"
+    tail -n 5 "$out/$name.log" | tee -a "$out/stages.txt"
+    failed=1
+  fi
+}
+
+: >"$out/stages.txt"
+stage build $((limit / 3)) env MONET_LIKE_CUDA=1 "$python" -m monet_like.kernels.build
+stage tests $((limit / 4)) "$python" -m pytest -q -o addopts= tests/gpu
+left=$((limit - SECONDS - 10))
+stage measure "$left" "$python" scripts/gpu_check.py --out "$out" --seconds $((left - 20))
+tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
+cat "$out/gpu_check.md" 2>/dev/null
+exit "$failed"
