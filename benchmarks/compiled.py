@@ -22,6 +22,7 @@ import torch
 import torchvision
 from torch import nn
 
+from benchmarks.work import LanguageModel, images, tokens
 from monet_like.check import step_peak, step_seconds, train_step
 from monet_like.compiler import Example, Request, compile_schedule
 from monet_like.errors import InfeasibleError
@@ -30,31 +31,6 @@ from monet_like.replay import ScheduleWrapper
 MB = 10**6
 CPU = torch.device("cpu")
 FULL = "inplace_conv_multiway_newnode"
-
-
-class LanguageModel(nn.Module):
-    """A GPT-2 without dropout that returns its loss alone."""
-
-    def __init__(self, layers: int = 4, width: int = 256, words: int = 8192, length: int = 256) -> None:
-        super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        config = GPT2Config(
-            n_layer=layers, n_embd=width, n_head=8, vocab_size=words, n_positions=length, use_cache=False,
-            bos_token_id=0, eos_token_id=0, **dropout,
-        )  # fmt: skip
-        self.gpt2 = GPT2LMHeadModel(config)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean loss of tokens [batch, length]."""
-        loss: torch.Tensor = self.gpt2(input_ids=tokens, labels=tokens).loss
-        return loss
-
-
-def images(batch: int, size: int) -> Callable[[], Example]:
-    """Random images."""
-    return lambda: ((torch.randn(batch, 3, size, size),), {})
 
 
 def vit() -> nn.Module:
@@ -66,16 +42,15 @@ def vit() -> nn.Module:
     return model
 
 
-def tokens() -> Example:
-    """Random tokens of `LanguageModel`."""
-    return (torch.randint(0, 8192, (4, 256)),), {}
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Example], str]] = {
-    "gpt2": (LanguageModel, tokens, "4 layers of 256, 8,192 words, batch 4, 256 tokens"),
-    "vit": (vit, images(24, 128), "6 layers of 384, batch 24, 128 pixels"),
-    "resnet18": (torchvision.models.resnet18, images(64, 112), "batch 64, 112 pixels"),
-    "resnet50": (torchvision.models.resnet50, images(16, 112), "batch 16, 112 pixels"),
+    "gpt2": (
+        partial(LanguageModel, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        partial(tokens(8192, 256), 4),
+        "4 layers of 256, 8,192 words, batch 4, 256 tokens",
+    ),
+    "vit": (vit, partial(images, 24, 128), "6 layers of 384, batch 24, 128 pixels"),
+    "resnet18": (torchvision.models.resnet18, partial(images, 64, 112), "batch 64, 112 pixels"),
+    "resnet50": (torchvision.models.resnet50, partial(images, 16, 112), "batch 16, 112 pixels"),
 }
 
 

@@ -16,17 +16,13 @@ import torch
 import torchvision
 from torch import nn
 
+from benchmarks.work import images
 from monet_like.check import step_seconds
 from monet_like.compiler import Example, Request, compile_schedule
 from monet_like.replay import ScheduleWrapper
 from monet_like.roofline import DEVICES
 
 CPU = torch.device("cpu")
-
-
-def images(batch: int, size: int) -> Example:
-    """Random images."""
-    return (torch.randn(batch, 3, size, size),), {}
 
 
 def gpt2() -> nn.Module:

@@ -20,9 +20,10 @@ class Point:
         status: measured, failed, or not applicable; ``reason`` then says why.
         peak_bytes: of a step, by the allocator, parameters, buffers, gradients and inputs included.
         process_bytes: the same by the process's high-water mark on a CPU, by reserved memory on CUDA.
+        static_bytes: parameters, their gradients, buffers and inputs.
         seconds, spread_seconds: median of the steps, and half of what lies between their quartiles.
         plain_seconds: median of plain PyTorch's steps in the same turns.
-        gradient_error, checked, correct: see `benchmarks.worker.Ready`.
+        gradient_error, rounding, checked, correct: see `benchmarks.worker.Ready`.
         planning_seconds: until the second step: planning, wrapping, and what the first step took longer than others.
         predicted_bytes, predicted_seconds, predicted_plain_seconds, gap: what the planner promised; 0: nothing.
         load: of the machine, a minute's average when the steps were over.
@@ -36,10 +37,12 @@ class Point:
     reason: str = ""
     peak_bytes: int = 0
     process_bytes: int = 0
+    static_bytes: int = 0
     seconds: float = 0.0
     spread_seconds: float = 0.0
     plain_seconds: float = 0.0
     gradient_error: float = 0.0
+    rounding: float = 0.0
     checked: str = ""
     correct: bool = False
     planning_seconds: float = 0.0

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import click
@@ -29,6 +29,7 @@ from benchmarks.processes import ROOT, DiedError, Running, take_turns
 from benchmarks.report import write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import ASIDE, WORK, Job
+from benchmarks.worker import EXACT
 from monet_like.api import cache_folder
 from monet_like.profiler import device_slug
 
@@ -36,7 +37,7 @@ PLAIN = "plain PyTorch"
 #: Of the limit in the search for the largest batch, in units of plain PyTorch's peak at the work's own batch.
 LIMIT = 1.05
 #: What a process may need for other things than tensors: pages, stacks, scratch memory of libraries.
-SLACK_BYTES = 32 * 2**20
+SLACK_BYTES = 16 * 2**20
 #: Batches that are tried, at most, for one contender.
 TRIALS = 7
 
@@ -78,16 +79,22 @@ class Suite:
 
     def job(self, model: str, batch: int, contender: str, setting: str) -> Job:
         """What one process does."""
-        profile = cache_folder() / "benchmarks" / f"{device_slug(device_of(self.name))}_{model}_{batch}.json"
-        job = Job(model, self.name, batch, contender, setting, 0, str(profile), self.solver_seconds)
-        share = re.search(r"(\d+)%", setting)
-        return (
-            replace(job, budget_bytes=int(int(share[1]) / 100 * self.plain(model, batch).peak_bytes)) if share else job
-        )
+        job = Job(model, self.name, batch, contender, setting, 0, self.profile(model, batch), self.solver_seconds)
+        if contender == PLAIN:
+            return job
+        plain, share = self.plain(model, batch), re.search(r"(\d+)%", setting)
+        budget = plain.static_bytes + int(share[1]) * (plain.peak_bytes - plain.static_bytes) // 100 if share else 0
+        return replace(job, budget_bytes=budget, rounding=plain.rounding)
+
+    def profile(self, model: str, batch: int) -> str:
+        """Where the costs of a model's operators are kept."""
+        return str(cache_folder() / "benchmarks" / f"{device_slug(device_of(self.name))}_{model}_{batch}.json")
 
     def start(self, job: Job) -> Running:
         """A process for a job."""
-        environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(self.scratch), TOKENIZERS_PARALLELISM="false")
+        environment = dict(
+            os.environ, **EXACT, TORCHINDUCTOR_CACHE_DIR=str(self.scratch), TOKENIZERS_PARALLELISM="false"
+        )
         return Running(job, environment, self.pythons.get(job.contender, sys.executable))
 
     def plain(self, model: str, batch: int) -> Point:
@@ -117,22 +124,23 @@ def measure_points(suite: Suite, model: str, batch: int, wanted: Sequence[tuple[
     missing = [pair for pair in wanted if (model, batch, *pair) not in done]
     if not missing or suite.late():
         return
-    with_plain = (model, batch, PLAIN, "") not in done
     plain = suite.start(suite.job(model, batch, PLAIN, ""))
     try:
-        if with_plain:
+        if (model, batch, PLAIN, "") not in done:
             missing = [pair for pair in missing if pair != (PLAIN, "")]
-            _measure_group(suite, plain, [], True)
+            _measure_group(suite, plain, [])
         for first in range(0, len(missing), suite.together):
             if suite.late():
-                return
-            group = [suite.job(model, batch, *pair) for pair in missing[first : first + suite.together]]
-            _measure_group(suite, plain, group, False)
+                break
+            _measure_group(
+                suite, plain, [suite.job(model, batch, *pair) for pair in missing[first : first + suite.together]]
+            )
     finally:
         plain.close()
 
 
-def _measure_group(suite: Suite, plain: Running, jobs: Sequence[Job], plain_too: bool) -> None:
+def _measure_group(suite: Suite, plain: Running, jobs: Sequence[Job]) -> None:
+    """Measure some contenders, or plain PyTorch itself if there are none."""
     rows: list[Point] = []
     runs: list[Running] = []
     for job in jobs:
@@ -149,24 +157,13 @@ def _measure_group(suite: Suite, plain: Running, jobs: Sequence[Job], plain_too:
             raise times
         middle = statistics.median(times)
         load = os.getloadavg()[0]
-        if plain_too:
-            rows.append(_point(plain, times, middle, load, 0))  # its process goes on: no high-water mark
+        if not jobs:
+            rows.append(_point(plain, times, middle, load))
         for run, found in zip(runs, others, strict=True):
-            try:
-                if isinstance(found, DiedError):
-                    raise found
-                rows.append(_point(run, found, middle, load, run.ask("high")))
-            except DiedError as error:
-                rows.append(_failed(run.job, error))
+            rows.append(_failed(run.job, found) if isinstance(found, DiedError) else _point(run, found, middle, load))
     finally:
         for run in runs:
             run.close()
-    if plain_too:  # in a process of its own, which is not wanted for turns afterwards
-        again = suite.start(plain.job)
-        try:
-            rows = [replace(row, process_bytes=again.ask("high")) for row in rows]
-        finally:
-            again.close()
     suite.keep_points(rows)
 
 
@@ -176,14 +173,14 @@ def _failed(job: Job, error: DiedError) -> Point:
     return Point(job.model, job.batch, job.contender, job.setting, status, reason)
 
 
-def _point(run: Running, times: list[float], plain_seconds: float, load: float, high: int) -> Point:
+def _point(run: Running, times: list[float], plain_seconds: float, load: float) -> Point:
     job, ready, seconds = run.job, run.ready, statistics.median(times)
     low, _, top = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (seconds,) * 3
+    told = {f.name: ready[f.name] for f in fields(Point) if f.name in ready}
+    told["planning_seconds"] += max(0.0, ready["first_seconds"] - seconds)
     return Point(
-        job.model, job.batch, job.contender, job.setting, "measured", "", ready["peak_bytes"],
-        high or ready["reserved_bytes"], seconds, (top - low) / 2, plain_seconds, ready["gradient_error"],
-        ready["checked"], ready["correct"], ready["planning_seconds"] + max(0.0, ready["first_seconds"] - seconds),
-        ready["predicted_bytes"], ready["predicted_seconds"], ready["predicted_plain_seconds"], ready["gap"], load,
+        job.model, job.batch, job.contender, job.setting,
+        seconds=seconds, spread_seconds=(top - low) / 2, plain_seconds=plain_seconds, load=load, **told,
     )  # fmt: skip
 
 
@@ -226,7 +223,7 @@ def _largest(suite: Suite, plain: Running, name: str, setting: str, limit: int) 
 
 def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit: int) -> Generator[int, bool, None]:
     """What to try next: up or down from a guess until one fits and one does not, then between them."""
-    static = 2 * sum(p.untyped_storage().nbytes() for p in Job(model, suite.name, base, PLAIN).size.make().parameters())
+    static = suite.plain(model, base).static_bytes
     points = [p for p in suite.points if p.model == model and p.contender == name and p.status == "measured"]
     least = min((p.peak_bytes for p in points if setting in ("limit", p.setting)), default=0)
     guess = int(base * (limit - static) / (least - static)) if least > static and setting != "limit" else base
@@ -251,7 +248,8 @@ def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit
 def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, limit: int) -> Trial:
     model, base = plain.job.model, plain.job.batch
     row = Trial(model, name, setting, limit, batch, "failed", plain_batch=base)
-    job = suite.job(model, batch, name, "" if setting == "limit" else setting)
+    job = suite.job(model, base, name, "" if setting == "limit" else setting)
+    job = replace(job, batch=batch, profile=suite.profile(model, batch))
     if setting == "limit":
         job = replace(job, budget_bytes=limit)
     try:
@@ -260,20 +258,18 @@ def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, li
         refused = "InfeasibleError" in error.reason
         return replace(row, status="refused" if refused else "failed", reason=error.reason)
     try:
+        run.ask(f"limit {limit + SLACK_BYTES}")
         times, others = take_turns([run, plain], min(3, suite.steps))
-        if isinstance(others, DiedError):
-            raise others
-        if isinstance(times, DiedError):
-            return replace(row, reason=times.reason)
-        seconds, plain_seconds = statistics.median(times), statistics.median(others)
-        row = replace(row, seconds=seconds, plain_seconds=plain_seconds, load=os.getloadavg()[0])
-        try:
-            run.ask(f"limit {limit + SLACK_BYTES}")
-        except DiedError as error:
-            return replace(row, status="died", reason=error.reason)
-        return replace(row, status="fits")
+    except DiedError as error:
+        return replace(row, status="died", reason=error.reason)
     finally:
         run.close()
+    if isinstance(others, DiedError):
+        raise others
+    if isinstance(times, DiedError):
+        return replace(row, reason=times.reason)
+    seconds, plain_seconds = statistics.median(times), statistics.median(others)
+    return replace(row, status="fits", seconds=seconds, plain_seconds=plain_seconds, load=os.getloadavg()[0])
 
 
 def settings_of(contender: Contender, quick: bool) -> tuple[str, ...]:

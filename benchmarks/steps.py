@@ -17,6 +17,7 @@ import torchvision
 from rich.progress import track
 from torch import nn
 
+from benchmarks.work import images
 from monet_like.check import step_peak, step_seconds
 from monet_like.compiler import Example, Request, make_record, plan_for, prepare
 from monet_like.errors import InfeasibleError, SolverError
@@ -26,11 +27,6 @@ from monet_like.replay import ScheduleWrapper
 MB = 10**6
 CPU = torch.device("cpu")
 FULL = "inplace_conv_multiway_newnode"
-
-
-def images(batch: int, size: int) -> Callable[[], Example]:
-    """Random images."""
-    return lambda: ((torch.randn(batch, 3, size, size),), {})
 
 
 class Head(nn.Module):
@@ -52,11 +48,11 @@ def tokens(count: int) -> Callable[[], Example]:
 
 #: The batches of VGG-16 and ViT are so large because their weights are.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Example], str]] = {
-    "resnet50": (torchvision.models.resnet50, images(16, 224), "batch 16, 224 pixels"),
-    "mobilenet_v2": (torchvision.models.mobilenet_v2, images(32, 224), "batch 32, 224 pixels"),
-    "vgg16_bn": (torchvision.models.vgg16_bn, images(24, 224), "batch 24, 224 pixels"),
-    "vit_b_16": (torchvision.models.vit_b_16, images(24, 224), "batch 24, 224 pixels"),
-    "unet": (partial(UNet, width=32), images(1, 576), "width 32, batch 1, 576 pixels"),
+    "resnet50": (torchvision.models.resnet50, partial(images, 16, 224), "batch 16, 224 pixels"),
+    "mobilenet_v2": (torchvision.models.mobilenet_v2, partial(images, 32, 224), "batch 32, 224 pixels"),
+    "vgg16_bn": (torchvision.models.vgg16_bn, partial(images, 24, 224), "batch 24, 224 pixels"),
+    "vit_b_16": (torchvision.models.vit_b_16, partial(images, 24, 224), "batch 24, 224 pixels"),
+    "unet": (partial(UNet, width=32), partial(images, 1, 576), "width 32, batch 1, 576 pixels"),
     "gpt2_head": (Head, tokens(2048), "2,048 tokens, 50,257 words"),
 }
 

@@ -1,8 +1,11 @@
 """One contender in a process of its own: python -m benchmarks.worker JOB, a `benchmarks.work.Job` as JSON.
 
-Builds, takes a first step beside plain PyTorch's, and measures its peak; answers with one line of JSON, a `Ready`. Then it does
-what it is told, a line each, and answers each with a line: ``step`` (seconds of one), ``high`` (the process's
-high-water mark during a step), ``limit BYTES`` (a step that may hold no more; where it needs more, the process dies).
+Builds, takes a first step beside plain PyTorch's, and measures its peak; answers with one line of JSON, a `Ready`. Then
+it does what it is told, a line each, and answers each with a line: ``limit BYTES`` (a step that may hold no more; where it
+needs more, the process dies), ``step`` (seconds of one).
+
+Memory first, then time: the process starts with `EXACT`, under which what is freed goes back to the system at once, and
+the first ``step`` ends that.
 """
 
 from __future__ import annotations
@@ -36,21 +39,37 @@ MOVED, MOST_OFF = {torch.float32: 3e-3, torch.float64: 1e-6}, {torch.float32: 5e
 ROUNDING = 1e-5
 
 
+#: Environment under which malloc gives back at once what is freed.
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def usual_malloc() -> None:
+    """What glibc's malloc comes to by itself after some steps: blocks of up to 32 MiB are kept for the next."""
+    libc = ctypes.CDLL(None)
+    for parameter, count in ((-3, 32 * 2**20), (-1, 64 * 2**20)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+        libc.mallopt(parameter, count)
+
+
 @dataclass(frozen=True)
 class Ready:
     """What is known before the steps that are timed.
 
     Attributes:
-        peak_bytes: of a step, parameters, buffers and inputs included; reserved_bytes: from the device, on CUDA.
+        peak_bytes: of a step, parameters, buffers and inputs included.
+        process_bytes: the same by the process's high-water mark; on CUDA what is reserved of the device.
+        static_bytes: parameters, their gradients, buffers and inputs.
         gradient_error: of all gradients together, relative, in the 2-norm; or that of the change of the loss.
+        rounding: what it may be, by a factor: see `Job`.
         checked: against what: plain, or finite differences where random masks are not plain PyTorch's.
         correct: it is no more than rounding does to plain PyTorch itself.
         first_seconds: of the first step, which compiles.
     """
 
     peak_bytes: int
-    reserved_bytes: int
+    process_bytes: int
+    static_bytes: int
     gradient_error: float
+    rounding: float
     checked: str
     correct: bool
     first_seconds: float
@@ -88,7 +107,8 @@ def loss_of(model: nn.Module, example: Example) -> float:
     """The loss of `train_step` for the masks of a fixed seed."""
     torch.manual_seed(1)
     outputs = pytree.tree_leaves(model(*example[0], **example[1]))
-    return float(sum(t.double().square().mean() for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad))
+    trained = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    return sum(float(t.detach().double().square().mean()) for t in trained)
 
 
 def slope_error(model: nn.Module, example: Example) -> float:
@@ -112,22 +132,37 @@ def slope_error(model: nn.Module, example: Example) -> float:
     return abs((found[0] - found[1]) / (2 * length * steepness) - 1)
 
 
-def judged(plain: nn.Module, built: Built, example: Example) -> tuple[float, str, bool, float]:
-    """Error of the gradients, against what, whether that is rounding, and seconds of the first step."""
+def rounding_of(model: nn.Module, example: Example, gradients: dict[str, Any]) -> float:
+    """How far ``gradients`` are from those of weights that are changed in the last places, relative."""
+    others = (everything_after_a_step(shaken(model, seed), example) for seed in range(SHAKEN))
+    return max(apart(gradients, other, "gradient") for other in others)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """See `Ready`."""
+
+    gradient_error: float
+    rounding: float
+    checked: str
+    correct: bool
+    first_seconds: float
+
+
+def judge(plain: nn.Module, built: Built, example: Example, rounding: float) -> Verdict:
+    """Whether a first step leaves plain PyTorch's gradients."""
     mine = everything_after_a_step(plain, example)
+    plain.zero_grad(set_to_none=True)
+    rounding = rounding or rounding_of(plain, example, mine)
     started = time.perf_counter()
     theirs = everything_after_a_step(built.module, example)
     first = time.perf_counter() - started
     if apart(mine, theirs, "output") > OTHER_MASKS:
         error = slope_error(built.module, example)
-        return error, "finite differences", error <= MOST_OFF[next(plain.parameters()).dtype], first
+        good = error <= MOST_OFF[next(plain.parameters()).dtype]
+        return Verdict(error, rounding, "finite differences", good, first)
     error = apart(mine, theirs, "gradient")
-    if error <= ROUNDING:
-        return error, "plain PyTorch", True, first
-    plain.zero_grad(set_to_none=True)
-    others = (everything_after_a_step(shaken(plain, seed), example) for seed in range(SHAKEN))
-    rounding = max(apart(mine, other, "gradient") for other in others)
-    return error, "plain PyTorch", error <= ROUNDING_FACTOR * rounding, first
+    return Verdict(error, rounding, "plain PyTorch", error <= max(ROUNDING, ROUNDING_FACTOR * rounding), first)
 
 
 class Worker:
@@ -140,16 +175,24 @@ class Worker:
         if CONTENDERS[job.contender].front == "inductor":  # what the first kernel of all takes is nobody's
             torch.compile(torch.neg)(torch.ones(9, device=self.device))
         built = CONTENDERS[job.contender].build(job, model, self.example)
-        error, checked, correct, first = judged(reference, built, self.example)
+        verdict = judge(reference, built, self.example, job.rounding)
         del reference, model
-        self.module = built.module
+        self.module, self._fast = built.module, False
         self._forget()
         peak = step_peak(self.module, self.example, self.device)
-        reserved = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
+        process = self._process_bytes()
+        gradients = sum(t.untyped_storage().nbytes() for t in self.module.parameters() if t.requires_grad)
         self.ready = Ready(
-            peak, reserved, error, checked, correct, first, built.planning_seconds, built.predicted_bytes,
-            built.predicted_seconds, built.plain_seconds, built.gap,
-        )  # fmt: skip
+            peak_bytes=peak,
+            process_bytes=process,
+            static_bytes=resident_bytes(self.module, self.example) + gradients,
+            **asdict(verdict),
+            planning_seconds=built.planning_seconds,
+            predicted_bytes=built.predicted_bytes,
+            predicted_seconds=built.predicted_seconds,
+            predicted_plain_seconds=built.plain_seconds,
+            gap=built.gap,
+        )
 
     def _forget(self) -> None:
         """Nothing is held but the module and its inputs, nor kept by an allocator."""
@@ -159,21 +202,14 @@ class Worker:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-
-    def _give_back(self) -> None:
-        """From here on large blocks go back to the system as soon as they are freed, which makes steps slower."""
-        self._forget()
-        libc = ctypes.CDLL(None)
-        threshold, trim = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
-        libc.mallopt(threshold, 65536)
-        libc.mallopt(trim, 65536)
-        train_step(self.module, self.example)  # what was allocated before and is kept would not be given back
-        self.module.zero_grad(set_to_none=True)
-        gc.collect()
-        libc.malloc_trim(0)
+        else:
+            ctypes.CDLL(None).malloc_trim(0)
 
     def step(self) -> float:
         """Seconds of one step."""
+        if not self._fast:
+            usual_malloc()
+            self._fast = True
         self.module.zero_grad(set_to_none=True)
         self._synchronize()
         started = time.perf_counter()
@@ -185,27 +221,29 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def high(self) -> int:
+    def _process_bytes(self) -> int:
         """Resident memory of the process at most during a step, above what it is without model and inputs."""
         if self.device.type == "cuda":
-            return 0
-        self._give_back()
+            return int(torch.cuda.max_memory_reserved(self.device))
+        self._forget()
         rise = resident_peak(lambda: train_step(self.module, self.example))
         return resident_bytes(self.module, self.example) + rise
 
     def limit(self, most_bytes: int) -> bool:
         """Take a step that may hold so much: parameters, buffers, inputs and all that it allocates."""
+        self._forget()
         if self.device.type == "cuda":
-            self._forget()
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(most_bytes / total, self.device)
-        else:
-            self._give_back()
-            more = most_bytes - resident_bytes(self.module, self.example)
-            limit = status_bytes("VmData") + max(0, more)
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+            train_step(self.module, self.example)
+            self._synchronize()
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            return True
+        more = most_bytes - resident_bytes(self.module, self.example)
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + max(0, more), before[1]))
         train_step(self.module, self.example)
-        self._synchronize()
+        resource.setrlimit(resource.RLIMIT_DATA, before)
         return True
 
 
@@ -218,7 +256,7 @@ def main() -> None:
     print(json.dumps(asdict(worker.ready)), file=answers)
     for line in sys.stdin:
         what, *numbers = line.split()
-        done: Any = {"step": worker.step, "high": worker.high, "limit": worker.limit}[what](*map(int, numbers))
+        done: Any = {"step": worker.step, "limit": worker.limit}[what](*map(int, numbers))
         print(json.dumps(done), file=answers)
 
 

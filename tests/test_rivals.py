@@ -1,0 +1,316 @@
+"""The suite that compares with others: gradients, limits, turns, and the words that it makes from rows."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import run
+from benchmarks.contenders import CONTENDERS, Built, NotApplicableError
+from benchmarks.processes import ROOT, DiedError, Running, last_words, take_turns
+from benchmarks.report import behind, pareto, write_report
+from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
+from benchmarks.work import WORK, Job
+from benchmarks.worker import EXACT, Verdict, judge
+from monet_like.compiler import Request, compile_schedule
+from monet_like.roofline import DEVICES
+
+MB = 10**6
+
+
+def verdict(contender: str, setting: str = "", budget_bytes: int = 0, model: str = "dropout") -> Verdict:
+    """What a contender's gradients are worth, in this process."""
+    job = Job(model, "cpu", 8, contender, setting, budget_bytes, solver_seconds=2.0)
+    plain, example = job.model_and_inputs()
+    return judge(plain, CONTENDERS[contender].build(job, copy.deepcopy(plain), example), example, 0.0)
+
+
+# Contenders ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("contender", "setting"),
+    [
+        ("plain PyTorch", ""),
+        ("checkpoint per block", ""),
+        ("checkpoint_sequential", "3"),
+        ("selective checkpoint", ""),
+        ("strategy chen_sqrt", ""),
+        ("monet_like, no variants", ""),
+        ("monet_like", ""),
+    ],
+)
+def test_gradients_with_dropout_are_plain_pytorchs(contender: str, setting: str) -> None:
+    found = verdict(contender, setting)
+    assert found.correct
+    assert found.checked == "plain PyTorch"
+    assert found.gradient_error < 1e-12
+
+
+def test_pytorchs_budget_runs_by_its_own_operators() -> None:
+    """Its gradients with dropout are wrong in torch 2.15: that is reported, and not asserted here."""
+    assert verdict("aot_eager budget", "1.0").correct
+
+
+class Careless(nn.Module):
+    """Blocks that are run again with other masks."""
+
+    def __init__(self, model: nn.Module, *, preserve: bool, shifted: bool) -> None:
+        super().__init__()
+        self.model, self.preserve, self.shifted = model, preserve, shifted
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.shifted:
+            torch.rand(1)
+        for block in self.model.children():
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=self.preserve)
+        return x
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.named_parameters(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("shifted", "checked"), [(False, "plain PyTorch"), (True, "finite differences")])
+@pytest.mark.parametrize("preserve", [True, False])
+def test_masks_that_change_are_noticed(preserve: bool, shifted: bool, checked: str) -> None:
+    """Also where masks are not plain PyTorch's, so that gradients cannot be compared."""
+    plain, example = Job("dropout", "cpu", 8, "plain PyTorch").model_and_inputs()
+    careless = Careless(copy.deepcopy(plain), preserve=preserve, shifted=shifted)
+    found = judge(plain, Built(careless), example, 0.0)
+    assert found.checked == checked
+    assert found.correct is preserve
+
+
+def test_every_setting_names_a_contender_that_can_be_asked() -> None:
+    for name, contender in CONTENDERS.items():
+        assert set(run.settings_of(contender, True)) <= set(contender.settings), name
+        assert contender.front in ("eager", "inductor")
+
+
+def test_a_model_that_is_no_sequence_is_said_to_be_none() -> None:
+    with pytest.raises(NotApplicableError, match="googlenet is no sequence of modules"):
+        CONTENDERS["checkpoint_sequential"].build(Job("googlenet", "cpu", 1, "", "2"), nn.Identity(), ((), {}))
+
+
+@pytest.mark.parametrize("name", ["resnet50", "densenet121", "vit_b_16"])
+def test_sequences_compute_what_the_model_does(name: str) -> None:
+    size = replace(WORK[name].cpu, inputs=WORK[name].cpu.inputs)
+    torch.manual_seed(0)
+    model, example = size.make().eval(), size.inputs(1)
+    work = WORK[name].sequence
+    assert work is not None
+    with torch.no_grad():
+        expected = model(*example[0])
+        owner, modules = work(model)
+        owner.forward = nn.Sequential(*modules).forward  # type: ignore[method-assign]
+        assert torch.equal(model(*example[0]), expected)
+
+
+def test_blocks_are_found_in_every_model() -> None:
+    from benchmarks.contenders import _blocks
+
+    for name, work in WORK.items():
+        with torch.device("meta"):
+            model = work.cpu.make()
+        assert len(_blocks(Job(name, "cpu", 1, ""), model)) >= 2, name
+
+
+# Processes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_process_dies_at_the_limit_and_not_below(tmp_path: Path) -> None:
+    running = Running(Job("resnet18", "cpu", 24, "plain PyTorch", rounding=1.0), dict(os.environ, **EXACT))
+    peak, static = running.ready["peak_bytes"], running.ready["static_bytes"]
+    assert running.ready["correct"]
+    assert peak > static + 20 * MB
+    assert running.ready["process_bytes"] == pytest.approx(peak, rel=0.15)
+    assert running.ask(f"limit {peak + run.SLACK_BYTES}") is True
+    with pytest.raises(DiedError, match="allocate memory"):
+        running.ask(f"limit {static}")
+
+
+def test_turns_go_forth_and_back() -> None:
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def ask(self, line: str) -> float:
+            order.append(self.name)
+            if self.name == "b" and len(order) > 4:
+                raise DiedError("gone")
+            return float(len(order))
+
+    order: list[str] = []
+    first, second, third = take_turns([Fake("a"), Fake("b"), Fake("c")], 2)  # type: ignore[list-item]
+    assert "".join(order) == "abccbaac"
+    assert first == [6.0, 7.0]
+    assert isinstance(second, DiedError)
+    assert third == [4.0, 8.0]
+
+
+def test_last_words_are_those_of_the_last_exception() -> None:
+    text = 'Traceback\n  File "/a/b.py", line 1\nValueError: x\n\nDuring\nTraceback\nRuntimeError: cannot open /usr/lib/y.so\n more\n'
+    assert last_words(text) == "RuntimeError: cannot open y.so more"
+    assert last_words("Segmentation fault\n") == "Segmentation fault"
+    assert last_words("") == ""
+
+
+def test_a_run_measures_what_is_missing_and_writes_all(tmp_path: Path) -> None:
+    arguments = ["--suite", "cpu", "--models", "resnet18", "--contenders", "checkpoint per block,Rockmate", "--quick"]
+    arguments += ["--parts", "points", "--out", str(tmp_path)]
+    done = CliRunner().invoke(run.main, arguments)
+    assert done.exit_code == 0, done.output
+    rows = {p.label: p for p in read_rows(tmp_path / "points.csv", Point)}
+    assert set(rows) == {"plain PyTorch", "checkpoint per block", "Rockmate hilp 45%"}
+    block = rows["checkpoint per block"]
+    assert block.status == "measured"
+    assert block.correct
+    assert block.peak_bytes < rows["plain PyTorch"].peak_bytes < block.process_bytes * 2
+    assert block.plain_seconds > 0
+    rockmate = rows["Rockmate hilp 45%"]
+    if "rockmate" not in sys.modules:
+        assert (rockmate.status, rockmate.reason) == ("failed", "ModuleNotFoundError: No module named 'rockmate'")
+    assert "gpu" not in (tmp_path / "rivals.md").read_text()
+    before = (tmp_path / "points.csv").read_bytes()
+    again = CliRunner().invoke(run.main, arguments)
+    assert "batch 4:" not in again.output
+    assert (tmp_path / "points.csv").read_bytes() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured")
+def test_without_a_gpu_its_suite_says_so_and_nothing_else(tmp_path: Path) -> None:
+    done = CliRunner().invoke(run.main, ["--suite", "gpu", "--out", str(tmp_path)])
+    assert done.output == "not measured\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_names_are_refused() -> None:
+    done = CliRunner().invoke(run.main, ["--suite", "cpu", "--models", "resnet5"])
+    assert done.exit_code == 2
+    assert "there is no model 'resnet5'" in done.output
+
+
+# The search for the largest batch --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("largest", [1, 5, 8, 13, 60])
+@pytest.mark.parametrize("setting", ["", "limit"])
+def test_the_search_ends_between_what_fits_and_what_does_not(tmp_path: Path, largest: int, setting: str) -> None:
+    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
+    suite.points = [point("plain PyTorch", 500, 1.0)]
+    search = run._batches(suite, "resnet50", 12, "monet_like", setting, 500 * MB)
+    tried, batch = {}, next(search)
+    while batch:
+        tried[batch] = batch <= largest
+        try:
+            batch = search.send(tried[batch])
+        except StopIteration:
+            batch = 0
+    assert len(tried) <= 20
+    low = max(b for b, fits in tried.items() if fits)
+    high = min(b for b, fits in tried.items() if not fits)
+    assert low <= largest < high
+    assert high - low <= max(1, low // 16)
+
+
+# Rows and reports ---------------------------------------------------------------------------------------------
+
+
+def point(contender: str, peak_mb: int, ratio: float, setting: str = "", **more: Any) -> Point:
+    return Point(
+        "resnet50", 12, contender, setting, peak_bytes=peak_mb * MB, process_bytes=peak_mb * MB, seconds=ratio,
+        plain_seconds=1.0, correct=True, checked="plain PyTorch", **more,
+    )  # fmt: skip
+
+
+def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    rows = [point("plain PyTorch", 500, 1.0), Point("unet", 2, "Rockmate", "x", "failed", 'a, "b"\nc', gap=0.25)]
+    write_rows(tmp_path / "points.csv", rows)
+    assert read_rows(tmp_path / "points.csv", Point) == rows
+    changed = replace(rows[0], seconds=2.0)
+    assert merged(rows, [changed]) == [changed, rows[1]]
+
+
+def test_a_front_has_no_point_that_another_beats() -> None:
+    rows = [
+        point("a", 500, 1.0),
+        point("b", 400, 1.2),
+        point("c", 450, 1.3),
+        point("d", 300, 1.4),
+        point("e", 300, 1.5),
+    ]
+    assert [p.contender for p in pareto(rows)] == ["d", "b", "a"]
+
+
+def test_words_say_where_ours_is_behind_and_only_there() -> None:
+    others = [point("plain PyTorch", 500, 1.0), point("checkpoint per block", 300, 1.3)]
+    good = [point("monet_like", 400, 0.95, "60%"), point("monet_like", 290, 1.2, "45%")]
+    assert behind([*others, *good], "eager") == []
+    assert behind([*others, *good[:1]], "eager") == [
+        "checkpoint per block (300 MB, +30.0 %) needs less memory than any of ours, the least of which is 400 MB"
+    ]
+    slow = [good[0], replace(good[1], seconds=1.5)]
+    assert behind([*others, *slow], "eager") == [
+        "checkpoint per block (300 MB, +30.0 %) is faster than the fastest of ours with no more memory, monet_like 45% "
+        "(290 MB, +50.0 %), by 13.3 %"
+    ]
+    wrong = replace(others[1], correct=False)
+    assert behind([others[0], wrong, *slow], "eager") == []
+
+
+def test_a_report_has_every_part(tmp_path: Path) -> None:
+    planned = {"predicted_bytes": 402 * MB, "predicted_seconds": 1.0, "predicted_plain_seconds": 1.0, "gap": 0.02}
+    points = [
+        point("plain PyTorch", 500, 1.0),
+        point("monet_like", 400, 0.95, "60%", **planned),
+        point("monet_like inductor", 400, 0.9, "45%", **planned),
+        replace(point("torch.compile budget", 300, 1.1, "0.2"), correct=False),
+        Point("resnet50", 12, "Rockmate", "hilp 45%", "failed", "NameError: a|b"),
+    ]
+    trial = Trial("resnet50", "plain PyTorch", "", 525 * MB, 12, "fits", "", 1.0, 1.0, 12)
+    trials = [
+        trial,
+        replace(trial, batch=13, status="died", reason="RuntimeError: no memory"),
+        replace(trial, contender="monet_like", setting="limit", batch=36, seconds=3.2),
+        replace(trial, contender="monet_like", setting="limit", batch=48, seconds=6.0),
+    ]
+    write_report(tmp_path, "cpu", points, trials)
+    text = (tmp_path / "rivals.md").read_text()
+    for expected in (
+        "| Rockmate hilp 45% | - | - | - | - | - | - | failed: NameError: a\\|b |",
+        "eager: ours is on or below the front of all others everywhere",
+        "their gradients being wrong: torch.compile budget 0.2.",
+        "Peak within 1.0 % for 2 of 2 points, at most 0.5 % off. Time within 5.0 % for 0 of 1, at most 5.3 % off.",
+        "| plain PyTorch | 12 | +0.0 % | 12 (+0.0 %) | 13 died: RuntimeError: no memory |",
+        "3.0 times plain PyTorch's largest batch at no more than 10.0 % further time per sample, 4.0 times at any; "
+        "the goal of 3 times is reached.",
+    ):
+        assert expected in text, expected
+    assert (tmp_path / "plots" / "resnet50_12.png").stat().st_size > 10_000
+
+
+def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path) -> None:
+    """On the CPU, with a small net: the code is the same."""
+    job = Job("resnet18", "cpu", 2, "plain PyTorch")
+    model, example = job.model_and_inputs()
+    request = Request(model, example, "normal", "torchvision.models.resnet18()", strategy="store_all")
+    compile_schedule(request, 2**40, job.device, profile=DEVICES["cpu"]).record.save(tmp_path / "solutions" / "a.pkl")
+    (tmp_path / "solutions" / "b.pkl").write_bytes(b"no schedule")
+    arguments = ["--out", tmp_path, "--solutions", tmp_path / "solutions", "--models", "resnet18", "--device", "cpu"]
+    subprocess.run([sys.executable, ROOT / "scripts" / "gpu_check.py", *arguments, "--steps", "1"], check=True, cwd=ROOT,
+                   env=dict(os.environ, PYTHONPATH=str(ROOT)))  # fmt: skip
+    text = (tmp_path / "gpu_check.md").read_text()
+    assert "| a | 1024.00 GiB |" in text
+    assert "| 0e+00, rounding" in text
+    assert len(list((tmp_path / "profiles").iterdir())) == 1
