@@ -120,7 +120,12 @@ def compiled(job: Job, model: nn.Module, example: Example, *, eager: bool = Fals
 
 
 def rockmate(job: Job, model: nn.Module, example: Example) -> Built:
-    """Rockmate or HiRemate for a budget, such as ``hilp 45%``."""
+    """Rockmate or HiRemate for a budget, such as ``hilp 45%``.
+
+    The packages 2.0.0 on PyPI lack their own subpackages: it takes the two folders of topal-team/rockmate on GitHub and
+    pulp 2.7.0. Of its classes that the README names, those with a sequence partitioner stop at a NameError; `from_config`
+    does not.
+    """
     from rockmate import from_config  # type: ignore[import-not-found]
 
     kind, _, _ = job.setting.partition(" ")
@@ -215,11 +220,11 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         "strategy checkmate": Contender(
             partial(ours, strategy="checkmate", mode="normal"), ("60%", "45%", "30%"), ("30%",)
         ),
-        "monet_like, no variants": Contender(
+        "monet_like without variants": Contender(
             partial(ours, mode="normal"), ("80%", "60%", "45%", "30%", "20%"), ("45%",), is_ours=True
         ),
         "monet_like": Contender(ours, _SHARES, ("100%", "45%", "20%"), is_ours=True, batches="limit"),
-        "monet_like inductor, no variants": Contender(
+        "monet_like inductor without variants": Contender(
             partial(ours, mode="normal", backend="inductor"), ("45%",), (), front="inductor", is_ours=True
         ),
         "monet_like inductor": Contender(

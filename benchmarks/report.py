@@ -81,10 +81,10 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
-def _order(point: Point) -> tuple[int, int]:
+def _order(point: Point) -> tuple[int, int, int]:
     contender = CONTENDERS[point.contender]
-    settings = contender.settings
-    return list(CONTENDERS).index(point.contender), settings.index(point.setting) if point.setting in settings else 0
+    known = contender.settings.index(point.setting) if point.setting in contender.settings else len(contender.settings)
+    return list(CONTENDERS).index(point.contender), known, -point.peak_bytes
 
 
 def _points_table(points: Sequence[Point], suite: str) -> str:

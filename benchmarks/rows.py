@@ -17,7 +17,7 @@ class Point:
     """A contender at one setting.
 
     Attributes:
-        status: measured, failed, or not applicable; ``reason`` then says why.
+        status: measured, failed, refused (there is no such schedule) or not applicable; ``reason`` then says why.
         peak_bytes: of a step, by the allocator, parameters, buffers, gradients and inputs included.
         process_bytes: the same by the process's high-water mark on a CPU, by reserved memory on CUDA.
         static_bytes: parameters, their gradients, buffers and inputs.

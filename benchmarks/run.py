@@ -26,18 +26,20 @@ import torch
 
 from benchmarks.contenders import CONTENDERS, Contender
 from benchmarks.processes import ROOT, DiedError, Running, take_turns
-from benchmarks.report import write_report
+from benchmarks.report import pareto, usable, write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import ASIDE, WORK, Job
 from benchmarks.worker import EXACT
 from monet_like.api import cache_folder
 from monet_like.profiler import device_slug
 
-PLAIN = "plain PyTorch"
+PLAIN, MB = "plain PyTorch", 10**6
 #: Of the limit in the search for the largest batch, in units of plain PyTorch's peak at the work's own batch.
 LIMIT = 1.05
 #: What a process may need for other things than tensors: pages, stacks, scratch memory of libraries.
 SLACK_BYTES = 16 * 2**20
+#: Ours that are also planned for what the others' points take, and how near to that is near enough.
+MATCHED, NEAR = ("monet_like", "monet_like inductor"), 0.97
 #: Batches that are tried, at most, for one contender.
 TRIALS = 7
 
@@ -82,8 +84,9 @@ class Suite:
         job = Job(model, self.name, batch, contender, setting, 0, self.profile(model, batch), self.solver_seconds)
         if contender == PLAIN:
             return job
-        plain, share = self.plain(model, batch), re.search(r"(\d+)%", setting)
+        plain, share, amount = self.plain(model, batch), re.search(r"(\d+)%", setting), re.search(r"(\d+) MB", setting)
         budget = plain.static_bytes + int(share[1]) * (plain.peak_bytes - plain.static_bytes) // 100 if share else 0
+        budget = int(amount[1]) * MB if amount else budget
         return replace(job, budget_bytes=budget, rounding=plain.rounding)
 
     def profile(self, model: str, batch: int) -> str:
@@ -170,6 +173,8 @@ def _measure_group(suite: Suite, plain: Running, jobs: Sequence[Job]) -> None:
 def _failed(job: Job, error: DiedError) -> Point:
     _, _, told = error.reason.partition("NotApplicableError: ")
     status, reason = ("not applicable", told) if told else ("failed", error.reason)
+    if "InfeasibleError" in reason:
+        status = "refused"
     return Point(job.model, job.batch, job.contender, job.setting, status, reason)
 
 
@@ -182,6 +187,21 @@ def _point(run: Running, times: list[float], plain_seconds: float, load: float) 
         job.model, job.batch, job.contender, job.setting,
         seconds=seconds, spread_seconds=(top - low) / 2, plain_seconds=plain_seconds, load=load, **told,
     )  # fmt: skip
+
+
+def others_peaks(suite: Suite, model: str, batch: int, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Ours for as much memory as the points of the others' front take, where there is none of ours yet."""
+    here = [p for p in suite.points if (p.model, p.batch) == (model, batch)]
+    found = []
+    for name in names:
+        if name not in MATCHED:
+            continue
+        kind = CONTENDERS[name].front
+        mine = [p.peak_bytes for p in usable(here, kind, ours=True)]
+        for other in pareto(usable(here, kind, ours=False)):
+            if not any(NEAR * other.peak_bytes <= peak <= other.peak_bytes for peak in mine):
+                found.append((name, f"{other.peak_bytes // MB} MB"))
+    return found
 
 
 def measure_batches(suite: Suite, model: str, batch: int, names: Sequence[str]) -> None:
@@ -292,7 +312,7 @@ def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
 @click.option("--parts", default="points,dropout,batches", show_default=True, help="What to measure.")
 @click.option("--quick", is_flag=True, help="One or two settings of each contender, three steps.")
 @click.option("--steps", default=7, show_default=True, help="Timed steps of each.")
-@click.option("--together", default=4, show_default=True, help="Processes that take turns with plain PyTorch's.")
+@click.option("--together", type=int, help="Processes that take turns with plain PyTorch's; default 4, on a GPU 1.")
 @click.option("--seconds", default=10.0, show_default=True, help="For the solver, per budget.")
 @click.option("--minutes", default=1e6, help="Start nothing after so many; a later run goes on.")
 @click.option("--again", is_flag=True, help="Measure anew what is asked for.")
@@ -300,7 +320,7 @@ def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
 @click.option("--rockmate-python", default="", help="Interpreter of an environment with Rockmate, if not this one.")
 @click.option("--out", type=click.Path(path_type=Path), help="Default: benchmarks/results/DEVICE.")
 def main(
-    name: str, models: str, contenders: str, parts: str, quick: bool, steps: int, together: int, seconds: float,
+    name: str, models: str, contenders: str, parts: str, quick: bool, steps: int, together: int | None, seconds: float,
     minutes: float, again: bool, only_report: bool, rockmate_python: str, out: Path | None,
 ) -> None:  # fmt: skip
     """Measure what is missing and write the report."""
@@ -315,7 +335,16 @@ def main(
     deadline = time.monotonic() + 60 * minutes
     pairs = [(c, s) for c in named for s in settings_of(CONTENDERS[c], quick)]
     with tempfile.TemporaryDirectory() as scratch:
-        suite = Suite(name, folder, 3 if quick else steps, together, seconds, deadline, Path(scratch), pythons)
+        suite = Suite(
+            name,
+            folder,
+            3 if quick else steps,
+            together or (4 if name == "cpu" else 1),
+            seconds,
+            deadline,
+            Path(scratch),
+            pythons,
+        )
         if again:
             suite.points = [p for p in suite.points if p.model not in chosen or (p.contender, p.setting) not in pairs]
             suite.trials = [t for t in suite.trials if t.model not in chosen or t.contender not in named]
@@ -325,6 +354,7 @@ def main(
                 for batch in size.batches[:1] if quick else size.batches:
                     if "points" in asked:
                         measure_points(suite, model, batch, [(PLAIN, ""), *(p for p in pairs if p != (PLAIN, ""))])
+                        measure_points(suite, model, batch, others_peaks(suite, model, batch, named))
             if "dropout" in asked:
                 few = [(c, s) for c in named if c != PLAIN for s in settings_of(CONTENDERS[c], True)]
                 measure_points(suite, "dropout", Job("dropout", name, 1, PLAIN).size.batches[0], [(PLAIN, ""), *few])

@@ -47,7 +47,7 @@ def verdict(contender: str, setting: str = "", budget_bytes: int = 0, model: str
         ("checkpoint_sequential", "3"),
         ("selective checkpoint", ""),
         ("strategy chen_sqrt", ""),
-        ("monet_like, no variants", ""),
+        ("monet_like without variants", ""),
         ("monet_like", ""),
     ],
 )
@@ -96,6 +96,7 @@ def test_every_setting_names_a_contender_that_can_be_asked() -> None:
     for name, contender in CONTENDERS.items():
         assert set(run.settings_of(contender, True)) <= set(contender.settings), name
         assert contender.front in ("eager", "inductor")
+        assert "," not in name  # --contenders takes names with commas between
 
 
 def test_a_model_that_is_no_sequence_is_said_to_be_none() -> None:
@@ -222,6 +223,18 @@ def test_the_search_ends_between_what_fits_and_what_does_not(tmp_path: Path, lar
     high = min(b for b, fits in tried.items() if not fits)
     assert low <= largest < high
     assert high - low <= max(1, low // 16)
+
+
+def test_ours_is_planned_for_what_the_others_take(tmp_path: Path) -> None:
+    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
+    suite.points = [
+        point("plain PyTorch", 500, 1.0), point("selective checkpoint", 400, 1.1), point("checkpoint per block", 300, 1.3),
+        point("monet_like", 299, 1.2, "20%"), point("monet_like", 502, 0.9, "100%"),
+    ]  # fmt: skip
+    wanted = [("monet_like", "400 MB"), ("monet_like", "500 MB")]
+    assert run.others_peaks(suite, "resnet50", 12, list(CONTENDERS)) == wanted
+    assert suite.job("resnet50", 12, *wanted[0]).budget_bytes == 400 * MB
+    assert suite.job("resnet50", 12, "monet_like", "20%").budget_bytes == 100 * MB
 
 
 # Rows and reports ---------------------------------------------------------------------------------------------
