@@ -19,6 +19,12 @@ SAME_PEAK, SAME_TIME = 0.01, 0.02
 PEAK_GOAL, TIME_GOAL, BATCH_GOAL, OVERHEAD_GOAL = 0.01, 0.05, 3.0, 0.10
 PLAIN = "plain PyTorch"
 FRONTS = ("eager", "inductor")
+#: Of the plots; no two kinds of front are drawn in one.
+OTHERS_COLOURS = (
+    *("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:gray", "tab:olive", "tab:cyan"),
+    *("navy", "darkgreen", "goldenrod", "indigo"),
+)
+OUR_COLOURS = ("lightcoral", "crimson", "deeppink", "darkred")
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
@@ -233,28 +239,24 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
 
     kinds = [kind for kind in FRONTS if usable(points, kind, ours=False) or usable(points, kind, ours=True)]
     figure, axes = pyplot.subplots(1, len(kinds), figsize=(7.5 * len(kinds), 5), squeeze=False, sharey=True)
-    names = list(CONTENDERS)
-    colours = pyplot.get_cmap("tab20")
+    plain = [p for p in points if p.contender == PLAIN]
     for kind, axis in zip(kinds, axes[0], strict=True):
-        plain = [p for p in points if p.contender == PLAIN]
         shown = [p for p in points if p.status == "measured" and CONTENDERS[p.contender].front == kind]
+        others, own = iter(OTHERS_COLOURS), iter(OUR_COLOURS)
         for name in dict.fromkeys(p.contender for p in sorted((*plain, *shown), key=_order)):
             mine = sorted((p for p in {*plain, *shown} if p.contender == name), key=lambda p: p.peak_bytes)
-            contender, colour = CONTENDERS[name], colours(names.index(name) % 20)
+            is_ours = CONTENDERS[name].is_ours
+            colour = "black" if name == PLAIN else next(own if is_ours else others)
             right, wrong = ([p for p in mine if p.correct is flag] for flag in (True, False))
-            style = (
-                {"linewidth": 2.2, "markersize": 7, "zorder": 3}
-                if contender.is_ours
-                else {"linewidth": 1, "markersize": 5}
-            )
-            marker = "*" if name == PLAIN else "o" if contender.is_ours else "s"
+            marker, size = ("*", 13) if name == PLAIN else ("o", 7) if is_ours else ("s", 5)
             if right:
-                line = "-" if contender.is_ours else ":"
-                axis.plot([p.peak_bytes / MB for p in right], [p.ratio for p in right], line, marker=marker, color=colour,
-                          label=name, **style)  # fmt: skip
+                axis.plot(
+                    [p.peak_bytes / MB for p in right], [p.ratio for p in right], "-" if is_ours else ":", color=colour,
+                    marker=marker, markersize=size, linewidth=2.2 if is_ours else 1, zorder=4 if is_ours else 3, label=name,
+                )  # fmt: skip
             if wrong:
-                axis.plot([p.peak_bytes / MB for p in wrong], [p.ratio for p in wrong], "x", color=colour,
-                          label=f"{name}: wrong gradients")  # fmt: skip
+                label = f"{name}: wrong gradients"
+                axis.plot([p.peak_bytes / MB for p in wrong], [p.ratio for p in wrong], "x", color=colour, label=label)
         axis.set(title=f"{title}: {kind}", xlabel="peak of a step, MB")
         axis.axhline(1, color="0.8", linewidth=0.8, zorder=0)
         axis.grid(alpha=0.3)
