@@ -123,8 +123,8 @@ def rockmate(job: Job, model: nn.Module, example: Example) -> Built:
     """Rockmate or HiRemate for a budget, such as ``hilp 45%``.
 
     The packages 2.0.0 on PyPI lack their own subpackages: it takes the two folders of topal-team/rockmate on GitHub and
-    pulp 2.7.0. Of its classes that the README names, those with a sequence partitioner stop at a NameError; `from_config`
-    does not.
+    pulp 2.7.0. Of its classes that its README names, those with a sequence partitioner stop at a NameError;
+    `from_config` does not.
     """
     from rockmate import from_config  # type: ignore[import-not-found]
 
@@ -178,8 +178,8 @@ class Contender:
 
     Attributes:
         build: makes the module.
-        settings: to measure; ``60%`` is a budget: 60 % of what plain PyTorch's peak has beyond parameters, their gradients,
-            buffers and inputs, and these.
+        settings: to measure; ``60%`` is a budget: parameters, their gradients, buffers, inputs, and 60 % of what plain
+            PyTorch's peak has beyond these.
         quick: the settings of a quick run; None: all.
         front: eager or inductor: with which of ours it is compared.
         is_ours: planned by the integer program: the front that the others are compared with.

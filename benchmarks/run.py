@@ -1,8 +1,9 @@
 """All contenders on the same work, in one run: python -m benchmarks.run --suite cpu|gpu
 
-Every contender runs in a process of its own, on an unmodified model, and takes steps in turn with plain PyTorch's process, so that
-what else the machine does meets both. Rows are kept in ``benchmarks/results/DEVICE/*.csv`` as they are measured: a run that was
-ended goes on where it was. Markdown and plots are made from them at the end, or at once with ``--report``.
+Every contender runs in a process of its own, on an unmodified model, and takes steps in turn with plain PyTorch's
+process, so that what else the machine does meets both. Rows are kept in ``benchmarks/results/DEVICE/*.csv`` as they are
+measured: a run that was ended goes on where it was. Markdown and plots are made from them after every model, or at once
+with ``--report``.
 
     python -m benchmarks.run --suite cpu --quick              # one or two settings of each
     python -m benchmarks.run --suite cpu --models resnet50    # all settings of one model
@@ -102,7 +103,7 @@ class Suite:
 
     def plain(self, model: str, batch: int) -> Point:
         """Plain PyTorch's row."""
-        return next(p for p in self.points if p.key == (model, batch, PLAIN, "") and p.status == "measured")
+        return next(p for p in self.points if p.key == (model, batch, PLAIN, ""))
 
     def keep_points(self, more: Sequence[Point]) -> None:
         """Add rows and write the file."""
@@ -127,7 +128,12 @@ def measure_points(suite: Suite, model: str, batch: int, wanted: Sequence[tuple[
     missing = [pair for pair in wanted if (model, batch, *pair) not in done]
     if not missing or suite.late():
         return
-    plain = suite.start(suite.job(model, batch, PLAIN, ""))
+    job = suite.job(model, batch, PLAIN, "")
+    try:
+        plain = suite.start(job)
+    except DiedError as error:  # too large for this machine, say: there is nothing to compare with
+        suite.keep_points([_failed(job, error)])
+        return
     try:
         if (model, batch, PLAIN, "") not in done:
             missing = [pair for pair in missing if pair != (PLAIN, "")]
@@ -206,9 +212,8 @@ def others_peaks(suite: Suite, model: str, batch: int, names: Sequence[str]) -> 
 
 def measure_batches(suite: Suite, model: str, batch: int, names: Sequence[str]) -> None:
     """Seek the largest batch of every contender under a limit that plain PyTorch's own batch just fits."""
-    if not any(p.key == (model, batch, PLAIN, "") for p in suite.points):
-        measure_points(suite, model, batch, [(PLAIN, "")])
-    if suite.late():
+    measure_points(suite, model, batch, [(PLAIN, "")])
+    if suite.late() or suite.plain(model, batch).status != "measured":
         return
     limit = int(LIMIT * suite.plain(model, batch).peak_bytes)
     plain = suite.start(suite.job(model, batch, PLAIN, ""))
@@ -348,18 +353,18 @@ def main(
         if again:
             suite.points = [p for p in suite.points if p.model not in chosen or (p.contender, p.setting) not in pairs]
             suite.trials = [t for t in suite.trials if t.model not in chosen or t.contender not in named]
-        if not only_report:
-            for model in chosen:
-                size = Job(model, name, 1, PLAIN).size
-                for batch in size.batches[:1] if quick else size.batches:
-                    if "points" in asked:
-                        measure_points(suite, model, batch, [(PLAIN, ""), *(p for p in pairs if p != (PLAIN, ""))])
-                        measure_points(suite, model, batch, others_peaks(suite, model, batch, named))
-            if "dropout" in asked:
-                few = [(c, s) for c in named if c != PLAIN for s in settings_of(CONTENDERS[c], True)]
-                measure_points(suite, "dropout", Job("dropout", name, 1, PLAIN).size.batches[0], [(PLAIN, ""), *few])
-            for model in chosen if "batches" in asked else ():
-                measure_batches(suite, model, Job(model, name, 1, PLAIN).size.batches[0], named)
+        for model in () if only_report else chosen:
+            size = Job(model, name, 1, PLAIN).size
+            for batch in size.batches[:1] if quick else size.batches:
+                if "points" in asked:
+                    measure_points(suite, model, batch, [(PLAIN, ""), *(p for p in pairs if p != (PLAIN, ""))])
+                    measure_points(suite, model, batch, others_peaks(suite, model, batch, named))
+            if "batches" in asked:
+                measure_batches(suite, model, size.batches[0], named)
+            write_report(folder, name, suite.points, suite.trials)
+        if "dropout" in asked and not only_report:
+            few = [(c, s) for c in named if c != PLAIN for s in settings_of(CONTENDERS[c], True)]
+            measure_points(suite, "dropout", Job("dropout", name, 1, PLAIN).size.batches[0], [(PLAIN, ""), *few])
         write_report(folder, name, suite.points, suite.trials)
     click.echo(str(folder / "rivals.md"))
 

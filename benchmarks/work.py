@@ -211,8 +211,8 @@ class Job:
         budget_bytes: instead of the setting, for contenders that plan.
         profile: file with the costs of this model's operators.
         solver_seconds: for contenders that plan.
-        rounding: by how much the gradients of plain PyTorch move when weights are changed in the last places, relative; 0: to
-            be measured.
+        rounding: how far plain PyTorch's gradients move when weights are changed in the last places, relative; 0: to be
+            measured.
     """
 
     model: str

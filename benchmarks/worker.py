@@ -1,8 +1,8 @@
 """One contender in a process of its own: python -m benchmarks.worker JOB, a `benchmarks.work.Job` as JSON.
 
 Builds, takes a first step beside plain PyTorch's, and measures its peak; answers with one line of JSON, a `Ready`. Then
-it does what it is told, a line each, and answers each with a line: ``limit BYTES`` (a step that may hold no more; where it
-needs more, the process dies), ``step`` (seconds of one).
+it does what it is told, a line each, and answers each with a line: ``limit BYTES`` (a step that may hold no more; where
+it needs more, the process dies), ``step`` (seconds of one).
 
 Memory first, then time: the process starts with `EXACT`, under which what is freed goes back to the system at once, and
 the first ``step`` ends that.

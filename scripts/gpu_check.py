@@ -45,8 +45,8 @@ class Replay:
 
     Attributes:
         profile: device the costs are from, on which predictions depend.
-        gradient_error: of all gradients together, relative, in the 2-norm; ``rounding``: that of plain PyTorch where its
-            weights are changed in the last places.
+        gradient_error: of all gradients together, relative, in the 2-norm; ``rounding``: that of plain PyTorch with
+            weights changed in the last places.
         reserved_bytes: by the caching allocator, which had one block to begin with.
     """
 

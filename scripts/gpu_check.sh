@@ -4,8 +4,9 @@
 #   bash scripts/gpu_check.sh [FOLDER]      default: gpu_check
 #
 # Builds csrc, runs tests/gpu, replays the schedules in solutions/ beside plain PyTorch and profiles their models.
-# FOLDER then holds gpu_check.md, replays.csv, profiles/ and a log of each stage, and FOLDER.tar.gz all of it. Schedules are solved
-# elsewhere from the profiles (solve.py --profile); a second call replays those. MINUTES (9) and PYTHON (python3) can be set.
+# FOLDER then holds gpu_check.md, replays.csv, profiles/ and a log of each stage, and FOLDER.tar.gz all of it. Schedules
+# are solved elsewhere from the profiles (solve.py --profile); a second call replays those. MINUTES (9) and PYTHON
+# (python3) can be set.
 set -uo pipefail
 out=$(realpath -m "${1:-gpu_check}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
