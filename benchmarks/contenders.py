@@ -183,6 +183,7 @@ class Contender:
         quick: the settings of a quick run; None: all.
         front: eager or inductor: with which of ours it is compared.
         is_ours: planned by the integer program: the front that the others are compared with.
+        compiles: in its first step, so that this is part of its planning.
         batches: the setting whose largest batch is sought; None: it is not. ``limit``: planned for the limit.
     """
 
@@ -191,6 +192,7 @@ class Contender:
     quick: tuple[str, ...] | None = None
     front: str = "eager"
     is_ours: bool = False
+    compiles: bool = False
     batches: str | None = None
 
 
@@ -205,11 +207,16 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         "checkpoint_sequential": Contender(sequential, ("2", "4", "8"), ("4",), batches="4"),
         "selective checkpoint": Contender(selective, batches=""),
         "aot_eager budget": Contender(
-            partial(compiled, eager=True), (*_BUDGETS, *_SOLVERS), ("0.5", "0.2"), batches="0.2"
+            partial(compiled, eager=True), (*_BUDGETS, *_SOLVERS), ("0.5", "0.2"), compiles=True, batches="0.2"
         ),
-        "torch.compile": Contender(compiled, front="inductor", batches=""),
+        "torch.compile": Contender(compiled, front="inductor", compiles=True, batches=""),
         "torch.compile budget": Contender(
-            compiled, ("0.5", "0.2", "0.0", "0.2 ilp", "0.2 greedy"), ("0.2",), front="inductor", batches="0.2"
+            compiled,
+            ("0.5", "0.2", "0.0", "0.2 ilp", "0.2 greedy"),
+            ("0.2",),
+            front="inductor",
+            compiles=True,
+            batches="0.2",
         ),
         "Rockmate": Contender(rockmate, ("hilp 45%", "rockmate 45%"), ("hilp 45%",)),
         "strategy ogc": Contender(partial(ours, strategy="ogc", mode="normal")),

@@ -49,7 +49,7 @@ def behind(points: Sequence[Point], kind: str) -> list[str]:
     """Where ours is above the front of all others, in words; nothing where it is on or below it."""
     mine, told = usable(points, kind, ours=True), []
     if not mine:
-        return ["none of ours was measured"]
+        return ["none of ours was measured with right gradients"]
     for other in pareto(usable(points, kind, ours=False)):
         told_as = f"{other.label} ({_mb(other.peak_bytes)}, {_change(other.ratio)})"
         fitting = [p for p in mine if p.peak_bytes <= (1 + SAME_PEAK) * other.peak_bytes]

@@ -188,7 +188,8 @@ def _point(run: Running, times: list[float], plain_seconds: float, load: float) 
     job, ready, seconds = run.job, run.ready, statistics.median(times)
     low, _, top = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (seconds,) * 3
     told = {f.name: ready[f.name] for f in fields(Point) if f.name in ready}
-    told["planning_seconds"] += max(0.0, ready["first_seconds"] - seconds)
+    if CONTENDERS[job.contender].compiles:
+        told["planning_seconds"] += max(0.0, ready["first_seconds"] - seconds)
     return Point(
         job.model, job.batch, job.contender, job.setting,
         seconds=seconds, spread_seconds=(top - low) / 2, plain_seconds=plain_seconds, load=load, **told,
@@ -315,7 +316,7 @@ def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
 @click.option("--models", default=",".join(WORK), show_default=True)
 @click.option("--contenders", default=",".join(CONTENDERS), show_default=True)
 @click.option("--parts", default="points,dropout,batches", show_default=True, help="What to measure.")
-@click.option("--quick", is_flag=True, help="One or two settings of each contender, three steps.")
+@click.option("--quick", is_flag=True, help="Few settings, three steps, batches of the first model.")
 @click.option("--steps", default=7, show_default=True, help="Timed steps of each.")
 @click.option("--together", type=int, help="Processes that take turns with plain PyTorch's; default 4, on a GPU 1.")
 @click.option("--seconds", default=10.0, show_default=True, help="For the solver, per budget.")
@@ -359,8 +360,9 @@ def main(
                 if "points" in asked:
                     measure_points(suite, model, batch, [(PLAIN, ""), *(p for p in pairs if p != (PLAIN, ""))])
                     measure_points(suite, model, batch, others_peaks(suite, model, batch, named))
-            if "batches" in asked:
-                measure_batches(suite, model, size.batches[0], named)
+            if "batches" in asked and not (quick and model != chosen[0]):
+                slow = [c for c in named if CONTENDERS[c].front == "inductor"] if quick else []
+                measure_batches(suite, model, size.batches[0], [c for c in named if c not in slow])
             write_report(folder, name, suite.points, suite.trials)
         if "dropout" in asked and not only_report:
             few = [(c, s) for c in named if c != PLAIN for s in settings_of(CONTENDERS[c], True)]
