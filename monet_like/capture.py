@@ -148,7 +148,13 @@ class Captured:
         return [task for program in programs for task in program.every_task()]
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Captured:
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: torch.device | None = None,
+) -> Captured:
     """Trace one training step of ``model(*args, **kwargs)`` into a `Captured` program.
 
     The model's train/eval flags, frozen parameters and the caller's autocast state are taken as they are, and so is an
@@ -157,6 +163,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
     Args:
         model: any module whose training step PyTorch can trace without data-dependent control flow.
         args, kwargs: example inputs, real or fake; only shapes, dtypes and ``requires_grad`` matter.
+        target: capture as on this device, which need not be here; default: where the model is.
 
     Raises:
         CaptureError: what cannot be captured, with the operator or line that is the reason.
@@ -165,8 +172,29 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     flat = FlatModule(model, leaves, spec)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    graph, mode = trace_joint(flat, tensors)
+    graph, mode = trace_joint(flat, tensors, target)
+    if target is not None:
+        _move(graph, mode, target)
     return _without_dropit(_Builder(flat, graph, mode).build(), model)
+
+
+def _move(graph: fx.Graph, mode: FakeTensorMode, target: torch.device) -> None:
+    """Have a graph that was traced elsewhere run on ``target``: its inputs, and the tensors that it makes."""
+
+    def there(leaf: Any) -> Any:
+        return target if isinstance(leaf, torch.device) else leaf
+
+    with mode:
+        for node in graph.nodes:
+            if node.op == "placeholder" and isinstance(fake := node.meta["val"], torch.Tensor):
+                elements = fake.untyped_storage().nbytes() // fake.dtype.itemsize
+                storage = torch.empty(elements, dtype=fake.dtype, device=target)
+                node.meta["val"] = storage.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+            elif node.op == "call_function":
+                if "for_cpu" in str(node.target) or "mkldnn" in str(node.target):
+                    raise CaptureError(f"{node.target} is an operator of the CPU; capture this model on {target}")
+                node.args = fx.node.map_aggregate(node.args, there)
+                node.kwargs = fx.node.map_aggregate(node.kwargs, there)
 
 
 def _without_dropit(captured: Captured, model: nn.Module) -> Captured:

@@ -456,6 +456,137 @@ def doctor_command(as_json: bool) -> None:
     sys.exit(doctor(as_json=as_json))
 
 
+@main.group("zoo", cls=_Group, context_settings=_CONTEXT)
+def zoo_group() -> None:
+    """Schedules solved in advance, such as zoo:resnet50_184_10.00 (for ScheduleWrapper)."""
+
+
+_names = click.argument("names", nargs=-1)
+_base_url = click.option(
+    "--base-url", help="Where files are, such as https://example.org/zoo.  [default: $MONET_LIKE_ZOO_URL]"
+)
+
+
+@zoo_group.command("list", cls=_Command, context_settings=_CONTEXT)
+@click.option("--profile", default="", help="Only this one's, such as h100.  [default: all]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.  [default: off]")
+def zoo_list_command(**options: Any) -> None:
+    """The schedules there are, what they promise, and budgets that cannot be met.
+
+    \b
+    Example:
+      monet-like zoo list --profile a100
+    """
+    from .zoo.commands import list_files
+
+    list_files(**options)
+
+
+@zoo_group.command("show", cls=_Command, context_settings=_CONTEXT)
+@click.argument("name")
+@_base_url
+@click.option("--json", "as_json", is_flag=True, help="The registry's entry, for programs.  [default: off]")
+def zoo_show_command(**options: Any) -> None:
+    """All about the schedule NAME (NAME@PROFILE): the registry's entry and what is in the file.
+
+    \b
+    Example:
+      monet-like zoo show resnet50_184_10.00@h100
+    """
+    from .zoo.commands import show
+
+    show(**options)
+
+
+@zoo_group.command("download", cls=_Command, context_settings=_CONTEXT)
+@_names
+@click.option("--profile", default="", help="Without NAMES: only this one's, such as h100.  [default: all]")
+@_base_url
+def zoo_download_command(**options: Any) -> None:
+    """Get schedules (NAME or NAME@PROFILE; none: all) into the cache, checked; what broke off is gone on with.
+
+    \b
+    Example:
+      monet-like zoo download resnet50_184_10.00@h100 --base-url https://example.org/zoo
+    """
+    from .zoo.commands import download_files
+
+    download_files(**options)
+
+
+@zoo_group.command("verify", cls=_Command, context_settings=_CONTEXT)
+@_names
+@click.option(
+    "--simulate/--no-simulate", "simulated", default=True, show_default=True, help="Capture models, simulate schedules."
+)
+def zoo_verify_command(**options: Any) -> None:
+    """Check schedules (NAME or NAME@PROFILE; none: all): hash, content, and by the simulator peak and step.
+
+    \b
+    Example:
+      monet-like zoo verify --no-simulate
+    """
+    from .zoo.commands import verify_files
+
+    verify_files(**options)
+
+
+@zoo_group.command("build", cls=_Command, context_settings=_CONTEXT)
+@_names
+@click.option("--profiles", default="", help="Some of them, such as a100,h100.  [default: all of the catalogue]")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder to make it in, such as mine.  [default: where the zoo is]"
+)
+@click.option("--again", is_flag=True, help="Make what is there, too.  [default: off]")
+@click.option("--evaluations", type=int, help="Of the local search for each plan, such as 20000.  [default: 60000]")
+def zoo_build_command(**options: Any) -> None:
+    """Make the zoo, or the models NAMES of it, from datasheet rates; what is there and unchanged is left alone.
+
+    \b
+    Example:
+      monet-like zoo build resnet50 --profiles a100 --out mine
+    """
+    from .zoo.commands import build_files
+
+    build_files(**options)
+
+
+@zoo_group.command("add", cls=_Command, context_settings=_CONTEXT)
+@click.argument("name")
+@click.argument("machine")
+@click.argument("solution_file", type=click.Path(path_type=Path))
+@click.argument("profile_file", type=click.Path(path_type=Path))
+def zoo_add_command(**options: Any) -> None:
+    """Enter a schedule that was solved from a measured profile; both files must be in the zoo's folder.
+
+    NAME is the model's in the zoo, such as resnet50; MACHINE names what was measured, such as h200-sxm.
+
+    \b
+    Example:
+      monet-like zoo add resnet50 h200-sxm solutions/mine.pkl solutions/profiles/profile_resnet50_184_h200.json
+    """
+    from .zoo.commands import add
+
+    add(**options)
+
+
+@zoo_group.command("table", cls=_Command, context_settings=_CONTEXT)
+@click.option(
+    "--write", type=click.Path(path_type=Path), help="Put it between the markers of this file, such as README.md."
+)
+@click.option("--summary", "summary_for", default="", help="One row a model for this profile, such as a100.")
+def zoo_table_command(**options: Any) -> None:
+    """The registry as Markdown tables.
+
+    \b
+    Example:
+      monet-like zoo table --write solutions/README.md
+    """
+    from .zoo.commands import table
+
+    table(**options)
+
+
 def parse_batch(text: str) -> int:
     """A batch size.
 

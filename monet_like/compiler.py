@@ -82,7 +82,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the compiler; see the command line's options of the same names."""
+    """What is asked of the compiler; see the command line's options of the same names.
+
+    ``target`` is the device to plan for where the model itself is on another; it need not be here, but then nothing can
+    be measured.
+    """
 
     model: nn.Module
     example: Example
@@ -97,6 +101,7 @@ class Request:
     threads: int = 1
     profile_batch: int | None = None
     autocast: str = ""
+    target: torch.device | None = None
 
     @property
     def batch(self) -> int:
@@ -108,7 +113,8 @@ class Request:
 def captured_for(request: Request, example: Example) -> Captured:
     """The program of a request's model on these inputs, with the variants that its mode admits."""
     with autocast_as(request.autocast, device_of(request.model)):
-        return admitted(capture(request.model, *example), request.mode, ablation=request.ablation)
+        captured = capture(request.model, *example, target=request.target)
+        return admitted(captured, request.mode, ablation=request.ablation)
 
 
 def optimizer_bytes(model: nn.Module, optimizer: str) -> int:

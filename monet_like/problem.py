@@ -56,8 +56,12 @@ def read_problem(
     strategy: str = "milp",
     autocast: str = "",
     channels_last: bool = False,
+    measured: bool = True,
 ) -> Problem:
     """Check every argument before any work, cheapest first.
+
+    Args:
+        measured: operators will be measured, so ``device`` must be here; else the model is captured as on it.
 
     Raises:
         UsageError: the first argument that is wrong.
@@ -81,7 +85,9 @@ def read_problem(
     check_strategy(strategy)
     if autocast not in AUTOCASTS:
         raise UsageError(f"--autocast {autocast!r} is unknown; give {' or '.join(filter(None, AUTOCASTS))}")
-    where, kind = read_device(device), read_dtype(dtype)
+    kind = read_dtype(dtype)
+    target = None if measured else absent_device(device)
+    where = torch.device("cpu") if target else read_device(device)
     layout = "channels_last" if channels_last else ""
     spec = build_model(model)
     spec.module.to(where, kind)
@@ -102,14 +108,15 @@ def read_problem(
         threads=threads,
         profile_batch=profile_batch,
         autocast=autocast,
+        target=target,
     )
     problem = Problem(spec, request, limit, where, shape, kind, layout)
     return replace(problem, request=replace(request, example=example_for(problem, size)))
 
 
 def example_for(problem: Problem, batch: int) -> Example:
-    """Fake inputs: the file's own ``make_inputs(batch)`` if MODEL is a file that has it, else one image batch."""
-    make: Any = getattr(problem.spec.source, "make_inputs", None)
+    """Fake inputs: those of ``make_inputs(batch)`` if MODEL's file or the model itself has it, else one image batch."""
+    make: Any = getattr(problem.spec.source or problem.spec.module, "make_inputs", None)
     with fake_mode(), problem.device:
         if make is None or problem.shape is not None:
             extents = (batch, *(problem.shape or problem.spec.input_shape))
@@ -146,6 +153,11 @@ def read_device(text: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"device {text!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def absent_device(text: str) -> torch.device | None:
+    """The CUDA device that ``text`` names, where this machine has none."""
+    return torch.device("cuda", 0) if text in ("cuda", "cuda:0") and not torch.cuda.is_available() else None
 
 
 def read_dtype(text: str) -> torch.dtype:

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture import Captured, capture
+from .elsewhere import known_limits, machine_at, warn_elsewhere
 from .errors import ScheduleError, ScheduleFileError, UsageError
 from .inductor import check_inductor
 from .mode import parse_mode
@@ -84,7 +85,8 @@ class ScheduleWrapper(nn.Module):
 
     Args:
         model: the model the schedule was solved for; it is shared, not copied.
-        solution_file: a schedule file, or a loaded `ScheduleRecord`.
+        solution_file: a schedule file, a loaded `ScheduleRecord`, or a schedule of the zoo: ``zoo:resnet50_184_10.00``
+            is the one for the device that the model is on, ``zoo:resnet50_184_10.00@h100`` that for a H100.
         input_shape: shape of the input, with or without the batch; a list of shapes for several inputs. It is
             compared with what the schedule was solved for. None takes the file's word.
         example: arguments to capture the model with, as (args, kwargs); default: fake ones of the file's shapes.
@@ -111,13 +113,12 @@ class ScheduleWrapper(nn.Module):
     ) -> None:
         super().__init__()
         self._share(model, backend)
-        self.record = record = (
-            solution_file if isinstance(solution_file, ScheduleRecord) else ScheduleRecord.load(Path(solution_file))
-        )
+        self.record = record = _loaded(solution_file, device_of(model))
         if input_shape is not None:
             _check_shapes(record, input_shape)
         if example is None:
             example = example_of(record, device_of(model))
+        warn_elsewhere(record, device_of(model), stacklevel=2)
         if model.training:
             leaves, spec = pytree.tree_flatten(example)
             args, kwargs = example
@@ -231,6 +232,18 @@ class ScheduleWrapper(nn.Module):
         from .units import format_bytes
 
         return f"schedule: {self.record.mode}, peak {format_bytes(self.record.peak_bytes)}, backend: {self.backend}"
+
+
+def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> ScheduleRecord:
+    """The record that is given, in a file, or in the zoo."""
+    if isinstance(solution, ScheduleRecord):
+        return solution
+    if str(solution).startswith("zoo:"):
+        from .zoo.download import find_file
+
+        limits = known_limits(machine_at(device).name)
+        return ScheduleRecord.load(find_file(str(solution), device=device.type, near=limits.name if limits else ""))
+    return ScheduleRecord.load(Path(solution))
 
 
 def check_backend(backend: str, device: torch.device) -> None:

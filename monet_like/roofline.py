@@ -1,6 +1,21 @@
 """Costs without measuring: the larger of arithmetic and memory traffic at a device's datasheet rates.
 
 For planning for a device that is not at hand, and to judge in advance how long measuring would take.
+
+Where the rates are from (all are peaks, which no operator reaches; nothing here was measured, but for ``cpu``):
+
+* a100: "NVIDIA A100 Tensor Core GPU" datasheet, column A100 40GB PCIe: FP32 19.5 TFLOPS, BFLOAT16 Tensor Core 312,
+  40 GB HBM2, 1,555 GB/s.
+* h100: "NVIDIA H100 Tensor Core GPU" datasheet, column H100 SXM: FP32 67 TFLOPS, BFLOAT16 Tensor Core 989 (without
+  sparsity), 80 GB, 3.35 TB/s.
+* h200: "NVIDIA H200 Tensor Core GPU" datasheet, column H200 SXM: FP32 67 TFLOPS, BFLOAT16 989 (without sparsity),
+  141 GB, 4.8 TB/s.
+* rtx4090: "NVIDIA Ada GPU Architecture" whitepaper, appendix A: FP32 82.6 TFLOPS, FP16 Tensor Core with FP32
+  accumulate 165.2 (without sparsity), 24 GB GDDR6X, 1,008 GB/s.
+* rtx2080ti: "NVIDIA Turing GPU Architecture" whitepaper, reference card: FP32 13.4 TFLOPS, 11 GB, 616 GB/s.
+* p100: "NVIDIA Tesla P100" datasheet, PCIe 16 GB: FP32 9.3 TFLOPS, FP16 18.7, 732 GB/s.
+
+FP32 is without TF32, as PyTorch multiplies float32 matrices by default.
 """
 
 from __future__ import annotations
@@ -21,6 +36,7 @@ from .kernels.reference import largest_kept
 from .profiler import distinct_tasks
 from .program import Call, Cost, Ref, Task
 from .tracing import fake_mode
+from .units import GIB
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,9 @@ class DeviceLimits:
         host_bytes_per_second: of copies to and from the host, in one direction.
         launch_seconds: the least any operator takes.
         source: where the figures come from.
+        memory_bytes: in all, a GB of the datasheet taken as 2**30 bytes; 0: not told.
+        device: ``cuda`` or ``cpu``, what programs for it are captured as.
+        product: words that PyTorch's name of the device has, lower case; "": none are known.
     """
 
     name: str
@@ -44,11 +63,24 @@ class DeviceLimits:
     host_bytes_per_second: float
     launch_seconds: float
     source: str
+    memory_bytes: int = 0
+    device: str = "cpu"
+    product: str = ""
 
 
 #: Bytes a second and direction of a link of 16 lanes: PCI Express 3.0, 4.0 and 5.0, by NVIDIA's datasheets 32, 64 and
 #: 128 GB/s in both; and the share of it that large copies of pinned memory are taken to reach.
 PCIE3, PCIE4, PCIE5 = (0.8 * rate for rate in (16e9, 32e9, 64e9))
+
+
+def _gpu(
+    name: str, flops: float, half: float, bandwidth: float, link: float, gigabytes: int, product: str, source: str
+) -> DeviceLimits:
+    return DeviceLimits(name, flops, half, bandwidth, link, 4e-6, source, gigabytes * GIB, "cuda", product)
+
+
+#: Of the estimates below: raised whenever they change, because plans made from them then would not come out again.
+ROOFLINE_VERSION = 1
 
 DEVICES: Mapping[str, DeviceLimits] = {
     limits.name: limits
@@ -56,16 +88,12 @@ DEVICES: Mapping[str, DeviceLimits] = {
         DeviceLimits(
             "cpu", 1.0e11, 1.0e11, 1.5e10, 1e9, 2e-6, "a server CPU on two cores, as measured; files: a guess"
         ),
-        DeviceLimits("p100", 9.3e12, 18.7e12, 732e9, PCIE3, 4e-6, "NVIDIA Tesla P100 PCIe 16 GB datasheet"),
-        DeviceLimits(
-            "a100", 19.5e12, 312e12, 1555e9, PCIE4, 4e-6, "NVIDIA A100 40 GB PCIe datasheet, FP32 without TF32"
-        ),
-        DeviceLimits("h100", 67e12, 989e12, 3350e9, PCIE5, 4e-6, "NVIDIA H100 SXM datasheet, FP32 without TF32"),
-        DeviceLimits("h200", 67e12, 989e12, 4800e9, PCIE5, 4e-6, "NVIDIA H200 SXM datasheet, FP32 without TF32"),
-        DeviceLimits(
-            "rtx2080ti", 13.4e12, 53.8e12, 616e9, PCIE3, 4e-6, "NVIDIA Turing whitepaper, reference card, FP32"
-        ),
-        DeviceLimits("rtx4090", 82.6e12, 165.2e12, 1008e9, PCIE4, 4e-6, "NVIDIA Ada architecture whitepaper, FP32"),
+        _gpu("p100", 9.3e12, 18.7e12, 732e9, PCIE3, 16, "p100", "NVIDIA Tesla P100 PCIe 16 GB datasheet"),
+        _gpu("a100", 19.5e12, 312e12, 1555e9, PCIE4, 40, "a100", "NVIDIA A100 40 GB PCIe datasheet, FP32 without TF32"),
+        _gpu("h100", 67e12, 989e12, 3350e9, PCIE5, 80, "h100", "NVIDIA H100 SXM datasheet, FP32 without TF32"),
+        _gpu("h200", 67e12, 989e12, 4800e9, PCIE5, 141, "h200", "NVIDIA H200 SXM datasheet, FP32 without TF32"),
+        _gpu("rtx2080ti", 13.4e12, 53.8e12, 616e9, PCIE3, 11, "2080 ti", "NVIDIA Turing whitepaper, reference card, FP32"),
+        _gpu("rtx4090", 82.6e12, 165.2e12, 1008e9, PCIE4, 24, "4090", "NVIDIA Ada architecture whitepaper, FP32"),
     )
 }
 

@@ -20,7 +20,7 @@ SOLUTIONS = Path("solutions")
 def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | None = None, **options: Any) -> Compiled:
     """Read the problem, compile it, print a summary and write the schedule and profile files."""
     terminal = terminal or Terminal()
-    problem = read_problem(**options)
+    problem = read_problem(**options, measured=not is_roofline(profile_file))
     request = problem.request
     path = out or default_names(problem.spec.name, request, problem.budget_bytes, SOLUTIONS)
     check_writable(path)
@@ -41,6 +41,11 @@ def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | N
     return compiled
 
 
+def is_roofline(profile_file: Path | None) -> bool:
+    """Whether costs come from datasheet rates: then nothing is measured, and the device need not be here."""
+    return str(profile_file).startswith("roofline:")
+
+
 def profile_path(problem: Problem, label: str = "") -> Path:
     """Where this model's profile on this device is kept; ``label`` instead of the batch."""
     device = device_slug(problem.device)
@@ -58,7 +63,7 @@ def read_profile(store: Path) -> Profile | DeviceLimits | None:
         UsageError: an unknown device name, or a folder that cannot be written to.
         ProfileError: the file is no profile.
     """
-    if not str(store).startswith("roofline:"):
+    if not is_roofline(store):
         check_writable(store)
         return Profile.load(store) if store.exists() else None
     name = str(store).partition(":")[2]

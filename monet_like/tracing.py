@@ -69,8 +69,13 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
-def trace_joint(flat: FlatModule, tensors: tuple[torch.Tensor, ...]) -> tuple[fx.Graph, FakeTensorMode]:
+def trace_joint(
+    flat: FlatModule, tensors: tuple[torch.Tensor, ...], target: torch.device | None = None
+) -> tuple[fx.Graph, FakeTensorMode]:
     """The joint graph of ``flat(*tensors)``, and the mode its fake tensors belong to.
+
+    Args:
+        target: a device that may not be here: choices that PyTorch makes by the device are made as there.
 
     Raises:
         CaptureError: what cannot be traced, with the operator or line that is the reason.
@@ -80,24 +85,27 @@ def trace_joint(flat: FlatModule, tensors: tuple[torch.Tensor, ...]) -> tuple[fx
     fakes = tuple(t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors)
     try:
         try:
-            return _export(flat, fakes, compiling=False), mode
+            return _export(flat, fakes, target, compiling=False), mode
         except Exception as error:
             if not _data_dependent(error):
                 raise
         # Libraries check torch.compiler.is_compiling() before they look at values, and then take the general path.
-        return _export(flat, fakes, compiling=True), mode
+        return _export(flat, fakes, target, compiling=True), mode
     except CaptureError:
         raise
     except Exception as error:  # whatever the user's forward or the tracer raises: say where, keep the cause
         raise CaptureError(f"{type(flat.model).__name__} cannot be captured: {_reason(error)}") from error
 
 
-def _export(flat: FlatModule, fakes: tuple[torch.Tensor, ...], *, compiling: bool) -> fx.Graph:
+def _export(
+    flat: FlatModule, fakes: tuple[torch.Tensor, ...], target: torch.device | None, *, compiling: bool
+) -> fx.Graph:
     with contextlib.ExitStack() as stack, warnings.catch_warnings(), _quiet(), _eager_operators(), preserve_node_meta():
         warnings.simplefilter("ignore")
         if compiling:
             stack.enter_context(_is_compiling())
         flat.tracing_mode = _Constants()
+        stack.enter_context(_attention_of(target))
         joint = aot_export_joint_with_descriptors(stack, flat, fakes)
         _with_literals(joint.graph_module)
         graph: fx.Graph = joint.graph_module.graph
@@ -235,6 +243,44 @@ class _Constants(TorchFunctionMode):
                 )
             except RuntimeError:
                 return  # then it is simply not known
+
+
+@contextlib.contextmanager
+def _attention_of(target: torch.device | None) -> Iterator[None]:
+    """Have PyTorch's function for attention take the operator that it takes on ``target``."""
+    own = nn.functional.scaled_dot_product_attention
+    if target is not None and target.type == "cuda":
+        nn.functional.scaled_dot_product_attention = _cuda_attention
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = own
+
+
+def _cuda_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention by the operator that PyTorch takes on CUDA.
+
+    Of the fused ones only the memory-efficient one takes float32 (``sdp_utils.cpp`` in PyTorch: what each can be used
+    for). For 16-bit floats the choice depends on the card and on versions, with a mask on alignments: no guess.
+    """
+    plain = all(t.dtype == torch.float32 and t.dim() == 4 for t in (query, key, value))
+    if not plain or attn_mask is not None or enable_gqa or torch.is_autocast_enabled("cpu"):
+        raise CaptureError(
+            "which attention operator a GPU takes is known without the GPU only for float32 [N, heads, length, width], "
+            "without a mask, grouped heads and autocast; capture this model on the GPU"
+        )
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    result: torch.Tensor = attend(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0]
+    return result
 
 
 def _data_dependent(error: BaseException) -> bool:

@@ -152,6 +152,23 @@ class Search:
             interrupted = True
         return self._plan(formulation, solver, interrupted)
 
+    def run_counted(self, evaluations: int) -> Plan:
+        """As `run`, by the local search alone: counted in evaluations and seeded, not clocked.
+
+        So the same program gives the same schedule every time. The bound is the best that a quarter of
+        ``time_limit_seconds`` allows.
+        """
+        self.started = time.monotonic()
+        self.pin_bytes = default_pin_bytes(self.program, self.budget_bytes)
+        self.evaluations = evaluations
+        self._check_floor()
+        self._heuristic(1)
+        if self.best is None:
+            raise self._infeasible("not proven")
+        self.started = time.monotonic()  # however long the search took
+        self._honest_bound(0.25)
+        return self._plan(None, "", False)
+
     def _search(self, formulation: Formulation, solver: str) -> Formulation:
         """Solve; where a restricted program has no solution, or time is left after its optimum, the unrestricted one.
 

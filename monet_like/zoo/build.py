@@ -1,0 +1,349 @@
+"""Making the zoo: capture each model once for each kind of device, then plan for every profile and budget.
+
+A build goes on where the last one stopped: what is there and is what the registry says is left alone. Schedules are
+found by local search, counted and seeded (`Search.run_counted`), and files hold neither clock times nor bounds, which
+depend on how long a solver had: so with the same versions the same bytes come out again. The registry has both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..capture import Captured
+from ..compiler import Prepared, captured_for, default_names, make_record, prepare
+from ..errors import InfeasibleError, ScheduleFileError, UsageError
+from ..plan.search import Search
+from ..problem import Problem, read_problem
+from ..profile_data import Profile
+from ..roofline import DEVICES, ROOFLINE_VERSION, DeviceLimits
+from ..schedule_file import ScheduleRecord
+from ..simulate import simulate
+from ..units import GIB, parse_bytes
+from .catalogue import CATALOGUE, MODE, PROFILES, Entry
+from .registry import FILE_NAME, Listed, Refused, Registry
+
+#: Policies that the local search judges for each plan, in each of its two annealings.
+EVALUATIONS = 60_000
+#: A quarter of these seconds is for the bound.
+LIMIT_SECONDS = 40.0
+COUNTED = "counted"
+
+#: Called with words for people, files done, files in all.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build did: names made, found unchanged, and refused."""
+
+    made: tuple[str, ...]
+    kept: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+def build(
+    folder: Path,
+    *,
+    entries: Sequence[Entry] = CATALOGUE,
+    profiles: Sequence[str] = PROFILES,
+    again: bool = False,
+    evaluations: int = EVALUATIONS,
+    progress: Progress | None = None,
+) -> Built:
+    """Make what is missing in ``folder``: schedule files and the registry, which is written after every file.
+
+    Args:
+        entries: of the catalogue, or others.
+        profiles: names in `roofline.DEVICES`.
+        again: make what is there, too.
+        evaluations: of the local search for each plan.
+        progress: told what is being done.
+
+    Raises:
+        UsageError: an unknown profile.
+    """
+    for profile in profiles:
+        if profile not in DEVICES:
+            raise UsageError(f"there is no profile {profile!r}; choose some of {', '.join(DEVICES)}")
+    registry = Registry.load(folder) if (folder / FILE_NAME).exists() else Registry(folder)
+    total = len(profiles) * sum(len(entry.budgets) for entry in entries)
+    made: list[str] = []
+    kept: list[str] = []
+    refused: list[str] = []
+
+    def tell(what: str) -> None:
+        if progress:
+            progress(what, len(made) + len(kept) + len(refused), total)
+
+    for entry in entries:
+        models = _Models(entry)
+        for profile in profiles:
+            for budget in entry.budgets:
+                known = None if again else _known(registry, entry, budget, profile)
+                if known is not None:
+                    (kept if isinstance(known, Listed) else refused).append(f"{known.name}@{profile}")
+                    continue
+                tell(f"{entry.name} {entry.batch} {budget} for {profile}")
+                found = models.plan(budget, DEVICES[profile], folder, evaluations)
+                if isinstance(found, Listed):
+                    registry = registry.with_file(found)
+                    made.append(found.full_name)
+                else:
+                    registry = registry.with_refused(found)
+                    refused.append(f"{found.name}@{profile}")
+                registry.save()
+    tell("done")
+    return Built(tuple(made), tuple(kept), tuple(refused))
+
+
+def _known(registry: Registry, entry: Entry, budget: str, profile: str) -> Listed | Refused | None:
+    """What the registry has for a budget, if its file is there and was made as it would be now."""
+    rows: list[Listed | Refused] = [*registry.files, *registry.refused]
+    for row in rows:
+        mine = row.name.startswith(f"{entry.name}_{entry.batch}_") and row.profile == profile
+        if not mine or row.budget_bytes != _budget_bytes(budget, row.plain_peak_bytes):
+            continue
+        if isinstance(row, Refused):
+            return row
+        current = row.profile_source == roofline_source(profile) and row.model == entry.model and row.mode == MODE
+        with contextlib.suppress(ScheduleFileError):
+            if current and row.solver == COUNTED:
+                registry.check(row)
+                return row
+    return None
+
+
+def _budget_bytes(budget: str, plain_peak_bytes: int) -> int:
+    """Bytes; a share becomes a whole number of hundredths of a GB, which names can hold."""
+    if not budget.endswith("%"):
+        return parse_bytes(budget)
+    return int(round(float(budget[:-1]) / 100 * plain_peak_bytes / GIB, 2) * GIB)
+
+
+def roofline_source(profile: str) -> str:
+    """Where costs of a profile from datasheet rates come from: enough to compute them again."""
+    return f"roofline:{profile} version {ROOFLINE_VERSION}"
+
+
+def zoo_problem(model: str, batch: int, device: str, mode: str = MODE) -> Problem:
+    """A model of the zoo, its example inputs and the request; built without filling its weights.
+
+    Args:
+        device: ``cpu`` or ``cuda``, which need not be here.
+    """
+    with _Unfilled():
+        return read_problem(
+            model=model,
+            batch=str(batch),
+            budget="1",
+            mode=mode,
+            solver="HIGHS",
+            device=device,
+            dtype="float32",
+            input_shape=None,
+            measured=False,
+        )
+
+
+class _Models:
+    """One entry, captured at most once for each kind of device and priced once for each profile."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.ready: dict[str, tuple[Problem, Prepared]] = {}
+
+    def prepared(self, limits: DeviceLimits) -> tuple[Problem, Prepared]:
+        if limits.name not in self.ready:
+            problem, captured = _captured(self.entry.model, self.entry.batch, limits.device)
+            ready = prepare(problem.request, problem.device, profile=limits, captured=captured)
+            self.ready[limits.name] = problem, ready
+        return self.ready[limits.name]
+
+    def plan(self, budget: str, limits: DeviceLimits, folder: Path, evaluations: int) -> Listed | Refused:
+        """Plan for one budget and write the file."""
+        problem, ready = self.prepared(limits)
+        limit = _budget_bytes(budget, ready.plain.peak_bytes)
+        program = ready.captured.program
+        name = f"{self.entry.name}_{self.entry.batch}_{limit / GIB:.2f}"
+        search = Search(program, ready.costs, limit, solver="HIGHS", time_limit_seconds=LIMIT_SECONDS, gap=1e-3)
+        try:
+            found = search.run_counted(evaluations)
+        except InfeasibleError as error:
+            peak = ready.plain.peak_bytes
+            return Refused(name, limits.name, limit, peak, error.proven, error.smallest_bytes, str(error))
+        record = make_record(problem.request, ready, found, limit)
+        kept = {key: record.versions[key] for key in ("monet_like", "torch")}
+        proven = {name: getattr(record, name) for name in ("bound_seconds", "gap", "bound_kind")}
+        seconds = record.solve_seconds
+        unclocked: dict[str, Any] = {"solve_seconds": 0.0, "bound_seconds": None, "gap": None, "bound_kind": "none"}
+        record = replace(record, **unclocked, status="feasible", versions=kept, note=_note(limits, problem))
+        path = default_names(self.entry.name, problem.request, limit, folder / limits.name)
+        record.save(path)
+        data = path.read_bytes()
+        return Listed(
+            name=name,
+            profile=limits.name,
+            kind="roofline",
+            profile_source=roofline_source(limits.name),
+            device=limits.device,
+            captured_there=problem.request.target is None,
+            path=path.relative_to(folder).as_posix(),
+            sha256=hashlib.sha256(data).hexdigest(),
+            bytes=len(data),
+            solver=COUNTED,
+            solve_seconds=round(seconds, 1),
+            **proven,
+            **described(record, self.entry.batch),
+        )
+
+
+def described(record: ScheduleRecord, batch: int) -> dict[str, Any]:
+    """What a registry says of a schedule file's content."""
+    return {
+        "model": record.model,
+        "batch": batch,
+        "inputs": tuple(f"{spec.dtype}{list(spec.shape)}" for spec in record.inputs),
+        "mode": record.mode,
+        "budget_bytes": record.budget_bytes,
+        "peak_bytes": record.peak_bytes,
+        "seconds": record.seconds,
+        "plain_peak_bytes": record.plain_peak_bytes,
+        "plain_seconds": record.plain_seconds,
+        "torch": record.versions["torch"],
+    }
+
+
+def _note(limits: DeviceLimits, problem: Problem) -> str:
+    absent = "; captured as on it, without one" if problem.request.target is not None else ""
+    return f"estimated from datasheet rates ({limits.source}){absent}"
+
+
+#: The last model captured: profiles of one kind of device share it, and a program takes tens of megabytes.
+_last: tuple[tuple[str, int, str], Problem, Captured] | None = None
+
+
+def _captured(model: str, batch: int, device: str) -> tuple[Problem, Captured]:
+    global _last
+    key = (model, batch, device)
+    if _last is None or _last[0] != key:
+        problem = zoo_problem(model, batch, device)
+        _last = key, problem, captured_for(problem.request, problem.request.example)
+    return _last[1], _last[2]
+
+
+def add_measured(folder: Path, path: Path, name: str, profile: str, profile_file: Path) -> Listed:
+    """Enter a schedule that was solved from a measured profile into the folder's registry.
+
+    Args:
+        path, profile_file: within ``folder``.
+        name: short, such as ``resnet50``.
+        profile: a name for the machine.
+
+    Raises:
+        UsageError: the files are elsewhere, not of one machine, or the name is that of a datasheet profile.
+    """
+    folder, path, profile_file = folder.resolve(), path.resolve(), profile_file.resolve()
+    if folder not in path.parents or folder not in profile_file.parents:
+        raise UsageError(f"{path.name} and {profile_file.name} must be in the zoo's folder, {folder}")
+    if profile in DEVICES or not re.fullmatch(r"[a-z0-9.\-]+", profile):
+        raise UsageError(f"the machine's name {profile!r} must be of a-z, 0-9, . and -, and not {', '.join(DEVICES)}")
+    record = ScheduleRecord.load(path)
+    measured = Profile.load(profile_file)
+    if measured.device != record.device:
+        raise UsageError(f"{path} was made for {record.device}, {profile_file} is of {measured.device}")
+    batch = record.inputs[0].shape[0]
+    data = path.read_bytes()
+    listed = Listed(
+        name=f"{name}_{batch}_{record.budget_bytes / GIB:.2f}",
+        profile=profile,
+        kind="measured",
+        profile_source=profile_file.relative_to(folder).as_posix(),
+        device=record.device.partition(":")[0],
+        captured_there=True,
+        path=path.relative_to(folder).as_posix(),
+        sha256=hashlib.sha256(data).hexdigest(),
+        bytes=len(data),
+        solver=record.solver,
+        solve_seconds=round(record.solve_seconds, 1),
+        bound_seconds=record.bound_seconds,
+        gap=record.gap,
+        bound_kind=record.bound_kind,
+        **described(record, batch),
+    )
+    registry = Registry.load(folder) if (folder / FILE_NAME).exists() else Registry(folder)
+    registry.with_file(listed).save()
+    return listed
+
+
+def verify(registry: Registry, listed: Listed, *, simulated: bool = True) -> None:
+    """Check a file: its hash, that it loads, and, by capturing and simulating, that it keeps its promises.
+
+    Raises:
+        ScheduleFileError: what does not hold.
+    """
+    record = ScheduleRecord.load(registry.check(listed))
+    if any(getattr(listed, name) != value for name, value in described(record, listed.batch).items()):
+        raise ScheduleFileError(f"{listed.path} and the registry differ in what they promise; build the zoo again")
+    if not simulated:
+        return
+    problem, captured = _captured(listed.model, listed.batch, listed.device)
+    if captured.program.fingerprint != record.fingerprint:
+        raise ScheduleFileError(
+            f"{listed.full_name} was made for another program than {listed.model} is with PyTorch {torch.__version__} "
+            f"(made with {listed.torch}); build the zoo again"
+        )
+    costs = _costs(registry, listed, problem, captured)
+    report = simulate(captured.program, record.schedule, costs, extra_bytes=record.optimizer_bytes)
+    if report.peak_bytes > record.budget_bytes:
+        raise ScheduleFileError(f"{listed.full_name} takes {report.peak_bytes} bytes, more than its budget")
+    if report.peak_bytes != listed.peak_bytes or abs(report.seconds - listed.seconds) > 1e-9 * listed.seconds:
+        raise ScheduleFileError(
+            f"{listed.full_name} takes {report.peak_bytes} bytes and {report.seconds:.6f} s by {listed.profile_source}, "
+            f"the registry says {listed.peak_bytes} bytes and {listed.seconds:.6f} s; build the zoo again"
+        )
+
+
+def _costs(registry: Registry, listed: Listed, problem: Problem, captured: Captured) -> Mapping[str, Any]:
+    if listed.kind == "measured":
+        return Profile.load(registry.folder / listed.profile_source).costs
+    return prepare(problem.request, problem.device, profile=DEVICES[listed.profile], captured=captured).costs
+
+
+class _Unfilled(TorchFunctionMode):
+    """Large new weights are not filled: only their shapes matter, and memory that nobody writes is never taken."""
+
+    _FILL = frozenset({"uniform_", "normal_", "trunc_normal_", "zero_", "fill_", "constant_", "erfinv_", "mul_", "add_", "clamp_"})  # fmt: skip
+    _LARGE = 2**16
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else (kwargs or {}).get("tensor")
+        parameter = isinstance(first, nn.Parameter) and first.numel() > self._LARGE
+        if parameter and name in self._FILL:
+            return first
+        return func(*args, **(kwargs or {}))
+
+
+def select(names: Sequence[str], entries: Sequence[Entry] = CATALOGUE) -> tuple[Entry, ...]:
+    """The entries that are asked for by name; all, if none is.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    known = {entry.name: entry for entry in entries}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"the catalogue has no {name!r}; choose some of {', '.join(known)}")
+    return tuple(known[name] for name in names) if names else tuple(entries)

@@ -1,0 +1,158 @@
+"""What ``monet-like zoo ...`` does; `cli` has the options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from ..errors import MonetError
+from ..schedule_file import ScheduleRecord
+from ..show import aligned_table, show_record
+from ..units import format_bytes, format_seconds
+from .download import cached_path, download, find_file
+from .registry import Registry, zoo_folder
+
+
+def list_files(*, profile: str, as_json: bool) -> None:
+    """The registry, as a table or JSON."""
+    registry = Registry.load(zoo_folder())
+    files = [listed for listed in registry.files if profile in ("", listed.profile)]
+    if as_json:
+        click.echo(json.dumps({"files": [asdict(f) for f in files], "refused": [asdict(r) for r in registry.refused]}))
+        return
+    console = Console(highlight=False, markup=False)
+    table = aligned_table("name", "profile", "peak", "plain peak", "step", "overhead", "gap")
+    for listed in files:
+        table.add_row(
+            listed.name,
+            f"{listed.profile}, measured" if listed.kind == "measured" else listed.profile,
+            format_bytes(listed.peak_bytes),
+            format_bytes(listed.plain_peak_bytes),
+            format_seconds(listed.seconds),
+            f"{100 * listed.overhead:+.1f} %",
+            "" if listed.gap is None else f"{100 * listed.gap:.1f} %",
+        )
+    console.print(table)
+    for refused in registry.refused:
+        if profile in ("", refused.profile):
+            kind = "proven infeasible" if refused.proven else "none found"
+            console.print(f"{refused.name}@{refused.profile}: {kind}")
+    console.print(
+        "Peaks and steps are predicted: from datasheet rates, but where it says measured. "
+        "monet-like zoo show NAME tells all of one."
+    )
+
+
+def show(*, name: str, base_url: str | None, as_json: bool) -> None:
+    """One schedule: what the registry says, and what is in the file."""
+    listed = Registry.load(zoo_folder()).find(name)
+    record = ScheduleRecord.load(find_file(listed.full_name, url=base_url))
+    if as_json:
+        click.echo(json.dumps(asdict(listed)))
+        return
+    console = Console(highlight=False, markup=False)
+    table = aligned_table()
+    table.add_row("name", listed.full_name)
+    rates = "measured" if listed.kind == "measured" else "datasheet rates"
+    where = "there" if listed.captured_there else f"as on {listed.device}, without one"
+    table.add_row("made for", f"{listed.profile} ({listed.profile_source}, {rates}), captured {where}")
+    proven = "none" if listed.gap is None else f"{100 * listed.gap:.2f} % ({listed.bound_kind})"
+    table.add_row("solved", f"{listed.solver}, {listed.solve_seconds:.1f} s; gap {proven}")
+    table.add_row("file", f"{listed.path}, {listed.bytes} bytes")
+    table.add_row("sha256", listed.sha256)
+    console.print(table)
+    show_record(record)
+
+
+def download_files(*, names: Sequence[str], profile: str, base_url: str | None) -> None:
+    """Get files into the cache."""
+    registry = Registry.load(zoo_folder())
+    wanted = [registry.find(name) for name in names] or [f for f in registry.files if profile in ("", f.profile)]
+    console = Console(stderr=True)
+    failed: list[str] = []
+    with _bar(console) as bar:
+        task = bar.add_task("download", total=len(wanted))
+        for listed in wanted:
+            bar.update(task, description=listed.full_name)
+            try:
+                download(listed, base_url)
+            except MonetError as error:
+                if len(wanted) == 1:
+                    raise
+                failed.append(f"{listed.full_name}: {error}")
+            bar.advance(task)
+    for listed in wanted if not failed else ():
+        click.echo(cached_path(listed))
+    if failed:
+        raise MonetError(f"{len(failed)} of {len(wanted)} files were not downloaded; " + "; ".join(failed))
+
+
+def verify_files(*, names: Sequence[str], simulated: bool) -> None:
+    """Check files; the first that fails ends it."""
+    from .build import verify
+
+    registry = Registry.load(zoo_folder())
+    wanted = [registry.find(name) for name in names] or list(registry.files)
+    wanted.sort(key=lambda listed: (listed.model, listed.batch, listed.device))  # a model is captured once for each
+    with _bar(Console(stderr=True)) as bar:
+        task = bar.add_task("verify", total=len(wanted))
+        for listed in wanted:
+            bar.update(task, description=listed.full_name)
+            verify(registry, listed, simulated=simulated)
+            bar.advance(task)
+    what = "hashes, contents, peaks and steps" if simulated else "hashes and contents"
+    click.echo(f"{len(wanted)} schedules: {what} are as the registry says")
+
+
+def build_files(*, names: Sequence[str], profiles: str, out: Path | None, again: bool, evaluations: int | None) -> None:
+    """Make the zoo."""
+    from .build import EVALUATIONS, build, select
+    from .catalogue import PROFILES
+
+    folder = out or zoo_folder()
+    with _bar(Console(stderr=True)) as bar:
+        task = bar.add_task("build", total=None)
+        built = build(
+            folder,
+            entries=select(names),
+            profiles=[word.strip() for word in profiles.split(",")] if profiles else PROFILES,
+            again=again,
+            evaluations=EVALUATIONS if evaluations is None else evaluations,
+            progress=lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
+        )
+    click.echo(
+        f"{folder}: {len(built.made)} made, {len(built.kept)} were there, {len(built.refused)} budgets without a schedule"
+    )
+
+
+def add(*, name: str, machine: str, solution_file: Path, profile_file: Path) -> None:
+    """Enter a measured schedule into the registry."""
+    from .build import add_measured
+
+    listed = add_measured(zoo_folder(), solution_file, name, machine, profile_file)
+    click.echo(f"the zoo has {listed.full_name}: {format_bytes(listed.peak_bytes)}, {format_seconds(listed.seconds)}")
+
+
+def table(*, write: Path | None, summary_for: str) -> None:
+    """The registry in Markdown."""
+    from .table import markdown, summary, write_into
+
+    registry = Registry.load(zoo_folder())
+    text = summary(registry, summary_for) if summary_for else markdown(registry)
+    if write is None:
+        click.echo(text)
+        return
+    write_into(write, text)
+    click.echo(f"wrote {write}")
+
+
+def _bar(console: Console) -> Bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Bar(*columns, console=console, transient=True)

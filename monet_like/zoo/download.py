@@ -1,0 +1,182 @@
+"""Files of the zoo from an address: checked against the registry's sha256, resumed, written whole, kept in a cache.
+
+The registry that came with the package says what a file must be; the server is not trusted. Pooch keeps the cache and
+checks the hash; how bytes are fetched is here, because Pooch does not go on with a download that broke off.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from ..api import cache_folder
+from ..errors import ScheduleFileError, UsageError
+from ..files import check_writable
+from ..schedule_file import ScheduleRecord
+from .registry import Listed, Registry, zoo_folder
+
+#: Where files are, such as ``https://example.org/zoo``; the registry's paths follow.
+URL_VARIABLE = "MONET_LIKE_ZOO_URL"
+#: Seconds for a connection, and between two pieces of an answer.
+TIMEOUTS = (10.0, 30.0)
+#: How often a download that breaks off is taken up again, and the seconds before, which double.
+ATTEMPTS, PAUSE = 4, 0.5
+CHUNK_BYTES = 64 * 1024
+
+#: Called with bytes so far and bytes in all.
+Progress = Callable[[int, int], None]
+
+
+def base_url(given: str | None = None) -> str:
+    """The address to download from, without a slash at its end.
+
+    Raises:
+        UsageError: none is known, or it is not of the web.
+    """
+    text = (given or os.environ.get(URL_VARIABLE) or "").strip().rstrip("/")
+    if not text:
+        raise UsageError(f"there is no address to download from; give --base-url, or set {URL_VARIABLE}")
+    if urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).netloc:
+        raise UsageError(f"{text!r} is not an address to download from; give one such as https://example.org/zoo")
+    return text
+
+
+def cached_path(listed: Listed) -> Path:
+    """Where a downloaded file is kept."""
+    return cache_folder() / "zoo" / listed.path
+
+
+def find_file(text: str, *, device: str = "", near: str = "", url: str | None = None) -> Path:
+    """The file of a schedule of the zoo, checked: from the zoo's folder, the cache, or the address.
+
+    Raises:
+        UsageError: no such schedule, or it is not here and there is no address.
+        ScheduleFileError: a file is not what the registry says, or cannot be got.
+    """
+    registry = Registry.load(zoo_folder())
+    listed = registry.find(text, device=device, near=near)
+    if (registry.folder / listed.path).exists():
+        return registry.check(listed)
+    with suppress(ScheduleFileError):
+        return _checked(listed)
+    return download(listed, url)
+
+
+def download(listed: Listed, url: str | None = None, progress: Progress | None = None) -> Path:
+    """Get a file, or find it in the cache.
+
+    Args:
+        url: the address; default: ``$MONET_LIKE_ZOO_URL``.
+
+    Raises:
+        UsageError: no address, or the cache cannot be written.
+        ScheduleFileError: it is not there, is not what the registry says, or broke off; run again to go on.
+    """
+    import pooch
+
+    target = cached_path(listed)
+    check_writable(target)
+    source = f"{base_url(url)}/{listed.path}"
+    part = target.with_name(f".{target.name}.{listed.sha256[:16]}.part")
+    pooch.utils.get_logger().setLevel("ERROR")
+    try:
+        pooch.retrieve(
+            source,
+            known_hash=f"sha256:{listed.sha256}",
+            fname=target.name,
+            path=target.parent,
+            downloader=_Resuming(listed.bytes, part, progress),
+        )
+    except ValueError as error:  # what pooch raises for another hash; UsageError is one too
+        if isinstance(error, UsageError):
+            raise
+        part.unlink(missing_ok=True)
+        raise ScheduleFileError(
+            f"{source} is not the file that the registry names (sha256 {listed.sha256[:12]}…); it was not kept"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror or error}") from None
+    part.unlink(missing_ok=True)
+    return _checked(listed)
+
+
+def _checked(listed: Listed) -> Path:
+    """The cached file, if it is what the registry says and our loader takes it."""
+    path = Registry(cache_folder() / "zoo").check(listed)
+    ScheduleRecord.load(path)
+    return path
+
+
+class _Resuming:
+    """A downloader for Pooch that goes on where an earlier one, or its own last attempt, stopped."""
+
+    def __init__(self, size: int, part: Path, progress: Progress | None) -> None:
+        self.size, self.part, self.progress = size, part, progress
+
+    def __call__(self, url: str, output_file: str, pooch: Any) -> None:
+        with open(self.part, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another process may be at it
+            if file.seek(0, os.SEEK_END) > self.size:
+                file.truncate(0)
+            self._fetch(url, file)
+            shutil.copyfile(self.part, output_file)
+
+    def _fetch(self, url: str, file: IO[bytes]) -> None:
+        import requests
+
+        reason = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(PAUSE * 2 ** (attempt - 1))
+            try:
+                reason = self._attempt(url, file)
+            except requests.RequestException as error:
+                reason = _told(error)
+            file.flush()
+            if os.fstat(file.fileno()).st_size == self.size:
+                return
+        done = os.fstat(file.fileno()).st_size
+        raise ScheduleFileError(
+            f"{url} broke off after {done} of {self.size} bytes ({reason}); run again to go on from there"
+        )
+
+    def _attempt(self, url: str, file: IO[bytes]) -> str:
+        """One request; returns why it may have ended early."""
+        import requests
+
+        have = file.seek(0, os.SEEK_END)
+        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+        with requests.get(url, headers=headers, stream=True, timeout=TIMEOUTS) as answer:
+            if answer.status_code >= 500 or answer.status_code == 429:
+                return f"status {answer.status_code}"
+            if answer.status_code == 416:  # nothing from there on: begin again
+                file.truncate(0)
+                return "status 416"
+            if answer.status_code not in (200, 206):
+                raise ScheduleFileError(f"{url} cannot be got: status {answer.status_code} {answer.reason}")
+            if answer.status_code == 200 or not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+                file.truncate(0)  # the whole file comes
+                have = 0
+                if answer.status_code == 206:
+                    return "it sent another part than was asked for"
+            for chunk in answer.iter_content(CHUNK_BYTES):
+                have += len(chunk)
+                if have > self.size:
+                    file.truncate(0)
+                    raise ScheduleFileError(f"{url} is larger than the {self.size} bytes that the registry names")
+                file.write(chunk)
+                if self.progress:
+                    self.progress(have, self.size)
+        return "the answer ended early"
+
+
+def _told(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {text[:120]}" if text else type(error).__name__
