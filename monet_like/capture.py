@@ -67,6 +67,12 @@ class TensorMeta:
         return text if self.contiguous else f"{text}/{','.join(map(str, self.stride))}"
 
     @property
+    def allocated_bytes(self) -> int:
+        """What the device's allocator counts for the storage."""
+        step = CUDA_GRANULARITY_BYTES if self.device.type == "cuda" else 1
+        return -(-self.storage_bytes // step) * step
+
+    @property
     def contiguous(self) -> bool:
         """Whether the elements lie in row-major order without gaps."""
         return self.stride == _contiguous(self.shape)
@@ -286,11 +292,8 @@ class _Builder:
     def _value(self, name: str, kind: Any, tensor: torch.Tensor) -> int:
         """A new value for the storage of ``tensor``."""
         meta = TensorMeta.of(tensor)
-        count = meta.storage_bytes
-        if tensor.device.type == "cuda":
-            count = -(-count // CUDA_GRANULARITY_BYTES) * CUDA_GRANULARITY_BYTES
         index = len(self.values)
-        self.values.append(Value(name, count, kind, str(meta)))
+        self.values.append(Value(name, meta.allocated_bytes, kind, str(meta)))
         self.metas.append(meta)
         self.storages[_storage(tensor)] = index
         self.owners.append(tensor)

@@ -339,7 +339,9 @@ def _profiled(
 ) -> Profile:
     if isinstance(profile, DeviceLimits):
         costs = roofline(captured, profile)
-        note = "estimated from datasheet rates"
+        note = f"estimated from datasheet rates ({profile.source})"
+        if request.target is not None:
+            note += f"; captured as on {request.target.type}, without one"
         return Profile(f"roofline:{profile.name}", costs, note, {"torch": torch.__version__})
     known = profile.costs if profile else {}
     if profile and not profile.device.startswith("roofline") and profile.device != device_name(device):

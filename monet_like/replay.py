@@ -367,8 +367,8 @@ def check_program(record: ScheduleRecord, program: Program, name: str) -> None:
     if program.fingerprint != record.fingerprint:
         made = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
         raise ScheduleFileError(
-            f"the schedule was made for another program: solved for {record.model} ({made}), given {name} "
-            f"with PyTorch {torch.__version__}; use the same model, frozen parameters, train/eval flags, precision and "
+            f"the schedule was made for another program: solved for {record.model} ({made}; for {record.device}), given "
+            f"{name} with PyTorch {torch.__version__}; use the same model, frozen parameters, train/eval flags, precision and "
             "version, or solve again"
         )
     try:

@@ -1,6 +1,7 @@
 """Making the zoo: capture each model once for each kind of device, then plan for every profile and budget.
 
-A build goes on where the last one stopped: what is there and is what the registry says is left alone. Schedules are
+A build goes on where the last one stopped: what is there, is what the registry says and is for the program that the
+model still is, is left alone. Schedules are
 found by local search, counted and seeded (`Search.run_counted`), and files hold neither clock times nor bounds, which
 depend on how long a solver had: so with the same versions the same bytes come out again. The registry has both.
 """
@@ -8,6 +9,7 @@ depend on how long a solver had: so with the same versions the same bytes come o
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,7 @@ from ..errors import InfeasibleError, ScheduleFileError, UsageError
 from ..plan.search import Search
 from ..problem import Problem, read_problem
 from ..profile_data import Profile
+from ..program import Cost
 from ..roofline import DEVICES, ROOFLINE_VERSION, DeviceLimits
 from ..schedule_file import ScheduleRecord
 from ..simulate import simulate
@@ -33,7 +36,7 @@ from .catalogue import CATALOGUE, MODE, PROFILES, Entry
 from .registry import FILE_NAME, Listed, Refused, Registry
 
 #: Policies that the local search judges for each plan, in each of its two annealings.
-EVALUATIONS = 60_000
+EVALUATIONS = 25_000
 #: A quarter of these seconds is for the bound.
 LIMIT_SECONDS = 40.0
 COUNTED = "counted"
@@ -86,15 +89,15 @@ def build(
             progress(what, len(made) + len(kept) + len(refused), total)
 
     for entry in entries:
-        models = _Models(entry)
+        model = _Model(entry)
         for profile in profiles:
             for budget in entry.budgets:
-                known = None if again else _known(registry, entry, budget, profile)
+                known = None if again else model.known(registry, budget, DEVICES[profile])
                 if known is not None:
                     (kept if isinstance(known, Listed) else refused).append(f"{known.name}@{profile}")
                     continue
                 tell(f"{entry.name} {entry.batch} {budget} for {profile}")
-                found = models.plan(budget, DEVICES[profile], folder, evaluations)
+                found = model.plan(budget, DEVICES[profile], folder, evaluations)
                 if isinstance(found, Listed):
                     registry = registry.with_file(found)
                     made.append(found.full_name)
@@ -104,23 +107,6 @@ def build(
                 registry.save()
     tell("done")
     return Built(tuple(made), tuple(kept), tuple(refused))
-
-
-def _known(registry: Registry, entry: Entry, budget: str, profile: str) -> Listed | Refused | None:
-    """What the registry has for a budget, if its file is there and was made as it would be now."""
-    rows: list[Listed | Refused] = [*registry.files, *registry.refused]
-    for row in rows:
-        mine = row.name.startswith(f"{entry.name}_{entry.batch}_") and row.profile == profile
-        if not mine or row.budget_bytes != _budget_bytes(budget, row.plain_peak_bytes):
-            continue
-        if isinstance(row, Refused):
-            return row
-        current = row.profile_source == roofline_source(profile) and row.model == entry.model and row.mode == MODE
-        with contextlib.suppress(ScheduleFileError):
-            if current and row.solver == COUNTED:
-                registry.check(row)
-                return row
-    return None
 
 
 def _budget_bytes(budget: str, plain_peak_bytes: int) -> int:
@@ -155,23 +141,37 @@ def zoo_problem(model: str, batch: int, device: str, mode: str = MODE) -> Proble
         )
 
 
-class _Models:
-    """One entry, captured at most once for each kind of device and priced once for each profile."""
+@dataclass(frozen=True)
+class _Model:
+    """One entry; captured at most once for each kind of device and priced once for each profile."""
 
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-        self.ready: dict[str, tuple[Problem, Prepared]] = {}
+    entry: Entry
 
-    def prepared(self, limits: DeviceLimits) -> tuple[Problem, Prepared]:
-        if limits.name not in self.ready:
-            problem, captured = _captured(self.entry.model, self.entry.batch, limits.device)
-            ready = prepare(problem.request, problem.device, profile=limits, captured=captured)
-            self.ready[limits.name] = problem, ready
-        return self.ready[limits.name]
+    def known(self, registry: Registry, budget: str, limits: DeviceLimits) -> Listed | Refused | None:
+        """What the registry has for a budget, if its file is there and was made as it would be now."""
+        entry, start = self.entry, f"{self.entry.name}_{self.entry.batch}_"
+        rows: list[Listed | Refused] = [*registry.files, *registry.refused]
+        for row in rows:
+            if not row.name.startswith(start) or row.profile != limits.name:
+                continue
+            if row.budget_bytes != _budget_bytes(budget, row.plain_peak_bytes) or row.fingerprint != self.fingerprint(
+                limits.device
+            ):
+                continue
+            if isinstance(row, Refused):
+                return row
+            with contextlib.suppress(ScheduleFileError):
+                made_so = row.profile_source == roofline_source(limits.name) and row.solver == COUNTED
+                if made_so and (row.model, row.mode) == (entry.model, MODE) and registry.check(row):
+                    return row
+        return None
+
+    def fingerprint(self, device: str) -> str:
+        return _captured(self.entry.model, self.entry.batch, device)[1].program.fingerprint
 
     def plan(self, budget: str, limits: DeviceLimits, folder: Path, evaluations: int) -> Listed | Refused:
         """Plan for one budget and write the file."""
-        problem, ready = self.prepared(limits)
+        problem, ready = _prepared(self.entry.model, self.entry.batch, limits.name)
         limit = _budget_bytes(budget, ready.plain.peak_bytes)
         program = ready.captured.program
         name = f"{self.entry.name}_{self.entry.batch}_{limit / GIB:.2f}"
@@ -180,13 +180,15 @@ class _Models:
             found = search.run_counted(evaluations)
         except InfeasibleError as error:
             peak = ready.plain.peak_bytes
-            return Refused(name, limits.name, limit, peak, error.proven, error.smallest_bytes, str(error))
+            return Refused(
+                name, limits.name, limit, peak, error.proven, error.smallest_bytes, str(error), program.fingerprint
+            )
         record = make_record(problem.request, ready, found, limit)
         kept = {key: record.versions[key] for key in ("monet_like", "torch")}
         proven = {name: getattr(record, name) for name in ("bound_seconds", "gap", "bound_kind")}
         seconds = record.solve_seconds
         unclocked: dict[str, Any] = {"solve_seconds": 0.0, "bound_seconds": None, "gap": None, "bound_kind": "none"}
-        record = replace(record, **unclocked, status="feasible", versions=kept, note=_note(limits, problem))
+        record = replace(record, **unclocked, status="feasible", versions=kept)
         path = default_names(self.entry.name, problem.request, limit, folder / limits.name)
         record.save(path)
         data = path.read_bytes()
@@ -220,25 +222,23 @@ def described(record: ScheduleRecord, batch: int) -> dict[str, Any]:
         "plain_peak_bytes": record.plain_peak_bytes,
         "plain_seconds": record.plain_seconds,
         "torch": record.versions["torch"],
+        "fingerprint": record.fingerprint,
     }
 
 
-def _note(limits: DeviceLimits, problem: Problem) -> str:
-    absent = "; captured as on it, without one" if problem.request.target is not None else ""
-    return f"estimated from datasheet rates ({limits.source}){absent}"
-
-
-#: The last model captured: profiles of one kind of device share it, and a program takes tens of megabytes.
-_last: tuple[tuple[str, int, str], Problem, Captured] | None = None
-
-
+@functools.lru_cache(maxsize=2)  # of one model, for GPUs and CPUs: a program takes tens of megabytes
 def _captured(model: str, batch: int, device: str) -> tuple[Problem, Captured]:
-    global _last
-    key = (model, batch, device)
-    if _last is None or _last[0] != key:
-        problem = zoo_problem(model, batch, device)
-        _last = key, problem, captured_for(problem.request, problem.request.example)
-    return _last[1], _last[2]
+    """A model's program, which all profiles of one kind of device share."""
+    problem = zoo_problem(model, batch, device)
+    return problem, captured_for(problem.request, problem.request.example)
+
+
+@functools.lru_cache(maxsize=len(PROFILES))
+def _prepared(model: str, batch: int, profile: str) -> tuple[Problem, Prepared]:
+    """A model's program with costs from a profile's datasheet rates."""
+    limits = DEVICES[profile]
+    problem, captured = _captured(model, batch, limits.device)
+    return problem, prepare(problem.request, problem.device, profile=limits, captured=captured)
 
 
 def add_measured(folder: Path, path: Path, name: str, profile: str, profile_file: Path) -> Listed:
@@ -296,13 +296,13 @@ def verify(registry: Registry, listed: Listed, *, simulated: bool = True) -> Non
         raise ScheduleFileError(f"{listed.path} and the registry differ in what they promise; build the zoo again")
     if not simulated:
         return
-    problem, captured = _captured(listed.model, listed.batch, listed.device)
+    _, captured = _captured(listed.model, listed.batch, listed.device)
     if captured.program.fingerprint != record.fingerprint:
         raise ScheduleFileError(
             f"{listed.full_name} was made for another program than {listed.model} is with PyTorch {torch.__version__} "
             f"(made with {listed.torch}); build the zoo again"
         )
-    costs = _costs(registry, listed, problem, captured)
+    costs = _costs(registry, listed)
     report = simulate(captured.program, record.schedule, costs, extra_bytes=record.optimizer_bytes)
     if report.peak_bytes > record.budget_bytes:
         raise ScheduleFileError(f"{listed.full_name} takes {report.peak_bytes} bytes, more than its budget")
@@ -313,10 +313,10 @@ def verify(registry: Registry, listed: Listed, *, simulated: bool = True) -> Non
         )
 
 
-def _costs(registry: Registry, listed: Listed, problem: Problem, captured: Captured) -> Mapping[str, Any]:
+def _costs(registry: Registry, listed: Listed) -> Mapping[str, Cost]:
     if listed.kind == "measured":
         return Profile.load(registry.folder / listed.profile_source).costs
-    return prepare(problem.request, problem.device, profile=DEVICES[listed.profile], captured=captured).costs
+    return _prepared(listed.model, listed.batch, listed.profile)[1].costs
 
 
 class _Unfilled(TorchFunctionMode):

@@ -28,7 +28,7 @@ URL_VARIABLE = "MONET_LIKE_ZOO_URL"
 TIMEOUTS = (10.0, 30.0)
 #: How often a download that breaks off is taken up again, and the seconds before, which double.
 ATTEMPTS, PAUSE = 4, 0.5
-CHUNK_BYTES = 64 * 1024
+CHUNK_BYTES = 1024  # what comes before an end in the middle of a piece is lost
 
 #: Called with bytes so far and bytes in all.
 Progress = Callable[[int, int], None]

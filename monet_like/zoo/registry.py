@@ -49,6 +49,7 @@ class Listed:
         solver: what was asked to plan: ``counted`` (the same schedule again at every build), or a solver's name.
         solve_seconds: how long that took.
         torch: the version it was captured with.
+        fingerprint: of the program.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Listed:
     solver: str
     solve_seconds: float
     torch: str
+    fingerprint: str
 
     @property
     def full_name(self) -> str:
@@ -95,6 +97,7 @@ class Refused:
         proven: none exists; else none was found.
         smallest_bytes: a budget for which one is known, or None.
         reason: in words.
+        fingerprint: of the program.
     """
 
     name: str
@@ -104,6 +107,7 @@ class Refused:
     proven: bool
     smallest_bytes: int | None
     reason: str
+    fingerprint: str
 
 
 @dataclass(frozen=True)
