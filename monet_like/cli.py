@@ -114,7 +114,11 @@ _problem = _options(
 @main.command("solve", cls=_Command, context_settings=_CONTEXT)
 @_problem
 @click.option(
-    "--device", default="auto", show_default=True, help="Where to measure: auto (CUDA if there is one), cpu, cuda:1."
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Where to measure: auto (CUDA if there is one), cpu, cuda:1. With --profile roofline:DEVICE, or a file recorded "
+    "on a GPU, cuda need not be here.",
 )
 @_profile
 @click.option(
@@ -572,9 +576,13 @@ def zoo_add_command(**options: Any) -> None:
 
 @zoo_group.command("table", cls=_Command, context_settings=_CONTEXT)
 @click.option(
-    "--write", type=click.Path(path_type=Path), help="Put it between the markers of this file, such as README.md."
+    "--write",
+    type=click.Path(path_type=Path),
+    help="Put it between the markers of this file, such as README.md.  [default: print it]",
 )
-@click.option("--summary", "summary_for", default="", help="One row a model for this profile, such as a100.")
+@click.option(
+    "--summary", "summary_for", default="", help="One row a model for this profile, such as a100.  [default: all rows]"
+)
 def zoo_table_command(**options: Any) -> None:
     """The registry as Markdown tables.
 

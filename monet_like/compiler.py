@@ -340,8 +340,6 @@ def _profiled(
     if isinstance(profile, DeviceLimits):
         costs = roofline(captured, profile)
         note = f"estimated from datasheet rates ({profile.source})"
-        if request.target is not None:
-            note += f"; captured as on {request.target.type}, without one"
         return Profile(f"roofline:{profile.name}", costs, note, {"torch": torch.__version__})
     known = profile.costs if profile else {}
     if profile and not profile.device.startswith("roofline") and profile.device != device_name(device):
@@ -387,7 +385,7 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         optimizer_bytes=ready.extra_bytes,
         autocast=request.autocast,
         layout=weights_layout(request.model),
-        note=profile.note,
+        note=profile.note + (f"; captured as on {request.target.type}, without one" if request.target else ""),
         counts=summary_counts(captured.program, found),
     )
 

@@ -92,7 +92,9 @@ DEVICES: Mapping[str, DeviceLimits] = {
         _gpu("a100", 19.5e12, 312e12, 1555e9, PCIE4, 40, "a100", "NVIDIA A100 40 GB PCIe datasheet, FP32 without TF32"),
         _gpu("h100", 67e12, 989e12, 3350e9, PCIE5, 80, "h100", "NVIDIA H100 SXM datasheet, FP32 without TF32"),
         _gpu("h200", 67e12, 989e12, 4800e9, PCIE5, 141, "h200", "NVIDIA H200 SXM datasheet, FP32 without TF32"),
-        _gpu("rtx2080ti", 13.4e12, 53.8e12, 616e9, PCIE3, 11, "2080 ti", "NVIDIA Turing whitepaper, reference card, FP32"),
+        _gpu(
+            "rtx2080ti", 13.4e12, 53.8e12, 616e9, PCIE3, 11, "2080 ti", "NVIDIA Turing whitepaper, reference card, FP32"
+        ),
         _gpu("rtx4090", 82.6e12, 165.2e12, 1008e9, PCIE4, 24, "4090", "NVIDIA Ada architecture whitepaper, FP32"),
     )
 }

@@ -20,7 +20,7 @@ SOLUTIONS = Path("solutions")
 def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | None = None, **options: Any) -> Compiled:
     """Read the problem, compile it, print a summary and write the schedule and profile files."""
     terminal = terminal or Terminal()
-    problem = read_problem(**options, measured=not is_roofline(profile_file))
+    problem = read_problem(**options, measured=not _is_of_elsewhere(profile_file))
     request = problem.request
     path = out or default_names(problem.spec.name, request, problem.budget_bytes, SOLUTIONS)
     check_writable(path)
@@ -42,8 +42,15 @@ def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | N
 
 
 def is_roofline(profile_file: Path | None) -> bool:
-    """Whether costs come from datasheet rates: then nothing is measured, and the device need not be here."""
+    """Whether costs come from datasheet rates, by ``roofline:DEVICE`` instead of a file."""
     return str(profile_file).startswith("roofline:")
+
+
+def _is_of_elsewhere(profile_file: Path | None) -> bool:
+    """Whether costs come from datasheet rates or were recorded on a GPU: a GPU need not be here then."""
+    if profile_file is None or is_roofline(profile_file) or not profile_file.is_file():
+        return is_roofline(profile_file)
+    return Profile.load(profile_file).device.startswith("cuda")
 
 
 def profile_path(problem: Problem, label: str = "") -> Path:

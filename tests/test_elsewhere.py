@@ -17,6 +17,8 @@ from monet_like.capture import Captured, capture
 from monet_like.cli import main
 from monet_like.elsewhere import Machine, difference, known_limits, machine_at, planned_for, warn_elsewhere
 from monet_like.errors import CaptureError
+from monet_like.models import build_model
+from monet_like.profile_data import Profile
 from monet_like.replay import admitted
 from monet_like.roofline import DEVICES, roofline
 from monet_like.schedule_file import ScheduleRecord
@@ -204,5 +206,21 @@ def test_a_plan_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     assert record.device == "roofline:h100"
     assert record.note.startswith("estimated from datasheet rates (NVIDIA H100 SXM datasheet")
     assert record.note.endswith("; captured as on cuda, without one")
+    store = tmp_path / "recorded.json"
+    model_there = captured(build_model(model).module, 8, 3, 64, 64)
+    costs = roofline(model_there, DEVICES["h200"])
+    Profile("cuda: NVIDIA H200", costs, "measured at batch 8", {}).save(store)
+    result = CliRunner().invoke(main, [*arguments, "--device", "cuda", "--profile", str(store)])
+    assert result.exit_code == 0, result.output
+    record = ScheduleRecord.load(out)
+    assert (record.device, record.note) == (
+        "cuda: NVIDIA H200",
+        "measured at batch 8; captured as on cuda, without one",
+    )
+    assert record.fingerprint == model_there.program.fingerprint
+    Profile("cuda: NVIDIA H200", dict([*costs.items()][1:]), "", {}).save(store)
+    result = CliRunner().invoke(main, [*arguments, "--device", "cuda", "--profile", str(store)])
+    assert result.exit_code == 2 and "measured on cuda: NVIDIA H200, lacks 2 operators of this model" in result.output
+
     result = CliRunner().invoke(main, [*arguments, "--device", "cuda"])
     assert result.exit_code == 2 and "device 'cuda' is not there" in result.output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: The profiles, in the order in which they are built; the first is taken where none is asked for or at hand.
-PROFILES = ("a100", "h100", "h200", "rtx4090", "cpu")
+PROFILES = ("a100", "h100", "h200", "rtx4090")
 #: All exact variants.
 MODE = "inplace_conv_multiway_newnode"
 
