@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from monet_like import elsewhere
 from monet_like.capture import Captured, capture
@@ -19,6 +22,7 @@ from monet_like.elsewhere import Machine, difference, known_limits, machine_at, 
 from monet_like.errors import CaptureError
 from monet_like.models import build_model
 from monet_like.profile_data import Profile
+from monet_like.program import Task
 from monet_like.replay import admitted
 from monet_like.roofline import DEVICES, roofline
 from monet_like.schedule_file import ScheduleRecord
@@ -173,6 +177,45 @@ def test_attention_dropout_and_layers_are_those_of_cuda() -> None:
         return
     real = admitted(capture(Attends().to(CUDA), (torch.randn(2, 6, 16, device=CUDA),)), MODE)
     assert real.program.fingerprint == there.program.fingerprint
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes what PyTorch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_forward_is_what_pytorch_dispatches_on_cuda() -> None:
+    """Fake tensors on CUDA run a forward without a GPU (only autograd's engine needs one): its operators are ours."""
+    tail = (nn.Dropout(0.3), nn.Linear(9, 9), nn.GELU(), nn.LayerNorm(9), nn.Softmax(-1))
+    model = nn.Sequential(*convolutional(), *tail)
+    there = captured(model, 4, 3, 32, 32)
+    found = operators_of(there.plain.tasks)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    dispatched = Dispatched()
+    with fake_mode() as mode:
+        moved = {name: mode.from_tensor(tensor.detach()).to(CUDA) for name, tensor in state.items()}
+        x = torch.empty(4, 3, 32, 32, device=CUDA)
+        with dispatched:
+            torch.func.functional_call(model, moved, (x,))
+    expected = dispatched.operators
+    # What cuDNN's operator is when it is differentiated: PyTorch's own decomposition of it for autograd.
+    expected["aten.native_batch_norm.default"] += expected.pop("aten.cudnn_batch_norm.default")
+    views = ("aten.view", "aten.t.", "aten.detach", "aten._unsafe_view", "prim.device", "monet_like.")
+    for counted in (found, expected):
+        for name in [name for name in counted if name.startswith(views)]:
+            del counted[name]
+    assert found == expected and sum(found.values()) >= 9
+
+
+def operators_of(tasks: Sequence[Task]) -> Counter[str]:
+    return Counter(call.op for task in tasks if task.runs != "again" for call in task.calls)
 
 
 def test_values_are_counted_as_cudas_allocator_counts_them() -> None:
