@@ -165,8 +165,8 @@ class Search:
         self._heuristic(1)
         if self.best is None:
             raise self._infeasible("not proven")
-        self.started = time.monotonic()  # however long the search took
-        self._honest_bound(0.25)
+        self.started = time.monotonic() - 0.75 * self.time_limit_seconds  # however long the search took
+        self._refine(self._closed, plans=False)
         return self._plan(None, "", False)
 
     def _search(self, formulation: Formulation, solver: str) -> Formulation:
@@ -338,7 +338,8 @@ class Search:
         if failed:
             raise failed[0]
 
-    def _refine(self, stop: Callable[[], bool]) -> None:
+    def _refine(self, stop: Callable[[], bool], plans: bool = True) -> None:
+        """``plans``: whether schedules that it comes across may become the plan."""
         refinement = Refinement(self.program, self.costs, self.budget_bytes, self.extra_bytes)
         begin, seed = time.monotonic(), 20_000
         while not stop() and self.left > 0.5:
@@ -346,8 +347,8 @@ class Search:
             step = refinement.step(best, seconds, self.gap, self.left, stop)
             self._bound("unrestricted", step.bound_seconds)
             self._say("bound for all schedules")
-            fits = step.schedule is not None and self._accept(step.schedule, "bound")
-            if step.schedule is not None and not fits and self.evaluations != 0 and not stop():
+            fits = plans and step.schedule is not None and self._accept(step.schedule, "bound")
+            if plans and step.schedule is not None and not fits and self.evaluations != 0 and not stop():
                 seed += 10
                 self._accept(self._annealed(seed, 1, step.schedule), "heuristic")
             if not step.finer:

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 
 from ..errors import MonetError
 from ..schedule_file import ScheduleRecord
-from ..show import aligned_table, show_record
+from ..show import Terminal, aligned_table, show_record
 from ..units import format_bytes, format_seconds
 from .download import cached_path, download, find_file
 from .registry import Registry, zoo_folder
@@ -68,7 +68,7 @@ def show(*, name: str, base_url: str | None, as_json: bool) -> None:
     table.add_row("file", f"{listed.path}, {listed.bytes} bytes")
     table.add_row("sha256", listed.sha256)
     console.print(table)
-    show_record(record)
+    show_record(Terminal(), record)
 
 
 def download_files(*, names: Sequence[str], profile: str, base_url: str | None) -> None:
