@@ -82,8 +82,9 @@ def main(models: str, shares: str) -> None:
         write_atomically(FOLDER / f"{name}.md", table(name, title, wanted, lines).encode())
     parts = [path.read_text() for path in sorted(FOLDER.glob("*.md")) if path.name != "fronts.md"]
     head = (
-        "# Fronts\n\nStep against plain PyTorch's at budgets in percent of plain PyTorch's peak; -: no plan was found. What the "
-        "host's memory takes is in the CSV files.\n`python -m benchmarks.fronts --models NAME --shares PERCENTS`\n"
+        "# Fronts\n\nStep against plain PyTorch's at budgets in percent of plain PyTorch's peak; -: no plan was found.\nOne "
+        "run of the local search for each point, which may miss a percent, and plans that a wider mode has too.\nWhat "
+        "copies take of the host's memory is in the CSV files.\n`python -m benchmarks.fronts --models NAME --shares PERCENTS`\n"
     )
     write_atomically(FOLDER / "fronts.md", "\n".join([head, *parts]).encode())
 
