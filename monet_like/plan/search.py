@@ -47,6 +47,8 @@ WINDOW = 32
 BIG_SHARE = 0.08
 #: Slots before a broken row that are opened to mend it, at first.
 MEND_REACH = 24
+#: Share of the time limit in which, at the end, the best plan is annealed once more.
+POLISH_SHARE = 0.05
 #: How often what waits for the bound looks up.
 POLL_SECONDS = 0.2
 #: The chosen solver's share of the time before HiGHS, which takes a start, goes on from its plan.
@@ -342,9 +344,9 @@ class Search:
         """``plans``: whether schedules that it comes across may become the plan."""
         refinement = Refinement(self.program, self.costs, self.budget_bytes, self.extra_bytes)
         begin, seed = time.monotonic(), 20_000
-        while not stop() and self.left > 0.5:
+        while not stop() and (left := self.left - POLISH_SHARE * self.time_limit_seconds) > 0.5:
             best, seconds = (self.best[0], self.best[1].seconds) if self.best is not None else (None, inf)
-            step = refinement.step(best, seconds, self.gap, self.left, stop)
+            step = refinement.step(best, seconds, self.gap, left, stop)
             self._bound("unrestricted", step.bound_seconds)
             self._say("bound for all schedules")
             fits = plans and step.schedule is not None and self._accept(step.schedule, "bound")
@@ -377,7 +379,7 @@ class Search:
         self._near_rows(formulation)
         verdict = "no_incumbent"
         current = solver
-        polish = 0.05 * self.time_limit_seconds  # at the end, what was found is annealed once more
+        polish = POLISH_SHARE * self.time_limit_seconds
         first_end = self.left * (1 - FIRST_SHARE)
         while not self._closed(kind) and self.left > 0.3 + polish:
             share = self.left - (first_end if current == solver and self._can_fall_back(solver) else polish)

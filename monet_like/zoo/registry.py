@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ScheduleFileError, UsageError
-from ..files import read_bytes, read_text, write_atomically
+from ..files import read_bytes, read_text, shipped_folder, write_atomically
 from .catalogue import PROFILES
 
 FORMAT = "monet_like zoo"
@@ -235,9 +235,7 @@ def zoo_folder() -> Path:
     given = os.environ.get(FOLDER_VARIABLE)
     if given:
         return Path(given)
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "solutions"
-    return installed if installed.is_dir() else package.parent / "solutions"
+    return shipped_folder("solutions") or Path("solutions")
 
 
 def _place(listed: Listed) -> tuple[int, int]:
