@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.contenders import CONTENDERS, Contender
 from benchmarks.processes import ROOT, DiedError, Running, take_turns
-from benchmarks.report import pareto, usable, write_report
+from benchmarks.report import PROBE, pareto, trusted, usable, write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import ASIDE, WORK, Job
 from benchmarks.worker import EXACT
@@ -42,7 +42,7 @@ SLACK_BYTES = 16 * 2**20
 #: Ours that are also planned for what the others' points take, and how near to that is near enough.
 MATCHED, NEAR = ("monet_like", "monet_like inductor"), 0.97
 #: Batches that are tried, at most, for one contender.
-TRIALS = 7
+TRIALS = 12
 
 
 @dataclass
@@ -198,7 +198,7 @@ def _point(run: Running, times: list[float], plain_seconds: float, load: float) 
 
 def others_peaks(suite: Suite, model: str, batch: int, names: Sequence[str]) -> list[tuple[str, str]]:
     """Ours for as much memory as the points of the others' front take, where there is none of ours yet."""
-    here = [p for p in suite.points if (p.model, p.batch) == (model, batch)]
+    here = [p for p in trusted(suite.points) if (p.model, p.batch) == (model, batch)]
     found = []
     for name in names:
         if name not in MATCHED:
@@ -254,21 +254,17 @@ def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit
     least = min((p.peak_bytes for p in points if setting in ("limit", p.setting)), default=0)
     guess = int(base * (limit - static) / (least - static)) if least > static and setting != "limit" else base
     guess = 2 * base if setting == "limit" else min(max(guess, base // 2, 1), 8 * base)
-    low, high = 0, 0
+    low, high, step = 0, 0, max(1, guess // (2 if setting == "limit" else 8))
     while not (low and high and high - low <= max(1, low // 16)):
         fitted = yield guess
-        if fitted:
-            low = max(low, guess)
-        else:
-            high = guess if not high else min(high, guess)
-        if not high:
-            guess = max(low + 1, int(low * (1.5 if setting == "limit" else 1.15)))
-        elif not low:
-            guess = int(high * 0.8)
-            if not guess:
-                return
-        else:
+        low, high = (guess, high) if fitted else (low, guess)
+        if low and high:
             guess = (low + high) // 2
+        elif high == 1:
+            return
+        else:
+            guess = low + step if low else max(1, high - step)
+            step *= 2
 
 
 def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, limit: int) -> Trial:
@@ -340,6 +336,7 @@ def main(
     pythons = {"Rockmate": rockmate_python} if rockmate_python else {}
     deadline = time.monotonic() + 60 * minutes
     pairs = [(c, s) for c in named for s in settings_of(CONTENDERS[c], quick)]
+    wanted = [(PLAIN, ""), *(pair for pair in pairs if pair != (PLAIN, ""))]
     with tempfile.TemporaryDirectory() as scratch:
         suite = Suite(
             name,
@@ -354,19 +351,18 @@ def main(
         if again:
             suite.points = [p for p in suite.points if p.model not in chosen or (p.contender, p.setting) not in pairs]
             suite.trials = [t for t in suite.trials if t.model not in chosen or t.contender not in named]
+        if "dropout" in asked and not only_report:  # first of all: it tells which points are right
+            measure_points(suite, PROBE, Job(PROBE, name, 1, PLAIN).size.batches[0], wanted)
         for model in () if only_report else chosen:
             size = Job(model, name, 1, PLAIN).size
             for batch in size.batches[:1] if quick else size.batches:
                 if "points" in asked:
-                    measure_points(suite, model, batch, [(PLAIN, ""), *(p for p in pairs if p != (PLAIN, ""))])
+                    measure_points(suite, model, batch, wanted)
                     measure_points(suite, model, batch, others_peaks(suite, model, batch, named))
             if "batches" in asked and not (quick and model != chosen[0]):
                 slow = [c for c in named if CONTENDERS[c].front == "inductor"] if quick else []
                 measure_batches(suite, model, size.batches[0], [c for c in named if c not in slow])
             write_report(folder, name, suite.points, suite.trials)
-        if "dropout" in asked and not only_report:
-            few = [(c, s) for c in named if c != PLAIN for s in settings_of(CONTENDERS[c], True)]
-            measure_points(suite, "dropout", Job("dropout", name, 1, PLAIN).size.batches[0], [(PLAIN, ""), *few])
         write_report(folder, name, suite.points, suite.trials)
     click.echo(str(folder / "rivals.md"))
 

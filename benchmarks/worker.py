@@ -34,7 +34,7 @@ from monet_like.measure import resident_peak, status_bytes
 #: Outputs further apart than this are not rounding: random masks are other ones.
 OTHER_MASKS = 1e-2
 #: Share of the loss by which weights are moved to see how it changes, and how far off the change may be.
-MOVED, MOST_OFF = {torch.float32: 3e-3, torch.float64: 1e-6}, {torch.float32: 5e-2, torch.float64: 1e-4}
+MOVED, MOST_OFF = {torch.float32: 3e-3, torch.float64: 1e-6}, {torch.float32: 1e-2, torch.float64: 1e-4}
 #: Relative difference that is rounding, whatever the model.
 ROUNDING = 1e-5
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import run
 from benchmarks.contenders import CONTENDERS, Built, NotApplicableError
 from benchmarks.processes import ROOT, DiedError, Running, last_words, take_turns
-from benchmarks.report import behind, pareto, write_report
+from benchmarks.report import behind, pareto, trusted, write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import WORK, Job
 from benchmarks.worker import EXACT, Verdict, judge
@@ -218,7 +218,7 @@ def test_the_search_ends_between_what_fits_and_what_does_not(tmp_path: Path, lar
             batch = search.send(tried[batch])
         except StopIteration:
             batch = 0
-    assert len(tried) <= 20
+    assert len(tried) <= run.TRIALS
     low = max(b for b, fits in tried.items() if fits)
     high = min(b for b, fits in tried.items() if not fits)
     assert low <= largest < high
@@ -280,6 +280,15 @@ def test_words_say_where_ours_is_behind_and_only_there() -> None:
     ]
     wrong = replace(others[1], correct=False)
     assert behind([others[0], wrong, *slow], "eager") == []
+
+
+def test_finite_differences_are_not_believed_against_the_net_of_dropout() -> None:
+    there = replace(point("torch.compile budget", 300, 1.1, "0.2"), checked="finite differences")
+    probe = replace(there, model="dropout", correct=False)
+    other = replace(there, setting="0.5")
+    compared = replace(there, checked="plain PyTorch")
+    assert [p.correct for p in trusted([there, probe, other])] == [False, False, True]
+    assert [p.correct for p in trusted([compared, probe])] == [True, False]
 
 
 def test_a_report_has_every_part(tmp_path: Path) -> None:
