@@ -231,11 +231,18 @@ class Registry:
 
 
 def zoo_folder() -> Path:
-    """Where the zoo is: ``$MONET_LIKE_ZOO``, ``solutions/`` of a checkout, or what was installed with the package."""
+    """Where the zoo is: ``$MONET_LIKE_ZOO``, ``solutions/`` of a checkout, or what was installed with the package.
+
+    Raises:
+        UsageError: nowhere.
+    """
     given = os.environ.get(FOLDER_VARIABLE)
     if given:
         return Path(given)
-    return shipped_folder("solutions") or Path("solutions")
+    shipped = shipped_folder("solutions")
+    if shipped is None:
+        raise UsageError(f"this installation has no zoo; give its folder as ${FOLDER_VARIABLE}")
+    return shipped
 
 
 def _place(listed: Listed) -> tuple[int, int]:
