@@ -27,7 +27,7 @@ def list_files(*, profile: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"files": [asdict(f) for f in files], "refused": [asdict(r) for r in registry.refused]}))
         return
-    console = Console(highlight=False, markup=False)
+    console = Terminal().console
     table = aligned_table("name", "profile", "peak", "plain peak", "step", "overhead", "gap")
     for listed in files:
         table.add_row(
@@ -57,7 +57,7 @@ def show(*, name: str, base_url: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(asdict(listed)))
         return
-    console = Console(highlight=False, markup=False)
+    terminal = Terminal()
     table = aligned_table()
     table.add_row("name", listed.full_name)
     rates = "measured" if listed.kind == "measured" else "datasheet rates"
@@ -67,8 +67,8 @@ def show(*, name: str, base_url: str | None, as_json: bool) -> None:
     table.add_row("solved", f"{listed.solver}, {listed.solve_seconds:.1f} s; gap {proven}")
     table.add_row("file", f"{listed.path}, {listed.bytes} bytes")
     table.add_row("sha256", listed.sha256)
-    console.print(table)
-    show_record(Terminal(), record)
+    terminal.console.print(table)
+    show_record(terminal, record)
 
 
 def download_files(*, names: Sequence[str], profile: str, base_url: str | None) -> None:
