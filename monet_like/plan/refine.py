@@ -69,14 +69,15 @@ class Refinement:
             self.program, self.costs, self.budget_bytes, self.alone, self.extra_bytes, runs=sorted(self.runs)
         )
         target = best_seconds * (1 - gap) / blocks.matrix.seconds_per_unit
+        refined = bool(self.alone or self.runs)  # what is not yet is solved in a second or two: a bound at once
         solved = solve(
             blocks.matrix,
             "HIGHS",
             time_limit_seconds=time_limit_seconds,
-            gap=max(1e-4, 0.999 * gap),
+            gap=max(1e-4, 0.999 * gap) if refined else 1e-4,
             start=None if best is None else blocks.point(best),
             stop=stop,
-            options={"objective_target": target} if best is not None else {},
+            options={"objective_target": target} if refined and best is not None else {},
         )
         if solved.status in ("infeasible", "error"):  # nothing is known; whether nothing fits is for the whole program
             return Step(0.0, None, False)
