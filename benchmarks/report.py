@@ -201,7 +201,9 @@ def _batches(trials: Sequence[Trial]) -> str:
             if not tried:
                 continue
             more = [
-                t for t in tried if t.status in ("died", "refused") and (not fitting or t.batch > fitting[-1].batch)
+                t
+                for t in tried
+                if t.status in ("died", "over", "refused") and (not fitting or t.batch > fitting[-1].batch)
             ]
             next_one = min(more, key=lambda t: t.batch, default=None)
             beyond = (

@@ -74,7 +74,8 @@ class Trial:
 
     Attributes:
         limit_bytes: what a step may hold.
-        status: fits; died: the process ended at the limit; refused: there is no schedule; failed before any limit.
+        status: fits; died: the process ended at the limit; over: it lived, by what malloc had kept, and its tensors took
+            more; refused: there is no schedule; failed before any limit.
         seconds, plain_seconds: of a step at this batch, and of plain PyTorch's at ``plain_batch``, taking turns.
     """
 

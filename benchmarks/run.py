@@ -37,8 +37,8 @@ from monet_like.profiler import device_slug
 PLAIN, MB = "plain PyTorch", 10**6
 #: Of the limit in the search for the largest batch, in units of plain PyTorch's peak at the work's own batch.
 LIMIT = 1.05
-#: What a process may need for other things than tensors: pages, stacks, scratch memory of libraries.
-SLACK_BYTES = 16 * 2**20
+#: Beyond what a process was seen to need for other things than tensors: pages, stacks, scratch memory of libraries.
+SLACK_BYTES = 2 * 2**20
 #: Ours that are also planned for what the others' points take, and how near to that is near enough.
 MATCHED, NEAR = ("monet_like", "monet_like inductor"), 0.97
 #: Batches that are tried, at most, for one contender.
@@ -280,7 +280,10 @@ def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, li
         refused = "InfeasibleError" in error.reason
         return replace(row, status="refused" if refused else "failed", reason=error.reason)
     try:
-        run.ask(f"limit {limit + SLACK_BYTES}")
+        peak = run.ready["peak_bytes"]
+        run.ask(f"limit {limit + max(0, run.ready['process_bytes'] - peak) + SLACK_BYTES}")
+        if peak > limit:
+            return replace(row, status="over", reason=f"its peak is {peak / MB:,.1f} MB")
         times, others = take_turns([run, plain], min(3, suite.steps))
     except DiedError as error:
         return replace(row, status="died", reason=error.reason)
