@@ -7,18 +7,22 @@ import gc
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
+from torch import nn
 
 from benchmarks.rows import write_rows
 from benchmarks.worker import ROUNDING, apart
 from monet_like.allocator import reserve
+from monet_like.capture import Captured
 from monet_like.check import ROUNDING_FACTOR, everything_after_a_step, shaken, step_peak, step_seconds
 from monet_like.compiler import Example, Request, captured_for, measured_costs
+from monet_like.elsewhere import known_limits, machine_at
 from monet_like.errors import MonetError
 from monet_like.files import write_atomically
 from monet_like.models import ModelSpec, build_model
@@ -94,35 +98,51 @@ def emptied(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def replay(path: Path, record: ScheduleRecord, device: torch.device, steps: int) -> Replay:
+def gradients_of(model: nn.Module, example: Example) -> dict[str, torch.Tensor | None]:
+    """All gradients after a step, on the CPU."""
+    found = everything_after_a_step(model, example)
+    model.zero_grad(set_to_none=True)
+    return {name: t.cpu() if t is not None else None for name, t in found.items() if name.startswith("gradient")}
+
+
+class Plain:
+    """A model as it is, measured once for all its schedules."""
+
+    def __init__(self, record: ScheduleRecord, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.device, self.model = device, build_model(record.model).module.to(device)
+        self.example = example_of(record.inputs, device)
+        self.gradients = gradients_of(self.model, self.example)
+        self.rounding = apart(self.gradients, gradients_of(shaken(self.model, 0), self.example), "gradient")
+        emptied(device)
+        self.peak_bytes = step_peak(self.model, self.example, device)
+        self.model.zero_grad(set_to_none=True)
+        self._captured: dict[tuple[str, bool, str], Captured] = {}
+
+    def captured(self, record: ScheduleRecord) -> Captured:
+        """The program that a schedule is for."""
+        key = (record.mode, record.ablation, record.autocast)
+        if key not in self._captured:
+            request = Request(self.model, self.example, key[0], ablation=key[1], autocast=key[2])
+            self._captured[key] = captured_for(request, self.example)
+        return self._captured[key]
+
+
+def replay(path: Path, record: ScheduleRecord, plain: Plain, steps: int) -> Replay:
     """Run a schedule beside plain PyTorch."""
-    torch.manual_seed(0)
-    plain = build_model(record.model).module.to(device)
-    example = example_of(record.inputs, device)
-    wrapped = ScheduleWrapper(copy.deepcopy(plain), record)
+    device, example = plain.device, plain.example
+    wrapped = ScheduleWrapper(copy.deepcopy(plain.model), record, example=example, captured=plain.captured(record))
     emptied(device)
     reserve(record, device)
-    theirs = everything_after_a_step(wrapped, example)
-    theirs = {name: t.cpu() if t is not None else None for name, t in theirs.items() if name.startswith("gradient")}
+    error = apart(plain.gradients, gradients_of(wrapped, example), "gradient")
     peak = step_peak(wrapped, example, device)
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
-    wrapped.zero_grad(set_to_none=True)
-    emptied(device)
-    mine = everything_after_a_step(plain, example)
-    mine = {name: t.cpu() if t is not None else None for name, t in mine.items() if name.startswith("gradient")}
-    error = apart(mine, theirs, "gradient")
-    moved = everything_after_a_step(shaken(plain, 0), example)
-    moved = {name: t.cpu() if t is not None else None for name, t in moved.items() if name.startswith("gradient")}
-    rounding = apart(mine, moved, "gradient")
-    del moved
-    del mine, theirs
-    plain_peak = step_peak(plain, example, device)
-    plain.zero_grad(set_to_none=True)
-    seconds = step_seconds([(plain, example), (wrapped, example)], device, steps)
+    seconds = step_seconds([(plain.model, example), (wrapped, example)], device, steps)
+    plain.model.zero_grad(set_to_none=True)
     return Replay(
-        path.name, "measured", record.model, record.inputs[0].shape[0], record.budget_bytes, record.device, plain_peak, peak,
-        record.peak_bytes, reserved, seconds[0], seconds[1], record.plain_seconds, record.seconds,
-        error, rounding,
+        path.name, "measured", record.model, record.inputs[0].shape[0], record.budget_bytes, record.device,
+        plain.peak_bytes, peak, record.peak_bytes, reserved, seconds[0], seconds[1], record.plain_seconds, record.seconds,
+        error, plain.rounding,
     )  # fmt: skip
 
 
@@ -137,13 +157,31 @@ def profile(spec: ModelSpec, example: Example, device: torch.device, folder: Pat
     return path
 
 
-def schedules(folder: Path) -> Iterator[tuple[Path, ScheduleRecord]]:
-    """All schedule files that can be read, wherever they are below ``folder``."""
+def schedules(folder: Path, device: torch.device, models: str) -> list[tuple[Path, ScheduleRecord]]:
+    """One schedule of every file name below ``folder``: from this device, else its datasheet's, else another's.
+
+    MONeT's nets come first, schedules of one model in a row.
+    """
+    limits = known_limits(machine_at(device).name)
+    wanted = (device_name(device), f"roofline:{limits.name}" if limits else "")
+    chosen: dict[str, tuple[int, Path, ScheduleRecord]] = {}
     for path in sorted(folder.rglob("*.pkl")):
         try:
-            yield path, ScheduleRecord.load(path)
+            record = ScheduleRecord.load(path)
         except MonetError as error:
             click.echo(f"{path.name}: {error}")
+            continue
+        rank = wanted.index(record.device) if record.device in wanted else len(wanted)
+        if re.search(models, record.model) and (path.name not in chosen or rank < chosen[path.name][0]):
+            chosen[path.name] = rank, path, record
+    first = [model for model, _ in MONET]
+
+    def order(pair: tuple[Path, ScheduleRecord]) -> tuple[int, str, int]:
+        _, record = pair
+        place = first.index(record.model) if record.model in first else len(first)
+        return place, record.model, -record.budget_bytes
+
+    return sorted(((path, record) for _, path, record in chosen.values()), key=order)
 
 
 def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Sequence[str]) -> str:
@@ -179,8 +217,7 @@ def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Seq
 def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, where: str) -> None:
     """Replay, profile, report."""
     device, deadline = torch.device(where), time.monotonic() + seconds
-    found = [(p, r) for p, r in schedules(solutions) if re.search(models, r.model)]
-    found.sort(key=lambda pair: (pair[1].device != device_name(device), pair[0].name))
+    found = schedules(solutions, device, models)
     wanted: dict[tuple[str, int], tuple[InputSpec, ...]] = {
         (model, shape[0]): (InputSpec(shape, "float32"),) for model, shape in MONET if re.search(models, model)
     }
@@ -210,14 +247,20 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
             lines.append(f"{model}, batch {batch}: not profiled: {str(error).splitlines()[0]}")
         emptied(device)
         report()
+    plain: tuple[Any, Plain | None] = None, None
     for path, record in found:
         if time.monotonic() > deadline:
-            rows.append(Replay(path.name, "not replayed, the time was over"))
+            rows.append(Replay(path.name, "not replayed, the time was over", record.model))
             continue
         try:
-            rows.append(replay(path, record, device, steps))
+            if plain[1] is None or plain[0] != (record.model, record.inputs):
+                plain = None, None
+                emptied(device)
+                plain = (record.model, record.inputs), Plain(record, device)
+            assert plain[1] is not None
+            rows.append(replay(path, record, plain[1], steps))
         except (MonetError, RuntimeError) as error:
-            rows.append(Replay(path.name, str(error).splitlines()[0].replace("|", "\\|")))
+            rows.append(Replay(path.name, str(error).splitlines()[0].replace("|", "\\|"), record.model))
         emptied(device)
         report()
     report()
