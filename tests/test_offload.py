@@ -21,7 +21,7 @@ from monet_like import host
 from monet_like.capture import Captured, capture
 from monet_like.cli import inspect_command, schedule_command, solve_command
 from monet_like.errors import MonetError
-from monet_like.measure import _status_bytes
+from monet_like.measure import status_bytes
 from monet_like.plan import plan, store_all
 from monet_like.plan.copies import hide, numbered, waiting
 from monet_like.plan.questions import pareto, smallest_budget
@@ -130,12 +130,12 @@ def test_any_schedule_is_exact_and_takes_what_is_predicted(name: str) -> None:
 def test_the_memory_is_really_free() -> None:
     """The copy of 96 MiB is in a file, not in this process's memory; what comes back are its bits."""
     x = torch.arange(24 * MIB, dtype=torch.float32).view(-1, 1024).t()
-    before, wanted = _status_bytes("VmRSS"), float(x.double().sum())
+    before, wanted = status_bytes("VmRSS"), float(x.double().sum())
     copy = host.send(x)
-    assert _status_bytes("VmRSS") < before + 16 * MIB
+    assert status_bytes("VmRSS") < before + 16 * MIB
     shape, stride = x.shape, x.stride()
     del x
-    assert _status_bytes("VmRSS") < before - 80 * MIB
+    assert status_bytes("VmRSS") < before - 80 * MIB
     back = host.fetch(copy, shape, stride, torch.float32, torch.device("cpu"))
     assert back.stride() == stride and float(back.double().sum()) == wanted
     assert torch.equal(back[:, -1], torch.arange(24 * MIB - 1024, 24 * MIB, dtype=torch.float32))
