@@ -22,6 +22,9 @@ from .solvers import solve
 
 #: Slots that become blocks in a step, the fullest ones (measured on U-Net: two to six make little difference).
 SLOTS_A_STEP = 4
+#: HiGHS's options where the best plan is known and what is left is to prove it (measured: U-Net at 40 % 28 instead of
+#: 41 s, at 50 % 7 instead of 12).
+PROVING = {"mip_allow_restart": False, "mip_heuristic_effort": 0.01}
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Refinement:
             gap=max(1e-4, 0.999 * gap) if refined else 1e-4,
             start=None if best is None else blocks.point(best),
             stop=stop,
-            options={"objective_target": target} if refined and best is not None else {},
+            options=PROVING | {"objective_target": target} if refined and best is not None else {},
         )
         if solved.status in ("infeasible", "error"):  # nothing is known; whether nothing fits is for the whole program
             return Step(0.0, None, False)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .solvers import Solution, Watch
 
 #: Seconds of the time limit for each round of annealing, at the start and at the end; see `find_start`.
-SECONDS_PER_ROUND = 15.0
+SECONDS_PER_ROUND = 30.0
 #: Programs with more columns than this are searched with a start window first.
 MOST_COLUMNS = 14_000
 #: Programs with more columns than this are not solved without restrictions: it would take minutes.
