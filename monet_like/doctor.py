@@ -36,6 +36,8 @@ EXPECTED = {
     "cvxpy": "solvers other than HiGHS",
     "ninja": "compiling kernels",
     "packaging": "checking versions",
+    "pooch": "downloads of the zoo",
+    "requests": "downloads of the zoo",
 }
 #: Packages that something asks for when it is used: what, and how to install it.
 OPTIONAL = {

@@ -90,13 +90,17 @@ def _one(program: Program, draw: _Draw, rng: random.Random) -> Schedule:
 
 
 def _kept_to_run_again(program: Program) -> list[int]:
-    """Values that the forward alone can make and only what runs again reads, such as copies."""
+    """Values that the forward alone can make and only what runs again reads: copies.
+
+    Not what a task makes beside something else, such as a dropout's bits: the noise would be drawn twice.
+    """
     again = {value for task in program.tasks if task.runs == "again" for value in task.reads}
     of_slots = {value for slot in program.slots for way in slot for value in way.reads}
     return [
         value
         for value in sorted(again - of_slots)
-        if program.producers[value] and all(program.tasks[i].runs == "first" for i in program.producers[value])
+        if (makers := [program.tasks[i] for i in program.producers[value]])
+        and all(task.runs == "first" and task.writes == (value,) for task in makers)
     ]
 
 
