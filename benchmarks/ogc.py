@@ -182,7 +182,8 @@ single-entry, single-exit segments in torchvision's, and `ogc` here finds less i
 
 Goals: at OGC's memory at most a third of its overhead; a smallest memory (whatever its time) that is cut at least as
 deep; each plan in under {MOST_SECONDS:.0f} s. A miss is **bold**. Planning seconds are those of CPU, of all processes, and in brackets
-of the clock, on two cores shared with other work, where a plan had about a third of one core; an idle machine takes at
+of the clock, on two cores shared with other work (densenet201 and inception_v3: idle ones), where a plan had about a third
+of one core; an idle machine takes at
 most the smaller of the two.
 
 | net (batch, side) | plain MB: OGC's, ours | OGC: MB (cut), time | `ogc`: MB (cut), time | `milp` at OGC's memory: MB, time, gap | `milp`, smallest: MB (cut), time | planning s: `ogc`, `milp`, smallest |
