@@ -125,17 +125,24 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Dropped:
-    """What a changed layer drops: ``share`` of its input's elements, by a strategy's name."""
+    """What a changed layer drops: ``share`` of its input's elements, by a strategy's name.
+
+    Attributes:
+        freed_bytes: by how much the last forward's cache was smaller than its input.
+    """
 
     strategy: str
     share: float
+    freed_bytes: int = 0
 
     def pack(self, ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, ...]:
         """What to save instead of ``x``; how to get it back is noted in ``ctx``."""
         ctx.dropped, ctx.dim, ctx.layout = self, dim, Layout(x.shape, x.stride(), x.dtype, x.device)
-        return STRATEGIES[self.strategy].pack(x, self.share, dim)
+        kept = STRATEGIES[self.strategy].pack(x, self.share, dim)
+        self.freed_bytes = x.nbytes - sum(tensor.nbytes for tensor in kept)
+        return kept
 
 
 def _unpack(ctx: Any, kept: tuple[Tensor, ...]) -> Tensor:
@@ -267,7 +274,7 @@ def to_dropit(model: nn.Module, strategy: str = "block", gamma: float = 0.9) -> 
 
     Changed are `nn.Linear`, `nn.Conv2d` and Hugging Face's `Conv1D`, but no subclasses of theirs, whose forward may be
     another, and nothing in modules with a true attribute ``no_dropit``. Names, parameters and ``state_dict`` stay. In
-    evaluation and without gradients the layers run as before.
+    evaluation and without gradients the layers run as before. `freed_bytes` tells what each of them saved.
 
     Args:
         strategy: one of `STRATEGIES`.
@@ -295,6 +302,15 @@ def to_dropit(model: nn.Module, strategy: str = "block", gamma: float = 0.9) -> 
             layer.__class__ = kind
             layer.dropped = Dropped(strategy, float(gamma))  # type: ignore[assignment]
     return model
+
+
+def freed_bytes(model: nn.Module) -> dict[str, int]:
+    """For every layer that drops, by name: by how many bytes its cache of the last forward was smaller than its input.
+
+    Negative where indices take more than what was dropped. An input that another operator keeps anyway is not freed.
+    """
+    layers = ((name, getattr(layer, "dropped", None)) for name, layer in model.named_modules())
+    return {name: dropped.freed_bytes for name, dropped in layers if isinstance(dropped, Dropped)}
 
 
 def _allowed(module: nn.Module) -> list[nn.Module]:

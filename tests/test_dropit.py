@@ -641,3 +641,16 @@ def test_what_cannot_be_dropped_is_said() -> None:
         "ReLU has no layer to drop for; these are nn.Linear, nn.Conv2d and Hugging Face's Conv1D without the attribute "
         "no_dropit"
     )
+
+
+def test_freed_bytes_are_told_by_layer() -> None:
+    from monet_like.dropit import freed_bytes, to_dropit
+
+    model = to_dropit(
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)), "block", 0.5
+    )
+    assert freed_bytes(model) == {"0": 0, "2": 0}
+    model(torch.randn(32, 64)).sum().backward()
+    elements = 32 * 64
+    most = elements * 4 - elements // 2 * 4  # if places took nothing
+    assert all(0 < freed < most for freed in freed_bytes(model).values())
