@@ -23,3 +23,13 @@ class Schedule:
     def rerun_count(self) -> int:
         """How many forward tasks run again, each time counted."""
         return sum(map(len, self.again))
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(stage, task) of every run in order, as `simulate` reports its steps; -1: the slot itself.
+
+        Stage 0 is the forward, stage ``t >= 1`` backward slot ``t - 1``.
+        """
+        found = [(0, p) for p in self.forward]
+        for slot, tasks in enumerate(self.again):
+            found += [(slot + 1, p) for p in (*tasks, -1)]
+        return found

@@ -95,12 +95,9 @@ class Refinement:
 
     def _learn(self, schedule: Schedule, report: Report) -> bool:
         """Blocks and rows for the steps that are over the budget; whether there are new ones."""
-        stages = [(0, p) for p in schedule.forward]
-        for slot, tasks in enumerate(schedule.again):
-            stages += [(slot + 1, p) for p in tasks] + [(slot + 1, -1)]
         over = [
             (step.bytes, stage, p)
-            for step, (stage, p) in zip(report.steps, stages, strict=True)
+            for step, (stage, p) in zip(report.steps, schedule.runs(), strict=True)
             if step.bytes > self.budget_bytes
         ]
         fullest = [stage - 1 for _, stage, _ in sorted(over, reverse=True) if stage and stage - 1 not in self.alone]

@@ -438,11 +438,8 @@ class Search:
         return self._add_rows(formulation, schedule, report, self.budget_bytes)
 
     def _add_rows(self, formulation: Formulation, schedule: Schedule, report: Report, over_bytes: float) -> list[int]:
-        runs = [(0, p) for p in schedule.forward]
-        for slot, tasks in enumerate(schedule.again):
-            runs += [(slot + 1, p) for p in tasks] + [(slot + 1, -1)]
         added: list[int] = []
-        for step, (t, p) in zip(report.steps, runs, strict=True):
+        for step, (t, p) in zip(report.steps, schedule.runs(), strict=True):
             if p >= 0 and step.bytes > over_bytes and formulation.add_run_row(t, formulation.group_of[p]):
                 added.append(t)
         return added
