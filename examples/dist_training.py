@@ -23,8 +23,9 @@ import monet_like
 @click.option("--batch", default=8, show_default=True, help="Of each process.")
 @click.option("--size", default=96, show_default=True, help="Of the square images, in pixels.")
 @click.option("--budget", default="70%", show_default=True, help="Of plain PyTorch's peak, or such as 1.5 GB.")
+@click.option("--sync-bn", is_flag=True, help="Batch norm by the statistics of all processes' images.")
 @click.option("--schedule", type=click.Path(path_type=Path), default="schedule.pkl", show_default=True)
-def main(steps: int, batch: int, size: int, budget: str, schedule: Path) -> None:
+def main(steps: int, batch: int, size: int, budget: str, sync_bn: bool, schedule: Path) -> None:
     """Train a MobileNetV2 on random images."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -32,6 +33,8 @@ def main(steps: int, batch: int, size: int, budget: str, schedule: Path) -> None
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     torch.manual_seed(0)
     model: nn.Module = torchvision.models.mobilenet_v2(num_classes=10).to(device)
+    if sync_bn:  # on GPUs torch.nn.SyncBatchNorm.convert_sync_batchnorm does as well
+        model = monet_like.convert_sync_batchnorm(model)
     torch.manual_seed(rank)
     images = torch.randn(batch, 3, size, size, device=device)
     labels = torch.randint(0, 10, (batch,), device=device)

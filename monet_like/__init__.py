@@ -16,12 +16,22 @@ if TYPE_CHECKING:
     from .dropit import to_dropit
     from .marks import mark
     from .replay import ScheduleWrapper
+    from .sync_batch_norm import convert_sync_batchnorm
 
-__all__ = ["ScheduleWrapper", "__version__", "auto_schedule", "mark", "reserve", "to_dropit"]
+__all__ = [
+    "ScheduleWrapper",
+    "__version__",
+    "auto_schedule",
+    "convert_sync_batchnorm",
+    "mark",
+    "reserve",
+    "to_dropit",
+]
 
 _LAZY = {
     "ScheduleWrapper": "replay",
     "auto_schedule": "api",
+    "convert_sync_batchnorm": "sync_batch_norm",
     "mark": "marks",
     "reserve": "allocator",
     "to_dropit": "dropit",

@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .errors import CaptureError
+from .kernels.sync_batch_norm import COMMUNICATING
 from .layers import layer_of
 from .marks import Mark, mark_of
 from .program import Call, Program, Ref, Runs, Task, Value, refs
@@ -29,6 +30,7 @@ from .tracing import FlatModule, trace_joint
 #: The CUDA caching allocator hands out multiples of this.
 CUDA_GRANULARITY_BYTES = 512
 
+_SYNC_BATCH_NORM_GATHER = "monet_like.sync_batch_norm_gather_functional.default"
 _SKIPPED_VIEWS = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
 
 
@@ -160,6 +162,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     target: torch.device | None = None,
+    processes: int | None = None,
 ) -> Captured:
     """Trace one training step of ``model(*args, **kwargs)`` into a `Captured` program.
 
@@ -170,6 +173,8 @@ def capture(
         model: any module whose training step PyTorch can trace without data-dependent control flow.
         args, kwargs: example inputs, real or fake; only shapes, dtypes and ``requires_grad`` matter.
         target: capture as on this device, which need not be here; default: where the model is.
+        processes: capture as where so many share SyncBatchNorm's statistics, to plan without them; default: those of
+            its process group, and without one SyncBatchNorm is batch norm.
 
     Raises:
         CaptureError: what cannot be captured, with the operator or line that is the reason.
@@ -178,7 +183,7 @@ def capture(
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     flat = FlatModule(model, leaves, spec)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    graph, mode = trace_joint(flat, tensors, target)
+    graph, mode = trace_joint(flat, tensors, target, processes)
     if target is not None:
         _move(graph, mode, target)
     return _without_dropit(_Builder(flat, graph, mode).build(), model)
@@ -219,11 +224,6 @@ def _check_distributed(model: nn.Module) -> None:
             raise CaptureError(
                 f"{name or type(model).__name__} has sharded parameters, which are gathered while the step runs; shard "
                 "around it: fully_shard(ScheduleWrapper(model, ...))"
-            )
-        if isinstance(module, nn.SyncBatchNorm) and module.training and torch.distributed.is_initialized():
-            raise CaptureError(
-                f"{name} is a SyncBatchNorm: its forward waits for the other processes, so it cannot run again in one "
-                "of them; use BatchNorm2d"
             )
 
 
@@ -357,13 +357,15 @@ class _Builder:
             self._dropout_backward(node, tangents)
             return
         args, kwargs = _map((_args(node), node.kwargs), lambda n: self.nodes[n].result)
-        idle = self._is_idle_clone(node) or self._is_idle_cast(node)
+        idle = self._is_idle_clone(node) or self._is_idle_cast(node) or self._is_idle_copy(node)
         result = args[0] if idle else node.target(*args, **kwargs)
         if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
             result = _as_computed(args, result)
             if self._owns(_args(node)[3], "buffer"):
                 # The statistics are updated where they live, as in eager mode: the new ones are the buffers.
                 result = (*result[:3], args[3], args[4])
+        elif str(node.target) == _SYNC_BATCH_NORM_GATHER and self._is_buffer(args[1]) and self._is_buffer(args[2]):
+            result = (*result[:3], args[1], args[2])  # likewise
         self.nodes[node] = info = _Node(result, backward, tangents)
         fresh = [t for t in _tensors(result) if _storage(t) not in self.storages]
         if not fresh:
@@ -384,6 +386,18 @@ class _Builder:
         source = _args(node)[0]
         same = node.kwargs.get("dtype") == self.nodes[source].result.dtype and "device" not in node.kwargs
         return source.op != "placeholder" and same
+
+    def _is_idle_copy(self, node: fx.Node) -> bool:
+        """Whether a node copies a buffer's new contents, which are where they live, into it."""
+        if node.target is not torch.ops.aten.copy.default:
+            return False
+        into, source = (self.nodes[arg].result for arg in _args(node)[:2])
+        return self._is_buffer(into) and _storage(into) == _storage(source)
+
+    def _is_buffer(self, tensor: Any) -> bool:
+        """Whether a result is a buffer as it lives in its module."""
+        value = self.storages.get(_storage(tensor)) if isinstance(tensor, torch.Tensor) else None
+        return value is not None and self.values[value].kind == "buffer" and TensorMeta.of(tensor) == self.metas[value]
 
     def _getitem(self, node: fx.Node, source: _Node, index: Any, backward: bool, tangents: frozenset[int]) -> None:
         result = source.result[index]
@@ -418,7 +432,9 @@ class _Builder:
             self._batch_norm(node, calls, args, outs, writes)
             return
         call = Call(op, args, kwargs, tuple(outs), unpack)
-        if op == "aten.convolution_backward.default" and outs[0] is not None and len(writes) > 1:
+        if op == _SYNC_BATCH_NORM_GATHER:
+            self._gather(node, (*calls, call), writes)
+        elif op == "aten.convolution_backward.default" and outs[0] is not None and len(writes) > 1:
             self._convolution_backward(node, calls, call)
         elif info.backward:
             self.slots.append(self._make(node.name, (*calls, call), writes))
@@ -457,6 +473,15 @@ class _Builder:
         self.tasks.append(self._make(node.name, (*calls, update), (*writes, effect), runs="first"))
         if outs[0] is not None:
             self.tasks.append(self._make(f"{node.name}.again", (*calls, again), writes[:1], runs="again"))
+
+    def _gather(self, node: fx.Node, calls: Sequence[Call], writes: list[int]) -> None:
+        """SyncBatchNorm's statistics: the group waits for them once, in the forward, whether or not anything reads them."""
+        *views, call = calls
+        effect = self._pseudo_value(f"{node.name}.statistics", 0)
+        self.effects.append(effect)
+        if call.outs[3] is None and call.outs[4] is None:  # the running ones move where they live, if there are any
+            call = replace(call, op="monet_like.sync_batch_norm_gather.default", outs=call.outs[:3])
+        self.tasks.append(self._make(node.name, (*views, call), (*writes, effect), runs="first"))
 
     def _convolution_backward(self, node: fx.Node, calls: Sequence[Call], call: Call) -> None:
         """The gradients of weight and bias, then that of the input: PyTorch computes them apart, one after the other.
@@ -739,7 +764,8 @@ def cost_key(calls: Sequence[Call], metas: Sequence[TensorMeta]) -> str:
 
     parts = []
     for call in calls:
-        arguments = [text(a) for a in call.args] + [f"{k}={text(v)}" for k, v in call.kwargs]
+        given = call.args[:-1] if call.op in COMMUNICATING else call.args  # whichever group it is
+        arguments = [text(a) for a in given] + [f"{k}={text(v)}" for k, v in call.kwargs]
         for out in call.outs:
             if out is not None:
                 names.setdefault(out, f"%{len(names)}")

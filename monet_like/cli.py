@@ -151,6 +151,11 @@ _problem = _options(
     show_default=True,
     help="How to plan: milp, heuristic, checkmate, ogc, chen_greedy, chen_sqrt, griewank, torch_budget or store_all.",
 )
+@click.option(
+    "--processes",
+    type=int,
+    help="So many share the statistics of the model's SyncBatchNorm, such as 8.  [default: 1, where it is batch norm]",
+)
 @_precision
 @_input_shape
 @click.option(

@@ -27,6 +27,7 @@ from .roofline import DEVICES, DeviceLimits, roofline
 from .schedule import Schedule
 from .schedule_file import ScheduleRecord
 from .simulate import Report, simulate
+from .sync_batch_norm import among
 from .tracing import fake_mode
 
 #: Optimizer state in units of the trainable parameters' bytes.
@@ -85,7 +86,7 @@ class Request:
     """What is asked of the compiler; see the command line's options of the same names.
 
     ``target`` is the device to plan for where the model itself is on another; it need not be here, but then nothing can
-    be measured.
+    be measured. ``processes`` share SyncBatchNorm's statistics; None: those of this process's group.
     """
 
     model: nn.Module
@@ -102,6 +103,7 @@ class Request:
     profile_batch: int | None = None
     autocast: str = ""
     target: torch.device | None = None
+    processes: int | None = None
 
     @property
     def batch(self) -> int:
@@ -113,7 +115,7 @@ class Request:
 def captured_for(request: Request, example: Example) -> Captured:
     """The program of a request's model on these inputs, with the variants that its mode admits."""
     with autocast_as(request.autocast, device_of(request.model)):
-        captured = capture(request.model, *example, target=request.target)
+        captured = capture(request.model, *example, target=request.target, processes=request.processes)
         return admitted(captured, request.mode, ablation=request.ablation)
 
 
@@ -404,6 +406,8 @@ def summary_counts(program: Program, found: Plan) -> dict[str, int]:
     }
     chosen = [program.tasks[i].variant for i in (*schedule.forward, *again.elements())]
     chosen += [program.slots[s][w].variant for s, w in enumerate(schedule.ways)]
+    if (processes := among(program)) > 1:
+        counts["processes"] = processes
     if found.report.host_bytes:
         counts["host_bytes"] = found.report.host_bytes
     counts.update({f"variant {name}": n for name, n in sorted(Counter(chosen).items()) if name != "aten"})

@@ -56,6 +56,7 @@ def read_problem(
     strategy: str = "milp",
     autocast: str = "",
     channels_last: bool = False,
+    processes: int | None = None,
     measured: bool = True,
 ) -> Problem:
     """Check every argument before any work, cheapest first.
@@ -81,6 +82,8 @@ def read_problem(
         raise UsageError(f"--gap {gap} must be at least 0 and less than 1, such as 0.01 for 1 %")
     if threads < 1:
         raise UsageError(f"--threads {threads} must be at least 1")
+    if processes is not None and processes < 1:
+        raise UsageError(f"--processes {processes} must be at least 1")
     check_solver(solver)
     check_strategy(strategy)
     if autocast not in AUTOCASTS:
@@ -109,6 +112,7 @@ def read_problem(
         profile_batch=profile_batch,
         autocast=autocast,
         target=target,
+        processes=processes,
     )
     problem = Problem(spec, request, limit, where, shape, kind, layout)
     return replace(problem, request=replace(request, example=example_for(problem, size)))

@@ -1,7 +1,8 @@
 """The profiler: seconds and workspace of every distinct operator call, alternatives included.
 
 Every task is run by itself on inputs of its own shapes and strides, through the very code that the replay
-generates for it. Where measuring at the wanted batch would take too long or too much memory, it is done at a
+generates for it. What waits for other processes is measured without waiting: every schedule does it as often, and one
+process may be measuring alone. Where measuring at the wanted batch would take too long or too much memory, it is done at a
 smaller one and scaled: seconds in proportion, workspace along a line through two batches, because weights'
 layout changes do not grow with the batch.
 """
@@ -19,6 +20,7 @@ import torch
 from .capture import Captured, TensorMeta
 from .codegen import Block, compile_block
 from .errors import ProfileError
+from .kernels.sync_batch_norm import COMMUNICATING
 from .measure import allocated_peak, seconds_of
 from .profile_data import Profile
 from .program import Cost, Task
@@ -87,7 +89,7 @@ def measure_task(
         ):
             inputs = {value: maker.make(value) for value in task.reads}
             writes = tuple(v for v in task.writes if _has_tensor(task, v))
-            run = compile_block(Block(task.reads, (task,), (), writes), task.name)
+            run = compile_block(Block(task.reads, (task,), (), writes), task.name, COMMUNICATING)
 
             def call() -> Any:
                 return run([inputs[value] for value in task.reads])
@@ -132,7 +134,7 @@ class Inputs:
         key = (meta, value)
         if key not in self.cache:
             task = program.tasks[made[0]]
-            run = compile_block(Block(task.reads, (task,), (), (value,)), task.name)
+            run = compile_block(Block(task.reads, (task,), (), (value,)), task.name, COMMUNICATING)
             self.cache[key] = run([self.make(v) for v in task.reads])[1][0]
         return self.cache[key]
 

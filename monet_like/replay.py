@@ -33,6 +33,7 @@ from .program import Program
 from .runtime import Step, run_step
 from .schedule_file import InputSpec, ScheduleRecord
 from .simulate import Free, simulate
+from .sync_batch_norm import among, is_synchronised, world
 from .tracing import fake_mode
 from .variants import with_variants
 from .variants.marked import obeying_marks
@@ -139,6 +140,7 @@ class ScheduleWrapper(nn.Module):
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training, self.backend = model.training, backend
         self._steps: dict[Any, Step] = {}
+        self._synchronised = is_synchronised(model)
 
     @_SignedAsModel
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +179,8 @@ class ScheduleWrapper(nn.Module):
                     parameters.append(parameter)
                     flags.append(parameter.requires_grad)
         device = parameters[0].device if parameters else torch.device("cpu")
-        return described, str(spec), tuple(flags[1:]), autocast_name(device), first_layout(parameters)
+        group = world() if self._synchronised else None
+        return described, str(spec), tuple(flags[1:]), autocast_name(device), first_layout(parameters), group
 
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
         """Capture the model for these arguments and compile the schedule's decisions for it."""
@@ -369,9 +372,18 @@ def check_program(record: ScheduleRecord, program: Program, name: str) -> None:
         raise ScheduleFileError(
             f"the schedule was made for another program: solved for {record.model} ({made}; for {record.device}), given "
             f"{name} with PyTorch {torch.__version__}; use the same model, frozen parameters, train/eval flags, precision and "
-            "version, or solve again"
+            f"version, or solve again{_about_processes(record.counts.get('processes', 1), among(program))}"
         )
     try:
         simulate(program, record.schedule, Free())
     except ScheduleError as error:
         raise ScheduleFileError(f"the schedule does not fit the program it names: {error}; solve again") from None
+
+
+def _about_processes(solved: int, here: int) -> str:
+    """What to do where a schedule is of a SyncBatchNorm alone and its program of one among several processes, or the reverse."""
+    if (solved > 1) == (here > 1):
+        return ""
+    if here > 1:
+        return f"; SyncBatchNorm is among {here} processes here: solve with --processes {here}"
+    return f"; it is for SyncBatchNorm among {solved} processes: start their process group first"

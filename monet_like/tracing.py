@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import sync_batch_norm
 from .errors import CaptureError
 from .layers import named_layers
 from .marks import marked_modules
@@ -70,12 +71,16 @@ def fake_mode() -> FakeTensorMode:
 
 
 def trace_joint(
-    flat: FlatModule, tensors: tuple[torch.Tensor, ...], target: torch.device | None = None
+    flat: FlatModule,
+    tensors: tuple[torch.Tensor, ...],
+    target: torch.device | None = None,
+    processes: int | None = None,
 ) -> tuple[fx.Graph, FakeTensorMode]:
     """The joint graph of ``flat(*tensors)``, and the mode its fake tensors belong to.
 
     Args:
         target: a device that may not be here: choices that PyTorch makes by the device are made as there.
+        processes: that share SyncBatchNorm's statistics; None: those of its process group.
 
     Raises:
         CaptureError: what cannot be traced, with the operator or line that is the reason.
@@ -85,12 +90,12 @@ def trace_joint(
     fakes = tuple(t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors)
     try:
         try:
-            return _export(flat, fakes, target, compiling=False), mode
+            return _export(flat, fakes, target, processes, compiling=False), mode
         except Exception as error:
             if not _data_dependent(error):
                 raise
         # Libraries check torch.compiler.is_compiling() before they look at values, and then take the general path.
-        return _export(flat, fakes, target, compiling=True), mode
+        return _export(flat, fakes, target, processes, compiling=True), mode
     except CaptureError:
         raise
     except Exception as error:  # whatever the user's forward or the tracer raises: say where, keep the cause
@@ -98,7 +103,12 @@ def trace_joint(
 
 
 def _export(
-    flat: FlatModule, fakes: tuple[torch.Tensor, ...], target: torch.device | None, *, compiling: bool
+    flat: FlatModule,
+    fakes: tuple[torch.Tensor, ...],
+    target: torch.device | None,
+    processes: int | None,
+    *,
+    compiling: bool,
 ) -> fx.Graph:
     with contextlib.ExitStack() as stack, warnings.catch_warnings(), _quiet(), _eager_operators(), preserve_node_meta():
         warnings.simplefilter("ignore")
@@ -106,6 +116,7 @@ def _export(
             stack.enter_context(_is_compiling())
         flat.tracing_mode = _Constants()
         stack.enter_context(_attention_of(target))
+        stack.enter_context(sync_batch_norm.traced(processes))
         joint = aot_export_joint_with_descriptors(stack, flat, fakes)
         _with_literals(joint.graph_module)
         graph: fx.Graph = joint.graph_module.graph

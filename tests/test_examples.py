@@ -35,7 +35,9 @@ def test_training(tmp_path: Path) -> None:
 
 def test_distributed_training_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = losses([*torchrun, f"{ROOT}/examples/dist_training.py", "--steps", "5", "--size", "64"], tmp_path)
+    found = losses(
+        [*torchrun, f"{ROOT}/examples/dist_training.py", "--steps", "5", "--size", "64", "--sync-bn"], tmp_path
+    )
     assert len(found) == 5 and found[-1] < found[0]
     assert (tmp_path / "schedule.pkl").exists()
 

@@ -28,7 +28,7 @@ def load() -> None:
             return
         import torch
 
-        from . import fakes, reference
+        from . import fakes, reference, sync_batch_norm
         from .schemas import NAMESPACE, SCHEMAS
 
         _reason = _load_library()
@@ -49,6 +49,7 @@ def load() -> None:
             if not missing:
                 compiled.add(device)
         fakes.register()
+        _keep_alive.append(sync_batch_norm.register())
         _compiled = frozenset(compiled)
 
 

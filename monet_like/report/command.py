@@ -128,6 +128,7 @@ def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limi
         optimizer=record.optimizer,
         autocast=record.autocast,
         channels_last=record.layout == "channels_last",
+        processes=record.counts.get("processes"),
     )
     if hasattr(problem.spec.source, "make_inputs"):
         return problem

@@ -60,12 +60,7 @@ def offer(editor: Editor) -> None:
         if not training or out is None or save_mean is None or save_invstd is None:
             continue
         assert isinstance(out.name, int)
-        chain = following(editor, out.name)
-        if chain.residual is not None:
-            if chain.tasks[0].name in added:
-                chain = Chain((), None, NOTHING)  # both operands are batch norms: the other takes the addition along
-            else:
-                added.add(chain.tasks[0].name)
+        chain = _following_alone(editor, out.name, added)
         statistics = (x, weight, bias, save_mean, save_invstd)
         # The residual may be made after the batch norm: what reads it stands where the addition stood.
         place = {} if chain.residual is None else {"before": chain.tasks[0]}
@@ -89,6 +84,35 @@ def offer(editor: Editor) -> None:
             editor.add(task, (apply,), (result,), f"{chain.name}.apply", word=chain.word, runs="again", **place)
         alone = Call("monet_like.batch_norm_apply.default", (*statistics, None, *NOTHING), (), (out,))
         editor.add(task, (alone,), (out.name,), "batch_norm.apply", runs="again", **place)
+    _offer_synchronised(editor, added)
+
+
+def _offer_synchronised(editor: Editor, added: set[str]) -> None:
+    """SyncBatchNorm's normalisation with what follows it; its statistics are made before and never again."""
+    for task, call in editor.find("monet_like.sync_batch_norm_elemt.default"):
+        (out,) = call.outs
+        assert out is not None and isinstance(out.name, int)
+        chain = _following_alone(editor, out.name, added)
+        if not chain.tasks:
+            continue
+        result = chain.tasks[-1].writes[0]
+        operands = (*call.args[:-1], chain.residual, *chain.activation)
+        apply = Call("monet_like.batch_norm_apply.default", operands, (), (Ref(result),))
+        # On a CPU these are the kernels of the normalisation alone; on CUDA that is ATen's, which may round differently.
+        word = chain.word or ("conv" if editor.device.type == "cuda" else "")
+        place = {} if chain.residual is None else {"before": chain.tasks[0]}
+        editor.add(task, (apply,), (result,), f"{chain.name}.apply", word=word, **place)
+
+
+def _following_alone(editor: Editor, value: int, added: set[str]) -> Chain:
+    """What follows a batch norm; where both operands of an addition are batch norms, one takes it along."""
+    chain = following(editor, value)
+    if chain.residual is None:
+        return chain
+    if chain.tasks[0].name in added:
+        return Chain((), None, NOTHING)
+    added.add(chain.tasks[0].name)
+    return chain
 
 
 def following(editor: Editor, value: int) -> Chain:

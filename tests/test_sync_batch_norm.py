@@ -1,0 +1,216 @@
+"""SyncBatchNorm in real processes: as batch norm over all their batches at once, and as itself unscheduled, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from random_schedules import random_schedule
+from test_distributed import assert_same, step, together
+from test_replay import record_for
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import monet_like
+from monet_like.capture import Captured, capture
+from monet_like.compiler import Request, compile_schedule
+from monet_like.errors import CaptureError, ScheduleFileError
+from monet_like.program import Program
+from monet_like.replay import ScheduleWrapper, admitted
+from monet_like.schedule_file import ScheduleRecord
+from monet_like.sync_batch_norm import convert_sync_batchnorm
+
+MODE = "inplace_multiway_newnode"
+CPU = torch.device("cpu")
+GATHER, REDUCE = (f"monet_like.sync_batch_norm_{name}.default" for name in ("gather", "all_reduce"))
+
+
+class Net(nn.Module):
+    """Residual blocks of batch norms of every kind: averaged plainly, untracked and without affine, flat with a frozen weight."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(
+            [
+                nn.BatchNorm2d(8),
+                nn.BatchNorm2d(8, momentum=None),
+                nn.BatchNorm2d(8, affine=False, track_running_stats=False),
+            ]
+        )
+        self.convolutions = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in self.norms)
+        self.dropout = nn.Dropout(dropout)
+        self.flat = nn.BatchNorm1d(8)
+        self.flat.weight.requires_grad_(False)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for turn, (norm, convolution) in enumerate(zip(self.norms, self.convolutions, strict=True)):
+            y = norm(convolution(x))
+            x = self.dropout((y + x if turn % 2 else y).relu())
+        return self.head(self.flat(x.mean((2, 3))))
+
+
+def images(batch: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(batch, 3, 8, 8, dtype=dtype)
+
+
+def made(model: nn.Module, x: torch.Tensor, processes: int | None = 2) -> list[ScheduleRecord]:
+    """Two schedules that run much of what they can again, made where there is no group."""
+    captured = admitted(capture(model, (x,), processes=processes), MODE)
+    schedules = [random_schedule(captured.program, seed, drop=0.7) for seed in (3, 5)]
+    assert schedules[0] != schedules[1]
+    return [record_for(captured, schedule, MODE, (model, (x,), {})) for schedule in schedules]
+
+
+# ---- one process ----
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    return admitted(capture(nn.SyncBatchNorm.convert_sync_batchnorm(Net()), (images(),), processes=2), MODE)
+
+
+def communications(program: Program, name: str) -> list[int]:
+    return [i for i, task in enumerate(program.tasks) if any(call.op == name for call in task.calls)]
+
+
+def test_what_communicates_is_done_once_whatever_the_schedule(captured: Captured) -> None:
+    program = captured.program
+    gathers = communications(program, GATHER)
+    assert len(gathers) == 4
+    assert all(program.tasks[i].runs == "first" for i in gathers)
+    for seed in range(4):
+        schedule = random_schedule(program, seed, drop=0.9)
+        assert [i for i in schedule.forward if i in gathers] == gathers
+        assert not {i for again in schedule.again for i in again} & set(gathers)
+        assert any(program.tasks[i].name.startswith("sync") for again in schedule.again for i in again)
+    reduces = [ways for ways in program.slots if any(c.op == REDUCE for way in ways for c in way.calls)]
+    assert len(reduces) == 4
+    assert all(len(ways) == 1 for ways in reduces)
+
+
+def test_the_same_program_for_every_number_of_processes_and_class(captured: Captured) -> None:
+    other = admitted(capture(convert_sync_batchnorm(Net()), (images(3),), processes=7), MODE)
+    assert other.program.fingerprint == captured.program.fingerprint
+
+
+def test_it_is_measured_and_planned_without_a_group() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(Net())
+    request = Request(model, ((images(),), {}), MODE, strategy="heuristic", profile_batch=4, processes=2)
+    compiled = compile_schedule(request, lambda peak: int(0.8 * peak), CPU)
+    assert compiled.record.counts["processes"] == 2
+    assert compiled.record.peak_bytes <= 0.8 * compiled.plain.peak_bytes
+    gathered = [
+        task for task in compiled.captured.program.every_task() if any(c.op in (GATHER, REDUCE) for c in task.calls)
+    ]
+    assert len(gathered) == 8
+    assert all(compiled.costs[task.cost].seconds > 0 for task in gathered)
+    model.norms[1].momentum = 0.3
+    with pytest.raises(ScheduleFileError, match="for SyncBatchNorm among 2 processes: start their process group first"):
+        ScheduleWrapper(model, compiled.record)
+
+
+def test_alone_it_is_batch_norm() -> None:
+    x, plain = images(), Net()
+    plain.norms[1].momentum = 0.3  # a plain average cannot be captured alone: batch norm asks for a number
+    record = made(plain, x, processes=None)[0]
+    for convert in (nn.SyncBatchNorm.convert_sync_batchnorm, convert_sync_batchnorm):
+        model, ours = copy.deepcopy(plain), ScheduleWrapper(convert(copy.deepcopy(plain)), record)
+        for each in (model, ours):
+            step(each, x, seed=0)
+        assert_same(model, ours)
+
+
+def test_a_batch_without_elements_is_refused() -> None:
+    with pytest.raises(
+        CaptureError, match=r"needs at least one element in every process, got an input of \[0, 3, 8, 8\]"
+    ):
+        capture(nn.Sequential(convert_sync_batchnorm(nn.BatchNorm2d(3))), (images(0),), processes=2)
+
+
+# ---- two processes ----
+
+
+def _against_batch_norm(rank: int, records: list[ScheduleRecord]) -> None:
+    """Batches of 3 and 2, each process by a schedule of its own."""
+    plain = Net().double()
+    ours = ScheduleWrapper(convert_sync_batchnorm(copy.deepcopy(plain)), records[rank])
+    parallel = DistributedDataParallel(ours, bucket_cap_mb=0.001)
+    for _ in range(2):
+        x = images(5, torch.float64)
+        for model, part, share in ((plain, x, 0.5), (parallel, x[:3] if rank == 0 else x[3:], 1.0)):
+            model.zero_grad()
+            (share * model(part).square().sum()).backward()
+        for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            if one.grad is not None:
+                torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-11, msg=name)
+        for one, other in zip(plain.buffers(), ours.buffers(), strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-13)
+    plain.eval(), parallel.eval()
+    torch.testing.assert_close(parallel(x), plain(x), rtol=1e-10, atol=1e-11)
+
+
+def test_as_batch_norm_over_all_batches(tmp_path: Path) -> None:
+    model, x = convert_sync_batchnorm(Net().double()), images(4, torch.float64)
+    together(tmp_path, _against_batch_norm, made(model, x))
+
+
+def _against_itself(rank: int, records: list[ScheduleRecord], alone: ScheduleRecord, cache: str) -> None:
+    os.environ["MONET_LIKE_CACHE"] = f"{cache}/{rank}"
+    base = Net(dropout=0.2)
+    plain = DistributedDataParallel(convert_sync_batchnorm(copy.deepcopy(base)), bucket_cap_mb=0.001)
+    scheduled = ScheduleWrapper(convert_sync_batchnorm(copy.deepcopy(base)), records[rank])
+    planned = monet_like.auto_schedule(
+        convert_sync_batchnorm(copy.deepcopy(base)), memory_budget="85%", mode=MODE, time_limit_seconds=2.0
+    )
+    if rank == 0:  # where one process plans, it waits for no other
+        planned.prepare(images())
+    others = [DistributedDataParallel(ours, bucket_cap_mb=0.001) for ours in (scheduled, planned)]
+    torch.manual_seed(rank)
+    batches = [images() for _ in range(2)]
+    for turn, x in enumerate(batches):
+        for model in (plain, *others):
+            model.zero_grad(set_to_none=turn % 2 == 0)
+            step(model, x, seed=10 * turn + rank)
+        for ours in others:
+            assert_same(plain, ours)
+    for model in (plain, *others):
+        with model.no_sync():
+            step(model, batches[0], seed=50 + rank)
+        step(model, batches[1], seed=60 + rank)
+    for ours in others:
+        assert_same(plain, ours)
+
+    # Another group, and PyTorch's own class, which has no forward on a CPU and no place in DDP there.
+    both, mine = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(2)][rank]
+    apart = convert_sync_batchnorm(copy.deepcopy(base))
+    theirs = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(base), both)
+    for model in (apart, theirs := ScheduleWrapper(theirs, records[rank])):
+        step(model, batches[1], seed=rank)
+    assert_same(apart, theirs)
+
+    # A group of one is batch norm.
+    base.norms[1].momentum = 0.3
+    one = ScheduleWrapper(convert_sync_batchnorm(copy.deepcopy(base), mine), alone)
+    for model in (base, one):
+        step(model, batches[1], seed=rank)
+    assert_same(base, one)
+
+    with pytest.raises(ScheduleFileError, match="SyncBatchNorm is among 2 processes here: solve with --processes 2"):
+        ScheduleWrapper(convert_sync_batchnorm(copy.deepcopy(base)), alone)
+
+
+def test_as_itself_unscheduled(tmp_path: Path) -> None:
+    """In buckets of a kilobyte, whose reductions go between those of the statistics."""
+    model, x = convert_sync_batchnorm(Net(0.2)), images()
+    plain = Net(0.2)
+    plain.norms[1].momentum = 0.3
+    alone = made(plain, x, processes=None)[0]
+    together(tmp_path, _against_itself, made(model, x), alone, str(tmp_path))
