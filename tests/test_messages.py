@@ -243,6 +243,7 @@ def test_missing_arguments(count: int, missing: str) -> None:
         ),
         (("--profile-batch", "0"), "--profile-batch 0 must be at least 1"),
         (("--profile-batch", "-3"), "--profile-batch -3 must be at least 1"),
+        (("--processes", "0"), "--processes 0 must be at least 1"),
         (("--time-limit", "0"), "--time-limit 0.0 must be more than 0 seconds"),
         (("--time-limit", "-5"), "--time-limit -5.0 must be more than 0 seconds"),
         (("--time-limit", "nan"), "--time-limit nan must be more than 0 seconds"),
