@@ -392,7 +392,7 @@ class _Builder:
         if node.target is not torch.ops.aten.copy.default:
             return False
         into, source = (self.nodes[arg].result for arg in _args(node)[:2])
-        return self._is_buffer(into) and _storage(into) == _storage(source)
+        return self._is_buffer(into) and self._is_buffer(source) and _storage(into) == _storage(source)
 
     def _is_buffer(self, tensor: Any) -> bool:
         """Whether a result is a buffer as it lives in its module."""

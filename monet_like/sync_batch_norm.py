@@ -105,7 +105,7 @@ def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """What a SyncBatchNorm ``module`` makes of x: [N, C, ...].
 
     Raises:
-        ValueError: x has fewer than 2 dimensions, or no element: the group's count would not be this batch's business.
+        ValueError: x has fewer than 2 dimensions, or no element.
     """
     processes, group = _group_of(module)
     if not module.training or processes < 2:
