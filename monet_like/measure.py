@@ -75,22 +75,29 @@ def _cpu_peaks(function: Callable[[Callable[[], None]], Any]) -> list[int]:
 
 
 def seconds_of(
-    function: Callable[[], Any], device: torch.device, *, repeats: int = 5, enough_seconds: float = 0.25
+    function: Callable[[], Any],
+    device: torch.device,
+    *,
+    before: Callable[[], object] = lambda: None,
+    repeats: int = 5,
+    enough_seconds: float = 0.25,
 ) -> float:
     """Median wall seconds of a call, after one to warm up.
 
     Args:
+        before: called before every call, and not timed; such as a `CacheEviction`.
         repeats: at most so many timed calls.
         enough_seconds: no further call once they took so long in all.
     """
-    _timed(function, device)
+    _timed(function, device, before)
     found: list[float] = []
     while len(found) < repeats and sum(found) < enough_seconds:
-        found.append(_timed(function, device))
+        found.append(_timed(function, device, before))
     return statistics.median(found)
 
 
-def _timed(function: Callable[[], Any], device: torch.device) -> float:
+def _timed(function: Callable[[], Any], device: torch.device, before: Callable[[], object]) -> float:
+    before()
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -98,9 +105,38 @@ def _timed(function: Callable[[], Any], device: torch.device) -> float:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
-    before = time.perf_counter()
+    started = time.perf_counter()
     function()
-    return time.perf_counter() - before
+    return time.perf_counter() - started
+
+
+#: In units of the second-level caches: so much lies between two uses of a value in a step, about. With it the operators of
+#: MobileNetV2 and ResNet-50 add up to what a step of theirs takes to within 6 %; with half of it to 11 % less, with twice
+#: as much to 20 % more, and to 30 % less where every operator finds its inputs in the cache.
+_EVICTED = 4
+
+
+class CacheEviction:
+    """Called before an operator, it leaves the caches much as a training step does: with other things in them."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            size = int(torch.cuda.get_device_properties(device).L2_cache_size)
+        else:
+            size = _second_level_bytes() * torch.get_num_threads()
+        self._other = torch.zeros(_EVICTED * size // 4, device=device)
+
+    def __call__(self) -> None:
+        self._other.add_(1.0)
+
+
+def _second_level_bytes() -> int:
+    """Of one core's cache; where the system does not tell (other than Linux), what is usual."""
+    try:
+        with open("/sys/devices/system/cpu/cpu0/cache/index2/size") as file:
+            return int(file.read().strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 2**21
 
 
 def resident_peak(function: Callable[[], Any]) -> int:

@@ -1,10 +1,10 @@
 """The profiler: seconds and workspace of every distinct operator call, alternatives included.
 
 Every task is run by itself on inputs of its own shapes and strides, through the very code that the replay
-generates for it. What waits for other processes is measured without waiting: every schedule does it as often, and one
-process may be measuring alone. Where measuring at the wanted batch would take too long or too much memory, it is done at a
-smaller one and scaled: seconds in proportion, workspace along a line through two batches, because weights'
-layout changes do not grow with the batch.
+generates for it, and with caches that hold other things, as they do in a step. What waits for other processes is
+measured without waiting: every schedule does it as often, and one process may be measuring alone. Where measuring at
+the wanted batch would take too long or too much memory, it is done at a smaller one and scaled: seconds in proportion,
+workspace along a line through two batches, because weights' layout changes do not grow with the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import platform
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .capture import Captured, TensorMeta
 from .codegen import Block, compile_block
 from .errors import ProfileError
 from .kernels.sync_batch_norm import COMMUNICATING
-from .measure import allocated_peak, seconds_of
+from .measure import CacheEviction, allocated_peak, seconds_of
 from .profile_data import Profile
 from .program import Cost, Task
 
@@ -100,7 +101,7 @@ def measure_task(
 
             # The copy counts once among what is allocated, and takes the place of the first thing that is written.
             workspace = max(0, allocated_peak(call_once, device) - sum(metas[v].storage_bytes for v in writes))
-            seconds = seconds_of(call, device) if timed else 0.0
+            seconds = seconds_of(call, device, before=maker.eviction) if timed else 0.0
     except (RuntimeError, MemoryError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in first
@@ -121,6 +122,11 @@ class Inputs:
         self.captured, self.device = captured, device
         self.cache: dict[tuple[TensorMeta, int | None], torch.Tensor] = {}
         self.block = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
+
+    @cached_property
+    def eviction(self) -> CacheEviction:
+        """To be called before an operator that is timed: in a step its inputs are seldom in the cache."""
+        return CacheEviction(self.device)
 
     def make(self, value: int) -> Any:
         """The tensor of a value: random if it is floating, else made by the operator that makes it in the model."""

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from monet_like.measure import CacheEviction, seconds_of
 from monet_like.units import MIB
 
 _CHILD = """
@@ -68,3 +71,22 @@ def test_high_water_mark(name: str, batch: int, size: int) -> None:
     predicted, measured = json.loads(done.stdout.strip().splitlines()[-1])
     assert predicted > 20 * MIB
     assert abs(measured - predicted) <= max(2 * MIB, 0.01 * predicted), (predicted / MIB, measured / MIB)
+
+
+def test_what_comes_before_an_operator_is_not_timed() -> None:
+    called: list[str] = []
+
+    def before() -> None:
+        called.append("before")
+        time.sleep(0.02)
+
+    seconds = seconds_of(lambda: called.append("operator"), torch.device("cpu"), before=before, repeats=3)
+    assert called == ["before", "operator"] * 4
+    assert seconds < 0.02
+
+
+def test_eviction_writes_more_than_the_caches_nearest_to_the_cores_hold() -> None:
+    eviction = CacheEviction(torch.device("cpu"))
+    once, twice = (eviction(), eviction._other.clone())[1], (eviction(), eviction._other.clone())[1]
+    assert once.nbytes >= 2**18 * torch.get_num_threads()
+    assert bool((twice == once + 1).all())
