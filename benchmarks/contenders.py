@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -155,14 +154,8 @@ def ours(
         model, example, mode, strategy=strategy, solver="HIGHS", time_limit_seconds=job.solver_seconds,
         profile_batch=job.batch, threads=torch.get_num_threads(),
     )  # fmt: skip
-    store = Path(job.profile) if job.profile else None
-    found = compile_schedule(
-        request,
-        job.budget_bytes or 2**50,
-        job.device,
-        profile=Profile.load(store) if store is not None and store.exists() else None,
-        save_profile=None if store is None else lambda profile: profile.save(store),
-    )
+    profile = Profile.load(job.costs_file) if job.profiles else None
+    found = compile_schedule(request, job.budget_bytes or 2**50, job.device, profile=profile)
     started = time.perf_counter()
     module = ScheduleWrapper(model, found.record, example=example, captured=found.captured, backend=backend)
     wrapping = time.perf_counter() - started
@@ -183,6 +176,7 @@ class Contender:
         quick: the settings of a quick run; None: all.
         front: eager or inductor: with which of ours it is compared.
         is_ours: planned by the integer program: the front that the others are compared with.
+        plans: by what operators cost.
         compiles: in its first step, so that this is part of its planning.
         batches: the setting whose largest batch is sought; None: it is not. ``limit``: planned for the limit.
     """
@@ -192,6 +186,7 @@ class Contender:
     quick: tuple[str, ...] | None = None
     front: str = "eager"
     is_ours: bool = False
+    plans: bool = False
     compiles: bool = False
     batches: str | None = None
 
@@ -219,23 +214,28 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
             batches="0.2",
         ),
         "Rockmate": Contender(rockmate, ("hilp 45%", "rockmate 45%"), ("hilp 45%",)),
-        "strategy ogc": Contender(partial(ours, strategy="ogc", mode="normal")),
-        "strategy chen_sqrt": Contender(partial(ours, strategy="chen_sqrt", mode="normal")),
+        "strategy ogc": Contender(partial(ours, strategy="ogc", mode="normal"), plans=True),
+        "strategy chen_sqrt": Contender(partial(ours, strategy="chen_sqrt", mode="normal"), plans=True),
         "strategy chen_greedy": Contender(
-            partial(ours, strategy="chen_greedy", mode="normal"), ("60%", "45%", "30%"), ("30%",)
+            partial(ours, strategy="chen_greedy", mode="normal"), ("60%", "45%", "30%"), ("30%",), plans=True
         ),
         "strategy checkmate": Contender(
-            partial(ours, strategy="checkmate", mode="normal"), ("60%", "45%", "30%"), ("30%",)
+            partial(ours, strategy="checkmate", mode="normal"), ("60%", "45%", "30%"), ("30%",), plans=True
         ),
         "monet_like without variants": Contender(
-            partial(ours, mode="normal"), ("80%", "60%", "45%", "30%", "20%"), ("45%",), is_ours=True
+            partial(ours, mode="normal"), ("80%", "60%", "45%", "30%", "20%"), ("45%",), is_ours=True, plans=True
         ),
-        "monet_like": Contender(ours, _SHARES, ("100%", "45%", "20%"), is_ours=True, batches="limit"),
+        "monet_like": Contender(ours, _SHARES, ("100%", "45%", "20%"), is_ours=True, plans=True, batches="limit"),
         "monet_like inductor without variants": Contender(
-            partial(ours, mode="normal", backend="inductor"), ("45%",), (), front="inductor", is_ours=True
+            partial(ours, mode="normal", backend="inductor"), ("45%",), (), front="inductor", is_ours=True, plans=True
         ),
         "monet_like inductor": Contender(
-            partial(ours, backend="inductor"), ("100%", "45%", "20%"), ("45%",), front="inductor", is_ours=True
+            partial(ours, backend="inductor"),
+            ("100%", "45%", "20%"),
+            ("45%",),
+            front="inductor",
+            is_ours=True,
+            plans=True,
         ),
     }
 )

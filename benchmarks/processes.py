@@ -37,16 +37,23 @@ class Running:
         job: what it measures.
         environment: of the process.
         python: the interpreter; rivals may need another environment.
+        module: instead of ``benchmarks.worker``.
 
     Raises:
         DiedError: it never got ready.
     """
 
-    def __init__(self, job: Job, environment: Mapping[str, str], python: str = sys.executable) -> None:
+    def __init__(
+        self,
+        job: Job,
+        environment: Mapping[str, str],
+        python: str = sys.executable,
+        module: str = "benchmarks.worker",
+    ) -> None:
         self.job = job
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.worker", json.dumps(asdict(job))],
+            [python, "-m", module, json.dumps(asdict(job))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, cwd=ROOT, env=environment,
         )  # fmt: skip
         self.ready: dict[str, Any] = self._answer()
@@ -104,7 +111,7 @@ def last_words(errors: str) -> str:
     lines = errors.strip().splitlines()
     starts = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b", line)]
     found = " ".join(line.strip() for line in lines[starts[-1] :] if line.strip()) if starts else "".join(lines[-1:])
-    return re.sub(r"(/[\w.+-]+){2,}/", "", found)[:300]
+    return re.sub(r"(?<![:/\w.])(/[\w.+-]+){2,}/", "", found)[:300]
 
 
 def take_turns(runs: Sequence[Running], steps: int) -> list[list[float] | DiedError]:

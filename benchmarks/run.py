@@ -27,11 +27,10 @@ import torch
 
 from benchmarks.contenders import CONTENDERS, Contender
 from benchmarks.processes import ROOT, DiedError, Running, take_turns
-from benchmarks.report import PROBE, pareto, trusted, usable, write_report
+from benchmarks.report import BATCH_GOAL, PROBE, pareto, trusted, usable, write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import ASIDE, WORK, Job
-from benchmarks.worker import EXACT
-from monet_like.api import cache_folder
+from benchmarks.worker import EXACT, USUAL
 from monet_like.profiler import device_slug
 
 PLAIN, MB = "plain PyTorch", 10**6
@@ -41,6 +40,8 @@ LIMIT = 1.05
 SLACK_BYTES = 2 * 2**20
 #: Ours that are also planned for what the others' points take, and how near to that is near enough.
 MATCHED, NEAR = ("monet_like", "monet_like inductor"), 0.97
+#: What is measured first, of all models, and the largest batch of the first model.
+ESSENTIAL = (PLAIN, "checkpoint per block", "torch.compile budget", "monet_like")
 #: Batches that are tried, at most, for one contender.
 TRIALS = 12
 
@@ -82,7 +83,7 @@ class Suite:
 
     def job(self, model: str, batch: int, contender: str, setting: str) -> Job:
         """What one process does."""
-        job = Job(model, self.name, batch, contender, setting, 0, self.profile(model, batch), self.solver_seconds)
+        job = Job(model, self.name, batch, contender, setting, 0, str(self.scratch / "profiles"), self.solver_seconds)
         if contender == PLAIN:
             return job
         plain, share, amount = self.plain(model, batch), re.search(r"(\d+)%", setting), re.search(r"(\d+) MB", setting)
@@ -90,16 +91,17 @@ class Suite:
         budget = int(amount[1]) * MB if amount else budget
         return replace(job, budget_bytes=budget, rounding=plain.rounding)
 
-    def profile(self, model: str, batch: int) -> str:
-        """Where the costs of a model's operators are kept."""
-        return str(cache_folder() / "benchmarks" / f"{device_slug(device_of(self.name))}_{model}_{batch}.json")
-
     def start(self, job: Job) -> Running:
-        """A process for a job."""
-        environment = dict(
-            os.environ, **EXACT, TORCHINDUCTOR_CACHE_DIR=str(self.scratch), TOKENIZERS_PARALLELISM="false"
-        )
-        return Running(job, environment, self.pythons.get(job.contender, sys.executable))
+        """A process for a job, after one that measures what operators cost if that is needed and was not yet done."""
+        environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(self.scratch), TOKENIZERS_PARALLELISM="false")
+        if CONTENDERS[job.contender].plans:
+            own = job.size.batches[0]
+            for batch in [job.batch] if job.batch in job.size.batches else [own, job.batch]:
+                measured = replace(job, batch=batch)
+                if not measured.costs_file.exists():
+                    self.say(f"{job.model}, batch {batch}: what operators cost")
+                    Running(measured, {**environment, **USUAL}, module="benchmarks.costs").close()
+        return Running(job, {**environment, **EXACT}, self.pythons.get(job.contender, sys.executable))
 
     def plain(self, model: str, batch: int) -> Point:
         """Plain PyTorch's row."""
@@ -252,12 +254,15 @@ def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit
     static = suite.plain(model, base).static_bytes
     points = [p for p in suite.points if p.model == model and p.contender == name and p.status == "measured"]
     least = min((p.peak_bytes for p in points if setting in ("limit", p.setting)), default=0)
-    guess = int(base * (limit - static) / (least - static)) if least > static and setting != "limit" else base
-    guess = 2 * base if setting == "limit" else min(max(guess, base // 2, 1), 8 * base)
-    low, high, step = 0, 0, max(1, guess // (2 if setting == "limit" else 8))
-    while not (low and high and high - low <= max(1, low // 16)):
-        fitted = yield guess
-        low, high = (guess, high) if fitted else (low, guess)
+    likely = int(base * (limit - static) / (least - static)) if least > static else base  # peaks are lines over batches
+    likely = min(max(likely, base // 2, 1), 8 * base)
+    low = high = 0
+    for guess in [int(BATCH_GOAL) * base, likely] if setting == "limit" else [likely]:
+        if low < guess and not 0 < high <= guess:
+            fitted = yield guess
+            low, high = (guess, high) if fitted else (low, guess)
+    step = max(1, likely // 8)
+    while not (low and high and high - low <= max(1, low // 8)):
         if low and high:
             guess = (low + high) // 2
         elif high == 1:
@@ -265,13 +270,15 @@ def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit
         else:
             guess = low + step if low else max(1, high - step)
             step *= 2
+        fitted = yield guess
+        low, high = (guess, high) if fitted else (low, guess)
 
 
 def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, limit: int) -> Trial:
     model, base = plain.job.model, plain.job.batch
     row = Trial(model, name, setting, limit, batch, "failed", plain_batch=base)
     job = suite.job(model, base, name, "" if setting == "limit" else setting)
-    job = replace(job, batch=batch, profile=suite.profile(model, batch))
+    job = replace(job, batch=batch, judged=False)
     if setting == "limit":
         job = replace(job, budget_bytes=limit)
     try:
@@ -297,6 +304,30 @@ def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, li
     return replace(row, status="fits", seconds=seconds, plain_seconds=plain_seconds, load=os.getloadavg()[0])
 
 
+def _measure(suite: Suite, models: Sequence[str], names: Sequence[str], parts: Sequence[str], quick: bool) -> None:
+    """Measure what is missing, the most important of all models first: a deadline takes from the end."""
+    first = [name for name in names if name in ESSENTIAL]
+    for some, few in ((first, True), (names, True), (names, quick)):
+        wanted = [(PLAIN, ""), *(pair for pair in pairs_of(some, few) if pair != (PLAIN, ""))]
+        if "dropout" in parts:  # it tells which points are right
+            measure_points(suite, PROBE, Job(PROBE, suite.name, 1, PLAIN).size.batches[0], wanted)
+        for model in models:
+            sizes = Job(model, suite.name, 1, PLAIN).size.batches
+            for batch in sizes[:1] if few else sizes:
+                if "points" in parts:
+                    measure_points(suite, model, batch, wanted)
+                    if some is not first:
+                        measure_points(suite, model, batch, others_peaks(suite, model, batch, names))
+            if "batches" in parts and (model == models[0] if some is first else not few):
+                measure_batches(suite, model, sizes[0], some)
+            write_report(suite.folder, suite.name, suite.points, suite.trials)
+
+
+def pairs_of(names: Sequence[str], quick: bool) -> list[tuple[str, str]]:
+    """Contenders and their settings."""
+    return [(name, setting) for name in names for setting in settings_of(CONTENDERS[name], quick)]
+
+
 def settings_of(contender: Contender, quick: bool) -> tuple[str, ...]:
     """What is measured of a contender."""
     return contender.quick if quick and contender.quick is not None else contender.settings
@@ -315,11 +346,17 @@ def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
 @click.option("--models", default=",".join(WORK), show_default=True)
 @click.option("--contenders", default=",".join(CONTENDERS), show_default=True)
 @click.option("--parts", default="points,dropout,batches", show_default=True, help="What to measure.")
-@click.option("--quick", is_flag=True, help="Few settings, three steps, batches of the first model.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Few settings, three steps; the largest batch of the first model and the essential contenders.",
+)
 @click.option("--steps", default=7, show_default=True, help="Timed steps of each.")
 @click.option("--together", type=int, help="Processes that take turns with plain PyTorch's; default 4, on a GPU 1.")
 @click.option("--seconds", default=10.0, show_default=True, help="For the solver, per budget.")
-@click.option("--minutes", default=1e6, help="Start nothing after so many; a later run goes on.")
+@click.option(
+    "--minutes", default=1e6, help="Start nothing after so many, the least important being last; a later run goes on."
+)
 @click.option("--again", is_flag=True, help="Measure anew what is asked for.")
 @click.option("--report", "only_report", is_flag=True, help="Measure nothing.")
 @click.option("--rockmate-python", default="", help="Interpreter of an environment with Rockmate, if not this one.")
@@ -338,8 +375,7 @@ def main(
     asked = _chosen(parts, ["points", "dropout", "batches"], "part")
     pythons = {"Rockmate": rockmate_python} if rockmate_python else {}
     deadline = time.monotonic() + 60 * minutes
-    pairs = [(c, s) for c in named for s in settings_of(CONTENDERS[c], quick)]
-    wanted = [(PLAIN, ""), *(pair for pair in pairs if pair != (PLAIN, ""))]
+    pairs = pairs_of(named, quick)
     with tempfile.TemporaryDirectory() as scratch:
         suite = Suite(
             name,
@@ -354,18 +390,8 @@ def main(
         if again:
             suite.points = [p for p in suite.points if p.model not in chosen or (p.contender, p.setting) not in pairs]
             suite.trials = [t for t in suite.trials if t.model not in chosen or t.contender not in named]
-        if "dropout" in asked and not only_report:  # first of all: it tells which points are right
-            measure_points(suite, PROBE, Job(PROBE, name, 1, PLAIN).size.batches[0], wanted)
-        for model in () if only_report else chosen:
-            size = Job(model, name, 1, PLAIN).size
-            for batch in size.batches[:1] if quick else size.batches:
-                if "points" in asked:
-                    measure_points(suite, model, batch, wanted)
-                    measure_points(suite, model, batch, others_peaks(suite, model, batch, named))
-            if "batches" in asked and not (quick and model != chosen[0]):
-                slow = [c for c in named if CONTENDERS[c].front == "inductor"] if quick else []
-                measure_batches(suite, model, size.batches[0], [c for c in named if c not in slow])
-            write_report(folder, name, suite.points, suite.trials)
+        if not only_report:
+            _measure(suite, chosen, named, asked, quick)
         write_report(folder, name, suite.points, suite.trials)
     click.echo(str(folder / "rivals.md"))
 

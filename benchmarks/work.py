@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -209,10 +210,11 @@ class Job:
         model, suite, batch: the work; ``suite`` is cpu or gpu.
         contender, setting: see `benchmarks.contenders`.
         budget_bytes: instead of the setting, for contenders that plan.
-        profile: file with the costs of this model's operators.
+        profiles: folder with the costs of operators; "": to be measured on the spot.
         solver_seconds: for contenders that plan.
         rounding: how far plain PyTorch's gradients move when weights are changed in the last places, relative; 0: to be
             measured.
+        judged: compare its gradients with plain PyTorch's.
     """
 
     model: str
@@ -221,9 +223,10 @@ class Job:
     contender: str
     setting: str = ""
     budget_bytes: int = 0
-    profile: str = ""
+    profiles: str = ""
     solver_seconds: float = 10.0
     rounding: float = 0.0
+    judged: bool = True
 
     @property
     def work(self) -> Work:
@@ -234,6 +237,11 @@ class Job:
     def size(self) -> Size:
         """The model on this suite."""
         return self.work.cpu if self.suite == "cpu" else self.work.gpu
+
+    @property
+    def costs_file(self) -> Path:
+        """The profile of this model and batch."""
+        return Path(self.profiles) / f"{self.model}_{self.batch}.json"
 
     @property
     def device(self) -> torch.device:

@@ -41,13 +41,15 @@ ROUNDING = 1e-5
 
 #: Environment under which malloc gives back at once what is freed.
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+#: What glibc's malloc comes to by itself after some steps: blocks of up to 32 MiB are kept for the next.
+USUAL = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
 
 
 def usual_malloc() -> None:
-    """What glibc's malloc comes to by itself after some steps: blocks of up to 32 MiB are kept for the next."""
+    """`USUAL`, from now on."""
     libc = ctypes.CDLL(None)
-    for parameter, count in ((-3, 32 * 2**20), (-1, 64 * 2**20)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
-        libc.mallopt(parameter, count)
+    for parameter, count in zip((-3, -1), USUAL.values(), strict=True):  # M_MMAP_, M_TRIM_THRESHOLD of malloc.h
+        libc.mallopt(parameter, int(count))
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,11 @@ class Worker:
         if CONTENDERS[job.contender].front == "inductor":  # what the first kernel of all takes is nobody's
             torch.compile(torch.neg)(torch.ones(9, device=self.device))
         built = CONTENDERS[job.contender].build(job, model, self.example)
-        verdict = judge(reference, built, self.example, job.rounding)
+        if job.judged:
+            verdict = judge(reference, built, self.example, job.rounding)
+        else:  # a first step, which compiles
+            train_step(built.module, self.example)
+            verdict = Verdict(0.0, job.rounding, "", False, 0.0)
         del reference, model
         self.module, self._fast = built.module, False
         self._forget()

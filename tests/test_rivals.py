@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import run
+from benchmarks import run, table
 from benchmarks.contenders import CONTENDERS, Built, NotApplicableError
 from benchmarks.processes import ROOT, DiedError, Running, last_words, take_turns
 from benchmarks.report import behind, pareto, trusted, write_report
@@ -222,7 +222,7 @@ def test_the_search_ends_between_what_fits_and_what_does_not(tmp_path: Path, lar
     low = max(b for b, fits in tried.items() if fits)
     high = min(b for b, fits in tried.items() if not fits)
     assert low <= largest < high
-    assert high - low <= max(1, low // 16)
+    assert high - low <= max(1, low // 8)
 
 
 def test_ours_is_planned_for_what_the_others_take(tmp_path: Path) -> None:
@@ -313,7 +313,8 @@ def test_a_report_has_every_part(tmp_path: Path) -> None:
         "| Rockmate hilp 45% | - | - | - | - | - | - | failed: NameError: a\\|b |",
         "eager: ours is on or below the front of all others everywhere",
         "their gradients being wrong: torch.compile budget 0.2.",
-        "Peak within 1.0 % for 2 of 2 points, at most 0.5 % off. Time within 5.0 % for 0 of 1, at most 5.3 % off.",
+        "Peak within 1.0 % for 2 of 2 points, at most 0.5 % off. Step time within 5.0 % for 0 of 1 points, at "
+        "most 5.3 % off. In units of plain PyTorch's step within 5.0 % for 0 of 1 points, at most 5.3 % off.",
         "| plain PyTorch | 12 | +0.0 % | 12 (+0.0 %) | 13 died: RuntimeError: no memory |",
         "3.0 times plain PyTorch's largest batch at no more than 10.0 % further time per sample, 4.0 times at any; "
         "the goal of 3 times is reached.",
@@ -336,3 +337,61 @@ def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path) -> 
     assert "| a | 1024.00 GiB |" in text
     assert "| 0e+00, rounding" in text
     assert len(list((tmp_path / "profiles").iterdir())) == 1
+
+
+# The README's figures -------------------------------------------------------------------------------------------
+
+
+def test_the_readmes_figures_are_those_of_the_rows(tmp_path: Path) -> None:
+    trial = Trial("resnet50", "plain PyTorch", "", 525 * MB, 12, "fits", "", 1.0, 1.0, 12)
+    planned = {"predicted_bytes": 400 * MB, "predicted_seconds": 0.95, "predicted_plain_seconds": 1.0, "gap": 0.02}
+    write_rows(
+        tmp_path / "points.csv",
+        [
+            point("plain PyTorch", 500, 1.0),
+            point("checkpoint per block", 350, 1.388),
+            replace(point("torch.compile budget", 200, 0.8, "0.2"), correct=False),
+            point("torch.compile", 450, 0.9),
+            point("monet_like", 480, 0.9, "100%"),
+            point("monet_like", 400, 1.01, "60%", **planned),
+            point("monet_like inductor", 300, 1.1, "45%"),
+            Point("unet", 2, "plain PyTorch", "", "failed", "no memory"),
+        ],
+    )
+    write_rows(
+        tmp_path / "batches.csv",
+        [
+            trial,
+            replace(trial, batch=13, status="died"),
+            replace(trial, contender="monet_like", setting="limit", batch=42, seconds=3.6),
+            replace(trial, contender="monet_like", setting="limit", batch=48, seconds=5.0),
+        ],
+    )
+    text = table.figures(tmp_path)
+    row = "| resnet50, batch 12 | 500 MB | 350 MB, +38.8 % | 450 MB, -10.0 % | 480 MB, -10.0 % | 400 MB, +1.0 % | 300 MB, +10.0 % |"
+    row = row.replace(" -", " \N{MINUS SIGN}")
+    batches = "525 MB a step: plain PyTorch 12, monet_like 48 (+25.0 % per sample); monet_like at no more than 10 % further time: 42, 3.5 times."
+    for expected in (row, batches, "Peak within 1.0 % for 1 of 1 points", "/plots/resnet50_12.png)"):
+        assert expected in text, expected
+    assert "unet" not in text
+
+
+def test_the_readmes_figures_go_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    arguments = ["--write", str(readme)]
+    assert "none" in CliRunner().invoke(table.main, arguments).output
+    write_rows(tmp_path / "here" / "points.csv", [point("plain PyTorch", 500, 1.0)])
+    done = CliRunner().invoke(table.main, arguments)
+    assert done.exit_code == 0, done.output
+    text = readme.read_text()
+    assert text.startswith(f"before\n{table.BEGIN}\n\n| peak")
+    assert text.endswith(f"{table.END}\nafter\n")
+    assert "old" not in text
+    write_rows(tmp_path / "there" / "points.csv", [point("plain PyTorch", 500, 1.0)])
+    assert "here, there" in CliRunner().invoke(table.main, arguments).output
+    readme.write_text("no markers")
+    missing = CliRunner().invoke(table.main, [*arguments, "--device", "here"])
+    assert missing.exit_code == 1
+    assert "needs the lines" in missing.output

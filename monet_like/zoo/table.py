@@ -53,8 +53,8 @@ def summary(registry: Registry, profile: str) -> str:
     return "\n".join(rows)
 
 
-def write_into(path: Path, text: str) -> None:
-    """Put ``text`` between the markers of a file.
+def write_into(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Put ``text`` between two markers of a file.
 
     Raises:
         UsageError: the file is missing, or has not both markers once, in this order.
@@ -63,10 +63,10 @@ def write_into(path: Path, text: str) -> None:
         whole = path.read_text()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    if whole.count(BEGIN) != 1 or whole.count(END) != 1 or whole.index(BEGIN) > whole.index(END):
-        raise UsageError(f"{path} needs the lines {BEGIN} and {END}, once each; the table goes between them")
-    before, after = whole.split(BEGIN)[0], whole.split(END)[1]
-    write_atomically(path, f"{before}{BEGIN}\n\n{text}\n\n{END}{after}".encode())
+    if whole.count(begin) != 1 or whole.count(end) != 1 or whole.index(begin) > whole.index(end):
+        raise UsageError(f"{path} needs the lines {begin} and {end}, once each; the table goes between them")
+    before, after = whole.split(begin)[0], whole.split(end)[1]
+    write_atomically(path, f"{before}{begin}\n\n{text}\n\n{end}{after}".encode())
 
 
 def _model(listed: Listed) -> str:

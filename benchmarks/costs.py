@@ -1,0 +1,54 @@
+"""What a model's operators cost, measured in a process of its own: python -m benchmarks.costs JOB
+
+The process has the memory allocator of those whose steps are timed, and runs just before them. Answers with one line when
+the profile is written. Batches that are only tried under a limit are not timed: their seconds are in proportion to those
+at the work's own batch, and workspaces are measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+from benchmarks.contenders import FULL
+from benchmarks.work import Job
+from monet_like.compiler import Request, captured_for, measured_costs, with_batch
+from monet_like.profile_data import Profile
+from monet_like.profiler import matched, to_profile
+from monet_like.program import Cost
+
+
+def measure(job: Job) -> None:
+    """Write ``job.costs_file``."""
+    model, example = job.model_and_inputs()
+    costs: Mapping[str, Cost] = {}
+    own = job.batch in job.size.batches
+    note = f"measured at batch {job.batch}"
+    for mode in (FULL, "normal") if own else (FULL,):
+        request = Request(model, example, mode, profile_batch=job.batch)
+        captured = captured_for(request, example)
+        costs, _ = measured_costs(request, captured, job.device, known=costs, timed=own)
+        if not own:
+            base = replace(job, batch=job.size.batches[0])
+            known = Profile.load(base.costs_file).costs
+            scale = job.batch / base.batch
+            pairs = matched(captured, captured_for(request, with_batch(example, base.batch)))
+            seconds = {mine.cost: scale * known[theirs.cost].seconds for mine, theirs in pairs if theirs.cost in known}
+            costs = {key: replace(cost, seconds=seconds[key]) for key, cost in costs.items()}
+            note = f"seconds measured at batch {base.batch}, scaled to {job.batch}"
+    to_profile(costs, job.device, note).save(job.costs_file)
+
+
+def main() -> None:
+    """Answer on what was standard output; what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    measure(Job(**json.loads(sys.argv[1])))
+    print("{}", file=answers)
+
+
+if __name__ == "__main__":
+    main()
