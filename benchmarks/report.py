@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -268,9 +269,12 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
             right, wrong = ([p for p in mine if p.correct is flag] for flag in (True, False))
             marker, size = ("*", 13) if name == PLAIN else ("o", 7) if is_ours else ("s", 5)
             if right:
+                look: dict[str, Any] = {"color": colour, "zorder": 4 if is_ours else 3}
+                line, width = ("-", 2.2) if is_ours else (":", 1)
+                front = pareto(right)
+                axis.plot([p.peak_bytes / MB for p in front], [p.ratio for p in front], line, linewidth=width, **look)
                 axis.plot(
-                    [p.peak_bytes / MB for p in right], [p.ratio for p in right], "-" if is_ours else ":", color=colour,
-                    marker=marker, markersize=size, linewidth=2.2 if is_ours else 1, zorder=4 if is_ours else 3, label=name,
+                    [p.peak_bytes / MB for p in right], [p.ratio for p in right], marker, markersize=size, label=name, **look
                 )  # fmt: skip
             if wrong:
                 label = f"{name}: wrong gradients"
@@ -278,11 +282,11 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
         axis.set(title=f"{title}: {kind}", xlabel="peak of a step, MB")
         axis.axhline(1, color="0.8", linewidth=0.8, zorder=0)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2)
     axes[0][0].set_ylabel("step time, plain PyTorch = 1")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": ""})
+    figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": ""})
     pyplot.close(figure)
 
 

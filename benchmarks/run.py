@@ -251,13 +251,17 @@ def _largest(suite: Suite, plain: Running, name: str, setting: str, limit: int) 
 
 def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit: int) -> Generator[int, bool, None]:
     """What to try next: up or down from a guess until one fits and one does not, then between them."""
-    static = suite.plain(model, base).static_bytes
+    plain = suite.plain(model, base)
+    static = plain.static_bytes
     points = [p for p in suite.points if p.model == model and p.contender == name and p.status == "measured"]
     least = min((p.peak_bytes for p in points if setting in ("limit", p.setting)), default=0)
-    likely = int(base * (limit - static) / (least - static)) if least > static else base  # peaks are lines over batches
-    likely = min(max(likely, base // 2, 1), 8 * base)
+
+    def fitting(peak: int) -> int:  # peaks are lines over batches
+        return int(base * (limit - static) / (peak - static)) if peak > static else base
+
+    likely = min(max(fitting(least), base // 2, 1), 8 * base)
     low = high = 0
-    for guess in [int(BATCH_GOAL) * base, likely] if setting == "limit" else [likely]:
+    for guess in [int(BATCH_GOAL) * fitting(plain.peak_bytes), likely] if setting == "limit" else [likely]:
         if low < guess and not 0 < high <= guess:
             fitted = yield guess
             low, high = (guess, high) if fitted else (low, guess)
