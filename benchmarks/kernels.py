@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import click
@@ -129,6 +130,68 @@ def products(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
             yield f"{[rows, columns]} by {outs}", (f"weight gradient, {share} dropped", ours, theirs)
 
 
+#: Rows and columns of RMS norms: batch times tokens, and the width.
+ROWS = ((4096, 512), (2048, 2048), (512, 4096), (64, 256))
+
+
+def row_norms(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
+    """(shape, pair) of RMS norm as Llama has it, against the operators that PyTorch traces, one after the other."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    for rows, width in ROWS:
+        x, grad = torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype)
+        w = torch.rand(width).to(dtype) + 0.5
+        rstd = ops.rms_norm(x, w, 1, 1e-6, half, dtype)[1]
+        normal = (x.float() * rstd).to(dtype)
+
+        def apply(x: Tensor, w: Tensor, rstd: Tensor) -> Tensor:
+            return w * (x.float() * rstd).to(x.dtype)
+
+        def forward(x: Tensor = x, w: Tensor = w) -> Tensor:
+            wide = x.float()
+            return apply(wide, w, (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+        def backward(
+            x: Tensor = x, w: Tensor = w, rstd: Tensor = rstd, normal: Tensor = normal, grad: Tensor = grad
+        ) -> Any:
+            wide, through = x.float(), (grad * w).float()
+            dot = (through * wide).sum(-1, keepdim=True) * -0.5 * rstd.pow(3)
+            of_x = (through * rstd).add_(dot.expand_as(wide) / wide.shape[-1] * (wide.pow(1.0) * 2.0))
+            return of_x.to(x.dtype), (grad * normal).sum(0)
+
+        def fused(x: Tensor = x, w: Tensor = w) -> Any:
+            return ops.rms_norm(x, w, 1, 1e-6, half, x.dtype)
+
+        def fused_again(x: Tensor = x, w: Tensor = w, rstd: Tensor = rstd) -> Any:
+            return ops.rms_norm_apply(x, w, rstd, 1, half, x.dtype)
+
+        def fused_backward(x: Tensor = x, w: Tensor = w, rstd: Tensor = rstd, grad: Tensor = grad) -> Any:
+            return ops.rms_norm_backward(grad, x, w, rstd, None, 1)
+
+        def again(x: Tensor = x, w: Tensor = w, rstd: Tensor = rstd) -> Tensor:
+            return apply(x, w, rstd)
+
+        for pair in (
+            ("RMS norm", fused, forward),
+            ("RMS norm again", fused_again, again),
+            ("gradient of RMS norm", fused_backward, backward),
+            ("RMS norm and its gradient", lambda: (fused(), fused_backward()), lambda: (forward(), backward())),
+        ):
+            yield f"{[rows, width]}", pair
+
+
+def every_pair(dtypes: Iterable[str]) -> Iterator[tuple[str, Pair]]:
+    """(dtype, shape and layout; pair) of all rows of the table."""
+    for name in dtypes:
+        dtype = getattr(torch, name)
+        for what, pair in chain(products(dtype), row_norms(dtype)):
+            yield f"{name}{what}", pair
+        for shape in SHAPES:
+            for layout, memory_format in (("", torch.contiguous_format), (" channels last", torch.channels_last)):
+                x = torch.randn(shape).to(dtype).to(memory_format=memory_format)
+                for pair in pairs(x):
+                    yield f"{name}{list(shape)}{layout}", pair
+
+
 def medians(ours: Callable[[], Any], theirs: Callable[[], Any], turns: int) -> tuple[float, float]:
     """Milliseconds, taken in turns after one turn to warm up."""
     found: list[list[float]] = [[], []]
@@ -144,26 +207,18 @@ def medians(ours: Callable[[], Any], theirs: Callable[[], Any], turns: int) -> t
 @click.command()
 @click.option("--turns", default=9, show_default=True)
 @click.option("--dtypes", default="float32,bfloat16", show_default=True)
-def main(turns: int, dtypes: str) -> None:
+@click.option("--only", default="", help="Only kernels in whose name this is, such as 'max pool'.")
+def main(turns: int, dtypes: str, only: str) -> None:
     """Print the table."""
     kernels.load()
     print(f"{kernels.status()}; {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print("| kernel | tensor | ours | ATen | ratio |\n|---|---|---|---|---|")
     slower = rows = 0
-    for name in dtypes.split(","):
-        for what, (kernel, ours, theirs) in products(getattr(torch, name)):
+    for what, (kernel, ours, theirs) in every_pair(dtypes.split(",")):
+        if only in kernel:
             mine, other = medians(ours, theirs, turns)
             rows, slower = rows + 1, slower + (mine > 1.05 * other)
-            print(f"| {kernel} | {name}{what} | {mine:.2f} ms | {other:.2f} ms | {mine / other:.2f} |")
-        for shape in SHAPES:
-            for layout, memory_format in (("", torch.contiguous_format), (" channels last", torch.channels_last)):
-                x = torch.randn(shape).to(getattr(torch, name)).to(memory_format=memory_format)
-                for what, ours, theirs in pairs(x):
-                    mine, other = medians(ours, theirs, turns)
-                    rows, slower = rows + 1, slower + (mine > 1.05 * other)
-                    print(
-                        f"| {what} | {name}{list(shape)}{layout} | {mine:.2f} ms | {other:.2f} ms | {mine / other:.2f} |"
-                    )
+            print(f"| {kernel} | {what} | {mine:.3g} ms | {other:.3g} ms | {mine / other:.2f} |", flush=True)
     print(f"\nMore than 5 % slower in {slower} of {rows} rows.")
 
 

@@ -270,6 +270,68 @@ inline at::TensorOptions statistics_options(
   return x.options().dtype(wide ? at::kFloat : x.scalar_type());
 }
 
+// Tensors normalised over their last dimensions: `rows` of `width` elements, and the shape of a number per row.
+struct RowShape {
+  int64_t rows, width;
+  std::vector<int64_t> statistics;
+};
+
+inline at::ScalarType opmath_type(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline at::TensorOptions row_statistics_options(const at::Tensor& x) {
+  return x.options().dtype(opmath_type(x)).memory_format(at::MemoryFormat::Contiguous);
+}
+
+// Calls f with a zero of the type that tensors like x are computed in.
+template <typename F>
+void with_opmath(const at::Tensor& x, const F& f) {
+  x.scalar_type() == at::kDouble ? f(double(0)) : f(float(0));
+}
+
+inline RowShape check_rows(
+    const char* op, const at::Tensor& x, const std::optional<at::Tensor>& weight, const at::Tensor* rstd,
+    int64_t dims) {
+  check_floating(x, op, "x");
+  TORCH_CHECK_VALUE(
+      dims >= 1 && dims <= x.dim(), "monet_like::", op, ": dims is between 1 and those of x, ", x.dim(), ", got ", dims);
+  const at::IntArrayRef width = x.sizes().slice(x.dim() - dims);
+  if (given(weight)) {
+    check_floating(*weight, op, "weight");
+    TORCH_CHECK_VALUE(
+        weight->sizes() == width && weight->device() == x.device(), "monet_like::", op, ": weight must have shape ",
+        width, " on ", x.device(), ", got ", weight->sizes(), " on ", weight->device());
+  }
+  RowShape shape{1, 1, x.sizes().vec()};
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    (d < x.dim() - dims ? shape.rows : shape.width) *= x.size(d);
+  }
+  std::fill(shape.statistics.end() - dims, shape.statistics.end(), 1);
+  if (rstd != nullptr) {
+    TORCH_CHECK_VALUE(
+        rstd->sizes() == at::IntArrayRef(shape.statistics) && rstd->scalar_type() == opmath_type(x) &&
+            rstd->device() == x.device(),
+        "monet_like::", op, ": rstd must be ", opmath_type(x), " of shape ", at::IntArrayRef(shape.statistics), " on ",
+        x.device(), ", got ", rstd->scalar_type(), " ", rstd->sizes(), " on ", rstd->device());
+  }
+  return shape;
+}
+
+inline void check_row_gradients(
+    const char* op, const at::Tensor& x, const at::Tensor& grad, const std::optional<at::Tensor>& residual) {
+  const auto check = [&](const at::Tensor& t, const char* name) {
+    check_floating(t, op, name);
+    TORCH_CHECK_VALUE(
+        t.sizes() == x.sizes() && t.device() == x.device(), "monet_like::", op, ": ", name, " must have shape ",
+        x.sizes(), " on ", x.device(), ", got ", t.sizes(), " on ", t.device());
+  };
+  check(grad, "grad");
+  if (given(residual)) {
+    check(*residual, "residual");
+  }
+}
+
 enum class NormLayout { ChannelsFirst, ChannelsLast, Strided };
 
 inline NormLayout norm_layout(const at::Tensor& x) {

@@ -64,4 +64,17 @@ TORCH_LIBRARY(monet_like, m) {
       "batch_norm_activation_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
       "str activation, float lo, float hi, bool[3] mask) -> (Tensor, Tensor, Tensor)",
       tags);
+
+  // RMS norm over the last `dims` dimensions: the result in a dtype, and the reciprocal root of each row. `rounded` is
+  // for a result of the normalisation that is stored like x before it meets the weight. The gradient may be added to
+  // another one, `residual`; that of the weight is none without a weight.
+  m.def(
+      "rms_norm(Tensor x, Tensor? weight, int dims, float eps, bool rounded, ScalarType dtype) -> (Tensor, Tensor)",
+      tags);
+  m.def(
+      "rms_norm_apply(Tensor x, Tensor? weight, Tensor rstd, int dims, bool rounded, ScalarType dtype) -> Tensor", tags);
+  m.def(
+      "rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, Tensor? residual, int dims) "
+      "-> (Tensor, Tensor)",
+      tags);
 }

@@ -667,6 +667,8 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
     offsets = reference.max_pool2d_offsets(indices, x.shape, *pool)
     mask, flags = reference.pack_sign(x), torch.rand(2, 3, 6, 6) < 0.5
     norm = (x, c, c, c, c)
+    rows, w = torch.randn(4, 6).to(torch.bfloat16), torch.randn(6)
+    rstd = reference.rms_norm(rows, w, 1, 1e-6, True, torch.float32)[1]
     return {
         "pack_sign": (x,),
         "keep_where": (torch.randn(2, 3, 6, 6), mask, x.stride()),
@@ -689,6 +691,9 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
         "batch_norm_apply": (*norm, x, "clamp", 0.0, 6.0),
         "batch_norm_train": (x, c, c, c.clone(), c.clone(), 0.1, 1e-5, x, "silu", 0.0, 0.0, False),
         "batch_norm_activation_backward": (x, *norm, "clamp", 0.0, 6.0, [True, True, True]),
+        "rms_norm": (rows, w, 1, 1e-6, True, torch.float32),
+        "rms_norm_apply": (rows, w, rstd, 1, True, torch.float32),
+        "rms_norm_backward": (rows, rows, w, rstd, rows.clone(), 1),
     }
 
 
@@ -744,6 +749,12 @@ def test_wrong_arguments_are_named() -> None:
         ops.pack_largest(x, 0)
     with pytest.raises(ValueError, match=r"mm_largest: grad must have two dimensions, got shape \[2, 3, 4, 4\]"):
         ops.mm_largest(x, torch.zeros(9, dtype=torch.uint8), 1, 4)
+    with pytest.raises(ValueError, match=r"rms_norm: weight must have shape \[4\] on cpu, got \[3\] on cpu"):
+        ops.rms_norm(x, c, 1, 1e-6, False, torch.float32)
+    with pytest.raises(ValueError, match="rms_norm: dims is between 1 and those of x, 4, got 5"):
+        ops.rms_norm(x, None, 5, 1e-6, False, torch.float32)
+    with pytest.raises(ValueError, match=r"rstd must be Float of shape \[2, 3, 4, 1\] on cpu, got Float \[3\] on cpu"):
+        ops.rms_norm_apply(x, None, c, 1, False, torch.float32)
     with pytest.raises(ValueError, match="this window does not turn"):
         ops.max_pool2d_offsets(torch.zeros(1, 1, 4, 4, dtype=torch.int64), [1, 1, 80, 80], [2, 2], [], [0, 0], [1, 1])
 

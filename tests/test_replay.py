@@ -122,7 +122,7 @@ def test_any_amount_of_recompute_is_bit_equal(name: str, drop: float) -> None:
     assert {name: d for name, d in differences.items() if d} == {}
 
 
-@pytest.mark.parametrize("name", ["resnet18", "unet", "activations", "vit_b_16", "two_in_two_out"])
+@pytest.mark.parametrize("name", ["resnet18", "unet", "activations", "vit_b_16", "decoder", "two_in_two_out"])
 def test_every_variant_agrees_in_float64(name: str) -> None:
     """Random schedules that take any producer and any way: within 1e-10 where arithmetic is what is tested."""
     torch.set_default_dtype(torch.float64)

@@ -100,6 +100,38 @@ class TwoInTwoOut(nn.Module):
         return {"sum": both + x, "norm": (both * y).softmax(-1)}
 
 
+class _DecoderBlock(nn.Module):
+    """Gated feed-forward behind a norm, added to its input, as in Llama; ``spelled`` out as Hugging Face's models do."""
+
+    def __init__(self, width: int, *, spelled: bool) -> None:
+        super().__init__()
+        self.norm: nn.Module = SpelledRMSNorm(width) if spelled else nn.RMSNorm(width)
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class SpelledRMSNorm(nn.Module):
+    """RMS norm in operators: at least float32 for the statistics, the result rounded before it meets the weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def decoder(rows: int = 12, width: int = 24) -> Built:
+    """What Llama is made of, but for attention: both kinds of RMS norm, on a residual stream."""
+    blocks = (_DecoderBlock(width, spelled=spelled) for spelled in (False, True, False))
+    x = torch.randn(2, rows, width, generator=torch.Generator().manual_seed(8), dtype=torch.get_default_dtype())
+    return nn.Sequential(nn.Linear(width, width), *blocks, nn.RMSNorm(width)).train(), (x,), {}
+
+
 def two_in_two_out(rows: int = 64) -> Built:
     generator = torch.Generator().manual_seed(7)
     dtype = torch.get_default_dtype()
@@ -164,6 +196,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     "deeplab": deeplab,
     "gpt2": gpt2,
     "bert": bert,
+    "decoder": decoder,
     "two_in_two_out": two_in_two_out,
     "frozen_parameters": frozen_parameters,
     "frozen_batch_norm": frozen_batch_norm,

@@ -223,3 +223,27 @@ def batch_norm_activation_backward(
         torch.empty((x.shape[1],), dtype=parameter.dtype, device=x.device) if mask[1] else None,
         torch.empty((x.shape[1],), dtype=parameter.dtype, device=x.device) if mask[2] else None,
     )
+
+
+@_fake
+def rms_norm(
+    x: Tensor, weight: Tensor | None, dims: int, eps: float, rounded: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    rows = (*x.shape[: x.dim() - dims], *(1 for _ in range(dims)))
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return y, torch.empty(rows, dtype=reference.row_statistic(x), device=x.device)
+
+
+@_fake
+def rms_norm_apply(
+    x: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, rounded: bool, dtype: torch.dtype
+) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+@_fake
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, residual: Tensor | None, dims: int
+) -> tuple[Tensor, Tensor | None]:
+    of_weight = None if weight is None else torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), of_weight

@@ -2,7 +2,8 @@
 
 They run on any device, define what the kernels must compute, and stand in where the library is not built.
 
-Shapes and dtypes (F = float32, float64, float16 or bfloat16; P = F or float32; ceil(n/8) bytes = one bit each)
+Shapes and dtypes (F = float32, float64, float16 or bfloat16; P = F or float32;
+R = float64 for float64 and float32 for all else; ceil(n/8) bytes = one bit each)
 
 | operator | reads | returns |
 |---|---|---|
@@ -26,6 +27,9 @@ Shapes and dtypes (F = float32, float64, float16 or bfloat16; P = F or float32; 
 | batch_norm_apply | x, residual: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x |
 | batch_norm_train | x, residual: F[N,C,...]; weight, bias, running_*: P[C] | y: like x; mean, invstd: P[C] |
 | batch_norm_activation_backward | grad, x: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x; P[C]; P[C] |
+| rms_norm | x: F[..., *D]; weight: any F[D] | y: x's shape, the given dtype; rstd: R[..., 1] |
+| rms_norm_apply | the same; rstd: R[..., 1] | y |
+| rms_norm_backward | grad, residual: any F[..., *D]; x, weight, rstd as above | like x; like weight |
 
 Order of packed bits: the order of the elements in memory if the tensor is dense (no gaps, no overlap, dimensions in
 any order), else row-major order. Bit i of byte b is element 8 b + i. `stride` is the stride of the tensor that was
@@ -553,3 +557,53 @@ def _through(grad: Tensor, y: Tensor, activation: str, lo: float, hi: float) -> 
     if activation == "silu":
         return aten.silu_backward(grad, y)
     raise ValueError(f"activation must be clamp, leaky_relu, hardswish or silu, got {activation}")
+
+
+# ---- RMS norm ----
+
+
+def row_statistic(x: Tensor) -> torch.dtype:
+    """The dtype of the reciprocal roots of tensors like ``x``, in which they are computed."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, dims: int, eps: float, rounded: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """RMS norm (Zhang and Sennrich, 2019) over the last ``dims`` dimensions, and 1 / sqrt(mean of squares + eps).
+
+    Args:
+        rounded: the normalised rows are rounded to the dtype of ``x`` before they are multiplied by the weight, as
+            Hugging Face's models do; torch.nn.RMSNorm rounds the product alone.
+        dtype: of the result.
+    """
+    rstd = x.to(row_statistic(x)).square().mean(tuple(range(-dims, 0)), keepdim=True).add_(eps).rsqrt_()
+    return rms_norm_apply(x, weight, rstd, dims, rounded, dtype), rstd
+
+
+def rms_norm_apply(
+    x: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, rounded: bool, dtype: torch.dtype
+) -> Tensor:
+    """The same from saved reciprocal roots."""
+    y = x.to(rstd.dtype) * rstd
+    y = y.to(x.dtype).to(rstd.dtype) if rounded else y
+    return (y if weight is None else y * weight.to(rstd.dtype)).to(dtype).contiguous()
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, residual: Tensor | None, dims: int
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of input, to which ``residual`` is added, and weight."""
+    wide = rstd.dtype
+    g, value = grad.to(wide), x.to(wide)
+    through = g if weight is None else g * weight.to(wide)
+    width = math.prod(x.shape[x.dim() - dims :])
+    slope = (through * value).sum(tuple(range(-dims, 0)), keepdim=True) / width * rstd**3
+    grad_x = through * rstd - value * slope
+    grad_x = grad_x if residual is None else grad_x + residual.to(wide)
+    of_weight = None
+    if weight is not None:
+        rows = tuple(range(x.dim() - dims))
+        of_weight = g * (value * rstd)
+        of_weight = (of_weight.sum(rows) if rows else of_weight).to(weight.dtype)
+    return grad_x.to(x.dtype).contiguous(), of_weight

@@ -20,6 +20,7 @@ from . import (
     offload,
     pooling,
     relu,
+    rms_norm,
 )
 from .editor import Editor, Offer
 
@@ -32,6 +33,7 @@ OFFERS: tuple[Offer, ...] = (
     dropout.offer,
     batch_norm.offer,
     group_norm.offer,
+    rms_norm.offer,
     convolution.offer,
     linear.offer,
     dropit.offer,

@@ -167,3 +167,22 @@ def test_products_with_the_largest(shape: tuple[int, int, int], dtype: torch.dty
             # 16-bit results are rounded after every turn; float32's sums are of up to 9,000 terms.
             error = (got.double() - exact).abs().max()
             assert error <= 10 * TOLERANCE[dtype] * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("shape", "dims"), [((3, 5, 17), 1), ((2, 3, 4), 2), ((0, 4), 1), ((70, 1000), 1)])
+def test_rms_norm(shape: tuple[int, ...], dims: int, dtype: torch.dtype) -> None:
+    x, grad, residual = (torch.randn(shape, device="cuda").to(dtype) for _ in range(3))
+    for weight in (None, torch.randn(shape[-dims:], device="cuda")):
+        for rounded in (False, True):
+            made = ops.rms_norm(x, weight, dims, 1e-6, rounded, dtype)
+            back = ops.rms_norm_backward(grad, x, weight, made[1], residual, dims)
+            expected = reference.rms_norm(x, weight, dims, 1e-6, rounded, dtype)
+            of_x, of_weight = reference.rms_norm_backward(grad, x, weight, expected[1], residual, dims)
+            if x.numel():
+                assert_close(made[0], expected[0], dtype)
+                assert_close(made[1], expected[1], torch.float32 if dtype != torch.float64 else dtype)
+                assert_close(back[0], of_x, dtype)
+                if weight is not None:
+                    assert_close(back[1], of_weight, torch.float32)
+            assert torch.equal(ops.rms_norm_apply(x, weight, made[1], dims, rounded, dtype), made[0])

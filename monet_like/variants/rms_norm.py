@@ -1,0 +1,432 @@
+"""RMS norm in one pass, run again from its saved reciprocal roots, and its gradients in one slot.
+
+PyTorch traces RMS norm as what it is written with: square, mean, addition, reciprocal root, two products, and casts in
+16 bits; its gradient as a dozen slots. Fused, the forward reads the input and writes the result and a number for each row,
+and the backward reads the input, these numbers and the incoming gradient; the normalised rows, the input times two and
+their float32 copies are never made. A residual gradient that meets the input's is added on the way.
+
+Recognised are torch.nn.RMSNorm and what Hugging Face's models have, with their casts, with or without a weight. Sums are
+taken in another order and agree to rounding: ``conv`` admits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from ..capture import TensorMeta, make_task
+from ..program import Call, Ref, Task
+from .editor import Editor
+
+VARIANT = "rms_norm"
+_HALF = (torch.float16, torch.bfloat16)
+_ADD = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
+_CAST = "aten._to_copy.default"
+_MUL = "aten.mul.Tensor"
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """The forward of one RMS norm.
+
+    Attributes:
+        root: the task that makes ``rstd``, behind which the fused ones stand.
+        views: what makes ``x`` of a value.
+        x: what is normalised, before it is cast.
+        wide: the same in the type of the computation, as the gradient reads it.
+        normal: values of the normalised rows, as they are and rounded.
+        weight, out, rstd: as the operators have them; no weight: None.
+        dims: how many of the last dimensions a row has.
+        rounded: whether the normalised rows are rounded to the dtype of ``x`` before they meet the weight.
+    """
+
+    root: Task
+    views: tuple[Call, ...]
+    x: Ref
+    wide: int
+    normal: frozenset[int]
+    weight: Ref | None
+    out: int
+    rstd: int
+    dims: int
+    eps: float
+    rounded: bool
+
+
+def offer(editor: Editor) -> None:
+    """conv: forward, again and backward. The gradients become one slot, by PyTorch's operators or fused."""
+    if "conv" not in editor.words:
+        return  # apart, PyTorch's operators need less memory: something may be run again between them
+    for root, _ in list(editor.find("aten.rsqrt.default")):
+        norm = _find(editor, root)
+        if norm is None:
+            continue
+        meta = editor.metas[norm.out]
+        train = (norm.x, norm.weight, norm.dims, norm.eps, norm.rounded, meta.dtype)
+        call = Call("monet_like.rms_norm.default", train, (), (Ref(norm.out), Ref(norm.rstd)), True)
+        writes = (norm.out, norm.rstd)
+        editor.add(root, (*norm.views, call), writes, f"{VARIANT}.train", word="conv", runs="first")
+        again = (norm.x, norm.weight, Ref(norm.rstd), norm.dims, norm.rounded, meta.dtype)
+        call = Call("monet_like.rms_norm_apply.default", again, (), (Ref(norm.out),))
+        editor.add(root, (*norm.views, call), (norm.out,), f"{VARIANT}.apply", word="conv", runs="again")
+        _merge_gradients(editor, norm)
+
+
+def _find(editor: Editor, root: Task) -> _Norm | None:
+    """The RMS norm whose reciprocal root ``root`` takes, if all that lies in between is read by it alone."""
+    makers = {value: task for task in editor.tasks if task.variant == "aten" for value in task.writes}
+    order = {task.name: place for place, task in enumerate(editor.tasks)}
+    (rstd,) = root.writes
+    tasks = [root]
+    for op in ("aten.add.", "aten.mean.dim", "aten.pow.Tensor_Scalar"):
+        source = tasks[0].calls[-1].args[0]
+        made_by = makers.get(source.name) if editor.is_own(source) else None
+        if made_by is None or len(editor.forward_readers(source.name)) != 1:
+            return None
+        if not made_by.calls[-1].op.startswith(op) or made_by.calls[-1].kwargs or len(made_by.writes) != 1:
+            return None
+        tasks.insert(0, made_by)
+    square, mean, add = (task.calls[-1] for task in tasks[:3])
+    eps = add.args[1]
+    wide = _root(tasks[0].calls, square.args[0])
+    seen = editor.results(tasks[0].calls)[square.outs[0]] if square.outs[0] else None
+    if (
+        square.args[1] != 2
+        or not isinstance(eps, float)
+        or len(add.args) > 2
+        or mean.args[2:] != (True,)
+        or not seen
+        or wide is None
+    ):
+        return None
+    dims = len(mean.args[1])
+    if sorted(d % len(seen.shape) for d in mean.args[1]) != list(range(len(seen.shape) - dims, len(seen.shape))):
+        return None
+    chain = _scaled(editor, root, wide, seen, dims)
+    cast = makers.get(wide)
+    views, x = tasks[0].calls[:-1], square.args[0]
+    if cast is not None and cast.calls[-1].op == _CAST:
+        views, x = cast.calls[:-1], cast.calls[-1].args[0]
+        if _dtype_of(editor, cast.calls, x) not in _HALF or seen.dtype != torch.float32:
+            return None
+    narrow = _dtype_of(editor, views, x)
+    full = torch.float64 if narrow == torch.float64 else torch.float32
+    metas = [editor.metas[value] for value in (rstd, *(chain.writes if chain else ()))]
+    if chain is None or editor.metas[rstd].dtype != full or not all(meta.contiguous for meta in metas):
+        return None
+    weight = chain.weight
+    if weight is not None:
+        made_by = makers.get(int(weight.name))
+        late = made_by is not None and order[made_by.name] > order[root.name]
+        if late or (chain.rounded and {editor.metas[v].dtype for v in chain.normal} != {narrow, torch.float32}):
+            return None
+    return _Norm(
+        root, tuple(views), x, wide, chain.normal, weight, chain.writes[0], rstd, dims, eps, chain.rounded
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """What follows the reciprocal root: the product with it, casts, and the product with the weight."""
+
+    normal: frozenset[int]
+    weight: Ref | None
+    writes: tuple[int, ...]
+    rounded: bool
+
+
+def _scaled(editor: Editor, root: Task, wide: int, seen: TensorMeta, dims: int) -> _Scaled | None:
+    """The longest chain of that kind behind a reciprocal root."""
+    (rstd,) = root.writes
+    readers = [task for task in editor.forward_readers(rstd) if task.calls[-1].op == _MUL]
+    if len(readers) != 1 or {_root(readers[0].calls, arg) for arg in readers[0].calls[-1].args} != {wide, rstd}:
+        return None
+    task, normal, weight, rounded = readers[0], [readers[0].writes[0]], None, False
+    while editor.metas[task.writes[0]].shape == seen.shape:
+        (value,) = task.writes
+        following = editor.only_reader(value)
+        call = following.calls[-1] if following is not None else None
+        if following is None or call is None or editor.metas[following.writes[0]].shape != seen.shape:
+            break
+        cast = call.op == _CAST and {name for name, _ in call.kwargs} <= {"dtype", "layout", "device"}
+        others = [arg for arg in call.args if arg != Ref(value)]
+        meta = editor.meta_of(others[0]) if len(others) == 1 else None
+        if call.op == _MUL and weight is None and meta is not None and meta.shape == seen.shape[-dims:]:
+            (weight,) = others
+        elif not cast or (weight is None and rounded):
+            break
+        elif weight is None:
+            normal.append(following.writes[0])
+            rounded = True
+        elif editor.metas[value].dtype.itemsize < editor.metas[following.writes[0]].dtype.itemsize:
+            break  # a result that is widened was rounded
+        task = following
+        if cast and weight is not None:
+            break
+    if rounded and weight is None:  # the cast is of the result
+        rounded, normal = False, normal[:1]
+    return _Scaled(frozenset(normal), weight, task.writes, rounded)
+
+
+def _root(calls: Sequence[Call], operand: Any) -> int | None:
+    """The value that an operand is, or is a view of; None for a literal."""
+    makers = {out: call for call in calls for out in call.outs if out is not None}
+    while isinstance(operand, Ref) and not isinstance(operand.name, int):
+        operand = makers[operand].args[0]
+    return int(operand.name) if isinstance(operand, Ref) else None
+
+
+def _dtype_of(editor: Editor, calls: Sequence[Call], operand: Any) -> torch.dtype:
+    value = _root(calls, operand)
+    assert value is not None
+    return editor.metas[value].dtype
+
+
+# ---- gradients ----
+
+
+class _Slots:
+    """The slots by what they read and write, for following a gradient from one to the next."""
+
+    def __init__(self, editor: Editor) -> None:
+        program = editor.captured.program
+        self.ways = [ways[0] for ways in editor.slots]
+        self.kept = {*program.gradients, *program.tangents}
+        self.readers: dict[int, list[int]] = {}
+        self.writers = {value: slot for slot, way in enumerate(self.ways) for value in way.writes}
+        for slot, way in enumerate(self.ways):
+            for value in way.reads:
+                self.readers.setdefault(value, []).append(slot)
+
+    def operands(self, slot: int) -> list[int | None]:
+        """The values that the last call's arguments are or are views of."""
+        way = self.ways[slot]
+        return [_root(way.calls, arg) for arg in way.calls[-1].args]
+
+    def other(self, slot: int, value: int) -> Ref | None:
+        """What a sum adds to ``value``."""
+        call = self.ways[slot].calls[-1]
+        roots = zip(call.args, self.operands(slot), strict=True)
+        others = [arg for arg, root in roots if root is not None and root != value]
+        return others[0] if len(others) == 1 and len(call.args) == 2 and not call.kwargs else None
+
+    def made(self, slot: int) -> int:
+        """What a slot of one result makes."""
+        return self.ways[slot].writes[0]
+
+    def maker(self, value: int, op: str) -> int | None:
+        """The slot that makes ``value``, by ``op``."""
+        slot = self.writers.get(value)
+        return slot if slot is not None and self._ends_in(slot, op) else None
+
+    def next(self, value: int, *ops: str) -> int | None:
+        """The only slot that reads ``value``, if it ends in one of ``ops``."""
+        found = self.readers.get(value, [])
+        return found[0] if len(found) == 1 and value not in self.kept and self._ends_in(found[0], *ops) else None
+
+    def after(self, slot: int | None, *ops: str) -> int | None:
+        """The same for what a slot makes."""
+        return None if slot is None else self.next(self.made(slot), *ops)
+
+    def before(self, slot: int | None, op: str) -> int | None:
+        """The slot that makes the one gradient which ``slot`` reads, for it alone, by ``op``."""
+        grads = [] if slot is None else [v for v in self.ways[slot].reads if v in self.writers]
+        alone = len(grads) == 1 and self.readers[grads[0]] == [slot]
+        return self.maker(grads[0], op) if alone else None
+
+    def product(self, one: int, others: Iterable[int]) -> int | None:
+        """The only slot that multiplies ``one`` with any of ``others``."""
+        pairs = [{one, other} for other in others]
+        readers = self.readers.get(one, ())
+        found = [slot for slot in readers if self._ends_in(slot, _MUL) and set(self.operands(slot)) in pairs]
+        return found[0] if len(found) == 1 else None
+
+    def uncast(self, value: int, chain: list[int]) -> int:
+        """What ``value`` was before casts that are made for ``chain`` alone, to which they are added."""
+        while (slot := self.maker(value, _CAST)) is not None and set(self.readers[value]) <= set(chain):
+            chain.append(slot)
+            (value,) = self.ways[slot].reads
+        return value
+
+    def _ends_in(self, slot: int, *ops: str) -> bool:
+        return self.ways[slot].calls[-1].op in ops and len(self.ways[slot].writes) == 1
+
+
+def _merge_gradients(editor: Editor, norm: _Norm) -> None:
+    """One slot for all of a norm's gradients, where they stand side by side and nothing else reads what is between."""
+    slots = _Slots(editor)
+    found = _gradients(editor, slots, norm)
+    if found is None:
+        return
+    first, count = min(found.chain), len(found.chain)
+    inner = {slots.made(slot) for slot in found.chain} - set(found.results)
+    elsewhere = {slot for value in inner for slot in slots.readers.get(value, ())} - set(found.chain)
+    if sorted(found.chain) != list(range(first, first + count)) or elsewhere or inner & slots.kept:
+        return
+    own = slots.ways[first : first + count]
+    taken = [way.overwrites for way in own if way.overwrites is not None and way.overwrites not in inner]
+    if taken and editor.metas[taken[0]].storage_bytes != editor.metas[found.results[0]].storage_bytes:
+        return
+    plain = editor.in_turn(own, inner, **({"overwrites": taken[0]} if taken else {}))
+    plain = replace(plain, writes=found.results)  # what is overwritten becomes the first of them
+    views = {call.outs[0]: call for way in own for call in way.calls[:-1]}
+    calls = [*norm.views]
+    for ref in (found.grad, found.residual):
+        _add_views(calls, views, ref)
+    operands = (found.grad, norm.x, norm.weight, Ref(norm.rstd), found.residual, norm.dims)
+    made = (Ref("grad_x"), Ref("grad_weight") if len(found.results) > 1 else None)
+    calls.append(Call("monet_like.rms_norm_backward.default", operands, (), made, True))
+    for value, ref in zip(found.results, made, strict=False):
+        calls.append(Call("aten.view.default", (ref, editor.metas[value].shape), (), (Ref(value),)))
+    name = f"{VARIANT}.backward"
+    fused = make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv")
+    editor.merge(first, (plain, fused), count)
+
+
+def _add_views(calls: list[Call], views: dict[Ref | None, Call], ref: Ref | None) -> None:
+    """Put the calls that make ``ref`` of a value into ``calls``."""
+    if ref is not None and not isinstance(ref.name, int):
+        _add_views(calls, views, views[ref].args[0])
+        if views[ref] not in calls:
+            calls.append(views[ref])
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """What a norm's backward reads and makes.
+
+    Attributes:
+        grad: the incoming gradient.
+        residual: what is added to the input's gradient, or None.
+        results: gradients of the input and, if it is wanted, of the weight.
+        chain: numbers of the slots that make them.
+    """
+
+    grad: Ref
+    residual: Ref | None
+    results: tuple[int, ...]
+    chain: list[int]
+
+
+def _gradients(editor: Editor, slots: _Slots, norm: _Norm) -> _Gradients | None:
+    """The slots that PyTorch makes of sum(g w x) * -0.5 * rstd^3 / N * 2 x + g w rstd, from their middle on."""
+    cubes = set(_powers(editor, norm.rstd, 3))
+    twice = {value for once in _powers(editor, norm.wide, 1) for value in _doubled(editor, once)}
+    cubed = [slot for cube in cubes for slot in slots.readers.get(cube, ())]
+    if len(cubed) != 1:
+        return None
+    scaled = slots.before(cubed[0], "aten.mul.Scalar")
+    summed = slots.before(scaled, "aten.sum.dim_IntList")
+    dot = slots.before(summed, _MUL)
+    mean = slots.after(cubed[0], "aten.div.Scalar")
+    second = slots.after(mean, _MUL)
+    if scaled is None or summed is None or dot is None or mean is None or second is None:
+        return None
+    width = prod(editor.metas[norm.wide].shape) // max(1, prod(editor.metas[norm.rstd].shape))
+    factors = slots.ways[scaled].calls[-1].args[1], slots.ways[mean].calls[-1].args[1]
+    through = [v for v in slots.operands(dot) if v != norm.wide]
+    if factors != (-0.5, width) or len(through) != 1 or through[0] is None or twice.isdisjoint(slots.operands(second)):
+        return None
+    first = slots.product(through[0], (norm.rstd,))
+    if first is None:
+        return None
+    chain = [scaled, summed, dot, cubed[0], mean, second, first]
+    joined = _joined(slots, slots.made(first), slots.made(second), chain)
+    if joined is None:
+        return None
+    residual, last = joined
+    narrow = _dtype_of(editor, norm.views, norm.x)
+    if editor.metas[slots.made(last)].dtype != narrow:
+        cast = slots.after(last, _CAST)
+        if cast is None or editor.metas[slots.made(cast)].dtype != narrow:
+            return None
+        chain.append(cast)
+        last = cast
+    grad, of_weight = _incoming(editor, slots, norm, through[0], chain)
+    added = slots.after(last, *_ADD) if residual is None else None
+    if added is not None and added == max(chain) + 1:
+        residual = slots.other(added, slots.made(last))
+        last = last if residual is None else added
+        chain += [added] * (last == added)
+    result = slots.made(last)
+    if grad is None or not editor.metas[result].contiguous:
+        return None
+    return _Gradients(grad, residual, (result, *of_weight), chain)
+
+
+def _incoming(
+    editor: Editor, slots: _Slots, norm: _Norm, through: int, chain: list[int]
+) -> tuple[Ref | None, tuple[int, ...]]:
+    """Up from g w to g, over the product with the weight and casts, and down again to the weight's gradient."""
+    value = through
+    of_weight: tuple[int, ...] = ()
+    if norm.weight is not None:
+        value = slots.uncast(through, chain)
+        weight = int(norm.weight.name)
+        slot = slots.maker(value, _MUL)
+        if slot is None or weight not in slots.operands(slot) or not set(slots.readers[value]) <= set(chain):
+            return None, ()
+        chain.append(slot)
+        value = next(v for v in slots.operands(slot) if v is not None and v != weight)
+        product = slots.product(value, norm.normal)
+        if product is not None:
+            of_weight = _weight_gradient(editor, slots, weight, product, chain)
+            if not of_weight:
+                return None, ()
+    # A cast of the incoming gradient may stand apart; then it stays a slot of its own.
+    if slots.maker(value, _CAST) == min(chain) - 1:
+        value = slots.uncast(value, chain)
+    way = slots.ways[min(slot for slot in chain if value in slots.ways[slot].reads)]
+    return next(arg for arg in way.calls[-1].args if _root(way.calls, arg) == value), of_weight
+
+
+def _weight_gradient(editor: Editor, slots: _Slots, weight: int, product: int, chain: list[int]) -> tuple[int, ...]:
+    """The weight's gradient from the product of g with the normalised rows: a sum, and maybe a cast."""
+    last = slots.after(product, "aten.sum.dim_IntList")
+    if last is None:
+        return ()
+    chain += [product, last]
+    meta = editor.metas[weight]
+    if editor.metas[slots.made(last)].dtype != meta.dtype:
+        last = slots.after(last, _CAST)
+        if last is None or editor.metas[slots.made(last)].dtype != meta.dtype:
+            return ()
+        chain.append(last)
+    result = slots.made(last)
+    return (result,) if prod(editor.metas[result].shape) == prod(meta.shape) else ()
+
+
+def _joined(slots: _Slots, first: int, second: int, chain: list[int]) -> tuple[Ref | None, int] | None:
+    """The slot that adds both parts of the input's gradient, and what else is added before that."""
+    residual: Ref | None = None
+    for _ in range(2):
+        slot = slots.next(first, *_ADD)
+        other = None if slot is None else slots.other(slot, first)
+        if slot is None or other is None:
+            return None
+        chain.append(slot)
+        if _root(slots.ways[slot].calls, other) == second:
+            return residual, slot
+        residual, first = other, slots.made(slot)
+    return None
+
+
+def _powers(editor: Editor, value: int, exponent: int) -> list[int]:
+    """That power of a value, as forward tasks make it for the backward."""
+    return [
+        task.writes[0]
+        for task in editor.forward_readers(value)
+        if task.calls[-1].op == "aten.pow.Tensor_Scalar" and task.calls[-1].args[1] == exponent
+    ]
+
+
+def _doubled(editor: Editor, value: int) -> list[int]:
+    return [
+        task.writes[0]
+        for task in editor.forward_readers(value)
+        if task.calls[-1].op == "aten.mul.Scalar" and task.calls[-1].args[1] == 2
+    ]
