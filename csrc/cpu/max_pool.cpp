@@ -11,8 +11,13 @@
 #include "../checks.h"
 #include "isa.h"
 
+// A lambda that is compiled for the instruction set of the function around it.
+#define MONET_INLINE_LAMBDA __attribute__((always_inline))
+
 namespace monet_like {
 namespace {
+
+constexpr int64_t kGrain = 8192;  // elements that are worth a thread
 
 // Integers as wide as the compute type, so that value and cell are selected by one vector mask.
 template <typename O>
@@ -75,6 +80,24 @@ MONET_BODY void pool_plane_body(
 }
 MONET_FOR_EACH_ISA(pool_plane)
 
+// Calls f(size known when compiling or 0, first channel, how many) for blocks that cover all channels. The last block
+// moves back to be whole: what it shares with the one before is done twice, which costs less than a remainder. Blocks
+// are no smaller than 32, because loops of up to 16 are unrolled before they could be vectorised.
+template <typename F>
+MONET_BODY void for_channel_blocks(int64_t channels, const F& f) {
+  if (channels < 32) {
+    f(std::integral_constant<int, 0>{}, int64_t(0), channels);
+    return;
+  }
+  int64_t c = 0;
+  for (; c + 64 <= channels; c += 64) {
+    f(std::integral_constant<int, 64>{}, c, int64_t(64));
+  }
+  for (; c < channels; c += 32) {
+    f(std::integral_constant<int, 32>{}, std::min(c, channels - 32), int64_t(32));
+  }
+}
+
 // One output pixel of a channels-last image, `count` channels from in[0] on. A count known when compiling (most
 // channels, in blocks) gives loops without remainders over scratch that never leaves the first-level cache.
 template <int Count, typename T, typename O>
@@ -112,19 +135,16 @@ MONET_BODY void pool_pixels_body(
     const T* image = in + n * w.in_h * w.in_w * channels;
     T* to = y + pixel * channels;
     uint8_t* off = offsets + pixel * channels;
-    int64_t c = 0;
-    for (; c + 64 <= channels; c += 64) {
-      pool_pixel<64, T, O>(image + c, to + c, off + c, w, h0, w0, channels, 64);
-    }
-    for (; c + 16 <= channels; c += 16) {
-      pool_pixel<16, T, O>(image + c, to + c, off + c, w, h0, w0, channels, 16);
-    }
-    if (c < channels) {
-      pool_pixel<0, T, O>(image + c, to + c, off + c, w, h0, w0, channels, channels - c);
-    }
+    for_channel_blocks(channels, [&](auto count, int64_t c, int64_t n) MONET_INLINE_LAMBDA {
+      pool_pixel<decltype(count)::value, T, O>(image + c, to + c, off + c, w, h0, w0, channels, n);
+    });
   }
 }
 MONET_FOR_EACH_ISA(pool_pixels)
+
+int64_t grain_of(int64_t elements) {
+  return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements));
+}
 
 template <typename T>
 void pool_contiguous(const T* in, T* y, uint8_t* offsets, const PoolArguments& pool) {
@@ -134,7 +154,7 @@ void pool_contiguous(const T* in, T* y, uint8_t* offsets, const PoolArguments& p
   for (int64_t ow = 0; ow < w.out_w; ++ow) {
     first_w[ow] = static_cast<cell_type<O>>(Window::first_step(w.start_w(ow), w.dilation_w));
   }
-  at::parallel_for(0, pool.planes, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, pool.planes, grain_of(w.out_h * w.out_w), [&](int64_t begin, int64_t end) {
     std::vector<O> best(w.out_w);
     std::vector<cell_type<O>> cell(w.out_w);
     for (int64_t p = begin; p < end; ++p) {
@@ -156,7 +176,7 @@ void pool_contiguous(const T* in, T* y, uint8_t* offsets, const PoolArguments& p
 template <typename T>
 void pool_channels_last(const T* in, T* y, uint8_t* offsets, const PoolArguments& pool) {
   const Window& w = pool.window;
-  at::parallel_for(0, pool.batch * w.out_h * w.out_w, 16, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, pool.batch * w.out_h * w.out_w, grain_of(pool.channels), [&](int64_t begin, int64_t end) {
     pool_pixels(in, y, offsets, &w, pool.channels, begin, end);
   });
 }
@@ -205,8 +225,7 @@ void for_each_pooled(const PoolArguments& pool, bool channels_last, const F& f) 
   const Window& w = pool.window;
   const int64_t lanes = channels_last ? pool.channels : 1;
   const int64_t rows = (channels_last ? pool.batch : pool.planes) * w.out_h;
-  at::parallel_for(0, rows, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, w.out_w * lanes)),
-                   [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, rows, grain_of(w.out_w * lanes), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t oh = row % w.out_h;
       for (int64_t ow = 0; ow < w.out_w; ++ow) {
@@ -308,13 +327,71 @@ void scatter_plane(
   }
 }
 
+// One input pixel of a channels-last image: the sum of the gradients of those windows [oh, end_h) x [ow, end_w) around it
+// whose cell it is, in the order of the outputs, so that the sum has scatter_plane's bits.
+template <int Count, typename T, typename O>
+MONET_BODY void gather_pixel(
+    const T* grad, const uint8_t* offsets, T* out, const Window& w, int64_t ih, int64_t iw, int64_t oh_first,
+    int64_t oh_end, int64_t ow_first, int64_t ow_end, int64_t pitch, int64_t count) {
+  constexpr int64_t kMost = Count == 0 ? 64 : Count;
+  const int64_t n = Count == 0 ? count : Count;
+  O sum[kMost];
+  for (int64_t c = 0; c < n; ++c) {
+    sum[c] = 0;
+  }
+  for (int64_t oh = oh_first; oh < oh_end; ++oh) {
+    for (int64_t ow = ow_first; ow < ow_end; ++ow) {
+      const auto here = static_cast<cell_type<O>>((ih - w.start_h(oh)) * w.kernel_w + iw - w.start_w(ow));
+      const T* from = grad + (oh * w.out_w + ow) * pitch;
+      const uint8_t* cells = offsets + (oh * w.out_w + ow) * pitch;
+#pragma GCC ivdep
+      for (int64_t c = 0; c < n; ++c) {
+        const O more = as_stored<T>(sum[c] + load(from[c]));
+        sum[c] = static_cast<cell_type<O>>(cells[c]) == here ? more : sum[c];
+      }
+    }
+  }
+#pragma GCC ivdep
+  for (int64_t c = 0; c < n; ++c) {
+    store(out[c], sum[c]);
+  }
+}
+
+// Input rows [begin, end) of channels-last images, for windows without dilation, which all have a cell in the image.
+template <typename T>
+MONET_BODY void gather_rows_body(
+    const T* grad, const uint8_t* offsets, T* out, const Window* window, int64_t channels, int64_t begin,
+    int64_t end) {
+  using O = op_type<T>;
+  const Window w = *window;
+  const auto first_of = [](int64_t i, int64_t pad, int64_t kernel, int64_t stride) {
+    return i + pad < kernel ? 0 : (i + pad - kernel) / stride + 1;
+  };
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t n = row / w.in_h, ih = row % w.in_h, image = n * w.out_h * w.out_w * channels;
+    const int64_t oh_first = first_of(ih, w.pad_h, w.kernel_h, w.stride_h);
+    const int64_t oh_end = std::min(w.out_h, (ih + w.pad_h) / w.stride_h + 1);
+    for (int64_t iw = 0; iw < w.in_w; ++iw) {
+      const int64_t ow_first = first_of(iw, w.pad_w, w.kernel_w, w.stride_w);
+      const int64_t ow_end = std::min(w.out_w, (iw + w.pad_w) / w.stride_w + 1);
+      T* to = out + (row * w.in_w + iw) * channels;
+      for_channel_blocks(channels, [&](auto count, int64_t c, int64_t many) MONET_INLINE_LAMBDA {
+        gather_pixel<decltype(count)::value, T, O>(
+            grad + image + c, offsets + image + c, to + c, w, ih, iw, oh_first, oh_end, ow_first, ow_end, channels,
+            many);
+      });
+    }
+  }
+}
+MONET_FOR_EACH_ISA(gather_rows)
+
 template <typename T>
 void scatter(const T* grad, const uint8_t* offsets, T* out, const PoolArguments& pool, bool channels_last) {
   const Window& w = pool.window;
   const int64_t in_area = w.in_h * w.in_w, out_area = w.out_h * w.out_w;
   std::vector<int64_t> distance = cell_distances(w);
   if (!channels_last) {
-    at::parallel_for(0, pool.planes, 1, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, pool.planes, grain_of(in_area), [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; ++p) {
         std::fill_n(out + p * in_area, in_area, T(0));
         scatter_plane<true>(
@@ -324,6 +401,14 @@ void scatter(const T* grad, const uint8_t* offsets, T* out, const PoolArguments&
     return;
   }
   const int64_t C = pool.channels, threads = at::get_num_threads();
+  // Windows that overlap little are gathered: every cell's gradient is written once, and vectors of channels are read.
+  const int64_t around = (w.kernel_h + w.stride_h - 1) / w.stride_h * ((w.kernel_w + w.stride_w - 1) / w.stride_w);
+  if (w.dilation_h == 1 && w.dilation_w == 1 && C >= 8 && around <= 9) {
+    at::parallel_for(0, pool.batch * w.in_h, grain_of(w.in_w * C), [&](int64_t begin, int64_t end) {
+      gather_rows(grad, offsets, out, static_cast<const Window*>(&w), C, begin, end);
+    });
+    return;
+  }
   for (int64_t k = 0; k < w.kernel_h * w.kernel_w; ++k) {
     distance[k] *= C;
   }
