@@ -9,6 +9,7 @@
 #include <ATen/ops/leaky_relu.h>
 #include <ATen/ops/leaky_relu_backward.h>
 #include <ATen/ops/native_batch_norm.h>
+#include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
 #include <torch/library.h>
@@ -177,7 +178,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 at::Tensor activate_(at::Tensor y, Activation activation, double lo, double hi) {
   switch (activation) {
     case Activation::Clamp:
-      return y.clamp_(lo, hi);
+      return lo == 0 && hi == kInfinity ? at::relu_(y) : y.clamp_(lo, hi);
     case Activation::LeakyRelu:
       return at::leaky_relu_(y, lo);
     case Activation::Hardswish:
@@ -357,7 +358,7 @@ void moments(const at::Tensor& in, const NormShape& shape, double* mean, double*
   const T* x = in.const_data_ptr<T>();
   const int64_t C = shape.channels, image = shape.image, rows = shape.batch * image;
   if (!by_rows(norm_layout(in), shape)) {
-    at::parallel_for(0, C, 1, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, C, std::max<int64_t>(1, 8192 / rows), [&](int64_t begin, int64_t end) {
       for (int64_t c = begin; c < end; ++c) {
         O shift = load(x[c * image]);
         for (int64_t pass = 0; pass < 2; ++pass) {
@@ -412,29 +413,44 @@ void moments(const at::Tensor& in, const NormShape& shape, double* mean, double*
   }
 }
 
+// A number for each channel, rounded to a dtype.
+at::Tensor per_channel(const std::vector<double>& values, const at::TensorOptions& options) {
+  const int64_t channels = static_cast<int64_t>(values.size());
+  at::Tensor t = at::empty({channels}, options.memory_format(at::MemoryFormat::Contiguous));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, t.scalar_type(), "per_channel", [&] {
+    scalar_t* to = t.mutable_data_ptr<scalar_t>();
+    for (int64_t c = 0; c < channels; ++c) {
+      to[c] = static_cast<scalar_t>(values[c]);
+    }
+  });
+  return t;
+}
+
 // Mean and invstd of our own, which ATen's agree with to rounding; its loop over a channel does not vectorise.
 std::tuple<at::Tensor, at::Tensor> own_statistics(
     const at::Tensor& x, const NormShape& shape, const at::TensorOptions& options,
     const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
     double eps) {
   const at::Tensor in = x.contiguous(norm_format(x));
-  const auto doubles = options.dtype(at::kDouble).memory_format(at::MemoryFormat::Contiguous);
-  const at::Tensor mean = at::empty({shape.channels}, doubles), variance = at::empty({shape.channels}, doubles);
+  std::vector<double> mean(shape.channels), variance(shape.channels);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_train", [&] {
-    moments<scalar_t>(in, shape, mean.mutable_data_ptr<double>(), variance.mutable_data_ptr<double>());
+    moments<scalar_t>(in, shape, mean.data(), variance.data());
   });
   if (given(running_mean)) {
-    running_mean->mul_(1 - momentum).add_(mean.to(running_mean->scalar_type()), momentum);
+    running_mean->mul_(1 - momentum).add_(per_channel(mean, options.dtype(running_mean->scalar_type())), momentum);
   }
   if (given(running_var)) {
     const double count = static_cast<double>(shape.batch * shape.image);
-    running_var->mul_(1 - momentum).add_((variance * (count / (count - 1))).to(running_var->scalar_type()), momentum);
+    std::vector<double> unbiased = variance;
+    for (double& value : unbiased) {
+      value *= count / (count - 1);
+    }
+    running_var->mul_(1 - momentum).add_(per_channel(unbiased, options.dtype(running_var->scalar_type())), momentum);
   }
-  at::Tensor invstd = at::empty_like(variance);
-  for (int64_t c = 0; c < shape.channels; ++c) {
-    invstd.mutable_data_ptr<double>()[c] = inverse_std(variance.const_data_ptr<double>()[c], eps);
+  for (double& value : variance) {
+    value = inverse_std(value, eps);
   }
-  return {mean.to(options.dtype()), invstd.to(options.dtype())};
+  return {per_channel(mean, options), per_channel(variance, options)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
@@ -590,7 +606,8 @@ void backward_planes(
   using O = op_type<T>;
   const int64_t image = shape.image, pitch = shape.channels * image;
   // One thread does both passes of a channel, the second over what the first left in its cache.
-  at::parallel_for(0, shape.channels, 1, [&](int64_t begin, int64_t end) {
+  const int64_t grain = std::max<int64_t>(1, 8192 / (shape.batch * image));
+  at::parallel_for(0, shape.channels, grain, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
       const Channel<O> channel{k.a[c], k.b[c], k.mean[c], k.invstd[c]};
       double totals[2] = {0, 0};
@@ -716,20 +733,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
       });
     });
   }
-  const at::TensorOptions doubles = parameter.dtype(at::kDouble).memory_format(at::MemoryFormat::Contiguous);
-  const auto parameter_gradient = [&](const auto& value) {
-    at::Tensor t = at::empty({shape.channels}, doubles);
-    for (int64_t c = 0; c < shape.channels; ++c) {
-      t.mutable_data_ptr<double>()[c] = value(c);
-    }
-    return t.to(parameter.dtype());
-  };
   if (mask[1]) {
-    const std::vector<double> scale = to_vector<double>(invstd);
-    grad_weight = parameter_gradient([&](int64_t c) { return sums[shape.channels + c] * scale[c]; });
+    std::vector<double> dots = to_vector<double>(invstd);
+    for (int64_t c = 0; c < shape.channels; ++c) {
+      dots[c] *= sums[shape.channels + c];
+    }
+    grad_weight = per_channel(dots, parameter);
   }
   if (mask[2]) {
-    grad_bias = parameter_gradient([&](int64_t c) { return sums[c]; });
+    sums.resize(shape.channels);
+    grad_bias = per_channel(sums, parameter);
   }
   return {grad_input, grad_weight, grad_bias};
 }

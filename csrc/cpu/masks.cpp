@@ -63,19 +63,28 @@ MONET_BODY void pack_body(const T* x, uint8_t* out, int64_t numel, P predicate) 
 }
 MONET_FOR_EACH_ISA(pack)
 
+// 32 bits of a mask at a time: a loop over fewer is unrolled before it could be vectorised.
+constexpr int64_t kWord = 32;
+
+MONET_BODY uint32_t word_of(const uint8_t* mask, int64_t word) {
+  uint32_t bits;
+  std::memcpy(&bits, mask + 4 * word, sizeof(bits));
+  return bits;
+}
+
 // Keeps or clears whole bit patterns, so a kept gradient is unchanged whatever it holds.
 template <typename U>
 MONET_BODY void keep_bits_body(const U* in, const uint8_t* mask, U* out, int64_t numel) {
-  const int64_t whole = numel / 8;
-#pragma GCC ivdep
+  const int64_t whole = numel / kWord;
   for (int64_t b = 0; b < whole; ++b) {
-    const U bits = mask[b];
-    for (int j = 0; j < 8; ++j) {
+    const uint32_t bits = word_of(mask, b);
+#pragma GCC ivdep
+    for (uint32_t j = 0; j < kWord; ++j) {
       const U keep = static_cast<U>(-static_cast<U>((bits >> j) & 1));
-      out[8 * b + j] = in[8 * b + j] & keep;
+      out[kWord * b + j] = in[kWord * b + j] & keep;
     }
   }
-  for (int64_t i = 8 * whole; i < numel; ++i) {
+  for (int64_t i = kWord * whole; i < numel; ++i) {
     out[i] = (mask[i / 8] >> (i % 8)) & 1 ? in[i] : U(0);
   }
 }
@@ -96,17 +105,17 @@ MONET_BODY void spread_bits(const uint8_t* mask, uint8_t* out, int64_t numel) {
 template <typename T>
 MONET_BODY void scale_where_body(
     const T* in, const uint8_t* mask, T* out, int64_t numel, op_type<T> scale, op_type<T> otherwise) {
-  const int64_t whole = numel / 8;
-#pragma GCC ivdep
+  const int64_t whole = numel / kWord;
   for (int64_t b = 0; b < whole; ++b) {
-    const int32_t bits = mask[b];
-    for (int j = 0; j < 8; ++j) {
+    const uint32_t bits = word_of(mask, b);
+#pragma GCC ivdep
+    for (uint32_t j = 0; j < kWord; ++j) {
       // Multiply rather than select: inf * 0 is NaN and -1 * 0 is -0, as in (x * mask) * scale.
       const op_type<T> factor = (bits >> j) & 1 ? scale : otherwise;
-      store(out[8 * b + j], load(in[8 * b + j]) * factor);
+      store(out[kWord * b + j], load(in[kWord * b + j]) * factor);
     }
   }
-  for (int64_t i = 8 * whole; i < numel; ++i) {
+  for (int64_t i = kWord * whole; i < numel; ++i) {
     store(out[i], load(in[i]) * ((mask[i / 8] >> (i % 8)) & 1 ? scale : otherwise));
   }
 }
@@ -176,10 +185,16 @@ void keep_where_dense(const at::Tensor& in, const at::Tensor& mask, const at::Te
   }
 }
 
+// to_packing_order, without its searching where there is nothing to do.
+at::Tensor in_order(const at::Tensor& t, at::IntArrayRef stride, const char* op) {
+  const bool same = t.is_contiguous() && (stride.empty() || stride == t.strides());
+  return same ? t : to_packing_order(t, stride, op);
+}
+
 at::Tensor keep_where(const at::Tensor& x, const at::Tensor& mask, at::IntArrayRef stride) {
   check_floating(x, "keep_where", "x");
   check_packed(mask, x.numel(), x, "keep_where");
-  const at::Tensor dense = to_packing_order(x, stride, "keep_where");
+  const at::Tensor dense = in_order(x, stride, "keep_where");
   // A copy made for the layout is ours to overwrite.
   const at::Tensor out = dense.is_same(x) ? at::empty_strided(dense.sizes(), dense.strides(), dense.options()) : dense;
   keep_where_dense(dense, mask, out);
@@ -189,7 +204,7 @@ at::Tensor keep_where(const at::Tensor& x, const at::Tensor& mask, at::IntArrayR
 at::Tensor& keep_where_(at::Tensor& x, const at::Tensor& mask, at::IntArrayRef stride) {
   check_floating(x, "keep_where_", "x");
   check_packed(mask, x.numel(), x, "keep_where_");
-  const at::Tensor dense = to_packing_order(x, stride, "keep_where_");
+  const at::Tensor dense = in_order(x, stride, "keep_where_");
   keep_where_dense(dense, mask, dense);
   if (!dense.is_same(x)) {
     x.copy_(dense);
@@ -211,7 +226,7 @@ at::Tensor masked_scale(
     const at::Tensor& x, const at::Tensor& packed, double scale, at::IntArrayRef stride, double otherwise) {
   check_floating(x, "masked_scale", "x");
   check_packed(packed, x.numel(), x, "masked_scale");
-  const at::Tensor dense = to_packing_order(x, stride, "masked_scale");
+  const at::Tensor dense = in_order(x, stride, "masked_scale");
   const at::Tensor out = dense.is_same(x) ? at::empty_strided(dense.sizes(), dense.strides(), dense.options()) : dense;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "masked_scale", [&] {
     const scalar_t* from = dense.const_data_ptr<scalar_t>();

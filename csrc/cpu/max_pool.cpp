@@ -80,6 +80,39 @@ MONET_BODY void pool_plane_body(
 }
 MONET_FOR_EACH_ISA(pool_plane)
 
+// The same for short rows, one window after the other. Which cell is the largest cannot be predicted: bits are
+// selected, without a branch.
+template <typename T>
+MONET_BODY void pool_windows_body(const T* in, T* y, uint8_t* offsets, const Window* window) {
+  using O = op_type<T>;
+  using I = cell_type<O>;
+  const Window w = *window;
+  for (int64_t oh = 0; oh < w.out_h; ++oh) {
+    const int64_t h0 = w.start_h(oh), first_h = Window::first_step(h0, w.dilation_h);
+    for (int64_t ow = 0; ow < w.out_w; ++ow) {
+      const int64_t w0 = w.start_w(ow), first_w = Window::first_step(w0, w.dilation_w);
+      O best = -std::numeric_limits<O>::infinity();
+      I cell = static_cast<I>(first_h * w.kernel_w + first_w);
+      for (int64_t kh = first_h; kh < w.kernel_h && h0 + kh * w.dilation_h < w.in_h; ++kh) {
+        const T* row = in + (h0 + kh * w.dilation_h) * w.in_w + w0;
+        for (int64_t kw = first_w; kw < w.kernel_w && w0 + kw * w.dilation_w < w.in_w; ++kw) {
+          const O value = load(row[kw * w.dilation_w]);
+          const I take = -static_cast<I>((value > best) | (value != value));
+          I old_bits, new_bits;
+          std::memcpy(&old_bits, &best, sizeof(best));
+          std::memcpy(&new_bits, &value, sizeof(value));
+          old_bits ^= (old_bits ^ new_bits) & take;
+          std::memcpy(&best, &old_bits, sizeof(best));
+          cell ^= (cell ^ static_cast<I>(kh * w.kernel_w + kw)) & take;
+        }
+      }
+      store(*y++, best);
+      *offsets++ = static_cast<uint8_t>(cell);
+    }
+  }
+}
+MONET_FOR_EACH_ISA(pool_windows)
+
 // Calls f(size known when compiling or 0, first channel, how many) for blocks that cover all channels. The last block
 // moves back to be whole: what it shares with the one before is done twice, which costs less than a remainder. Blocks
 // are no smaller than 32, because loops of up to 16 are unrolled before they could be vectorised.
@@ -162,7 +195,9 @@ void pool_contiguous(const T* in, T* y, uint8_t* offsets, const PoolArguments& p
       T* out = y + p * w.out_h * w.out_w;
       uint8_t* off = offsets + p * w.out_h * w.out_w;
       const cell_type<O>* first = first_w.data();
-      if (w.stride_w == 1) {
+      if (w.out_w <= 8) {
+        pool_windows(plane, out, off, &w);
+      } else if (w.stride_w == 1) {
         pool_plane<1>(plane, out, off, &w, best.data(), cell.data(), first);
       } else if (w.stride_w == 2) {
         pool_plane<2>(plane, out, off, &w, best.data(), cell.data(), first);
@@ -401,9 +436,9 @@ void scatter(const T* grad, const uint8_t* offsets, T* out, const PoolArguments&
     return;
   }
   const int64_t C = pool.channels, threads = at::get_num_threads();
-  // Windows that overlap little are gathered: every cell's gradient is written once, and vectors of channels are read.
+  // Windows that overlap little are gathered where channels fill vectors: each element is then written once.
   const int64_t around = (w.kernel_h + w.stride_h - 1) / w.stride_h * ((w.kernel_w + w.stride_w - 1) / w.stride_w);
-  if (w.dilation_h == 1 && w.dilation_w == 1 && C >= 8 && around <= 9) {
+  if (w.dilation_h == 1 && w.dilation_w == 1 && C >= 64 && around <= 9) {
     at::parallel_for(0, pool.batch * w.in_h, grain_of(w.in_w * C), [&](int64_t begin, int64_t end) {
       gather_rows(grad, offsets, out, static_cast<const Window*>(&w), C, begin, end);
     });
