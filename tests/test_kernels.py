@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import kernels as benchmark
 from monet_like import kernels
 from monet_like.kernels import build, reference
 from monet_like.kernels.schemas import NAMESPACE, SCHEMAS
@@ -705,6 +707,33 @@ def test_opcheck(name: str) -> None:
         # code that is already functionalised; everything else about them is checked.
         parts.remove("test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(ops, name).default, sample_arguments()[name], test_utils=parts)
+
+
+class _Called(TorchDispatchMode):
+    """Notes the names of our operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == NAMESPACE:
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_benchmark_has_a_row_for_every_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, small in (("SHAPES", ((2, 3, 8, 8),)), ("PRODUCTS", ((6, 5, 4),)), ("ROWS", ((3, 8),))):
+        monkeypatch.setattr(benchmark, name, small)
+    timed = _Called()
+    for _, (_, ours, theirs) in benchmark.every_pair(["float32", "bfloat16"]):
+        with timed:
+            ours()
+        others = _Called()
+        with others:
+            theirs()
+        assert not others.names
+    assert timed.names == set(SCHEMAS)
 
 
 @pytest.mark.parametrize("name", list(SCHEMAS))
