@@ -77,4 +77,18 @@ TORCH_LIBRARY(monet_like, m) {
       "rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, Tensor? residual, int dims) "
       "-> (Tensor, Tensor)",
       tags);
+
+  // Convolutions [N, C, H, W] by one of cuDNN's algorithms (cudnn/convolution.cpp), and their two gradients.
+  m.def(
+      "cudnn_convolution(Tensor x, Tensor weight, Tensor? bias, int[2] stride, int[2] padding, int[2] dilation, "
+      "int groups, bool channels_last, str algorithm) -> Tensor",
+      tags);
+  m.def(
+      "cudnn_convolution_backward_input(Tensor grad, Tensor weight, SymInt[4] input_size, int[2] stride, "
+      "int[2] padding, int[2] dilation, int groups, bool channels_last, str algorithm) -> Tensor",
+      tags);
+  m.def(
+      "cudnn_convolution_backward_weight(Tensor grad, Tensor x, SymInt[4] weight_size, int[2] stride, int[2] padding, "
+      "int[2] dilation, int groups, bool channels_last, str algorithm) -> Tensor",
+      tags);
 }

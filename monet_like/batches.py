@@ -18,7 +18,7 @@ from .errors import ProfileError
 from .problem import Problem, example_for
 from .profile_data import Profile
 from .profiler import Progress, device_name, matched, to_profile
-from .program import Cost
+from .program import REFUSED, Cost
 from .roofline import DEVICES, DeviceLimits, roofline
 
 
@@ -34,6 +34,8 @@ class Measured:
 def on_line(batch: int, low: tuple[int, Cost], high: tuple[int, Cost]) -> Cost:
     """The cost at ``batch`` from the costs at two others, (batch, cost) each."""
     (near, small), (far, large) = low, high
+    if REFUSED in (small, large):
+        return REFUSED
 
     def at(least: float, most: float) -> float:
         slope = (most - least) / (far - near)

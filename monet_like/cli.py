@@ -169,7 +169,8 @@ def solve_command(**options: Any) -> None:
 
     MODEL is a dotted call with literal arguments ("torchvision.models.resnet18(num_classes=10)"), unet, nasnet,
     amoebanet, darts, or path/to/file.py:make_model. MODE is some of the words inplace, conv, multiway, newnode, normal,
-    joined by "_"; dropit0.9, lowp16 and lowp8 admit inexact gradients, offload copies on the host.
+    joined by "_"; dropit0.9, lowp16 and lowp8 admit inexact gradients, offload copies on the host,
+    algorithms those of cuDNN.
     SOLVER is CBC (the default), HIGHS, GUROBI or another that cvxpy finds.
 
     \b

@@ -17,11 +17,13 @@ from torch import nn
 
 from .capture import Captured, capture
 from .errors import ProfileError, UsageError
+from .kernels import runs_here
+from .mode import ALGORITHMS
 from .plan import Plan, plan, store_all
 from .precision import autocast_as, in_layout, layout_of, weights_layout
 from .profile_data import Profile
 from .profiler import Inputs, Progress, Scaling, device_name, matched, measure_task, to_profile, versions
-from .program import Cost, Program, Task
+from .program import REFUSED, Cost, Program, Task
 from .replay import admitted, described, device_of
 from .roofline import DEVICES, DeviceLimits, roofline
 from .schedule import Schedule
@@ -199,9 +201,21 @@ def _measure(
     for done, (key, task) in enumerate(distinct.items()):
         if progress:
             progress(f"{label or ''}{task.calls[-1].op.split('.')[1]}", done, len(distinct))
-        costs[key] = measure_task(measured, task, device, maker=maker, timed=timed)
+        costs[key] = _measured_or_refused(measured, task, device, maker, timed)
     if progress:
         progress(f"{label or ''}done", len(distinct), len(distinct))
+
+
+def _measured_or_refused(captured: Captured, task: Task, device: torch.device, maker: Inputs, timed: bool) -> Cost:
+    """The cost of a task; `REFUSED` for an algorithm that fails here: libraries do not say before which they have."""
+    if task.word != ALGORITHMS:
+        return measure_task(captured, task, device, maker=maker, timed=timed)
+    if not all(runs_here(call.op, device.type) for call in task.calls):
+        return REFUSED  # what would be measured is PyTorch's own
+    try:
+        return measure_task(captured, task, device, maker=maker, timed=timed)
+    except ProfileError:
+        return REFUSED
 
 
 def profile_batch(request: Request, captured: Captured, device: torch.device) -> int:

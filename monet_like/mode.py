@@ -9,6 +9,9 @@ Three words admit lossy caches, each on its own: ``dropit0.9`` weight gradients 
 input, ``lowp16`` and ``lowp8`` values kept for the backward in 16 and 8 bits.
 
 ``offload`` admits copies on the host: exact to the bit, but what they take is counted apart.
+
+``algorithms`` admits, on CUDA, what only measuring tells apart: cuDNN's convolution algorithms and the kinds of
+attention. They agree to rounding, as with ``conv``.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ LOSSY_WORDS = ("lowp16", "lowp8")
 DROPIT = "dropit"
 #: As little in any mode of itself: values that wait for the backward on the host.
 OFFLOAD = "offload"
+#: Nor this: datasheet rates know no algorithms, and measuring all of them takes several times as long.
+ALGORITHMS = "algorithms"
 _NEUTRAL = "normal"
 _SHARE = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
@@ -55,15 +60,16 @@ def parse_mode(text: str) -> frozenset[str]:
                     f"mode {text!r} drops {share!r} of the elements; give a share of at least 0 and below 1 after "
                     f"{DROPIT}, such as dropit0.9"
                 )
-        elif word not in (*known, *LOSSY_WORDS, OFFLOAD):
+        elif word not in (*known, *LOSSY_WORDS, OFFLOAD, ALGORITHMS):
             raise UsageError(
                 f"mode {text!r} has an unknown word {word!r}; a mode is some of {', '.join(known)} joined by '_', "
                 "such as inplace_conv_multiway_newnode or normal; lossy caches are "
-                f"{', '.join(LOSSY_WORDS)} and dropit0.9; {OFFLOAD} admits copies on the host"
+                f"{', '.join(LOSSY_WORDS)} and dropit0.9; {OFFLOAD} admits copies on the host, "
+                f"{ALGORITHMS} those of cuDNN"
             )
     names = [DROPIT if word.startswith(DROPIT) else word for word in words]
     if len(set(names)) != len(names):
-        every = ", ".join((*known, *LOSSY_WORDS, DROPIT, OFFLOAD))
+        every = ", ".join((*known, *LOSSY_WORDS, DROPIT, OFFLOAD, ALGORITHMS))
         raise UsageError(f"mode {text!r} repeats a word; give each of {every} at most once")
     return frozenset(words) - {_NEUTRAL}
 

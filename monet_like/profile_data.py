@@ -10,7 +10,7 @@ from typing import Any
 
 from .errors import ScheduleFileError
 from .files import read_text, write_atomically
-from .program import Cost
+from .program import REFUSED, Cost
 
 FORMAT = "monet_like profile"
 VERSION = 1
@@ -22,7 +22,7 @@ class Profile:
 
     Attributes:
         device: what they were measured on, such as ``cpu: AMD EPYC, 2 threads`` or ``roofline: h100``.
-        costs: seconds and workspace of every operator.
+        costs: seconds and workspace of every operator; `REFUSED` what does not run there, in the file without seconds.
         note: how, in words: at which batch, and whether scaled.
         versions: of the libraries that ran.
     """
@@ -35,7 +35,10 @@ class Profile:
     def save(self, path: Path) -> None:
         """Write the file; an interrupted write leaves the old one."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        content["costs"] = {key: [cost.seconds, cost.workspace_bytes] for key, cost in sorted(self.costs.items())}
+        content["costs"] = {
+            key: [None if cost == REFUSED else cost.seconds, cost.workspace_bytes]
+            for key, cost in sorted(self.costs.items())
+        }
         write_atomically(path, json.dumps(content, indent=0).encode())
 
     @staticmethod
@@ -70,6 +73,8 @@ class Profile:
 
 def _cost(key: str, seconds: Any, workspace_bytes: Any) -> Cost:
     """A cost that can be added up: finite, not negative, and of the right types (JSON knows NaN and true)."""
+    if seconds is None and type(workspace_bytes) is int and workspace_bytes == 0:
+        return REFUSED
     if type(seconds) not in (int, float) or type(workspace_bytes) is not int:
         raise TypeError(f"the cost of {key} is not a number of seconds and a whole number of bytes")
     if not 0 <= seconds < float("inf") or workspace_bytes < 0:

@@ -24,7 +24,7 @@ from .errors import ProfileError
 from .kernels.sync_batch_norm import COMMUNICATING
 from .measure import CacheEviction, allocated_peak, seconds_of
 from .profile_data import Profile
-from .program import Cost, Task
+from .program import REFUSED, Cost, Task
 
 #: Called with (what, done, total) as profiling goes on.
 Progress = Callable[[str, int, int], None]
@@ -173,6 +173,8 @@ class Scaling:
 
     def scale(self, small: Cost, large: Cost) -> Cost:
         """The cost at the wanted batch, from costs at ``measured`` and (workspace only) at ``second``."""
+        if REFUSED in (small, large):
+            return REFUSED
         slope = (large.workspace_bytes - small.workspace_bytes) / (self.second - self.measured)
         workspace = small.workspace_bytes + max(0.0, slope) * (self.wanted - self.measured)
         return Cost(small.seconds * self.wanted / self.measured, int(workspace))

@@ -94,7 +94,8 @@ class Task:
             forward tasks, only backward values by slots.
         cost: key of this task's `Cost` in the profile; "" costs nothing.
         variant: which implementation this is; ``aten`` is PyTorch's own.
-        word: the mode word that admits it (``conv``, ``multiway``, ``newnode``, ``inplace``, ``offload``); "" always.
+        word: the mode word that admits it (``conv``, ``multiway``, ``newnode``, ``inplace``, ``offload``,
+            ``algorithms``); "" always.
         overwrites: a value among ``reads`` whose storage becomes that of ``writes[0]``, or is released on the
             way and counts for it. After the task that value no longer exists.
         runs: ``first`` only in the forward, ``again`` only during the backward, or ``both``.
@@ -130,6 +131,8 @@ class Cost:
 
 
 FREE = Cost(0.0, 0)
+#: Of a task that cannot run on the device, or that nothing is known of: no plan takes it.
+REFUSED = Cost(float("inf"), 0)
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from .capture import Captured
 from .codegen import Block, compile_block
 from .kernels.reference import largest_kept
+from .mode import ALGORITHMS
 from .profiler import distinct_tasks
-from .program import Call, Cost, Ref, Task
+from .program import REFUSED, Call, Cost, Ref, Task
 from .tracing import fake_mode
 from .units import GIB
 
@@ -109,10 +110,12 @@ def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     """The cost of every distinct task of ``captured`` on a device with ``limits``.
 
     Workspace is taken to be 0, but for what a dropped cache is unpacked into: a tensor as large as the one dropped, or,
-    for a product with it, a copy of what is kept.
+    for a product with it, a copy of what is kept. Rates know no algorithms: what ``algorithms`` admits is refused, so that
+    plans take PyTorch's own.
     """
+    priced = {task.cost for task in captured.every_task() if task.word != ALGORITHMS}
     return {
-        key: Cost(_seconds(captured, task, limits), _unpacked_bytes(captured, task))
+        key: REFUSED if key not in priced else Cost(_seconds(captured, task, limits), _unpacked_bytes(captured, task))
         for key, task in distinct_tasks(captured).items()
     }
 

@@ -25,7 +25,9 @@ from monet_like.compiler import Example, Request, captured_for, measured_costs
 from monet_like.elsewhere import known_limits, machine_at
 from monet_like.errors import MonetError
 from monet_like.files import write_atomically
+from monet_like.mode import ALGORITHMS
 from monet_like.models import ModelSpec, build_model
+from monet_like.profile_data import Profile
 from monet_like.profiler import device_name, device_slug, to_profile
 from monet_like.replay import ScheduleWrapper
 from monet_like.schedule_file import InputSpec, ScheduleRecord
@@ -146,14 +148,15 @@ def replay(path: Path, record: ScheduleRecord, plain: Plain, steps: int) -> Repl
     )  # fmt: skip
 
 
-def profile(spec: ModelSpec, example: Example, device: torch.device, folder: Path) -> Path:
-    """Measure a model's operators at this batch and write the file that solve.py takes."""
+def profile(spec: ModelSpec, example: Example, device: torch.device, folder: Path, mode: str = FULL) -> Path:
+    """Measure a model's operators at this batch and write the file that solve.py takes, adding to what it has."""
     batch = example[0][0].shape[0]
-    request = Request(spec.module.to(device), example, FULL, spec.expression, profile_batch=batch)
+    request = Request(spec.module.to(device), example, mode, spec.expression, profile_batch=batch)
     captured = captured_for(request, example)
-    costs, note = measured_costs(request, captured, device)
     path = folder / f"profile_{spec.name}_{batch}_{device_slug(device)}.json"
-    to_profile(costs, device, note).save(path)
+    known = Profile.load(path).costs if path.exists() else {}
+    costs, note = measured_costs(request, captured, device, known=known)
+    to_profile(costs, device, note or f"measured at batch {batch}").save(path)
     return path
 
 
@@ -235,21 +238,24 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
         write_atomically(out / "gpu_check.md", text.encode())
         write_rows(out / "replays.csv", rows)
 
-    for (model, batch), inputs in wanted.items():
-        if time.monotonic() > deadline - seconds / 2:
-            lines.append(f"{model}, batch {batch}: not profiled, the time was over")
-            continue
-        started = time.monotonic()
-        try:
-            path = profile(build_model(model), example_of(inputs, device), device, out / "profiles")
-            lines.append(f"{path.name}: {time.monotonic() - started:.0f} s")
-        except (MonetError, RuntimeError) as error:
-            lines.append(f"{model}, batch {batch}: not profiled: {str(error).splitlines()[0]}")
-        emptied(device)
-        report()
+    def profiled(mode: str, until: float, what: str) -> None:
+        for (model, batch), inputs in wanted.items():
+            if time.monotonic() > until:
+                lines.append(f"{model}, batch {batch}: {what}not profiled, the time was over")
+                continue
+            started = time.monotonic()
+            try:
+                path = profile(build_model(model), example_of(inputs, device), device, out / "profiles", mode)
+                lines.append(f"{path.name}: {what}{time.monotonic() - started:.0f} s")
+            except (MonetError, RuntimeError) as error:
+                lines.append(f"{model}, batch {batch}: {what}not profiled: {str(error).splitlines()[0]}")
+            emptied(device)
+            report()
+
+    profiled(FULL, deadline - seconds / 2, "")
     plain: tuple[Any, Plain | None] = None, None
     for path, record in found:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline - seconds / 5:
             rows.append(Replay(path.name, "not replayed, the time was over", record.model))
             continue
         try:
@@ -263,6 +269,8 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
             rows.append(Replay(path.name, str(error).splitlines()[0].replace("|", "\\|"), record.model))
         emptied(device)
         report()
+    # Last: they are many, profiles are whole without them, and after a library's crash nothing else would run.
+    profiled(f"{FULL}_{ALGORITHMS}", deadline - seconds / 10, "algorithms: ")
     report()
     assert "cvxpy" not in sys.modules, "a solver was imported"
     wrong = [

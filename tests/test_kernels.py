@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import kernels as benchmark
 from monet_like import kernels
 from monet_like.kernels import build, reference
-from monet_like.kernels.schemas import NAMESPACE, SCHEMAS
+from monet_like.kernels.schemas import CUDNN, NAMESPACE, SCHEMAS
 
 kernels.load()
 ops = torch.ops.monet_like
@@ -671,6 +671,8 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
     norm = (x, c, c, c, c)
     rows, w = torch.randn(4, 6).to(torch.bfloat16), torch.randn(6)
     rstd = reference.rms_norm(rows, w, 1, 1e-6, True, torch.float32)[1]
+    filters, options = torch.randn(4, 3, 3, 3), ([2, 1], [1, 1], [1, 2], 1, True)
+    convolved = reference.cudnn_convolution(x, filters, None, *options, "gemm")
     return {
         "pack_sign": (x,),
         "keep_where": (torch.randn(2, 3, 6, 6), mask, x.stride()),
@@ -696,6 +698,9 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
         "rms_norm": (rows, w, 1, 1e-6, True, torch.float32),
         "rms_norm_apply": (rows, w, rstd, 1, True, torch.float32),
         "rms_norm_backward": (rows, rows, w, rstd, rows.clone(), 1),
+        "cudnn_convolution": (x, filters, torch.randn(4), *options, "winograd"),
+        "cudnn_convolution_backward_input": (convolved, filters, x.shape, *options, "1"),
+        "cudnn_convolution_backward_weight": (convolved, x, filters.shape, *options, "3"),
     }
 
 
@@ -837,22 +842,41 @@ def test_status_says_what_runs() -> None:
         assert "python -m monet_like.kernels.build" in text
 
 
-def test_cuda_library_has_every_operator_for_both_architectures() -> None:
-    library = build.library_path("kernels_cuda")
+def test_cuda_libraries_have_every_operator_for_both_architectures() -> None:
+    library, cudnn = build.library_path("kernels_cuda"), build.library_path("kernels_cudnn")
     if not library.exists():
         pytest.skip("no nvcc, so no CUDA kernels")
+    paths = [str(path) for path in (build.library_path(), library, cudnn) if path.exists()]
     code = f"""
 import torch
-torch.ops.load_library({str(build.library_path())!r})
-torch.ops.load_library({str(library)!r})
+for path in {paths}:
+    torch.ops.load_library(path)
 from monet_like.kernels.schemas import SCHEMAS
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-print([name for name in SCHEMAS if not has(f"monet_like::{{name}}", "CUDA")])
+print(*sorted(name for name in SCHEMAS if not has(f"monet_like::{{name}}", "CUDA")))
 """
-    assert run_python(code).strip() == "[]"
+    assert run_python(code).split() == ([] if cudnn.exists() else sorted(CUDNN))
     if not torch.cuda.is_available() and "TORCH_CUDA_ARCH_LIST" not in os.environ:
         binary = library.read_bytes()
         assert b"sm_80" in binary and b"sm_90" in binary
+
+
+def test_only_the_cudnn_that_torch_runs_is_compiled_against(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDNN_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
+    root = Path(torch.__file__).parent
+    assert build._find_cudnn(root) is None
+    for folder in ("include", "lib64"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "include" / "cudnn_cnn.h").write_text("cudnnConvolutionBackwardFilter(cudnnHandle_t handle")
+    (tmp_path / "include" / "cudnn_version.h").write_text("#define CUDNN_MAJOR 8\n")
+    library = tmp_path / "lib64" / "libcudnn.so.9"
+    library.touch()
+    assert build._find_cudnn(root) is None
+    (tmp_path / "include" / "cudnn_version.h").write_text("#define CUDNN_MAJOR 9\n")
+    assert build._find_cudnn(root) == build._Cudnn(tmp_path / "include", library)
+    (tmp_path / "include" / "cudnn_cnn.h").write_text("nothing but graphs")
+    assert build._find_cudnn(root) is None
 
 
 def test_missing_compiler_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

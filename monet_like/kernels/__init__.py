@@ -8,12 +8,13 @@ one, else from the plain-torch twins in `reference`, under the same names and wi
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["available", "load", "status"]
+__all__ = ["available", "has", "load", "runs_here", "status"]
 
 _lock = threading.Lock()
-_compiled: frozenset[str] | None = None  # devices with compiled kernels; None until load()
+_compiled: Mapping[str, frozenset[str]] | None = None  # operators with compiled kernels, by device; None until load()
 _reason = "not loaded yet"
 _keep_alive: list[Any] = []  # torch.library registrations live as long as their Library object
 
@@ -40,24 +41,38 @@ def load() -> None:
         # Whatever device has no kernel of its own gets the twins.
         implementations = torch.library.Library(NAMESPACE, "IMPL")
         _keep_alive.append(implementations)
-        compiled = set()
+        compiled: dict[str, frozenset[str]] = {}
         for device, key in _DEVICES.items():
             has = torch._C._dispatch_has_kernel_for_dispatch_key
             missing = [name for name in SCHEMAS if not has(f"{NAMESPACE}::{name}", key)]
             for name in missing:
                 implementations.impl(name, getattr(reference, name), key)
-            if not missing:
-                compiled.add(device)
+            compiled[device] = frozenset(SCHEMAS).difference(missing)
         fakes.register()
         _keep_alive.append(sync_batch_norm.register())
-        _compiled = frozenset(compiled)
+        _compiled = compiled
 
 
 def available(device: str = "cpu") -> bool:
-    """Whether the operators run compiled kernels on this kind of device ("cpu" or "cuda")."""
+    """Whether the operators run compiled kernels on this kind of device ("cpu" or "cuda"), but for cuDNN's."""
+    from .schemas import CUDNN, SCHEMAS
+
+    return all(has(name, device) for name in SCHEMAS.keys() - CUDNN)
+
+
+def has(name: str, device: str) -> bool:
+    """Whether this operator runs a compiled kernel on this kind of device, not its plain-torch twin."""
     load()
     assert _compiled is not None
-    return device in _compiled
+    return name in _compiled[device]
+
+
+def runs_here(op: str, device: str) -> bool:
+    """Whether an operator by its qualified name is another's or has a compiled kernel on this kind of device."""
+    from .schemas import NAMESPACE, SCHEMAS
+
+    namespace, name, _ = op.split(".") if op.count(".") == 2 else ("", op, "")
+    return namespace != NAMESPACE or name not in SCHEMAS or has(name, device)
 
 
 def status() -> str:
@@ -65,13 +80,15 @@ def status() -> str:
     from . import build
 
     load()
-    assert _compiled is not None
     if _reason:
         return f"plain-torch twins in use (correct, slower): {_reason}; build with: python -m monet_like.kernels.build"
-    text = "compiled kernels in use for " + " and ".join(sorted(_compiled))
-    if "cuda" not in _compiled and build.library_path("kernels_cuda").exists():
+    devices = [device for device in _DEVICES if available(device)]
+    text = "compiled kernels in use for " + " and ".join(devices)
+    if "cuda" in devices:
+        return text if has("cudnn_convolution", "cuda") else text + "; not for cuDNN's algorithms: no headers of cuDNN"
+    if build.library_path("kernels_cuda").exists():
         text += "; the CUDA kernels are built, but there is no GPU"
-    elif "cuda" not in _compiled:
+    else:
         text += "; CUDA tensors use the plain-torch twins (build with: MONET_LIKE_CUDA=1 python -m "
         text += "monet_like.kernels.build, needs nvcc)"
     return text
@@ -95,8 +112,10 @@ def _load_library() -> str:
         return f"the compiled kernels were built for torch {built_for}, this is torch {torch.__version__}"
     try:
         torch.ops.load_library(str(build.library_path()))
-        if torch.cuda.is_available() and build.library_path("kernels_cuda").exists():
-            torch.ops.load_library(str(build.library_path("kernels_cuda")))
+        if torch.cuda.is_available():
+            for part in ("kernels_cuda", "kernels_cudnn"):
+                if build.library_path(part).exists():
+                    torch.ops.load_library(str(build.library_path(part)))
     except OSError as error:
         return f"the compiled kernels could not be loaded ({error})"
     return ""

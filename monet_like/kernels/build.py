@@ -1,15 +1,17 @@
 """Compile csrc/ with ninja: `python -m monet_like.kernels.build [--cuda | --no-cuda] [--force] [-v]`.
 
-Three shared libraries, in `lib/` beside this file:
+Shared libraries, in `lib/` beside this file:
 
     monet_like_kernels.so        the operators' schemas and CPU kernels
     monet_like_kernels_cuda.so   their CUDA kernels, where nvcc and a CUDA build of torch are found, GPU or not
+    monet_like_kernels_cudnn.so  convolutions by named algorithms, where also the headers of torch's cuDNN are found
     monet_like_search.so         the planner's local search, which knows nothing of torch
 
 Environment:
     MONET_LIKE_CUDA       1: compile the CUDA sources or fail, 0: do not; unset: if nvcc and torch allow it
     TORCH_CUDA_ARCH_LIST  compute capabilities, default those of the visible GPUs, or 8.0;9.0 without one
     CXX, CUDA_HOME        where to find the compilers
+    CUDNN_HOME            where to find cuDNN, default: where torch has it from pip, then $CUDA_HOME and /usr
     MAX_JOBS              compilers run at the same time
 """
 
@@ -44,7 +46,7 @@ class KernelBuildError(MonetError):
 
 
 def library_path(part: str = "kernels") -> Path:
-    """Where a compiled library is, or would be: ``kernels``, ``kernels_cuda`` or ``search``."""
+    """Where a compiled library is, or would be: ``kernels``, ``kernels_cuda``, ``kernels_cudnn`` or ``search``."""
     return Path(__file__).resolve().parent / "lib" / f"monet_like_{part}.so"
 
 
@@ -66,6 +68,14 @@ def source_directory() -> Path:
 
 
 @dataclass(frozen=True)
+class _Cudnn:
+    """Where cuDNN's headers are, and the library that torch runs."""
+
+    include: Path
+    library: Path
+
+
+@dataclass(frozen=True)
 class _Toolchain:
     """Compilers and flags of one build."""
 
@@ -75,6 +85,7 @@ class _Toolchain:
     torch_flags: tuple[str, ...]
     architectures: tuple[str, ...]
     link_flags: tuple[str, ...]
+    cudnn: _Cudnn | None
 
 
 def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = False) -> list[Path]:
@@ -95,15 +106,17 @@ def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = Fals
     note = library_path().with_suffix(".json")
     folder = note.parent / "build"
     folder.mkdir(parents=True, exist_ok=True)
-    made = [library_path(part) for part in ("kernels", "search", *(["kernels_cuda"] if tools.nvcc else []))]
+    parts = {"kernels": True, "search": True, "kernels_cuda": tools.nvcc, "kernels_cudnn": tools.cudnn}
+    made = [library_path(part) for part, wanted in parts.items() if wanted]
     with FileLock(folder / "lock"):
         (folder / "build.ninja").write_text(_rules(tools, source_directory()))
         command = [ninja, "-C", str(folder), *(["-j", jobs] if (jobs := os.environ.get("MAX_JOBS")) else [])]
         if force:
             _run([*command, "-t", "clean"], verbose)
         _run([*command, *(["-v"] if verbose else [])], verbose)
-        if not tools.nvcc:
-            library_path("kernels_cuda").unlink(missing_ok=True)
+        for part, wanted in parts.items():
+            if not wanted:
+                library_path(part).unlink(missing_ok=True)
         note.write_text(json.dumps({"torch": tools.torch_version, "cuda": str(bool(tools.nvcc))}, indent=1) + "\n")
     return [*made, note]
 
@@ -121,6 +134,13 @@ def _rules(tools: _Toolchain, source: Path) -> str:
         ("cxx", (tools.cxx, *_COMMON_FLAGS, *_CXX_FLAGS, *with_torch)),
         ("plain", (tools.cxx, *_COMMON_FLAGS)),
         ("nvcc", (str(tools.nvcc), "-ccbin", tools.cxx, *_NVCC_FLAGS, *with_torch, *tools.architectures)),
+        (
+            "nvcc_cudnn",
+            (
+                *(str(tools.nvcc), "-ccbin", tools.cxx, *_NVCC_FLAGS, *with_torch, *tools.architectures),
+                *(("-isystem", str(tools.cudnn.include)) if tools.cudnn else ()),
+            ),
+        ),
     ):
         writer.rule(rule, _shell(words) + " -MMD -MF $out.d -c $in -o $out", "$out", "$out.d", deps="gcc")
     # A library is replaced, never overwritten: a running process may have the old one mapped.
@@ -140,6 +160,9 @@ def _rules(tools: _Toolchain, source: Path) -> str:
     library("search", ("plan/*.cpp",), "plain", "link", ())
     if tools.nvcc:
         library("kernels_cuda", ("cuda/*.cu",), "nvcc", "link_cuda", (*tools.link_flags, "-lc10_cuda"))
+    if tools.cudnn:
+        flags = (*tools.link_flags, "-lc10_cuda", "-ltorch_cuda", "-Xlinker", str(tools.cudnn.library))
+        library("kernels_cudnn", ("cudnn/*.cpp",), "nvcc_cudnn", "link_cuda", flags)
     return text.getvalue()
 
 
@@ -197,6 +220,31 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
+def _find_cudnn(torch_root: Path) -> _Cudnn | None:
+    """Headers and library of the cuDNN that torch runs; None without them, or where they lack what csrc/cudnn calls."""
+    import torch
+
+    runs = torch.backends.cudnn.version() or 0
+    major = runs // (10_000 if runs >= 90_000 else 1_000)  # 90100 is 9.1.0, 8902 is 8.9.2
+    home = os.environ.get("CUDNN_HOME")
+    roots = [Path(home)] if home else [torch_root.parent / "nvidia" / "cudnn"]
+    if not home:
+        nvcc = find_nvcc()
+        roots += [*([Path(nvcc).resolve().parents[1]] if nvcc else []), Path("/usr")]
+    for root in roots:
+        try:
+            version, api = ((root / "include" / name).read_text() for name in ("cudnn_version.h", "cudnn_cnn.h"))
+        except OSError:
+            continue
+        told = re.search(r"#define CUDNN_MAJOR (\d+)", version)
+        fits = told is not None and int(told.group(1)) == major and "cudnnConvolutionBackwardFilter(" in api
+        libraries = [root / lib / f"libcudnn.so.{major}" for lib in ("lib", "lib64", "lib/x86_64-linux-gnu")]
+        found = next((path for path in libraries if path.exists()), None)
+        if fits and found:
+            return _Cudnn(root / "include", found)
+    return None
+
+
 def _toolchain(cuda: bool | None) -> _Toolchain:
     cxx = find_cxx()
     try:
@@ -223,6 +271,7 @@ def _toolchain(cuda: bool | None) -> _Toolchain:
         ),
         architectures=_architectures() if nvcc else (),
         link_flags=(f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10", *openmp),
+        cudnn=_find_cudnn(torch_root) if nvcc else None,
     )
 
 

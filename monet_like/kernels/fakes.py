@@ -247,3 +247,58 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None]:
     of_weight = None if weight is None else torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), of_weight
+
+
+def _convolved(like: Tensor, size: Sequence[int], channels_last: bool) -> Tensor:
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(tuple(size), dtype=like.dtype, device=like.device, memory_format=memory_format)
+
+
+@_fake
+def cudnn_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    channels_last: bool,
+    algorithm: str,
+) -> Tensor:
+    out = [
+        (x.shape[axis] + 2 * padding[axis - 2] - dilation[axis - 2] * (weight.shape[axis] - 1) - 1) // stride[axis - 2]
+        + 1
+        for axis in (2, 3)
+    ]
+    return _convolved(x, (x.shape[0], weight.shape[0], *out), channels_last)
+
+
+@_fake
+def cudnn_convolution_backward_input(
+    grad: Tensor,
+    weight: Tensor,
+    input_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    channels_last: bool,
+    algorithm: str,
+) -> Tensor:
+    return _convolved(grad, input_size, channels_last)
+
+
+@_fake
+def cudnn_convolution_backward_weight(
+    grad: Tensor,
+    x: Tensor,
+    weight_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    channels_last: bool,
+    algorithm: str,
+) -> Tensor:
+    return _convolved(grad, weight_size, channels_last)

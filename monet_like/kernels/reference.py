@@ -30,6 +30,9 @@ R = float64 for float64 and float32 for all else; ceil(n/8) bytes = one bit each
 | rms_norm | x: F[..., *D]; weight: any F[D] | y: x's shape, the given dtype; rstd: R[..., 1] |
 | rms_norm_apply | the same; rstd: R[..., 1] | y |
 | rms_norm_backward | grad, residual: any F[..., *D]; x, weight, rstd as above | like x; like weight |
+| cudnn_convolution | x: F[N,C,H,W]; weight: F[K,C/groups,R,S]; bias: F[K] | F[N,K,OH,OW] |
+| cudnn_convolution_backward_input | grad: F[N,K,OH,OW]; weight: F[K,C/groups,R,S] | F[input_size] |
+| cudnn_convolution_backward_weight | grad: F[N,K,OH,OW]; x: F[N,C,H,W] | F[weight_size] |
 
 Order of packed bits: the order of the elements in memory if the tensor is dense (no gaps, no overlap, dimensions in
 any order), else row-major order. Bit i of byte b is element 8 b + i. `stride` is the stride of the tensor that was
@@ -607,3 +610,83 @@ def rms_norm_backward(
         of_weight = g * (value * rstd)
         of_weight = (of_weight.sum(rows) if rows else of_weight).to(weight.dtype)
     return grad_x.to(x.dtype).contiguous(), of_weight
+
+
+# ---- convolutions by cuDNN's algorithms ----
+
+#: cuDNN's names of its algorithms; of the gradients' some are numbers.
+FORWARD_ALGORITHMS = (
+    "implicit_gemm",
+    "implicit_precomp_gemm",
+    "gemm",
+    "fft",
+    "fft_tiling",
+    "winograd",
+    "winograd_nonfused",
+)
+INPUT_ALGORITHMS = ("0", "1", "fft", "fft_tiling", "winograd", "winograd_nonfused")
+WEIGHT_ALGORITHMS = ("0", "1", "3", "fft", "fft_tiling", "winograd_nonfused")
+
+
+def _check_algorithm(op: str, algorithm: str, known: Sequence[str]) -> None:
+    if algorithm not in known:
+        raise ValueError(f"{op}: there is no algorithm {algorithm!r}; choose one of {', '.join(known)}")
+
+
+def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
+    return t.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+def cudnn_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    channels_last: bool,
+    algorithm: str,
+) -> Tensor:
+    """aten.convolution of images; ``algorithm`` is one of `FORWARD_ALGORITHMS` and here changes nothing."""
+    _check_algorithm("cudnn_convolution", algorithm, FORWARD_ALGORITHMS)
+    out = torch.convolution(x, weight, bias, list(stride), list(padding), list(dilation), False, [0, 0], groups)
+    return _laid_out(out, channels_last)
+
+
+def cudnn_convolution_backward_input(
+    grad: Tensor,
+    weight: Tensor,
+    input_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    channels_last: bool,
+    algorithm: str,
+) -> Tensor:
+    """Its gradient for x, which has ``input_size``; ``algorithm`` is one of `INPUT_ALGORITHMS`."""
+    _check_algorithm("cudnn_convolution_backward_input", algorithm, INPUT_ALGORITHMS)
+    x = grad.new_empty((1,)).expand(tuple(input_size))  # read for its shape alone
+    settings = (None, list(stride), list(padding), list(dilation), False, [0, 0], groups)
+    made = torch.ops.aten.convolution_backward(grad, x, weight, *settings, [True, False, False])[0]
+    return _laid_out(made, channels_last)
+
+
+def cudnn_convolution_backward_weight(
+    grad: Tensor,
+    x: Tensor,
+    weight_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    channels_last: bool,
+    algorithm: str,
+) -> Tensor:
+    """Its gradient for the weight, which has ``weight_size``; ``algorithm`` is one of `WEIGHT_ALGORITHMS`."""
+    _check_algorithm("cudnn_convolution_backward_weight", algorithm, WEIGHT_ALGORITHMS)
+    weight = grad.new_empty((1,)).expand(tuple(weight_size))  # read for its shape alone
+    settings = (None, list(stride), list(padding), list(dilation), False, [0, 0], groups)
+    made = torch.ops.aten.convolution_backward(grad, x, weight, *settings, [False, True, False])[1]
+    return _laid_out(made, channels_last)

@@ -9,6 +9,9 @@ NAMESPACE = "monet_like"
 
 _POOL = "int[2] kernel, int[2] stride, int[2] padding, int[2] dilation"
 _NORM = "Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd"
+_CONVOLUTION = (
+    "int[2] stride, int[2] padding, int[2] dilation, int groups, bool channels_last, str algorithm) -> Tensor"
+)
 
 SCHEMAS: dict[str, str] = {
     "pack_sign": "(Tensor x) -> Tensor",
@@ -43,4 +46,10 @@ SCHEMAS: dict[str, str] = {
     "rms_norm_backward": (
         "(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, Tensor? residual, int dims) -> (Tensor, Tensor)"
     ),
+    "cudnn_convolution": f"(Tensor x, Tensor weight, Tensor? bias, {_CONVOLUTION}",
+    "cudnn_convolution_backward_input": f"(Tensor grad, Tensor weight, SymInt[4] input_size, {_CONVOLUTION}",
+    "cudnn_convolution_backward_weight": f"(Tensor grad, Tensor x, SymInt[4] weight_size, {_CONVOLUTION}",
 }
+
+#: Compiled for CUDA alone, and only where cuDNN's headers are.
+CUDNN = frozenset(name for name in SCHEMAS if name.startswith("cudnn_"))

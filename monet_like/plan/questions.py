@@ -14,6 +14,7 @@ from ..simulate import Report
 from . import plan
 from .copies import has_beside, numbered, waiting
 from .heuristic import find_start, smallest_known
+from .refused import without_refused
 from .result import Plan
 from .search import Search, floor_bytes
 
@@ -54,6 +55,12 @@ def smallest_budget(
         SolverError: not even one schedule was found.
     """
     started = time.monotonic()
+    left = without_refused(program, costs)
+    if left is not None:
+        found = smallest_budget(
+            left.program, left.costs, extra_bytes=extra_bytes, solver=solver, time_limit_seconds=time_limit_seconds
+        )
+        return replace(found, schedule=left.whole(found.schedule))
     if has_beside(program):  # what runs beside the rest holds more, not less
         small, indices = waiting(program)
         found = smallest_budget(
@@ -67,11 +74,11 @@ def smallest_budget(
     proven, _ = floor_bytes(program, costs, extra_bytes)
     low = proven  # not proven, but not worth asking again
     while report.peak_bytes - low > CLOSE * report.peak_bytes:
-        left = time_limit_seconds - (time.monotonic() - started)
-        if left < 1:
+        seconds = time_limit_seconds - (time.monotonic() - started)
+        if seconds < 1:
             break
         target = (low + report.peak_bytes) // 2
-        search = Search(program, costs, target, solver, left / 2, gap=0.99, extra_bytes=extra_bytes)
+        search = Search(program, costs, target, solver, seconds / 2, gap=0.99, extra_bytes=extra_bytes)
         try:
             lower = search.run()
             schedule, report = lower.schedule, lower.report
@@ -146,6 +153,10 @@ def seconds_per_gigabyte(points: Sequence[Point]) -> tuple[float | None, ...]:
 
 def fits(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule | None:
     """A schedule within the budget if the local search finds one, however slow: the quick answer."""
+    left = without_refused(program, costs)
+    if left is not None:
+        quick = fits(left.program, left.costs, budget_bytes, extra_bytes=extra_bytes)
+        return None if quick is None else left.whole(quick)
     if has_beside(program):
         small, indices = waiting(program)
         quick = fits(small, costs, budget_bytes, extra_bytes=extra_bytes)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from ..capture import Captured
 from ..mode import WORDS
 from . import (
+    algorithms,
+    attention,
     batch_norm,
     concatenation,
     convolution,
@@ -35,6 +37,8 @@ OFFERS: tuple[Offer, ...] = (
     group_norm.offer,
     rms_norm.offer,
     convolution.offer,
+    algorithms.offer,
+    attention.offer,
     linear.offer,
     dropit.offer,
     in_place.offer,

@@ -188,7 +188,9 @@ class Editor:
                 several = made if call.unpack else (made,)
                 for out, tensor_made in zip(call.outs, several, strict=True):
                     if out is not None:
-                        known[out], found[out] = tensor_made, TensorMeta.of(tensor_made)
+                        known[out] = tensor_made
+                        if isinstance(tensor_made, torch.Tensor):  # not a list of views
+                            found[out] = TensorMeta.of(tensor_made)
             return found
 
     def finish(self) -> Captured:

@@ -1,0 +1,369 @@
+"""cuDNN's convolution algorithms and the kinds of attention: what is offered, what it computes, what is refused.
+
+Without a GPU: captured as on one, and run on the CPU by the twins. What a GPU makes of them: gpu/test_algorithms_cuda.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from random_programs import best_seconds, random_program
+from torch import nn
+
+from monet_like import kernels
+from monet_like.batches import on_line
+from monet_like.capture import Captured, capture
+from monet_like.cli import main
+from monet_like.codegen import Block, compile_block
+from monet_like.compiler import Request, measured_costs
+from monet_like.errors import InfeasibleError, ProfileError
+from monet_like.kernels import reference
+from monet_like.plan import plan, store_all
+from monet_like.plan.questions import fits, smallest_budget
+from monet_like.plan.refused import without_refused
+from monet_like.profile_data import Profile
+from monet_like.profiler import Scaling
+from monet_like.program import REFUSED, Cost, Program, Task
+from monet_like.replay import admitted
+from monet_like.roofline import DEVICES, roofline
+from monet_like.schedule_file import ScheduleRecord
+from monet_like.simulate import simulate
+from monet_like.tracing import fake_mode
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+EXACT = "inplace_conv_multiway_newnode"
+MODE = f"{EXACT}_algorithms"
+FORMATS = (torch.contiguous_format, torch.channels_last)
+kernels.load()
+ops, aten = torch.ops.monet_like, torch.ops.aten
+
+
+# What the operators compute ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (((2, 4, 9, 8), (6, 4, 3, 3)), ([1, 1], [1, 1], [1, 1], 1)),
+        (((2, 4, 9, 8), (6, 2, 3, 2)), ([2, 1], [0, 2], [1, 2], 2)),
+        (((3, 4, 7, 5), (4, 1, 5, 5)), ([2, 2], [2, 2], [1, 1], 4)),
+        (((1, 1, 1, 1), (2, 1, 1, 1)), ([1, 1], [0, 0], [1, 1], 1)),
+    ],
+)
+def test_twins_are_pytorchs_convolution(sizes: Any, options: Any, dtype: torch.dtype) -> None:
+    """To the bit, laid out as asked, whatever the layout of what is given."""
+    torch.manual_seed(0)
+    plain = (*options[:3], False, [0, 0], options[3])
+    for given in FORMATS:
+        x, weight = (torch.randn(size).to(dtype).to(memory_format=given) for size in sizes)
+        bias = torch.randn(sizes[1][0]).to(dtype)
+        y = aten.convolution(x, weight, bias, *plain)
+        grad = torch.randn_like(y)
+        of_x, of_weight, _ = aten.convolution_backward(grad, x, weight, None, *plain, [True, True, False])
+        for layout in FORMATS:
+            rest = (*options, layout is torch.channels_last)
+            for algorithm in reference.FORWARD_ALGORITHMS:
+                made = ops.cudnn_convolution(x, weight, bias, *rest, algorithm)
+                assert torch.equal(made, y) and made.is_contiguous(memory_format=layout)
+            made = ops.cudnn_convolution_backward_input(grad, weight, x.shape, *rest, "fft_tiling")
+            assert torch.equal(made, of_x) and made.is_contiguous(memory_format=layout)
+            made = ops.cudnn_convolution_backward_weight(grad, x, weight.shape, *rest, "3")
+            assert torch.equal(made, of_weight) and made.is_contiguous(memory_format=layout)
+
+
+def test_unknown_algorithms_are_named() -> None:
+    x, weight = torch.randn(1, 1, 3, 3), torch.randn(1, 1, 3, 3)
+    with pytest.raises(ValueError, match="no algorithm 'direct'; choose one of implicit_gemm, implicit_precomp_gemm"):
+        ops.cudnn_convolution(x, weight, None, [1, 1], [0, 0], [1, 1], 1, False, "direct")
+    with pytest.raises(ValueError, match="no algorithm 'winograd'; choose one of 0, 1, 3, fft"):
+        ops.cudnn_convolution_backward_weight(x, x, [1, 1, 1, 1], [1, 1], [0, 0], [1, 1], 1, False, "winograd")
+
+
+# What is offered -----------------------------------------------------------------------------------------------
+
+
+def captured(
+    model: nn.Module, *shape: int, dtype: torch.dtype = torch.float32, layout: Any = FORMATS[0], mode: str = MODE
+) -> Captured:
+    """As on a GPU."""
+    with fake_mode():
+        x = torch.empty(shape, dtype=dtype).to(memory_format=layout)
+    return admitted(capture(model.to(dtype).to(memory_format=layout), (x,), target=CUDA), mode)
+
+
+def found(of: Captured, start: str) -> Counter[str]:
+    """Variants that begin so, without that."""
+    tasks = of.program.every_task()
+    return Counter(task.variant.removeprefix(start) for task in tasks if task.variant.startswith(start))
+
+
+ANY = {"implicit_gemm", "implicit_precomp_gemm", "gemm", "0", "1", "3"}
+TRANSFORMS = {"fft", "fft_tiling"}
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"kernel_size": 3, "padding": 1}, ANY | TRANSFORMS | {"winograd", "winograd_nonfused"}),
+        ({"kernel_size": 5, "groups": 2, "bias": False}, ANY | TRANSFORMS | {"winograd_nonfused"}),
+        ({"kernel_size": (7, 3)}, ANY | TRANSFORMS),
+        ({"kernel_size": 3, "stride": 2}, ANY),
+        ({"kernel_size": 3, "dilation": 2, "padding": "same"}, ANY),
+        ({"kernel_size": 1}, ANY),
+    ],
+)
+def test_algorithms_that_can_do_it_are_offered(options: Any, wanted: set[str], dtype: torch.dtype, layout: Any) -> None:
+    of = captured(nn.Conv2d(4, 6, **options), 2, 4, 12, 10, dtype=dtype, layout=layout)
+    assert set(found(of, "conv.cudnn_")) == wanted
+    tasks = [task for task in of.program.every_task() if task.variant.startswith("conv.cudnn_")]
+    assert {task.word for task in tasks} == {"algorithms"}
+    results = {of.metas[value] for task in of.plain.tasks for value in task.writes}
+    wide = {call.args[-2] for task in tasks for call in task.calls if "cudnn" in call.op}
+    assert wide == {not any(meta.contiguous for meta in results)}
+    assert dtype != torch.float32 or wide == {layout is torch.channels_last}
+
+
+def test_nothing_is_offered_unasked_or_for_a_cpu() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 3, 3), nn.Flatten(2), nn.Conv1d(3, 3, 2))
+    of = captured(model, 2, 3, 8, 8)
+    transposed = {"aten.convolution.default", "aten.convolution_backward.default"}
+    named = [task for task in of.program.every_task() if task.word == "algorithms"]
+    assert named and all("convolution_1" not in task.name and "convolution_2" not in task.name for task in named)
+    assert transposed <= {call.op for task in of.program.every_task() for call in task.calls}
+    plain = captured(model, 2, 3, 8, 8, mode=EXACT)
+    assert not [task for task in plain.program.every_task() if task.word == "algorithms"]
+    raw = capture(model, (torch.randn(2, 3, 8, 8),))
+    assert admitted(raw, MODE).program.fingerprint == admitted(raw, EXACT).program.fingerprint
+
+
+def outcome(of: Captured, task: Task, inputs: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """What a task makes on the CPU of random inputs."""
+    for value in task.reads:
+        meta = of.metas[value]
+        if value not in inputs:
+            storage = torch.randn(meta.storage_bytes // meta.dtype.itemsize).to(meta.dtype)
+            inputs[value] = storage.as_strided(meta.shape, meta.stride, meta.offset)
+    run = compile_block(Block(task.reads, (task,), (), task.writes), "task")
+    with torch.no_grad():
+        made = run([inputs[value] for value in task.reads])[1]
+    return dict(zip(task.writes, made, strict=True))
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_every_way_makes_what_pytorchs_own_makes(layout: Any) -> None:
+    """Arguments in their places, views and bias gradients with them, in the layout that the values have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 4, (3, 5), 2, groups=2, bias=False))
+    of = captured(model, 2, 4, 12, 10, layout=layout)
+    inputs: dict[int, torch.Tensor] = {}
+    count = 0
+    producers = of.program.producers
+    for task in of.program.every_task():
+        if not task.variant.startswith("conv.cudnn_"):
+            continue
+        slot = next((slot for slot in of.program.slots if task in slot), None)
+        own = slot[0] if slot else of.program.tasks[producers[task.writes[0]][0]]
+        expected, made = outcome(of, own, inputs), outcome(of, task, inputs)
+        for value in task.writes:
+            torch.testing.assert_close(made[value], expected[value])
+            assert made[value].stride() == of.metas[value].stride
+            count += 1
+    assert count >= 20
+
+
+# Attention -----------------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """Attention by a kind that is told, of what one linear layer makes."""
+
+    def __init__(self, kind: str = "", causal: bool = False, width: int = 8, **options: Any) -> None:
+        super().__init__()
+        self.kind, self.causal, self.options = kind, causal, options
+        self.first, self.last = nn.Linear(16, 3 * 4 * width), nn.Linear(4 * width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.first(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        if self.kind:
+            op = getattr(torch.ops.aten, f"_scaled_dot_product_{self.kind}_attention")
+            given = (0.0,) if self.kind == "flash" else (None, True, 0.0)
+            y = op(q, k, v, *given, self.causal, **self.options)[0]
+        else:
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal, **self.options)
+        return self.last(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_other_kinds_of_attention_are_offered(kind: str, causal: bool) -> None:
+    of = captured(Attends(kind, causal), 2, 6, 16, dtype=torch.bfloat16)
+    others = {"flash", "efficient", "cudnn"} - {kind}
+    assert found(of, "attention.") == dict.fromkeys(others, 2)  # forward and gradient
+    for other in others:
+        forward, way = (task for task in of.program.every_task() if task.variant == f"attention.{other}")
+        own = next(task for task in of.program.tasks if task.writes[0] == forward.writes[0] and task is not forward)
+        # One result for all kinds, and what each saves for itself.
+        assert not set(forward.writes[1:]) & set(own.writes) and len(forward.writes) == 4
+        assert set(way.reads) & {*forward.writes, *own.writes} == set(forward.writes)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "kinds"),
+    [
+        ({"kind": "efficient", "width": 12}, torch.bfloat16, set()),  # rows that are no multiple of 16 bytes
+        ({"kind": "efficient", "width": 160}, torch.bfloat16, {"flash"}),  # too wide for cuDNN's
+        ({"kind": "efficient", "scale": 0.3}, torch.float16, {"flash", "cudnn"}),
+        ({}, torch.float32, {"written_out"}),
+        ({"dropout_p": 0.1}, torch.float32, set()),
+    ],
+)
+def test_kinds_of_attention_that_take_it(options: dict[str, Any], dtype: torch.dtype, kinds: set[str]) -> None:
+    of = captured(Attends(**options), 2, 6, 16, dtype=dtype)
+    assert set(found(of, "attention.")) == kinds
+    calls = [call for task in of.program.every_task() if task.variant.startswith("attention.") for call in task.calls]
+    scaled = [call for call in calls if "scaled_dot" in call.op]
+    assert all(("scale" in dict(call.kwargs)) == ("scale" in options) for call in scaled)
+
+
+@pytest.mark.parametrize(("causal", "options"), [(False, {}), (True, {}), (True, {"scale": 0.3})])
+def test_attention_written_out(causal: bool, options: dict[str, Any]) -> None:
+    """Against PyTorch's attention in float64: result and gradients, in the layouts that the values have."""
+    torch.manual_seed(0)
+    of = captured(Attends("", causal, **options), 2, 6, 16)
+    forward, way = (task for task in of.program.every_task() if task.variant == "attention.written_out")
+    inputs: dict[int, torch.Tensor] = {}
+    (out,) = forward.writes
+    made = {**outcome(of, forward, inputs), **outcome(of, way, inputs)}
+    (projected,), (grad,) = forward.reads, [v for v in way.reads if v not in forward.reads]
+    exact = inputs[projected].double().requires_grad_()
+    q, k, v = exact.view(2, 6, 3, 4, 8).permute(2, 0, 3, 1, 4)
+    result = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)
+    wanted = torch.autograd.grad(result, (q, k, v), inputs[grad].double().view(2, 6, 4, 8).transpose(1, 2))
+    for value, expected in zip((out, *way.writes), (result, *wanted), strict=True):
+        torch.testing.assert_close(made[value].double(), expected.detach(), rtol=1e-5, atol=1e-5)
+        assert made[value].stride() == of.metas[value].stride
+    assert out not in way.reads  # neither the result nor what a fused kind saves
+
+
+# What is refused -----------------------------------------------------------------------------------------------
+
+
+def test_rates_know_no_algorithms() -> None:
+    """Plans from datasheet rates are those without the word."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+    with_them, without = captured(model, 4, 3, 32, 32), captured(model, 4, 3, 32, 32, mode=EXACT)
+    costs = roofline(with_them, DEVICES["h100"])
+    refused = {task.cost for task in with_them.program.every_task() if task.word == "algorithms"}
+    assert refused == {key for key, cost in costs.items() if cost == REFUSED} and refused
+    assert {key: cost for key, cost in costs.items() if cost != REFUSED} == roofline(without, DEVICES["h100"])
+    left = without_refused(with_them.program, costs)
+    assert left is not None and left.program.fingerprint == without.program.fingerprint
+
+
+def test_what_fails_where_it_is_measured_is_refused() -> None:
+    """Here that is all of it: no CPU has these operators. What is not of the word must not fail."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(2), nn.Linear(36, 16), Attends())
+    with fake_mode():
+        example = ((torch.empty(2, 3, 8, 8),), {})
+    of = admitted(capture(model, *example, target=CUDA), MODE)
+    wanted = {"conv.cudnn_gemm", "attention.written_out"}
+    tasks = [task for task in of.program.every_task() if task.variant in wanted]
+    request = Request(model, example, MODE, target=CUDA, profile_batch=2)
+    known = dict.fromkeys({task.cost for task in of.every_task()} - {task.cost for task in tasks}, Cost(1.0, 1))
+    costs, _ = measured_costs(request, of, CPU, known=known)
+    assert {costs[t.cost] == REFUSED for t in tasks if t.variant == "conv.cudnn_gemm"} == {True}
+    assert all(0 < costs[t.cost].seconds < 60 for t in tasks if t.variant == "attention.written_out")
+    efficient = next(t for t in of.program.tasks if "efficient" in t.calls[-1].op)
+    del known[efficient.cost]
+    with pytest.raises(ProfileError, match=f"profiling {efficient.name} failed"):
+        measured_costs(request, of, CPU, known=known)
+
+
+def test_profiles_keep_what_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    Profile("cuda: X", {"a": REFUSED, "b": Cost(1.0, 2)}).save(path)
+    assert "Infinity" not in path.read_text()
+    assert Profile.load(path).costs == {"a": REFUSED, "b": Cost(1.0, 2)}
+    assert on_line(4, (1, REFUSED), (2, Cost(1.0, 1))) == REFUSED
+    assert Scaling(8, 2, 4).scale(Cost(1.0, 1), REFUSED) == REFUSED
+
+
+def refusing(program: Program, costs: dict[str, Cost], rng: random.Random) -> dict[str, Cost]:
+    """Some of what there is another way for is refused."""
+    found = dict(costs)
+    makers = [tuple(program.tasks[index] for index in made) for made in program.producers]
+    for group in (*makers, *program.slots):
+        found.update((task.cost, REFUSED) for task in group[1:] if task.cost and rng.random() < 0.7)
+    return found
+
+
+def test_plans_without_what_is_refused_are_the_best() -> None:
+    """Of all schedules, as tried one by one; they name tasks by their place in the whole program."""
+    tried = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        program, plain_costs = random_program(rng, 4)
+        costs = refusing(program, plain_costs, rng)
+        left = without_refused(program, costs)
+        if left is None or len(left.program.every_task()) > 9:
+            continue
+        kept = left.whole(store_all(left.program))
+        assert left.part(kept) == store_all(left.program)
+        budget = simulate(program, kept, costs).peak_bytes - rng.randint(0, 2)
+        best = best_seconds(program, costs, budget)
+        start = {"start": kept} if tried % 2 and simulate(program, kept, costs).peak_bytes <= budget else {}
+        try:
+            made = plan(program, costs, budget, solver="HIGHS", time_limit_seconds=20.0, gap=0.0, **start)
+        except InfeasibleError:
+            assert best is None
+            continue
+        assert simulate(program, made.schedule, costs) == made.report
+        assert made.report.seconds == best != float("inf")
+        tried += 1
+        if tried == 2:
+            break
+    assert tried == 2
+    quick = fits(program, costs, budget)
+    assert quick is not None and simulate(program, quick, costs).peak_bytes <= budget
+    least = smallest_budget(program, costs, time_limit_seconds=2.0)
+    assert simulate(program, least.schedule, costs) == least.report and least.report.peak_bytes <= budget
+
+
+def test_a_slot_that_cannot_be_done_is_named() -> None:
+    program, costs = random_program(random.Random(1), 4)
+    refused = {**costs, **{way.cost: REFUSED for way in program.slots[0]}}
+    with pytest.raises(
+        ProfileError, match=f"says that {program.slots[0][0].name} cannot run; profile this model again"
+    ):
+        plan(program, refused, 10**6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is here")
+def test_a_schedule_by_algorithms_from_a_recorded_profile(tmp_path: Path) -> None:
+    """An algorithm that was measured to be faster is taken; by datasheet rates none is."""
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))\n"
+    )
+    model, store, out = f"{tmp_path / 'net.py'}:net", tmp_path / "recorded.json", tmp_path / "plan.pkl"
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    of = captured(layers, 8, 3, 64, 64)
+    costs = roofline(of, DEVICES["h200"])
+    chosen = next(task for task in of.program.tasks if task.variant == "conv.cudnn_winograd")
+    costs[chosen.cost] = Cost(1e-7, 512)
+    Profile("cuda: NVIDIA H200", costs, "measured at batch 8", {}).save(store)
+    arguments = ["solve", model, "8", "0.05", MODE, "heuristic", "--input-shape", "3,64,64", "--out", str(out)]
+    for profile, wanted in ((str(store), True), ("roofline:h200", False)):
+        result = CliRunner().invoke(main, [*arguments, "--device", "cuda", "--profile", profile])
+        assert result.exit_code == 0, result.output
+        record = ScheduleRecord.load(out)
+        assert ("variant conv.cudnn_winograd" in record.counts) is wanted
+        assert record.fingerprint == of.program.fingerprint and record.mode == MODE
