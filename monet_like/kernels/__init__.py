@@ -7,6 +7,7 @@ one, else from the plain-torch twins in `reference`, under the same names and wi
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -85,7 +86,8 @@ def status() -> str:
     devices = [device for device in _DEVICES if available(device)]
     text = "compiled kernels in use for " + " and ".join(devices)
     if "cuda" in devices:
-        return text if has("cudnn_convolution", "cuda") else text + "; not for cuDNN's algorithms: no headers of cuDNN"
+        whole = has("cudnn_convolution", "cuda")
+        return text if whole else text + "; without cuDNN's algorithms, which need its headers to be compiled"
     if build.library_path("kernels_cuda").exists():
         text += "; the CUDA kernels are built, but there is no GPU"
     else:
@@ -112,10 +114,11 @@ def _load_library() -> str:
         return f"the compiled kernels were built for torch {built_for}, this is torch {torch.__version__}"
     try:
         torch.ops.load_library(str(build.library_path()))
-        if torch.cuda.is_available():
-            for part in ("kernels_cuda", "kernels_cudnn"):
-                if build.library_path(part).exists():
-                    torch.ops.load_library(str(build.library_path(part)))
+        if torch.cuda.is_available() and build.library_path("kernels_cuda").exists():
+            torch.ops.load_library(str(build.library_path("kernels_cuda")))
+            if build.library_path("kernels_cudnn").exists():
+                with contextlib.suppress(OSError):  # another cuDNN: then only its algorithms are left out
+                    torch.ops.load_library(str(build.library_path("kernels_cudnn")))
     except OSError as error:
         return f"the compiled kernels could not be loaded ({error})"
     return ""

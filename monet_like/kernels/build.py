@@ -106,19 +106,34 @@ def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = Fals
     note = library_path().with_suffix(".json")
     folder = note.parent / "build"
     folder.mkdir(parents=True, exist_ok=True)
-    parts = {"kernels": True, "search": True, "kernels_cuda": tools.nvcc, "kernels_cudnn": tools.cudnn}
-    made = [library_path(part) for part, wanted in parts.items() if wanted]
+    needed = [library_path(part) for part in ("kernels", "search", *(["kernels_cuda"] if tools.nvcc else []))]
+    made = [*needed]
     with FileLock(folder / "lock"):
         (folder / "build.ninja").write_text(_rules(tools, source_directory()))
         command = [ninja, "-C", str(folder), *(["-j", jobs] if (jobs := os.environ.get("MAX_JOBS")) else [])]
         if force:
             _run([*command, "-t", "clean"], verbose)
-        _run([*command, *(["-v"] if verbose else [])], verbose)
-        for part, wanted in parts.items():
-            if not wanted:
+        command += ["-v"] if verbose else []
+        _run([*command, *map(str, needed)], verbose)
+        if tools.cudnn:
+            made += _unless_it_fails(
+                [*command, str(library_path("kernels_cudnn"))], library_path("kernels_cudnn"), verbose
+            )
+        for part in ("kernels_cuda", "kernels_cudnn"):
+            if library_path(part) not in made:
                 library_path(part).unlink(missing_ok=True)
         note.write_text(json.dumps({"torch": tools.torch_version, "cuda": str(bool(tools.nvcc))}, indent=1) + "\n")
     return [*made, note]
+
+
+def _unless_it_fails(command: Sequence[str], library: Path, verbose: bool) -> list[Path]:
+    """What ``command`` makes; nothing, and a word on why, if it fails: all else works without it."""
+    try:
+        _run(command, verbose)
+    except KernelBuildError as error:
+        print(f"cuDNN's algorithms are left out: {error}", file=sys.stderr)
+        return []
+    return [library]
 
 
 def _rules(tools: _Toolchain, source: Path) -> str:
