@@ -11,6 +11,12 @@ import torch
 
 from . import host
 from .errors import CaptureError
+from .kernels import reference
+from .kernels.schemas import CUDNN, NAMESPACE
+
+#: Operators that cuDNN may refuse, and what csrc/cudnn says then.
+BY_ALGORITHM = frozenset(f"{NAMESPACE}.{name}.default" for name in CUDNN)
+_REFUSAL = "is not to be had for these shapes"
 
 
 def get_rng_state(device: str) -> torch.Tensor:
@@ -85,7 +91,31 @@ def resolve(name: str) -> Callable[..., Any]:
     if name in _OURS:
         return _OURS[name]
     op = overload(name)
+    if name in BY_ALGORITHM:
+        return or_pytorchs_own(op, getattr(reference, name.split(".")[1]))
     return BINDINGS.get(name) or getattr(op, "_op", op)  # the C++ function itself: one Python frame less for every call
+
+
+def or_pytorchs_own(op: Callable[..., torch.Tensor], twin: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``op``, and where cuDNN has not the algorithm that it asks for, its twin.
+
+    That is decided when a schedule is planned; a smaller batch or another card, which may run it, is another matter.
+    """
+
+    def run(*args: Any) -> torch.Tensor:
+        try:
+            return op(*args)
+        except RuntimeError as error:
+            if _REFUSAL not in str(error):
+                raise
+            return twin(*args)
+
+    return run
+
+
+def without_fallback() -> dict[str, Callable[..., Any]]:
+    """What to call instead of `resolve`'s functions to see whether cuDNN has the algorithms."""
+    return {name: overload(name) for name in BY_ALGORITHM}
 
 
 def overload(name: str) -> Any:

@@ -23,6 +23,7 @@ from .codegen import Block, compile_block
 from .errors import ProfileError
 from .kernels.sync_batch_norm import COMMUNICATING
 from .measure import CacheEviction, allocated_peak, seconds_of
+from .operators import without_fallback
 from .profile_data import Profile
 from .program import REFUSED, Cost, Task
 
@@ -90,7 +91,9 @@ def measure_task(
         ):
             inputs = {value: maker.make(value) for value in task.reads}
             writes = tuple(v for v in task.writes if _has_tensor(task, v))
-            run = compile_block(Block(task.reads, (task,), (), writes), task.name, COMMUNICATING)
+            run = compile_block(
+                Block(task.reads, (task,), (), writes), task.name, COMMUNICATING | without_fallback()
+            )
 
             def call() -> Any:
                 return run([inputs[value] for value in task.reads])

@@ -24,6 +24,7 @@ from monet_like.codegen import Block, compile_block
 from monet_like.compiler import Request, measured_costs
 from monet_like.errors import InfeasibleError, ProfileError
 from monet_like.kernels import reference
+from monet_like.operators import or_pytorchs_own, without_fallback
 from monet_like.plan import plan, store_all
 from monet_like.plan.questions import fits, smallest_budget
 from monet_like.plan.refused import without_refused
@@ -84,6 +85,29 @@ def test_unknown_algorithms_are_named() -> None:
         ops.cudnn_convolution(x, weight, None, [1, 1], [0, 0], [1, 1], 1, False, "direct")
     with pytest.raises(ValueError, match="no algorithm 'winograd'; choose one of 0, 1, 3, fft"):
         ops.cudnn_convolution_backward_weight(x, x, [1, 1, 1, 1], [1, 1], [0, 0], [1, 1], 1, False, "winograd")
+
+
+def test_what_cudnn_has_not_is_done_by_pytorch_but_not_measured() -> None:
+    """A smaller batch or another card must not stop a schedule that was planned with an algorithm."""
+    asked: list[str] = []
+
+    def op(x: torch.Tensor, algorithm: str) -> torch.Tensor:
+        asked.append(algorithm)
+        if algorithm == "gemm":
+            return x + 1
+        is_refusal = algorithm == "fft"
+        raise RuntimeError(f"cuDNN's algorithm fft {'is not to be had for these shapes' if is_refusal else 'broke'}")
+
+    run = or_pytorchs_own(op, lambda x, algorithm: x + 2)
+    x = torch.zeros(1)
+    assert float(run(x, "gemm")) == 1 and float(run(x, "fft")) == 2
+    with pytest.raises(RuntimeError, match="broke"):
+        run(x, "winograd")
+    assert asked == ["gemm", "fft", "winograd"]
+    name = "monet_like.cudnn_convolution.default"
+    assert without_fallback()[name] is ops.cudnn_convolution.default
+    source = (Path(__file__).parents[1] / "csrc" / "cudnn" / "convolution.cpp").read_text()
+    assert "is not to be had for these shapes" in source
 
 
 # What is offered -----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from monet_like.capture import Captured, capture
 from monet_like.compiler import Request, measured_costs
 from monet_like.kernels import reference
 from monet_like.measure import allocated_peak
+from monet_like.operators import resolve
 from monet_like.plan import plan, store_all
 from monet_like.plan.refused import without_refused
 from monet_like.program import REFUSED
@@ -98,6 +99,14 @@ def test_algorithms_compute_the_convolution(sizes: Any, options: Any, dtype: tor
                     assert made.is_contiguous(memory_format=layout)
                     done += 1
                 assert done or layout is torch.channels_last or dtype == torch.bfloat16
+
+
+def test_a_schedule_goes_on_where_cudnn_has_not_the_algorithm() -> None:
+    x, weight = torch.randn(2, 4, 9, 9, device=CUDA), torch.randn(4, 4, 3, 3, device=CUDA)
+    arguments = (x, weight, None, [2, 2], [1, 1], [1, 1], 1, False, "winograd")  # knows no strides
+    assert unless_refused(ops.cudnn_convolution, "winograd", *arguments[:-1]) is None
+    made = resolve("monet_like.cudnn_convolution.default")(*arguments)
+    assert close(made, aten.convolution(x.double(), weight.double(), None, *arguments[3:6], False, [0, 0], 1), "gemm")
 
 
 def test_the_workspace_is_pytorchs() -> None:
