@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 
 from monet_like.errors import ScheduleError
@@ -102,45 +103,47 @@ def _random_backward(
 
 
 def all_schedules(
-    program: Program, costs: dict[str, Cost], best: list[float], anywhere: bool = False
+    program: Program, costs: dict[str, Cost], budget: int, best: list[float], anywhere: bool = False
 ) -> Iterator[Schedule]:
-    """Every schedule whose reads find their values and whose seconds stay below ``best[0]`` as it falls.
+    """Every schedule within the budget whose seconds stay below ``best[0]`` as it falls.
+
+    A beginning that the simulator refuses, or whose peak is over the budget, is not gone on with: what follows can
+    only make values live longer.
 
     Args:
         anywhere: tasks run again before any slot, not only where it can be of use.
     """
     count = len(program.slots)
     stages_of_use = find_needs(program).stages if not anywhere else range(count + 1)
+    beginnings = [replace(program, slots=program.slots[:slot]) for slot in range(count + 1)]
+    fewest = [min(costs[way.cost].seconds for way in slot) for slot in program.slots]
+    rest = [sum(fewest[slot:]) for slot in range(count + 1)]  # what is still to come takes at least this
 
-    def stages(slot: int, born: frozenset[int], seconds: float, again: tuple, ways: tuple) -> Iterator[tuple]:
+    def extended(schedule: Schedule, seconds: float) -> Iterator[Schedule]:
+        slot = len(schedule.ways)
+        try:
+            report = simulate(beginnings[slot], schedule, costs)
+        except ScheduleError:
+            return
+        if report.peak_bytes > budget:
+            return
         if slot == count:
-            yield again, ways
+            yield schedule
             return
         allowed = range(len(program.tasks)) if slot + 1 in stages_of_use else ()
         for chosen in subsets([i for i in allowed if program.tasks[i].runs != "first"]):
-            after = run(chosen, born)
-            if after is None:
-                continue
             spent = seconds + sum(costs[program.tasks[i].cost].seconds for i in chosen)
             for k, way in enumerate(program.slots[slot]):
                 total = spent + costs[way.cost].seconds
-                if total < best[0] and all(v in after for v in program.forward_reads(way)):
-                    yield from stages(slot + 1, after, total, (*again, chosen), (*ways, k))
-
-    def run(chosen: tuple[int, ...], born: frozenset[int]) -> frozenset[int] | None:
-        for i in chosen:
-            task = program.tasks[i]
-            if not all(v in born for v in program.forward_reads(task)):
-                return None
-            born = (born - {task.overwrites}) | set(task.writes)
-        return born
+                if total + rest[slot + 1] < best[0]:
+                    yield from extended(
+                        Schedule(schedule.forward, (*schedule.again, chosen), (*schedule.ways, k)), total
+                    )
 
     for forward in subsets([i for i, task in enumerate(program.tasks) if task.runs != "again"]):
-        after = run(forward, frozenset())
-        if after is not None and set(program.outputs) <= after:
-            start = sum(costs[program.tasks[i].cost].seconds for i in forward)
-            for again, ways in stages(0, after, start, (), ()):
-                yield Schedule(forward, again, ways)
+        start = sum(costs[program.tasks[i].cost].seconds for i in forward)
+        if start + rest[0] < best[0]:
+            yield from extended(Schedule(forward, (), ()), start)
 
 
 def subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
@@ -152,11 +155,6 @@ def subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
 def best_seconds(program: Program, costs: dict[str, Cost], budget: int, anywhere: bool = False) -> float | None:
     """Fewest seconds of any schedule within the budget, by trying them all; None if there is none."""
     best = [float("inf")]
-    for schedule in all_schedules(program, costs, best, anywhere):
-        try:
-            report = simulate(program, schedule, costs)
-        except ScheduleError:
-            continue
-        if report.peak_bytes <= budget:
-            best[0] = min(best[0], report.seconds)
+    for schedule in all_schedules(program, costs, budget, best, anywhere):
+        best[0] = simulate(program, schedule, costs).seconds
     return None if best[0] == float("inf") else best[0]
