@@ -171,13 +171,14 @@ def front(
     problem, ready = _prepared(terminal, profile_file, options)
     program, costs, request = ready.captured.program, ready.costs, problem.request
     console = terminal.console
+    start = None
     if budgets:
         limits = read_budgets(budgets, ready.plain.peak_bytes)
     else:
-        least = smallest_budget(
+        smallest = smallest_budget(
             program, costs, extra_bytes=ready.extra_bytes, solver=request.solver, time_limit_seconds=5.0
-        ).report.peak_bytes
-        most = ready.plain.peak_bytes
+        )
+        start, least, most = smallest.schedule, smallest.report.peak_bytes, ready.plain.peak_bytes
         limits = [least + (most - least) * k // (points - 1) for k in range(points)]
     with terminal.progress() as progress:
         found = pareto(
@@ -188,6 +189,7 @@ def front(
             solver=request.solver,
             time_limit_seconds=request.time_limit_seconds,
             gap=request.gap,
+            start=start,
             progress=lambda done, total: progress.at("plan", format_bytes(sorted(limits)[done]), done, total),
         )
     console.print(_title(problem, ready))

@@ -109,12 +109,14 @@ def pareto(
     time_limit_seconds: float = 60.0,
     gap: float = 0.01,
     strategy: str = "milp",
+    start: Schedule | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Point, ...]:
     """A plan for every budget, the smallest budget first: each plan is where the next one starts.
 
     Args:
         strategy: ``milp`` or ``heuristic``.
+        start: where the first one starts, if it is known, with ``milp``.
         time_limit_seconds: wall seconds for each budget.
         progress: called with how many budgets are done and how many there are.
     """
@@ -123,11 +125,12 @@ def pareto(
     for done, budget in enumerate(sorted(budgets_bytes)):
         if progress is not None:
             progress(done, len(budgets_bytes))
-        start: dict[str, Any] = {"start": last.schedule} if last is not None and strategy == "milp" else {}
+        known = last.schedule if last is not None else start
+        begin: dict[str, Any] = {"start": known} if known is not None and strategy == "milp" else {}
         try:
             found: Plan | None = plan(
                 program, costs, budget, solver=solver, time_limit_seconds=time_limit_seconds, gap=gap,
-                strategy=strategy, extra_bytes=extra_bytes, **start,
+                strategy=strategy, extra_bytes=extra_bytes, **begin,
             )  # fmt: skip
         except (InfeasibleError, SolverError):
             found = None
