@@ -8,16 +8,16 @@ from random_programs import random_program
 from scipy.optimize import Bounds, LinearConstraint, milp
 from test_formulation import instance, solve_exactly
 
-from monet_like.plan.bound import BlockProgram, block_program
+from monet_like.plan.bound import block_program
 from monet_like.plan.formulation import Formulation
+from monet_like.plan.matrix import MatrixProgram
 from monet_like.plan.needs import find_needs, prune
 from monet_like.plan.refine import Refinement
 from monet_like.simulate import simulate
 
 
-def optimum(blocks: BlockProgram) -> float | None:
+def optimum(problem: MatrixProgram) -> float | None:
     """Seconds of the program's best point; None if it has none."""
-    problem = blocks.matrix
     if problem.contradiction:
         return None
     if not problem.columns:
@@ -44,7 +44,7 @@ def test_every_choice_of_blocks_and_rows_bounds_the_best_schedule_and_the_finest
             possible = {slot + 1 for slot in alone} & set(find_needs(program).stages) | {0}
             runs = [(stage, group) for stage in sorted(possible) for group in groups if rng.random() < 0.8]
             blocks = block_program(program, costs, budget, alone, runs=runs)
-            best = optimum(blocks)
+            best = optimum(blocks.matrix)
             assert best is not None, seed
             assert best <= found[1] + 1e-6, (seed, alone, runs)
             point = blocks.point(found[0])
