@@ -24,8 +24,9 @@ import monet_like
 @click.option("--size", default=96, show_default=True, help="Of the square images, in pixels.")
 @click.option("--budget", default="70%", show_default=True, help="Of plain PyTorch's peak, or such as 1.5 GB.")
 @click.option("--sync-bn", is_flag=True, help="Batch norm by the statistics of all processes' images.")
+@click.option("--planning", default=60.0, show_default=True, help="Seconds to plan in, at most.")
 @click.option("--schedule", type=click.Path(path_type=Path), default="schedule.pkl", show_default=True)
-def main(steps: int, batch: int, size: int, budget: str, sync_bn: bool, schedule: Path) -> None:
+def main(steps: int, batch: int, size: int, budget: str, sync_bn: bool, planning: float, schedule: Path) -> None:
     """Train a MobileNetV2 on random images."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -39,7 +40,8 @@ def main(steps: int, batch: int, size: int, budget: str, sync_bn: bool, schedule
     images = torch.randn(batch, 3, size, size, device=device)
     labels = torch.randint(0, 10, (batch,), device=device)
     if rank == 0:
-        monet_like.auto_schedule(model, images, memory_budget=budget).record.save(schedule)
+        planned = monet_like.auto_schedule(model, images, memory_budget=budget, time_limit_seconds=planning)
+        planned.record.save(schedule)
     dist.barrier()
     scheduled = monet_like.ScheduleWrapper(model, schedule, (3, size, size))
     parallel = DistributedDataParallel(scheduled)

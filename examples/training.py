@@ -18,12 +18,13 @@ import monet_like  # 1
 @click.option("--batch", default=8, show_default=True)
 @click.option("--size", default=96, show_default=True, help="Of the square images, in pixels.")
 @click.option("--budget", default="70%", show_default=True, help="Of plain PyTorch's peak, or such as 1.5 GB.")
-def main(steps: int, batch: int, size: int, budget: str) -> None:
+@click.option("--planning", default=60.0, show_default=True, help="Seconds to plan in, at most.")
+def main(steps: int, batch: int, size: int, budget: str, planning: float) -> None:
     """Train a MobileNetV2 on random images."""
     torch.manual_seed(0)
     model: nn.Module = torchvision.models.mobilenet_v2(num_classes=10)
     images, labels = torch.randn(batch, 3, size, size), torch.randint(0, 10, (batch,))
-    model = monet_like.auto_schedule(model, memory_budget=budget)  # 2
+    model = monet_like.auto_schedule(model, memory_budget=budget, time_limit_seconds=planning)  # 2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()

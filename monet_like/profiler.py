@@ -91,9 +91,7 @@ def measure_task(
         ):
             inputs = {value: maker.make(value) for value in task.reads}
             writes = tuple(v for v in task.writes if _has_tensor(task, v))
-            run = compile_block(
-                Block(task.reads, (task,), (), writes), task.name, COMMUNICATING | without_fallback()
-            )
+            run = compile_block(Block(task.reads, (task,), (), writes), task.name, COMMUNICATING | without_fallback())
 
             def call() -> Any:
                 return run([inputs[value] for value in task.reads])

@@ -16,6 +16,8 @@ import torch
 from torchvision.io import write_png
 
 ROOT = Path(__file__).parent.parent
+#: For the examples that plan themselves.
+QUICK = ("--size", "64", "--planning", "2")
 
 
 def losses(command: list[str], folder: Path) -> list[float]:
@@ -29,15 +31,13 @@ def losses(command: list[str], folder: Path) -> list[float]:
 
 
 def test_training(tmp_path: Path) -> None:
-    found = losses([sys.executable, f"{ROOT}/examples/training.py", "--steps", "6", "--size", "64"], tmp_path)
+    found = losses([sys.executable, f"{ROOT}/examples/training.py", "--steps", "6", *QUICK], tmp_path)
     assert len(found) == 6 and found[-1] < found[0]
 
 
 def test_distributed_training_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = losses(
-        [*torchrun, f"{ROOT}/examples/dist_training.py", "--steps", "5", "--size", "64", "--sync-bn"], tmp_path
-    )
+    found = losses([*torchrun, f"{ROOT}/examples/dist_training.py", "--steps", "5", "--sync-bn", *QUICK], tmp_path)
     assert len(found) == 5 and found[-1] < found[0]
     assert (tmp_path / "schedule.pkl").exists()
 
@@ -61,6 +61,7 @@ SMALL = ("--image-size", "32", "-p", "1", "-j", "0", "--seed", "1", "--epochs", 
 
 def solve(folder: Path, batch: int, mode: str) -> str:
     command = [sys.executable, f"{ROOT}/solve.py", MODEL, str(batch), "0.12", mode, "HIGHS", "--input-shape", "3,32,32"]
+    command += ["--time-limit", "5"]
     environment = {**os.environ, "MONET_LIKE_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     subprocess.run([*command, "--out", "schedule.pkl"], cwd=folder, env=environment, check=True, capture_output=True)
     return "schedule.pkl"
@@ -84,20 +85,24 @@ def test_imagenet_in_two_processes(tmp_path: Path, image_folder: Path) -> None:
     assert losses([*plain, "--solution_file", schedule], tmp_path) == losses(plain, tmp_path)
 
 
-def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The cells of a notebook after a run in ``folder``."""
+def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> list[Any]:
+    """The cells of a notebook after a run in ``folder``, with other ``settings`` than its first cell's."""
     notebook = nbformat.read(ROOT / "examples" / name, as_version=4)
+    first = next(number for number, cell in enumerate(notebook.cells) if cell.cell_type == "code")
+    assert all(name in notebook.cells[first].source for name in settings)
+    lines = "\n".join(f"{name} = {value!r}" for name, value in settings.items())
+    notebook.cells.insert(first + 1, nbformat.v4.new_code_cell(lines))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
     return list(notebook.cells)
 
 
 def test_notebook_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = executed("train_cifar10.ipynb", tmp_path, monkeypatch)
+    cells = executed("train_cifar10.ipynb", tmp_path, monkeypatch, EPOCHS=1, BATCH=32, IMAGES=470, PLANNING=2)
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
     last = cells[-1].outputs[0].text
-    assert "30 of 30 losses are equal to the bit" in last
+    assert "15 of 15 losses are equal to the bit" in last
     assert int(last.partition("%")[0]) <= 50
 
 

@@ -116,7 +116,9 @@ def test_pareto_command(tmp_path: Path) -> None:
 
 def test_compare_command(tmp_path: Path) -> None:
     table = tmp_path / "all.csv"
-    text = run("compare", CHAIN, "16", "90%,75%", *QUICK, "--strategies", "heuristic,ogc,store_all", "--csv", str(table))
+    text = run(
+        "compare", CHAIN, "16", "90%,75%", *QUICK, "--strategies", "heuristic,ogc,store_all", "--csv", str(table)
+    )
     rows = {(row["strategy"], row["budget_bytes"]): row for row in csv.DictReader(table.open())}
     assert len(rows) == 6
     assert all(row["seconds"] for (name, _), row in rows.items() if name == "heuristic")
