@@ -39,7 +39,7 @@ def call(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProc
 
 
 def test_solve_check_and_inspect(tmp_path: Path) -> None:
-    first = call(tmp_path, "solve.py", *PROBLEM, *SMALL, "--time-limit", "30")
+    first = call(tmp_path, "solve.py", *PROBLEM, *SMALL, "--time-limit", "4")
     assert first.returncode == 0, first.stderr
     for word in ("plain PyTorch (predicted)", "columns", "rows", "bound, gap", "capture", "kept for the backward"):
         assert word in first.stdout
@@ -50,7 +50,7 @@ def test_solve_check_and_inspect(tmp_path: Path) -> None:
     (profile,) = (tmp_path / "solutions" / "profiles").iterdir()
     content = profile.read_bytes()
 
-    again = call(tmp_path, "solve.py", *PROBLEM, *SMALL, "--time-limit", "30")
+    again = call(tmp_path, "solve.py", *PROBLEM, *SMALL, "--time-limit", "4")
     assert again.returncode == 0, again.stderr
     assert profile.read_bytes() == content  # reused, not measured anew
 
@@ -77,7 +77,7 @@ def test_solve_check_and_inspect(tmp_path: Path) -> None:
 
 
 def test_a_smaller_profile_batch_is_scaled_and_said(tmp_path: Path) -> None:
-    options = ("--profile-batch", "2", "--time-limit", "20", "--out", "small.pkl")
+    options = ("--profile-batch", "2", "--time-limit", "4", "--out", "small.pkl")
     done = call(tmp_path, "solve.py", *PROBLEM, *SMALL, *options)
     assert done.returncode == 0, done.stderr
     assert "measured at batch 2, scaled to 16" in done.stdout
@@ -86,7 +86,19 @@ def test_a_smaller_profile_batch_is_scaled_and_said(tmp_path: Path) -> None:
 
 def test_ablation_recomputes_nothing(tmp_path: Path) -> None:
     problem = [*PROBLEM[:2], "0.16", *PROBLEM[3:]]
-    done = call(tmp_path, "solve.py", *problem, *SMALL, "--ablation", "--profile", "roofline:cpu", "--out", "a.pkl")
+    done = call(
+        tmp_path,
+        "solve.py",
+        *problem,
+        *SMALL,
+        "--ablation",
+        "--profile",
+        "roofline:cpu",
+        "--time-limit",
+        "4",
+        "--out",
+        "a.pkl",
+    )
     assert done.returncode == 0, done.stderr
     assert ScheduleRecord.load(tmp_path / "a.pkl").schedule.rerun_count == 0
 
@@ -94,7 +106,7 @@ def test_ablation_recomputes_nothing(tmp_path: Path) -> None:
 def test_auto_schedule_is_exact_fits_and_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = torchvision.models.resnet18().train(), torch.randn(16, 3, 112, 112)
     plain = run(twin(model), (x,), {})
-    wrapped = monet_like.auto_schedule(twin(model), x, memory_budget="88%", mode="inplace", time_limit_seconds=10)
+    wrapped = monet_like.auto_schedule(twin(model), x, memory_budget="88%", mode="inplace", time_limit_seconds=4)
     assert max(plain.differences(run(wrapped, (x,), {})).values()) == 0.0
     record = wrapped.record
     assert record.peak_bytes <= record.budget_bytes == int(0.88 * record.plain_peak_bytes)
@@ -103,7 +115,7 @@ def test_auto_schedule_is_exact_fits_and_is_cached(monkeypatch: pytest.MonkeyPat
     measured = resident + allocated_peak(lambda: run(wrapped, (x,), {}), torch.device("cpu"))
     assert measured <= record.budget_bytes + 1024
     monkeypatch.setattr("monet_like.api.compile_schedule", None)  # a second call must not come here
-    again = monet_like.auto_schedule(twin(model), x, memory_budget="88%", mode="inplace", time_limit_seconds=10)
+    again = monet_like.auto_schedule(twin(model), x, memory_budget="88%", mode="inplace", time_limit_seconds=4)
     assert again.record == record
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -21,9 +22,15 @@ from monet_like.roofline import flops, touched_bytes
 from monet_like.variants import with_variants
 
 
-def offered(name: str) -> Captured:
+@functools.cache
+def captured_alone(name: str) -> Captured:
     model, args, kwargs = zoo.MODELS[name]()
-    return with_variants(capture(model, args, kwargs))
+    return capture(model, args, kwargs)
+
+
+@functools.cache
+def offered(name: str) -> Captured:
+    return with_variants(captured_alone(name))
 
 
 def tasks_of(captured: Captured) -> tuple[Task, ...]:
@@ -83,8 +90,7 @@ def test_gradients_of_batch_norm_and_its_relu_are_one_slot() -> None:
 
 @pytest.mark.parametrize("mode", MONET_MODES)
 def test_a_mode_admits_what_its_words_name(mode: str) -> None:
-    model, args, kwargs = zoo.MODELS["mobilenet_v2"]()
-    captured, words = capture(model, args, kwargs), parse_mode(mode)
+    captured, words = captured_alone("mobilenet_v2"), parse_mode(mode)
     everything = Counter((t.variant, t.word) for t in tasks_of(with_variants(captured, words)))
     here = Counter((t.variant, t.word) for t in tasks_of(admitted(captured, mode)))
     assert here == Counter({key: n for key, n in everything.items() if not key[1] or key[1] in words})
