@@ -20,6 +20,7 @@ FP32 is without TF32, as PyTorch multiplies float32 matrices by default.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -114,10 +115,36 @@ def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     plans take PyTorch's own.
     """
     priced = {task.cost for task in captured.every_task() if task.word != ALGORITHMS}
+    tasks, works = distinct_tasks(captured), _works(captured)
     return {
-        key: REFUSED if key not in priced else Cost(_seconds(captured, task, limits), _unpacked_bytes(captured, task))
-        for key, task in distinct_tasks(captured).items()
+        key: Cost(_seconds(captured, task, works[key], limits), works[key].unpacked_bytes) if key in priced else REFUSED
+        for key, task in tasks.items()
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a task does, on any device."""
+
+    flops: int = 0
+    touched_bytes: int = 0
+    unpacked_bytes: int = 0
+
+
+#: The last program that was asked about, mostly for several devices, and the work of its tasks: counting runs them.
+_last: tuple[weakref.ref[Captured], dict[str, _Work]] | None = None
+
+
+def _works(captured: Captured) -> dict[str, _Work]:
+    """The work of every distinct task."""
+    global _last
+    if _last is None or _last[0]() is not captured:
+        found = {}
+        for key, task in distinct_tasks(captured).items():
+            work = (0, 0) if task.copies else (flops(captured, task), touched_bytes(captured, task))
+            found[key] = _Work(*work, _unpacked_bytes(captured, task))
+        _last = weakref.ref(captured), found
+    return _last[1]
 
 
 def _unpacked_bytes(captured: Captured, task: Task) -> int:
@@ -128,16 +155,14 @@ def _unpacked_bytes(captured: Captured, task: Task) -> int:
     return counter.bytes
 
 
-def _seconds(captured: Captured, task: Task, limits: DeviceLimits) -> float:
+def _seconds(captured: Captured, task: Task, work: _Work, limits: DeviceLimits) -> float:
     metas = captured.metas
     if task.copies:
         copied = max(metas[v].storage_bytes for v in (*task.reads, *task.writes))
         return limits.launch_seconds + copied / limits.host_bytes_per_second
     half = any(metas[v].dtype.itemsize == 2 and metas[v].dtype.is_floating_point for v in task.reads)
     rate = limits.half_flops_per_second if half else limits.flops_per_second
-    return max(
-        limits.launch_seconds, flops(captured, task) / rate, touched_bytes(captured, task) / limits.bytes_per_second
-    )
+    return max(limits.launch_seconds, work.flops / rate, work.touched_bytes / limits.bytes_per_second)
 
 
 def touched_bytes(captured: Captured, task: Task) -> int:
