@@ -5,6 +5,8 @@ It shares no code with any planner and needs neither torch nor a solver. Its rul
 * Tasks run in the order of the schedule. A task needs every forward value it reads to exist.
 * A forward value exists from the run that writes it until its last read before it is written anew (for
   outputs: to the end of the step). Then its storage is freed at once.
+* What runs only in the forward may do what must happen once, such as draw noise or update statistics: no other task
+  that writes one of its values may run there too.
 * A task that overwrites a value takes over its storage: nobody may read that value afterwards.
 * The memory of a run is: resident bytes, plus all values that exist before it and are still needed by it or
   later, plus what it writes, plus its workspace, minus the storage it takes over.
@@ -221,7 +223,7 @@ def _last_reads(program: Program, runs: list[_Run]) -> dict[tuple[int, int], int
     born: dict[int, int] = dict.fromkeys(program.tangents, -1)
     touched: dict[int, list[int]] = {value: [] for value in program.tangents}
     dead: dict[int, str] = {}
-    made_in_forward: set[int] = set()
+    made_in_forward: dict[int, Task] = {}
     result: dict[tuple[int, int], int] = {}
 
     def close(value: int) -> None:
@@ -255,7 +257,12 @@ def _last_reads(program: Program, runs: list[_Run]) -> dict[tuple[int, int], int
             touched[value] = [index]
             dead.pop(value, None)
             if run.slot is None:
-                made_in_forward.add(value)
+                other = made_in_forward.setdefault(value, run.task)
+                if other is not run.task and "first" in (other.runs, run.task.runs):
+                    raise ScheduleError(
+                        f"{run.task.name} and {other.name} both write {program.values[value].name} in the forward; what "
+                        "runs only there, such as a random draw, may not be done twice"
+                    )
     missing = [program.values[value].name for value in program.outputs if value not in made_in_forward]
     if missing:
         raise ScheduleError(f"the forward does not make its output {missing[0]}")

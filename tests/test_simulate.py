@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from monet_like.errors import ProfileError, ScheduleError
-from monet_like.program import Cost, Program, Task, Value
+from monet_like.program import Cost, Program, Runs, Task, Value
 from monet_like.schedule import Schedule
 from monet_like.simulate import simulate
 
@@ -112,6 +112,24 @@ def test_tasks_run_only_where_they_may(runs: str, stage: str) -> None:
     tasks = (replace(program.tasks[0], runs=runs), *program.tasks[1:])
     with pytest.raises(ScheduleError, match=f"ta may not run in {stage}"):
         simulate(replace(program, tasks=tasks), Schedule((0, 1, 3), ((0,), (), ()), (0, 0, 0)), costs)
+
+
+@pytest.mark.parametrize("runs", [("first", "first"), ("first", "both"), ("both", "first")])
+def test_noise_is_not_drawn_twice(runs: tuple[Runs, Runs]) -> None:
+    """Such as a dropout and the one that packs its mask, which is there to be chosen instead."""
+    program, costs = chain()
+    values = (*program.values, Value("bits", 4, "forward"))
+    draw = replace(program.tasks[0], runs=runs[0])
+    pack = Task("ta.pack", draw.reads, (A, len(program.values)), "ta", variant="pack", runs=runs[1])
+    noisy = replace(program, values=values, tasks=(draw, pack, *program.tasks[1:]))
+    noisy.check()
+    for forward in ((0, 2, 4), (1, 2, 4)):
+        simulate(noisy, Schedule(forward, ((), (), ()), (0, 0, 0)), costs)
+    with pytest.raises(ScheduleError) as caught:
+        simulate(noisy, Schedule((0, 1, 2, 4), ((), (), ()), (0, 0, 0)), costs)
+    assert str(caught.value) == (
+        "ta.pack and ta both write a in the forward; what runs only there, such as a random draw, may not be done twice"
+    )
 
 
 def test_missing_cost_is_named() -> None:
