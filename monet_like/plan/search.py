@@ -167,8 +167,7 @@ class Search:
         self._heuristic(1)
         if self.best is None:
             raise self._infeasible("not proven")
-        self.started = time.monotonic() - 0.75 * self.time_limit_seconds  # however long the search took
-        self._refine(self._closed, plans=False)
+        self._refine(self._closed, time.monotonic() + 0.25 * self.time_limit_seconds, plans=False)
         return self._plan(None, "", False)
 
     def _search(self, formulation: Formulation, solver: str) -> Formulation:
@@ -324,7 +323,8 @@ class Search:
 
         def work() -> None:
             try:
-                self._refine(lambda: ended.is_set() or self._closed("unrestricted"))
+                ends = self.started + (1 - POLISH_SHARE) * self.time_limit_seconds
+                self._refine(lambda: ended.is_set() or self._closed("unrestricted"), ends)
             except BaseException as error:
                 failed.append(error)
 
@@ -340,11 +340,11 @@ class Search:
         if failed:
             raise failed[0]
 
-    def _refine(self, stop: Callable[[], bool], plans: bool = True) -> None:
-        """``plans``: whether schedules that it comes across may become the plan."""
+    def _refine(self, stop: Callable[[], bool], ends: float, plans: bool = True) -> None:
+        """Until ``stop`` or the monotonic clock's ``ends``. ``plans``: whether what it comes across may become the plan."""
         refinement = Refinement(self.program, self.costs, self.budget_bytes, self.extra_bytes)
         begin, seed = time.monotonic(), 20_000
-        while not stop() and (left := self.left - POLISH_SHARE * self.time_limit_seconds) > 0.5:
+        while not stop() and (left := ends - time.monotonic()) > 0.5:
             best, seconds = (self.best[0], self.best[1].seconds) if self.best is not None else (None, inf)
             step = refinement.step(best, seconds, self.gap, left, stop)
             self._bound("unrestricted", step.bound_seconds)
