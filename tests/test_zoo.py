@@ -196,25 +196,10 @@ def test_no_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Building -----------------------------------------------------------------------------------------------------
 
-MODEL = """
-import torch
-from torch import nn
-
-def chain():
-    layers = [nn.Conv2d(3, 16, 3, padding=1)]
-    for _ in range(4):
-        layers += [nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
-    return nn.Sequential(*layers)
-
-def make_inputs(batch):
-    return torch.zeros(batch, 3, 256, 256)
-"""
-
 
 @pytest.fixture(name="chain")
-def _chain(tmp_path: Path) -> Entry:
-    (tmp_path / "net.py").write_text(MODEL)
-    return Entry("chain", f"{tmp_path / 'net.py'}:chain", 16, ("60%", "40%", "0.01"))
+def _chain() -> Entry:
+    return Entry("chain", f"{ROOT / 'tests' / 'chain.py'}:chain", 16, ("60%", "40%", "0.01"))
 
 
 def test_a_build_is_reproducible_resumable_and_honest(tmp_path: Path, chain: Entry) -> None:
