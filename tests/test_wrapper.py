@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import threading
@@ -30,10 +31,16 @@ from monet_like.schedule_file import ScheduleRecord
 def made(name: str = "resnet18", *, drop: float = 0.5) -> tuple[nn.Module, ScheduleRecord, zoo.Built]:
     """A model, a schedule with some recompute for it, and its inputs."""
     example = zoo.MODELS[name]()
+    return example[0], recorded(name, drop), example
+
+
+@functools.cache
+def recorded(name: str, drop: float) -> ScheduleRecord:
+    example = zoo.MODELS[name]()
     model, args, kwargs = example
     captured = admitted(capture(model, args, kwargs), "normal")
     schedule = random_schedule(captured.program, 1, drop=drop, others=0.0) if drop else store_all(captured.program)
-    return model, record_for(captured, schedule, "normal", example), example
+    return record_for(captured, schedule, "normal", example)
 
 
 def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
