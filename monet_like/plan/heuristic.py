@@ -114,15 +114,27 @@ class Searcher:
         return found
 
     def improve(
-        self, starts: Sequence[Found], budget_bytes: int, evaluations: int, seed: int, *, later: bool = False
+        self,
+        starts: Sequence[Found],
+        budget_bytes: int,
+        evaluations: int,
+        seed: int,
+        *,
+        later: bool = False,
+        effort: int = 1,
     ) -> Found:
-        """Anneal from every start, several at once; the best of what came and of the starts. ``later``: cooler."""
+        """Anneal from every start, several at once; the best of what came and of the starts.
+
+        Args:
+            later: cooler.
+            effort: so many times as many evaluations, and runs of tasks.
+        """
         cooler = {"first_heat": LATER_HEAT, "first_weight": LATER_WEIGHT} if later else {}
         settings = [
             Settings(
                 budget_bytes=max(1, budget_bytes),
-                evaluations=evaluations,
-                most_steps=MOST_STEPS[self.engine.name],
+                evaluations=effort * evaluations,
+                most_steps=effort * MOST_STEPS[self.engine.name],
                 seed=seed + number,
                 candidates=self.tables.changeable,
                 choices=tuple(slot for slot, options in enumerate(self.tables.options) if len(options) > 1),
@@ -148,6 +160,7 @@ def find_start(
     evaluations: int | None = None,
     rounds: int = 1,
     start: Schedule | None = None,
+    effort: int = 1,
 ) -> Schedule | None:
     """A schedule within ``budget_bytes`` (bytes), as fast as the search finds; None if it finds none.
 
@@ -160,10 +173,11 @@ def find_start(
         evaluations: policies judged by each of the two annealings of a round; None: a second or two's worth.
         rounds: each but the first anneals the best of the one before.
         start: a schedule to begin with, instead of what is made here.
+        effort: so many times as long an annealing in every later round.
     """
     searcher = Searcher(program, costs, extra_bytes, pin_bytes)
     given = None if start is None else searcher.judge(to_policy(program, searcher.tables, start), budget_bytes)
-    found = _search(searcher, budget_bytes, seed, evaluations, rounds, given)
+    found = _search(searcher, budget_bytes, seed, evaluations, rounds, given, effort)
     planned = None if found is None else searcher.plan(found.policy, budget_bytes)
     return planned[0] if planned is not None and planned[1].peak_bytes <= budget_bytes else None
 
@@ -203,7 +217,13 @@ def _shrink(searcher: Searcher, found: Found, enough_bytes: int, evaluations: in
 
 
 def _search(
-    searcher: Searcher, budget_bytes: int, seed: int, evaluations: int | None, rounds: int, given: Found | None
+    searcher: Searcher,
+    budget_bytes: int,
+    seed: int,
+    evaluations: int | None,
+    rounds: int,
+    given: Found | None,
+    effort: int,
 ) -> Found | None:
     count = evaluations if evaluations is not None else EVALUATIONS[searcher.engine.name]
     if given is not None:
@@ -224,5 +244,5 @@ def _search(
             best = searcher.improve([best, best], budget_bytes, count, seed + 1000 * turn)
         best = _shrink(searcher, best, budget_bytes, count // 10, seed + 5000)
     for turn in range(rounds):
-        best = searcher.improve([best, best], budget_bytes, count, seed + 2 * turn + 2, later=True)
+        best = searcher.improve([best, best], budget_bytes, count, seed + 2 * turn + 2, later=True, effort=effort)
     return best
