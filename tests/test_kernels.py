@@ -738,7 +738,7 @@ def test_the_benchmark_has_a_row_for_every_operator(monkeypatch: pytest.MonkeyPa
         with others:
             theirs()
         assert not others.names
-    assert timed.names == set(SCHEMAS)
+    assert timed.names == set(SCHEMAS) - CUDNN  # these are for CUDA alone
 
 
 @pytest.mark.parametrize("name", list(SCHEMAS))
