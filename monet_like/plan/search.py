@@ -148,7 +148,7 @@ class Search:
                     self._heuristic(1, composed)
             options = self.options or self._choose_options()
             with self._refining(options.restricted):
-                if composed is not None and options.window is not None:
+                if composed is not None and options.window is not None and not self._closed():
                     self._heuristic(1, composed, effort=LARGE_EFFORT)
                 formulation = self._search(self._build(options), solver)
             if self.best is not None and self.evaluations != 0 and not self._closed() and self.left > 0:
