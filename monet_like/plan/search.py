@@ -140,15 +140,17 @@ class Search:
                 if self.best is None:
                     raise self._infeasible("not proven")
                 return self._plan(None, "", interrupted)
+            annealing = 0.0
             if composed is None:
                 self._heuristic(rounds)
             elif not self._closed():  # where parts gave a plan the solver has more use for the time
-                self._heuristic(1)
+                annealing = self._heuristic(1)
                 if self.left > 0.5 * self.time_limit_seconds:
                     self._heuristic(1, composed)
             options = self.options or self._choose_options()
             with self._refining(options.restricted):
-                if composed is not None and options.window is not None and not self._closed():
+                large = composed is not None and options.window is not None
+                if large and not self._closed() and self.left > LARGE_EFFORT * annealing:
                     self._heuristic(1, composed, effort=LARGE_EFFORT)
                 formulation = self._search(self._build(options), solver)
             if self.best is not None and self.evaluations != 0 and not self._closed() and self.left > 0:
@@ -288,11 +290,14 @@ class Search:
         self.seconds["parts"] += time.monotonic() - begin
         return schedule
 
-    def _heuristic(self, rounds: int, start: Schedule | None = None, effort: int = 1) -> None:
+    def _heuristic(self, rounds: int, start: Schedule | None = None, effort: int = 1) -> float:
+        """Anneal; the wall seconds that it took."""
         begin = time.monotonic()
         seed = 0 if start is None else 10_000 * effort
         self._accept(self._annealed(seed, rounds, start, effort), "heuristic")
-        self.seconds["heuristic"] += time.monotonic() - begin
+        took = time.monotonic() - begin
+        self.seconds["heuristic"] += took
+        return took
 
     def _annealed(self, seed: int, rounds: int, start: Schedule | None, effort: int = 1) -> Schedule | None:
         return find_start(
