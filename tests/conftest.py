@@ -1,11 +1,12 @@
-"""Shared by all tests: fixed seeds, caches of their own."""
+"""Shared by all tests: fixed seeds, caches of their own; each operator of ours and its twin."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Several test processes share the cores: each takes its part, and a thread that waits does not hold one.
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -14,6 +15,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+from monet_like import kernels  # noqa: E402
+from monet_like.kernels import reference  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -24,3 +28,13 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def impl(request: pytest.FixtureRequest) -> Callable[[str], Callable[..., Any]]:
+    """The operator of that name: the compiled kernel or the plain-torch twin."""
+    if request.param == "twin":
+        return lambda name: getattr(reference, name)
+    if not kernels.available("cpu"):
+        pytest.skip(kernels.status())
+    return lambda name: getattr(torch.ops.monet_like, name)

@@ -33,16 +33,6 @@ INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(params=["kernel", "twin"])
-def impl(request: pytest.FixtureRequest) -> Callable[[str], Callable[..., Any]]:
-    """The operator of that name: the compiled kernel or the plain-torch twin."""
-    if request.param == "twin":
-        return lambda name: getattr(reference, name)
-    if not kernels.available("cpu"):
-        pytest.skip(kernels.status())
-    return lambda name: getattr(ops, name)
-
-
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Small tensors on one thread: on a busy machine each parallel loop waits for a time slice of the others."""
