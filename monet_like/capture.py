@@ -111,14 +111,16 @@ class Captured:
     Attributes:
         program: the values and tasks.
         metas: for every value, its own tensor.
-        parameters, buffers: (qualified name, value) of the module's tensors that the program reads.
+        parameters, buffers: (qualified name, value) of the module's tensors that the program reads; the first name of
+            tied ones.
         inputs: value of every tensor among the flattened arguments, by position.
         outputs: the tensors among the flattened results.
         output_spec, output_leaves: how the results were nested, and the flattened results with ``None`` in
             place of tensors.
         output_positions: for each of ``outputs``, its position in ``output_leaves``.
         tangents: for every output, the backward value its incoming gradient is, or None.
-        parameter_gradients: (index into ``parameters``, tensor), in the order in which they become ready.
+        parameter_gradients: (index into ``parameters``, tensor), in the order in which they become ready; several for
+            one that has several names, each by the uses under one of them: autograd adds them up.
         input_gradients: (position among ``inputs``, tensor).
         device: where the program runs.
         marks: of forward values, given by hand.
@@ -262,6 +264,8 @@ class _Builder:
         self.slots: list[Task] = []
         self.parameters: list[tuple[str, int]] = []
         self.buffers: list[tuple[str, int]] = []
+        self.named: dict[int, tuple[str, _Node]] = {}  # identity of a parameter or buffer -> its first name, its node
+        self.first_name: dict[str, str] = {}  # of the tensor that has this name, perhaps among others
         self.inputs: dict[int, int] = {}
         self.tangent_of: dict[int, int] = {}  # output position -> value
         self.effects: list[int] = []
@@ -312,9 +316,7 @@ class _Builder:
         if not isinstance(fake, torch.Tensor):
             raise CaptureError(f"input {node.name} is a {type(fake).__name__}; only tensors may vary between steps")
         if kind in ("ParamAOTInput", "BufferAOTInput"):
-            value = self._value(desc.target.removeprefix("model."), "parameter" if kind[0] == "P" else "buffer", fake)
-            (self.parameters if kind[0] == "P" else self.buffers).append((self.values[value].name, value))
-            self.nodes[node] = _Node(fake, False, frozenset(), value)
+            self.nodes[node] = self._resident(desc.target.removeprefix("model."), kind[0] == "P", fake)
         elif kind == "PlainAOTInput":
             value = self._value(f"input{desc.idx}", "input", fake)
             self.inputs[desc.idx] = value
@@ -326,6 +328,17 @@ class _Builder:
             self.nodes[node] = _Node(fake, True, frozenset({position}), value)
         else:
             raise CaptureError(f"the traced graph has an input of a kind that is not supported: {desc}")
+
+    def _resident(self, name: str, parameter: bool, fake: torch.Tensor) -> _Node:
+        """A parameter or buffer; one that has several names, as tied weights have, is one value."""
+        model = self.flat.model
+        tensor = model.get_parameter(name) if parameter else model.get_buffer(name)
+        first, known = self.named.setdefault(id(tensor), (name, _Node(fake, False, frozenset())))
+        self.first_name[name] = first
+        if first == name:
+            known.value = self._value(name, "parameter" if parameter else "buffer", fake)
+            (self.parameters if parameter else self.buffers).append((name, known.value))
+        return known
 
     # Calls ----------------------------------------------------------------------------------------------------
 
@@ -558,7 +571,7 @@ class _Builder:
         if not hasattr(self, "_updated"):
             output = next(iter(reversed(self.graph.nodes)))
             names = {
-                d.mutated_input.target.removeprefix("model.")
+                self.first_name[d.mutated_input.target.removeprefix("model.")]
                 for d in output.meta["desc"]
                 if type(d).__name__ == "InputMutationAOTOutput" and hasattr(d.mutated_input, "target")
             }
@@ -652,26 +665,35 @@ class _Builder:
         """A buffer's new contents, copied in when the forward ends."""
         if type(target).__name__ != "BufferAOTInput":
             raise CaptureError(f"the model changes {target} in place; only its buffers may change in a forward")
-        name = target.target.removeprefix("model.")
+        name = self.first_name[target.target.removeprefix("model.")]
         buffer = dict(self.buffers)[name]
         tensor = self._tensor(node)
         if tensor.ref == Ref(buffer):
             return  # batch-norm statistics: updated where they live
         effect = self._pseudo_value(f"{name}.update", 0)
         self.effects.append(effect)
-        calls = (*tensor.calls, Call("aten.copy_.default", (Ref(buffer), tensor.ref), (), ()))
-        for index, task in enumerate(self.tasks):
-            if task.writes == (tensor.value,) and not any(
-                tensor.value in other.reads for other in (*self.tasks, *self.slots)
-            ):
-                maker = self.tasks.pop(index)
-                only = maker.calls[0]
-                if only.op == "aten.add.Tensor" and only.args[0] == Ref(buffer) and len(maker.calls) == 1:
-                    calls = (Call("aten.add_.Tensor", only.args, only.kwargs, ()),)  # num_batches_tracked
-                else:
-                    calls = (*maker.calls, *calls)
-                break
+        counted = self._counted(tensor.value, buffer)
+        if counted:  # num_batches_tracked: counted where it lives, as in eager mode
+            self.tasks = [task for task in self.tasks if task not in counted]
+            calls = tuple(
+                Call("aten.add_.Tensor", (Ref(buffer), *t.calls[0].args[1:]), t.calls[0].kwargs, ()) for t in counted
+            )
+        else:
+            calls = (*tensor.calls, Call("aten.copy_.default", (Ref(buffer), tensor.ref), (), ()))
         self.tasks.append(self._make(f"{name}.update", calls, (effect,), runs="first"))
+
+    def _counted(self, value: int, buffer: int) -> list[Task]:
+        """The tasks that make ``value`` of ``buffer`` by adding one number after the other; none where others read it."""
+        found: list[Task] = []
+        while value != buffer:
+            readers = [task for task in (*self.tasks, *self.slots) if value in task.reads and task not in found]
+            makers = [task for task in self.tasks if task.writes == (value,)]
+            call = makers[0].calls[-1] if len(makers) == 1 and not readers else None
+            if call is None or call.op != "aten.add.Tensor" or len(makers[0].reads) != 1 or len(makers[0].calls) > 1:
+                return []
+            found.insert(0, makers[0])
+            (value,) = makers[0].reads
+        return found
 
     def _gradients(self, found: list[tuple[Any, fx.Node]]) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
         """Parameter and input gradients in the order in which the slots make them, each with a storage of its own."""
@@ -686,7 +708,7 @@ class _Builder:
                 tensor = self._cloned(node, tensor)
             owned.add(tensor.value)
             if type(target).__name__ == "ParamAOTInput":
-                parameters.append((position[target.target.removeprefix("model.")], tensor))
+                parameters.append((position[self.first_name[target.target.removeprefix("model.")]], tensor))
             else:
                 inputs.append((target.idx, tensor))
         made = {value: index for index, slot in enumerate(self.slots) for value in slot.writes}

@@ -11,7 +11,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -31,6 +31,8 @@ from .marks import marked_modules
 #: Integer and boolean constants up to this size are followed, so that conditions on them can be decided.
 _CONSTANT_ELEMENTS = 2**20
 
+_T = TypeVar("_T")
+
 
 class FlatModule(nn.Module):
     """The model as aot_export wants it: tensors in, tensors out; everything else is a constant."""
@@ -44,6 +46,21 @@ class FlatModule(nn.Module):
         self.out_spec: pytree.TreeSpec | None = None
         self.out_positions: list[int] = []
         self.tracing_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+    # The tracer puts its own tensors in the place of the model's, name by name, and takes them out in the same order. In a
+    # module that has two names the second would put back the tracer's tensor that it found: only first names are told.
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's, those of a module with several names under the first."""
+        return self._in_first_names(super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's, those of a module with several names under the first."""
+        return self._in_first_names(super().named_buffers(*args, **kwargs))
+
+    def _in_first_names(self, members: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
+        first = {name for name, _ in self.named_modules()}
+        return ((name, member) for name, member in members if name.rpartition(".")[0] in first)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         supply = iter(tensors)

@@ -11,6 +11,7 @@ from torch import nn
 from training import run, twin
 
 from monet_like.capture import capture
+from monet_like.check import resident_bytes
 from monet_like.errors import CaptureError
 from monet_like.measure import allocated_peak
 from monet_like.plan import store_all
@@ -86,6 +87,15 @@ def test_meeting_gradients_are_added_in_place() -> None:
     adds = [way for slot in program.slots for way in slot if way.calls[-1].op.startswith("aten.add")]
     assert len(adds) == 8  # one for every residual block
     assert all(way.overwrites is not None for way in adds)
+
+
+def test_what_has_several_names_is_one_value() -> None:
+    model, args, kwargs = zoo.tied()
+    captured = capture(model, args, kwargs)
+    assert [name for name, _ in captured.parameters] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in captured.buffers] == [name for name, _ in model.named_buffers()]
+    assert captured.program.resident_bytes == resident_bytes(model, (args, kwargs))
+    assert {index for index, _ in captured.parameter_gradients} == set(range(len(captured.parameters)))
 
 
 @pytest.mark.parametrize("name", ["densenet121", "swin_t", "gpt2", "googlenet"])

@@ -107,7 +107,7 @@ def test_planned_schedules_are_exact_and_fit(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet50", "mobilenet_v2", "vgg16", "swin_t", "gpt2", "bert", "two_in_two_out", "deeplab"]
+    "name", ["resnet50", "mobilenet_v2", "vgg16", "swin_t", "gpt2", "bert", "two_in_two_out", "tied", "deeplab"]
 )
 @pytest.mark.parametrize("drop", [0.3, 0.9])
 def test_any_amount_of_recompute_is_bit_equal(name: str, drop: float) -> None:
@@ -122,7 +122,7 @@ def test_any_amount_of_recompute_is_bit_equal(name: str, drop: float) -> None:
     assert {name: d for name, d in differences.items() if d} == {}
 
 
-@pytest.mark.parametrize("name", ["resnet18", "unet", "activations", "vit_b_16", "decoder", "two_in_two_out"])
+@pytest.mark.parametrize("name", ["resnet18", "unet", "activations", "vit_b_16", "decoder", "two_in_two_out", "tied"])
 def test_every_variant_agrees_in_float64(name: str) -> None:
     """Random schedules that take any producer and any way: within 1e-10 where arithmetic is what is tested."""
     torch.set_default_dtype(torch.float64)
@@ -136,7 +136,7 @@ def test_every_variant_agrees_in_float64(name: str) -> None:
         assert worst(plain, outcome) <= 1e-10, seed
 
 
-@pytest.mark.parametrize("name", ["resnet18", "unet", "vit_b_16", "vgg16", "mobilenet_v2"])
+@pytest.mark.parametrize("name", ["resnet18", "unet", "vit_b_16", "vgg16", "mobilenet_v2", "tied"])
 def test_plain_pytorchs_peak_is_predicted(name: str) -> None:
     example = zoo.ROOMY[name]()
     model, args, kwargs = example

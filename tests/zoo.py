@@ -100,6 +100,24 @@ class TwoInTwoOut(nn.Module):
         return {"sum": both + x, "norm": (both * y).softmax(-1)}
 
 
+class Tied(nn.Module):
+    """One weight as embedding and as two heads, one batch norm under two names, and one with its running mean."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(words, width), nn.Linear(width, width)
+        self.head, self.second_head = nn.Linear(width, words, bias=False), nn.Linear(width, words, bias=False)
+        self.head.weight = self.second_head.weight = self.embedding.weight
+        self.norm = self.same_norm = nn.BatchNorm1d(width)
+        self.other_norm = nn.BatchNorm1d(width)
+        self.other_norm.running_mean = self.norm.running_mean
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embedding(tokens))
+        y = self.same_norm(torch.tanh(torch.tanh(self.inner(x)) * x) + x)
+        return self.head(torch.tanh(y) * y).tanh() + self.second_head(self.other_norm(x))
+
+
 class _DecoderBlock(nn.Module):
     """Gated feed-forward behind a norm, added to its input, as in Llama; ``spelled`` out as Hugging Face's models do."""
 
@@ -138,6 +156,11 @@ def two_in_two_out(rows: int = 64) -> Built:
     a = torch.randn(rows, 24, generator=generator).to(dtype)
     b = torch.randn(rows, 16, generator=generator).to(dtype)
     return TwoInTwoOut().train(), (a,), {"b": b}
+
+
+def tied(rows: int = 48, words: int = 400) -> Built:
+    tokens = torch.randint(0, words, (rows,), generator=torch.Generator().manual_seed(9))
+    return Tied(words, 32).train(), (tokens,), {}
 
 
 def activations() -> Built:
@@ -198,6 +221,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     "bert": bert,
     "decoder": decoder,
     "two_in_two_out": two_in_two_out,
+    "tied": tied,
     "frozen_parameters": frozen_parameters,
     "frozen_batch_norm": frozen_batch_norm,
     "input_gradient": input_gradient,
@@ -220,4 +244,5 @@ ROOMY: dict[str, Callable[[], Built]] = MODELS | {
     "unet": lambda: unet(4, 128),
     "deeplab": lambda: deeplab(3, 96),
     "two_in_two_out": lambda: two_in_two_out(2000),
+    "tied": lambda: tied(2000),
 }
