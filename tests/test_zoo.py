@@ -227,6 +227,13 @@ def test_a_build_is_reproducible_resumable_and_honest(tmp_path: Path, chain: Ent
     assert build(tmp_path / "one", **options).made == (one.files[0].full_name,)
     assert [f.sha256 for f in Registry.load(tmp_path / "one").files] == [f.sha256 for f in one.files]
 
+    now = Registry.load(tmp_path / "one")
+    earlier = dataclasses.replace(now.files[0], name="chain_16_earlier", path="earlier.pkl", fingerprint="0" * 64)
+    (tmp_path / "one" / earlier.path).touch()
+    now.with_file(earlier).save()
+    build(tmp_path / "one", **options)
+    assert Registry.load(tmp_path / "one") == now and not (tmp_path / "one" / earlier.path).exists()
+
 
 def test_verify_finds_what_does_not_hold(tmp_path: Path, chain: Entry) -> None:
     build(tmp_path / "zoo", entries=[dataclasses.replace(chain, budgets=("50%",))], profiles=["cpu"], evaluations=100)

@@ -1,8 +1,7 @@
 """Making the zoo: capture each model once for each kind of device, then plan for every profile and budget.
 
 A build goes on where the last one stopped: what is there, is what the registry says and is for the program that the
-model still is, is left alone. Schedules are
-found by local search, counted and seeded (`Search.run_counted`), and files hold neither clock times nor bounds, which
+model still is, is left alone; what is for another program goes. Schedules are found by local search, counted and seeded (`Search.run_counted`), and files hold neither clock times nor bounds, which
 depend on how long a solver had: so with the same versions the same bytes come out again. The registry has both.
 """
 
@@ -105,6 +104,7 @@ def build(
                     registry = registry.with_refused(found)
                     refused.append(f"{found.name}@{profile}")
                 registry.save()
+            registry = model.without_outdated(registry, DEVICES[profile])
     tell("done")
     return Built(tuple(made), tuple(kept), tuple(refused))
 
@@ -165,6 +165,26 @@ class _Model:
                 if made_so and (row.model, row.mode) == (entry.model, MODE) and registry.check(row):
                     return row
         return None
+
+    def without_outdated(self, registry: Registry, limits: DeviceLimits) -> Registry:
+        """The registry without what was made for a program that the model no longer is; the files go too."""
+        entry, current = self.entry, self.fingerprint(limits.device)
+        made = [
+            row
+            for row in registry.files
+            if (row.model, row.batch, row.profile, row.kind) == (entry.model, entry.batch, limits.name, "roofline")
+        ]
+        start = f"{entry.name}_{entry.batch}_"
+        refused = [row for row in registry.refused if row.profile == limits.name and row.name.startswith(start)]
+        rows: list[Listed | Refused] = [*made, *refused]
+        outdated = [row for row in rows if row.fingerprint != current]
+        if outdated:
+            registry = registry.without(outdated)
+            registry.save()
+            for row in outdated:
+                if isinstance(row, Listed):
+                    (registry.folder / row.path).unlink(missing_ok=True)
+        return registry
 
     def fingerprint(self, device: str) -> str:
         return _captured(self.entry.model, self.entry.batch, device)[1].program.fingerprint

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,11 @@ class Registry:
         files = tuple(f for f in self.files if (f.name, f.profile) != (refused.name, refused.profile))
         rows = sorted([*rest, refused], key=lambda r: (r.name, r.profile))
         return dataclasses.replace(self, files=files, refused=tuple(rows))
+
+    def without(self, rows: Collection[Listed | Refused]) -> Registry:
+        """The registry without some of its rows; their files stay where they are."""
+        files = tuple(f for f in self.files if f not in rows)
+        return dataclasses.replace(self, files=files, refused=tuple(r for r in self.refused if r not in rows))
 
 
 def zoo_folder() -> Path:
