@@ -19,6 +19,7 @@ Everything has a form without storage, so tracing communicates nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -90,15 +91,25 @@ def _resolve(group: str) -> Any:
     return _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
 
 
-def _gather(
-    everyone: Tensor,
+def _as_if_alike(stats: Tensor, processes: int, group: str) -> Tensor:
+    """`_gathered` where there is no other process: as if every one had the same statistics."""
+    return stats.repeat(processes, 1)
+
+
+def sync_batch_norm_gather(
+    stats: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     batches: Tensor | None,
     momentum: float,
     eps: float,
+    processes: int,
+    group: str,
+    *,
+    collect: Callable[[Tensor, int, str], Tensor] = _gathered,
 ) -> Three:
-    """Mean, 1 / std and counts from the statistics of every process; moves the running statistics."""
+    """Statistics over the group; moves the running ones by it, the variance unbiased by the group's count."""
+    everyone = collect(stats, processes, group)
     channels = everyone.shape[1] // 2
     means, invstds, counts = everyone.split((channels, channels, 1), 1)
     share = momentum if batches is None else 1.0 / float(batches.item())
@@ -119,35 +130,6 @@ def _gather(
             running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
     kind = everyone.dtype
     return mean.to(kind), (variance + eps).rsqrt().to(kind), counts.reshape(-1).to(torch.int32)
-
-
-def sync_batch_norm_gather(
-    stats: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    batches: Tensor | None,
-    momentum: float,
-    eps: float,
-    processes: int,
-    group: str,
-) -> Three:
-    """Statistics over the group; moves the running ones by it, the variance unbiased by the group's count."""
-    everyone = _gathered(stats, processes, group)
-    return _gather(everyone, running_mean, running_var, batches, momentum, eps)
-
-
-def _gather_alone(
-    stats: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    batches: Tensor | None,
-    momentum: float,
-    eps: float,
-    processes: int,
-    group: str,
-) -> Three:
-    """As if every process had the same statistics."""
-    return _gather(stats.repeat(processes, 1), running_mean, running_var, batches, momentum, eps)
 
 
 def _functional(gather: Callable[..., Three]) -> Callable[..., tuple[Tensor, ...]]:
@@ -247,16 +229,8 @@ def _fake_stats(x: Tensor, eps: float) -> Tensor:
     return torch.empty((2 * x.shape[1] + 1,), dtype=_accumulated(x.dtype), device=x.device)
 
 
-def _fake_gather(
-    stats: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    batches: Tensor | None,
-    momentum: float,
-    eps: float,
-    processes: int,
-    group: str,
-) -> Three:
+def _fake_gather(stats: Tensor, *settings: Any) -> Three:
+    processes = settings[-2]
     mean, invstd = (stats.new_empty((stats.shape[0] // 2,)) for _ in range(2))
     return mean, invstd, stats.new_empty((processes,), dtype=torch.int32)
 
@@ -298,6 +272,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., 
     "sync_batch_norm_backward_elemt": (_backward_elemt_cpu, _backward_elemt_cuda, _fake_backward_elemt),
 }
 
+_gather_alone = functools.partial(sync_batch_norm_gather, collect=_as_if_alike)
 #: Operators that wait for the other processes of a group, whose name is their last argument; and what does the same in
 #: one process alone, for measuring: a process that is profiled does not know when the others are.
 COMMUNICATING: dict[str, Callable[..., Any]] = {
