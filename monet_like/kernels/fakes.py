@@ -266,39 +266,19 @@ def cudnn_convolution(
     channels_last: bool,
     algorithm: str,
 ) -> Tensor:
+    kernel = weight.shape[2:]
     out = [
-        (x.shape[axis] + 2 * padding[axis - 2] - dilation[axis - 2] * (weight.shape[axis] - 1) - 1) // stride[axis - 2]
-        + 1
-        for axis in (2, 3)
+        reference.pooled_extent(x.shape[axis + 2], kernel[axis], stride[axis], padding[axis], dilation[axis], False)
+        for axis in (0, 1)
     ]
     return _convolved(x, (x.shape[0], weight.shape[0], *out), channels_last)
 
 
 @_fake
-def cudnn_convolution_backward_input(
-    grad: Tensor,
-    weight: Tensor,
-    input_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    channels_last: bool,
-    algorithm: str,
-) -> Tensor:
-    return _convolved(grad, input_size, channels_last)
+def cudnn_convolution_backward_input(grad: Tensor, weight: Tensor, input_size: Sequence[int], *settings: Any) -> Tensor:
+    return _convolved(grad, input_size, settings[-2])
 
 
 @_fake
-def cudnn_convolution_backward_weight(
-    grad: Tensor,
-    x: Tensor,
-    weight_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    channels_last: bool,
-    algorithm: str,
-) -> Tensor:
-    return _convolved(grad, weight_size, channels_last)
+def cudnn_convolution_backward_weight(grad: Tensor, x: Tensor, weight_size: Sequence[int], *settings: Any) -> Tensor:
+    return _convolved(grad, weight_size, settings[-2])

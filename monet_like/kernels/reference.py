@@ -34,6 +34,9 @@ R = float64 for float64 and float32 for all else; ceil(n/8) bytes = one bit each
 | cudnn_convolution_backward_input | grad: F[N,K,OH,OW]; weight: F[K,C/groups,R,S] | F[input_size] |
 | cudnn_convolution_backward_weight | grad: F[N,K,OH,OW]; x: F[N,C,H,W] | F[weight_size] |
 
+All three of cuDNN's then take ``settings``: stride, padding and dilation: two extents each; groups; channels_last, whether
+the result is laid out so; the algorithm's name.
+
 Order of packed bits: the order of the elements in memory if the tensor is dense (no gaps, no overlap, dimensions in
 any order), else row-major order. Bit i of byte b is element 8 b + i. `stride` is the stride of the tensor that was
 packed; an empty one means that the tensor at hand has the same stride. Bits beyond the last element are zero.
@@ -43,6 +46,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -628,65 +632,41 @@ INPUT_ALGORITHMS = ("0", "1", "fft", "fft_tiling", "winograd", "winograd_nonfuse
 WEIGHT_ALGORITHMS = ("0", "1", "3", "fft", "fft_tiling", "winograd_nonfused")
 
 
-def _check_algorithm(op: str, algorithm: str, known: Sequence[str]) -> None:
+def _aten_settings(
+    op: str,
+    known: Sequence[str],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    channels_last: bool,
+    algorithm: str,
+) -> tuple[tuple[Any, ...], bool]:
+    """ATen's arguments of a convolution after the tensors, and ``channels_last``; all three end with the same settings."""
     if algorithm not in known:
         raise ValueError(f"{op}: there is no algorithm {algorithm!r}; choose one of {', '.join(known)}")
+    return (list(stride), list(padding), list(dilation), False, [0, 0], groups), channels_last
 
 
 def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
-def cudnn_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    channels_last: bool,
-    algorithm: str,
-) -> Tensor:
+def cudnn_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
     """aten.convolution of images; ``algorithm`` is one of `FORWARD_ALGORITHMS` and here changes nothing."""
-    _check_algorithm("cudnn_convolution", algorithm, FORWARD_ALGORITHMS)
-    out = torch.convolution(x, weight, bias, list(stride), list(padding), list(dilation), False, [0, 0], groups)
-    return _laid_out(out, channels_last)
+    plain, channels_last = _aten_settings("cudnn_convolution", FORWARD_ALGORITHMS, *settings)
+    return _laid_out(torch.convolution(x, weight, bias, *plain), channels_last)
 
 
-def cudnn_convolution_backward_input(
-    grad: Tensor,
-    weight: Tensor,
-    input_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    channels_last: bool,
-    algorithm: str,
-) -> Tensor:
+def cudnn_convolution_backward_input(grad: Tensor, weight: Tensor, input_size: Sequence[int], *settings: Any) -> Tensor:
     """Its gradient for x, which has ``input_size``; ``algorithm`` is one of `INPUT_ALGORITHMS`."""
-    _check_algorithm("cudnn_convolution_backward_input", algorithm, INPUT_ALGORITHMS)
+    plain, channels_last = _aten_settings("cudnn_convolution_backward_input", INPUT_ALGORITHMS, *settings)
     x = grad.new_empty((1,)).expand(tuple(input_size))  # read for its shape alone
-    settings = (None, list(stride), list(padding), list(dilation), False, [0, 0], groups)
-    made = torch.ops.aten.convolution_backward(grad, x, weight, *settings, [True, False, False])[0]
-    return _laid_out(made, channels_last)
+    return _laid_out(aten.convolution_backward(grad, x, weight, None, *plain, [True, False, False])[0], channels_last)
 
 
-def cudnn_convolution_backward_weight(
-    grad: Tensor,
-    x: Tensor,
-    weight_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    channels_last: bool,
-    algorithm: str,
-) -> Tensor:
+def cudnn_convolution_backward_weight(grad: Tensor, x: Tensor, weight_size: Sequence[int], *settings: Any) -> Tensor:
     """Its gradient for the weight, which has ``weight_size``; ``algorithm`` is one of `WEIGHT_ALGORITHMS`."""
-    _check_algorithm("cudnn_convolution_backward_weight", algorithm, WEIGHT_ALGORITHMS)
+    plain, channels_last = _aten_settings("cudnn_convolution_backward_weight", WEIGHT_ALGORITHMS, *settings)
     weight = grad.new_empty((1,)).expand(tuple(weight_size))  # read for its shape alone
-    settings = (None, list(stride), list(padding), list(dilation), False, [0, 0], groups)
-    made = torch.ops.aten.convolution_backward(grad, x, weight, *settings, [False, True, False])[1]
-    return _laid_out(made, channels_last)
+    return _laid_out(aten.convolution_backward(grad, x, weight, None, *plain, [False, True, False])[1], channels_last)
