@@ -104,9 +104,9 @@ class Tensor:
     tangents: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Captured:
-    """A program and what ties it to the module it came from.
+    """A program and what ties it to the module it came from. One equals itself alone, so it can be a key.
 
     Attributes:
         program: the values and tasks.

@@ -20,11 +20,11 @@ FP32 is without TF32, as PyTorch multiplies float32 matrices by default.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -131,20 +131,19 @@ class _Work:
     unpacked_bytes: int = 0
 
 
-#: The last program that was asked about, mostly for several devices, and the work of its tasks: counting runs them.
-_last: tuple[weakref.ref[Captured], dict[str, _Work]] | None = None
+#: The work of programs' tasks, as long as they exist: counting runs all of them, and one is priced for several devices.
+_WORKS: WeakKeyDictionary[Captured, dict[str, _Work]] = WeakKeyDictionary()
 
 
 def _works(captured: Captured) -> dict[str, _Work]:
     """The work of every distinct task."""
-    global _last
-    if _last is None or _last[0]() is not captured:
+    if captured not in _WORKS:
         found = {}
         for key, task in distinct_tasks(captured).items():
             work = (0, 0) if task.copies else (flops(captured, task), touched_bytes(captured, task))
             found[key] = _Work(*work, _unpacked_bytes(captured, task))
-        _last = weakref.ref(captured), found
-    return _last[1]
+        _WORKS[captured] = found
+    return _WORKS[captured]
 
 
 def _unpacked_bytes(captured: Captured, task: Task) -> int:
