@@ -22,7 +22,7 @@ from torch import nn
 
 from .capture import Captured
 from .check import real_example, same_step, step_peak, step_seconds, train_step
-from .compiler import Example, Prepared, make_record, plain_report, plan_for, prepare
+from .compiler import Example, Prepared, make_record, plain_report, plan_for
 from .errors import UsageError
 from .explore import read_budgets
 from .measure import allocated_peak
@@ -33,7 +33,7 @@ from .replay import ScheduleWrapper
 from .schedule_file import ScheduleRecord
 from .show import Terminal, aligned_table
 from .simulate import simulate
-from .solve import profile_path, read_profile
+from .solve import prepare_with, profile_path, read_profile
 from .units import format_bytes, format_seconds
 
 
@@ -108,13 +108,7 @@ def benchmark(
     terminal = terminal or Terminal()
     console = terminal.console
     with terminal.progress() as progress:
-        ready = prepare(
-            problem.request,
-            problem.device,
-            profile=profile,
-            save_profile=lambda found: found.save(store),
-            progress=progress.profiling,
-        )
+        ready = prepare_with(profile, store, problem, progress)
         limit = _limit(ready, problem, budget)
         started = time.perf_counter()
         found = plan_for(ready, problem.request, limit, progress=progress.planning)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .compiler import Prepared, Request, plan_for, prepare
+from .compiler import Prepared, Request, plan_for
 from .errors import MonetError, UsageError
 from .files import check_writable
 from .plan import STRATEGIES
@@ -18,7 +18,7 @@ from .plan.strategies import check_strategy
 from .problem import Problem, read_problem
 from .show import Terminal, aligned_table, draw, write_table
 from .simulate import Report
-from .solve import profile_path, read_profile
+from .solve import prepare_with, profile_path, read_profile
 from .units import format_bytes, format_seconds, parse_bytes
 
 
@@ -28,13 +28,7 @@ def _prepared(terminal: Terminal, profile_file: Path | None, options: dict[str, 
     store = profile_file or profile_path(problem)
     profile = read_profile(store)
     with terminal.progress() as progress:
-        return problem, prepare(
-            problem.request,
-            problem.device,
-            profile=profile,
-            save_profile=lambda found: found.save(store),
-            progress=progress.profiling,
-        )
+        return problem, prepare_with(profile, store, problem, progress)
 
 
 def read_budgets(text: str, plain_peak_bytes: int) -> list[int]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .compiler import Compiled, compile_schedule, default_names
+from .capture import Captured
+from .compiler import Compiled, Prepared, compile_schedule, default_names, prepare
 from .errors import UsageError
 from .files import check_writable
 from .problem import Problem, read_problem
 from .profile_data import Profile
 from .profiler import device_slug
 from .roofline import DEVICES, DeviceLimits
-from .show import Terminal, show_compiled
+from .show import Progress, Terminal, show_compiled
 
 SOLUTIONS = Path("solutions")
 
@@ -77,3 +78,25 @@ def read_profile(store: Path) -> Profile | DeviceLimits | None:
     if name not in DEVICES:
         raise UsageError(f"there is no roofline for {name!r}; choose one of {', '.join(DEVICES)}")
     return DEVICES[name]
+
+
+def prepare_with(
+    profile: Profile | DeviceLimits | None,
+    store: Path,
+    problem: Problem,
+    progress: Progress,
+    captured: Captured | None = None,
+) -> Prepared:
+    """Capture and profile; ``profile`` is what was read from ``store``, and what is measured beside it is saved there.
+
+    Args:
+        captured: of this problem, if that is at hand.
+    """
+    return prepare(
+        problem.request,
+        problem.device,
+        profile=profile,
+        save_profile=lambda found: found.save(store),
+        progress=progress.profiling,
+        captured=captured,
+    )

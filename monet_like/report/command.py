@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..check import real_example
-from ..compiler import Prepared, captured_for, prepare
+from ..compiler import Prepared, captured_for
 from ..errors import UsageError
 from ..explore import strategy_points
 from ..files import check_writable, write_atomically
@@ -20,7 +20,7 @@ from ..replay import check_program, example_of
 from ..roofline import DEVICES
 from ..schedule_file import ScheduleRecord
 from ..show import Terminal, aligned_table
-from ..solve import profile_path, read_profile
+from ..solve import prepare_with, profile_path, read_profile
 from ..units import format_bytes, format_seconds
 from .charts import Fronts
 from .figures import course, plain_course
@@ -65,14 +65,7 @@ def report(
         captured = captured_for(problem.request, problem.request.example)
         program = captured.program
         check_program(record, program, problem.request.expression)
-        ready = prepare(
-            problem.request,
-            problem.device,
-            profile=profile,
-            save_profile=lambda found: found.save(store),
-            progress=progress.profiling,
-            captured=captured,
-        )
+        ready = prepare_with(profile, store, problem, progress, captured)
         figures = Figures(
             record,
             plain_course(captured, ready.costs, ready.extra_bytes),
