@@ -62,6 +62,7 @@ def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return apply
 
 
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, for programs.  [default: off]")
 _dtype = click.option(
     "--dtype", default="float32", show_default=True, help="Of the model and its input, such as bfloat16."
 )
@@ -70,7 +71,7 @@ _dtype = click.option(
 def _speaking(function: Callable[..., Any]) -> Callable[..., Any]:
     """--json and --quiet, handed over as one ``terminal``."""
 
-    @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, for programs.  [default: off]")
+    @_json
     @click.option("--quiet", is_flag=True, help="No words and no progress, only errors.  [default: off]")
     @functools.wraps(function)
     def speaking(*, as_json: bool, quiet: bool, **options: Any) -> Any:
@@ -95,9 +96,35 @@ _profile = click.option(
     help="Profile file to reuse and extend, or roofline:DEVICE (roofline:h100) to plan without measuring.  "
     "[default: solutions/profiles/profile_NAME_BATCH_DEVICE.json]",
 )
-_time_limit = click.option(
-    "--time-limit", type=float, default=60.0, show_default=True, help="Wall seconds for the plan, such as 300."
+_gap = click.option(
+    "--gap",
+    type=float,
+    default=0.01,
+    show_default=True,
+    help="Stop when proven this close to the optimum, such as 0.001.",
 )
+_threads = click.option(
+    "--threads",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Of the solver, such as 8 (GUROBI, HIGHS, SCIP and others; CBC has one).",
+)
+_optimizer = click.option(
+    "--optimizer", default="none", show_default=True, help="Count this optimizer's state: none, sgd, momentum or adam."
+)
+
+
+def _device(what: str) -> Callable[[Any], Any]:
+    return click.option("--device", default="auto", show_default=True, help=f"{what}: auto, cpu, cuda:1.")
+
+
+def _time_limit(seconds: float, what: str) -> Callable[[Any], Any]:
+    return click.option(
+        "--time-limit", type=float, default=seconds, show_default=True, help=f"Wall seconds for {what}, such as 300."
+    )
+
+
 _input_shape = click.option(
     "--input-shape",
     help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299; darts 3,32,32]",
@@ -126,25 +153,11 @@ _problem = _options(
     type=int,
     help="Measure at this batch and scale, such as 8.  [default: BATCH, or less where that would take over about a minute]",
 )
-@_time_limit
-@click.option(
-    "--gap",
-    type=float,
-    default=0.01,
-    show_default=True,
-    help="Stop when proven this close to the optimum, such as 0.001.",
-)
-@click.option(
-    "--threads",
-    type=int,
-    default=1,
-    show_default=True,
-    help="Of the solver, such as 8 (GUROBI, HIGHS, SCIP and others; CBC has one).",
-)
+@_time_limit(60.0, "the plan")
+@_gap
+@_threads
 @click.option("--ablation", is_flag=True, help="Operator choice only: nothing is recomputed.  [default: off]")
-@click.option(
-    "--optimizer", default="none", show_default=True, help="Count this optimizer's state: none, sgd, momentum or adam."
-)
+@_optimizer
 @click.option(
     "--strategy",
     default="milp",
@@ -202,7 +215,7 @@ def solve_command(**options: Any) -> None:
     help="Compare outputs, every gradient and every buffer with plain PyTorch's.  [default: off]",
 )
 @click.option("--run-bs", is_flag=True, help="Run one step and say whether it fitted the budget.  [default: off]")
-@click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda:1.")
+@_device("Where to run")
 @_precision
 @_input_shape
 @click.option(
@@ -225,12 +238,12 @@ def schedule_command(**options: Any) -> None:
 _exploring = _options(
     click.argument("mode", default="inplace_conv_multiway_newnode"),
     click.argument("solver", default="HIGHS"),
-    click.option("--device", default="auto", show_default=True, help="Where to measure: auto, cpu, cuda:1."),
+    _device("Where to measure"),
     _profile,
-    click.option("--time-limit", type=float, default=30.0, show_default=True, help="Wall seconds for each plan."),
-    click.option("--gap", type=float, default=0.01, show_default=True, help="Stop when proven this close."),
-    click.option("--threads", type=int, default=1, show_default=True, help="Of the solver, where it can use several."),
-    click.option("--optimizer", default="none", show_default=True, help="Count its state: none, momentum or adam."),
+    _time_limit(30.0, "each plan"),
+    _gap,
+    _threads,
+    _optimizer,
     _precision,
     _input_shape,
 )
@@ -352,7 +365,7 @@ def tune_command(**options: Any) -> None:
 
 @main.command("benchmark", cls=_Command, context_settings=_CONTEXT)
 @click.option("--arch", required=True, help="A net of OGC's table, such as resnet101, densenet201 or darts.")
-@click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda:0.")
+@_device("Where to run")
 @click.option("--strategy", default="ogc", show_default=True, help="How to plan, such as milp; as for solve.")
 @click.option(
     "--budget",
@@ -365,7 +378,7 @@ def tune_command(**options: Any) -> None:
 )
 @click.option("--solver", default="HIGHS", show_default=True, help="Such as CBC; as for solve.")
 @_profile
-@_time_limit
+@_time_limit(60.0, "the plan")
 @click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of each kind, such as 20.")
 @_dtype
 @_speaking
@@ -419,20 +432,14 @@ def inspect_command(file: Path, terminal: Terminal) -> None:
 @click.option(
     "--live", is_flag=True, help="Run a real step, and draw its memory beside what was predicted.  [default: off]"
 )
-@click.option("--device", default="auto", show_default=True, help="Where to measure and to run: auto, cpu, cuda:1.")
+@_device("Where to measure and to run")
 @click.option(
     "--profile",
     "profile_file",
     type=click.Path(path_type=Path),
     help="Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or solve's own profile]",
 )
-@click.option(
-    "--time-limit",
-    type=float,
-    default=30.0,
-    show_default=True,
-    help="Wall seconds for each plan of --front full, such as 120.",
-)
+@_time_limit(30.0, "each plan of --front full")
 @_speaking
 def report_command(**options: Any) -> None:
     """Draw a schedule FILE: one page for a browser, with everything in it, that needs no network.
@@ -451,7 +458,7 @@ def report_command(**options: Any) -> None:
 
 
 @main.command("doctor", cls=_Command, context_settings=_CONTEXT)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.  [default: off]")
+@_json
 def doctor_command(as_json: bool) -> None:
     """Say what this machine has: packages, solvers, compiled kernels, GPUs, memory, the cache.
 
@@ -479,7 +486,7 @@ _base_url = click.option(
 
 @zoo_group.command("list", cls=_Command, context_settings=_CONTEXT)
 @click.option("--profile", default="", help="Only this one's, such as h100.  [default: all]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.  [default: off]")
+@_json
 def zoo_list_command(**options: Any) -> None:
     """The schedules there are, what they promise, and budgets that cannot be met.
 
@@ -495,7 +502,7 @@ def zoo_list_command(**options: Any) -> None:
 @zoo_group.command("show", cls=_Command, context_settings=_CONTEXT)
 @click.argument("name")
 @_base_url
-@click.option("--json", "as_json", is_flag=True, help="The registry's entry, for programs.  [default: off]")
+@_json
 def zoo_show_command(**options: Any) -> None:
     """All about the schedule NAME (NAME@PROFILE): the registry's entry and what is in the file.
 
