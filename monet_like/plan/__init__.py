@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..errors import SolverError, UsageError
@@ -15,7 +14,7 @@ from ..program import Cost, Program
 from ..simulate import simulate
 from ..units import format_bytes
 from .copies import PRICES, has_beside, plan_copies
-from .refused import without_refused
+from .refused import about_the_rest
 from .result import Plan
 from .search import Search
 from .strategies import STRATEGIES, check_strategy
@@ -24,6 +23,7 @@ from .strategies.store_all import store_all
 __all__ = ["STRATEGIES", "Plan", "plan", "store_all"]
 
 
+@about_the_rest
 def plan(
     program: Program,
     costs: Mapping[str, Cost],
@@ -59,18 +59,6 @@ def plan(
         ProfileError: ``costs`` lacks a task.
     """
     check_strategy(strategy)
-    left = without_refused(program, costs)
-    if left is not None:
-        if options.get("start") is not None:
-            options["start"] = left.part(options["start"])
-        limits: dict[str, Any] = {"solver": solver, "time_limit_seconds": time_limit_seconds, "gap": gap}
-        found = plan(
-            left.program, left.costs, budget_bytes, **limits, strategy=strategy, extra_bytes=extra_bytes, progress=progress,
-            **options,
-        )  # fmt: skip
-        schedule = left.whole(found.schedule)
-        report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
-        return replace(found, schedule=schedule, report=report)
     if budget_bytes <= 0 or time_limit_seconds <= 0 or not 0 <= gap < 1:
         raise UsageError(
             f"budget_bytes ({budget_bytes}) and time_limit_seconds ({time_limit_seconds}) must be more than 0, "

@@ -14,7 +14,7 @@ from ..simulate import Report
 from . import plan
 from .copies import has_beside, numbered, waiting
 from .heuristic import find_start, smallest_known
-from .refused import without_refused
+from .refused import about_the_rest
 from .result import Plan
 from .search import Search, floor_bytes
 
@@ -38,6 +38,7 @@ class Smallest:
     step: str
 
 
+@about_the_rest
 def smallest_budget(
     program: Program,
     costs: Mapping[str, Cost],
@@ -55,12 +56,6 @@ def smallest_budget(
         SolverError: not even one schedule was found.
     """
     started = time.monotonic()
-    left = without_refused(program, costs)
-    if left is not None:
-        found = smallest_budget(
-            left.program, left.costs, extra_bytes=extra_bytes, solver=solver, time_limit_seconds=time_limit_seconds
-        )
-        return replace(found, schedule=left.whole(found.schedule))
     if has_beside(program):  # what runs beside the rest holds more, not less
         small, indices = waiting(program)
         found = smallest_budget(
@@ -154,12 +149,9 @@ def seconds_per_gigabyte(points: Sequence[Point]) -> tuple[float | None, ...]:
     return (*found, None)
 
 
+@about_the_rest
 def fits(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule | None:
     """A schedule within the budget if the local search finds one, however slow: the quick answer."""
-    left = without_refused(program, costs)
-    if left is not None:
-        quick = fits(left.program, left.costs, budget_bytes, extra_bytes=extra_bytes)
-        return None if quick is None else left.whole(quick)
     if has_beside(program):
         small, indices = waiting(program)
         quick = fits(small, costs, budget_bytes, extra_bytes=extra_bytes)

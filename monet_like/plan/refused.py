@@ -5,14 +5,19 @@ No planner then meets a cost that is no number, and schedules still name tasks b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ..errors import ProfileError
 from ..program import REFUSED, Cost, Program, Task
 from ..schedule import Schedule
 from ..simulate import cost_of
 from .copies import numbered
+
+Options = ParamSpec("Options")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -77,3 +82,30 @@ def without_refused(program: Program, costs: Mapping[str, Cost]) -> Without | No
     left_slots = tuple(tuple(slot[way] for way in left) for slot, left in zip(program.slots, ways, strict=True))
     smaller = replace(program, tasks=tuple(program.tasks[index] for index in tasks), slots=left_slots)
     return Without(smaller, {key: cost for key, cost in costs.items() if cost != REFUSED}, tuple(tasks), ways)
+
+
+def about_the_rest(
+    ask: Callable[Concatenate[Program, Mapping[str, Cost], Options], Answer],
+) -> Callable[Concatenate[Program, Mapping[str, Cost], Options], Answer]:
+    """``ask`` about a program without its refused tasks, and give the answer as one about the whole.
+
+    Args:
+        ask: its answer is a schedule, has one, or is None; its option ``start`` is a schedule. What else it answers, reports
+            among it, is the same for both programs.
+    """
+
+    @functools.wraps(ask)
+    def asked(program: Program, costs: Mapping[str, Cost], *args: Options.args, **options: Options.kwargs) -> Answer:
+        left = without_refused(program, costs)
+        if left is None:
+            return ask(program, costs, *args, **options)
+        if isinstance(start := options.get("start"), Schedule):
+            options["start"] = left.part(start)
+        answer: Any = ask(left.program, left.costs, *args, **options)
+        if isinstance(answer, Schedule):
+            answer = left.whole(answer)
+        elif answer is not None:
+            answer = replace(answer, schedule=left.whole(answer.schedule))
+        return cast(Answer, answer)
+
+    return asked
