@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import networkx as nx
-
 from ..capture import Captured
 from ..program import Program, Ref, Task, may_meet
 from .editor import in_turn, renamed
@@ -60,6 +58,8 @@ def _together(captured: Captured, values: set[int]) -> Program:
 
 def _in_order(tasks: Sequence[Task]) -> tuple[Task, ...]:
     """As they stand, but for readers of what the task that is new now makes after them."""
+    import networkx as nx  # which takes a tenth of a second to import
+
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(tasks)))
     makers: dict[int, list[int]] = {}

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-import networkx as nx
-
 from ...program import Cost, Program
 from ...schedule import Schedule
 from .plain import Keeping
@@ -252,7 +250,7 @@ class _Graph:
 
     def _passed_by_all(self, inside: int, a: int, b: int) -> list[int]:
         """The vertices inside on every path from a to b, in order: the dominators of b."""
-        dominator = nx.immediate_dominators(self._between(inside, a, b), a)
+        dominator = _immediate_dominators(self._between(inside, a, b), a)
         found: list[int] = []
         v = dominator.get(b)
         while v is not None and v != a:
@@ -260,15 +258,14 @@ class _Graph:
             v = dominator[v]
         return found[::-1]
 
-    def _between(self, inside: int, a: int, b: int) -> nx.DiGraph:
-        """The vertices inside and both ends as a graph."""
-        graph = nx.DiGraph()
-        graph.add_node(a)
+    def _between(self, inside: int, a: int, b: int) -> list[tuple[int, int]]:
+        """The edges among the vertices inside and both ends."""
+        edges: list[tuple[int, int]] = []
         for v in _members(inside):
-            graph.add_edges_from((u, v) for u in _members(self.before[v] & (inside | 1 << a)))
+            edges += ((u, v) for u in _members(self.before[v] & (inside | 1 << a)))
             if self.after[v] & 1 << b:
-                graph.add_edge(v, b)
-        return graph
+                edges.append((v, b))
+        return edges
 
     def _largest(self, inside: int, a: int, b: int) -> Iterator[_Segment]:
         """The largest proper segments inside; two of them never touch.
@@ -276,9 +273,9 @@ class _Graph:
         A segment's entry dominates what is inside it, its exit postdominates it: few pairs of ends have anything
         between them.
         """
-        graph = self._between(inside, a, b)
-        behind = _dominated(nx.immediate_dominators(graph, a), a, inside)
-        ahead = _dominated(nx.immediate_dominators(graph.reverse(copy=False), b), b, inside)
+        edges = self._between(inside, a, b)
+        behind = _dominated(_immediate_dominators(edges, a), a, inside)
+        ahead = _dominated(_immediate_dominators([(v, u) for u, v in edges], b), b, inside)
         candidates: list[tuple[int, int, int]] = []
         for low, follows in behind.items():
             for high, leads in ahead.items():
@@ -289,6 +286,16 @@ class _Graph:
             if not part & taken and part != inside:
                 taken |= part
                 yield self._segment(part, low, high)
+
+
+def _immediate_dominators(edges: Sequence[tuple[int, int]], start: int) -> Mapping[int, int | None]:
+    """The last vertex before each that every path to it from ``start`` passes."""
+    import networkx as nx  # which takes a tenth of a second to import
+
+    graph = nx.DiGraph(edges)
+    graph.add_node(start)
+    found: Mapping[int, int | None] = nx.immediate_dominators(graph, start)
+    return found
 
 
 def _dominated(dominator: Mapping[int, int | None], start: int, inside: int) -> dict[int, int]:
