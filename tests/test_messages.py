@@ -510,7 +510,7 @@ def test_ctrl_c_while_solving_keeps_the_best_plan() -> None:
     def press() -> None:
         while not done.is_set():
             for child in psutil.Process().children():
-                if any("monet_like.plan.worker" in part for part in child.cmdline()):
+                if any("monet_like.solver_process" in part for part in child.cmdline()):
                     child.suspend()
                     seen.append(child.pid)
                     time.sleep(0.1)  # as no person is faster

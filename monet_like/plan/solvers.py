@@ -1,6 +1,6 @@
 """Solving a `MatrixProgram` with a named solver, within a wall-clock limit, and believing nothing it says.
 
-The solver runs in a child process (`worker`), which is stopped at the deadline, on Ctrl-C and on any error.
+The solver runs in a child process (`solver_process`), which is stopped at the deadline, on Ctrl-C and on any error.
 Whatever status it reports, its values count only after rounding and a check of every row.
 """
 
@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+from .. import solver_process
 from ..errors import SolverError, UsageError
 from .matrix import MatrixProgram
 from .solver_table import DIALECTS, MEANING
@@ -228,7 +229,7 @@ def start_worker(threads: int = 1, output: int = subprocess.DEVNULL) -> tuple[su
         PYTHONPATH=os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
     )
     child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", f"{__package__}.worker", str(writing)],
+        [sys.executable, "-W", "ignore", "-m", solver_process.__name__, str(writing)],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,

@@ -2,6 +2,8 @@
 
 A solver cannot be relied on to stop in time or on Ctrl-C, and prints where it likes. In a process of its own it
 can be stopped at a hard deadline, and its log, the only place where CBC reports its bound, can be read.
+
+Not in ``plan``, because it is started many times, and importing that takes longer than most pieces take to solve.
 """
 
 from __future__ import annotations
@@ -12,8 +14,6 @@ import sys
 import threading
 import time
 from typing import Any
-
-from .solver_table import DIALECTS
 
 
 def main(answer_fd: int) -> None:
@@ -92,6 +92,8 @@ def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
     """Any other solver, modelled in cvxpy's matrix form: integral columns first, bounds on the variables."""
     import cvxpy
     import numpy as np
+
+    from .plan.solver_table import DIALECTS
 
     cp: Any = cvxpy  # its functions carry no types
 
