@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 8 examples/imagenet.py -a resnet50 -b 2048 --solution_file resnet50.pkl DATA
 
 DATA holds the folders ``train`` and ``val`` with one folder for each class. Under torchrun the batch is that of all
-processes together, and the schedule that of one. Without --solution_file and --budget it is plain training.
+processes together, and the schedule that of one; with --sync-bn it must be of a model with SyncBatchNorm, solved with
+--processes. Without --solution_file and --budget it is plain training.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ import monet_like
 @click.option("--seed", type=int)
 @click.option("--gpu", type=int, help="The only GPU to use.")
 @click.option("--image-size", default=224, show_default=True, help="Of the square images, in pixels.")
+@click.option("--sync-bn", is_flag=True, help="Batch norm by the statistics of all processes' images.")
 @click.option("--solution-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A schedule.")
 @click.option("--budget", help="Plan at the first step for this memory, such as 8 GB or 60%.")
 def main(data: Path, resume: Path | None, evaluate: bool, start_epoch: int, epochs: int, **options: Any) -> None:
@@ -56,6 +58,8 @@ def main(data: Path, resume: Path | None, evaluate: bool, start_epoch: int, epoc
         image_folder(data / part, options["image_size"], part == "train") for part in ("train", "val")
     )
     model = torchvision.models.get_model(options["arch"], num_classes=len(train_set.classes)).to(device)
+    if options["sync_bn"]:
+        model = monet_like.convert_sync_batchnorm(model)
     trained = scheduled(model, options)
     if processes > 1:
         trained = DistributedDataParallel(trained)

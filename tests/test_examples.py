@@ -59,9 +59,9 @@ MODEL = "torchvision.models.resnet18(num_classes=3)"
 SMALL = ("--image-size", "32", "-p", "1", "-j", "0", "--seed", "1", "--epochs", "2", "--lr", "0.01")
 
 
-def solve(folder: Path, batch: int, mode: str) -> str:
-    command = [sys.executable, f"{ROOT}/solve.py", MODEL, str(batch), "0.12", mode, "HIGHS", "--input-shape", "3,32,32"]
-    command += ["--time-limit", "5"]
+def solve(folder: Path, batch: int, mode: str, *options: str, model: str = MODEL) -> str:
+    command = [sys.executable, f"{ROOT}/solve.py", model, str(batch), "0.12", mode, "HIGHS", "--input-shape", "3,32,32"]
+    command += ["--time-limit", "5", *options]
     environment = {**os.environ, "MONET_LIKE_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     subprocess.run([*command, "--out", "schedule.pkl"], cwd=folder, env=environment, check=True, capture_output=True)
     return "schedule.pkl"
@@ -79,9 +79,13 @@ def test_imagenet_trains_as_without_a_schedule(tmp_path: Path, image_folder: Pat
 
 
 def test_imagenet_in_two_processes(tmp_path: Path, image_folder: Path) -> None:
+    """The schedule is one for SyncBatchNorm alone."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    plain = [*torchrun, f"{ROOT}/examples/imagenet.py", str(image_folder), *SMALL, "-b", "16"]
-    schedule = solve(tmp_path, 8, "inplace_multiway_newnode")
+    plain = [*torchrun, f"{ROOT}/examples/imagenet.py", str(image_folder), *SMALL, "-b", "16", "--sync-bn"]
+    (tmp_path / "net.py").write_text(
+        f"import monet_like, torchvision\n\ndef net():\n    return monet_like.convert_sync_batchnorm({MODEL})\n"
+    )
+    schedule = solve(tmp_path, 8, "inplace_multiway_newnode", "--processes", "2", model="net.py:net")
     assert losses([*plain, "--solution_file", schedule], tmp_path) == losses(plain, tmp_path)
 
 
