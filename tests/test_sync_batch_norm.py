@@ -66,12 +66,18 @@ def images(batch: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(batch, 3, 8, 8, dtype=dtype)
 
 
-def made(model: nn.Module, x: torch.Tensor, processes: int | None = 2) -> list[ScheduleRecord]:
+def made(
+    model: nn.Module, x: torch.Tensor, processes: int | None = 2, modes: tuple[str, str] = (MODE, MODE)
+) -> list[ScheduleRecord]:
     """Two schedules that run much of what they can again, made where there is no group."""
-    captured = admitted(capture(model, (x,), processes=processes), MODE)
-    schedules = [random_schedule(captured.program, seed, drop=0.7) for seed in (3, 5)]
-    assert schedules[0] != schedules[1]
-    return [record_for(captured, schedule, MODE, (model, (x,), {})) for schedule in schedules]
+    found = []
+    for mode, seed in zip(modes, (3, 5), strict=True):
+        captured = admitted(capture(model, (x,), processes=processes), mode)
+        schedule = random_schedule(captured.program, seed, drop=0.7)
+        found.append(record_for(captured, schedule, mode, (model, (x,), {})))
+    assert found[0].schedule != found[1].schedule
+    assert (found[0].fingerprint == found[1].fingerprint) == (modes[0] == modes[1])
+    return found
 
 
 # ---- one process ----
@@ -208,7 +214,7 @@ def test_operators(
 
 
 def _against_batch_norm(rank: int, records: list[ScheduleRecord]) -> None:
-    """Batches of 3 and 2, each process by a schedule of its own."""
+    """Batches of 3 and 2, each process by a schedule of its own, of another mode's program."""
     plain = Net().double()
     ours = ScheduleWrapper(convert_sync_batchnorm(copy.deepcopy(plain)), records[rank])
     parallel = DistributedDataParallel(ours, bucket_cap_mb=0.001)
@@ -229,7 +235,7 @@ def _against_batch_norm(rank: int, records: list[ScheduleRecord]) -> None:
 
 def test_as_batch_norm_over_all_batches(tmp_path: Path) -> None:
     model, x = convert_sync_batchnorm(Net().double()), images(4, torch.float64)
-    together(tmp_path, _against_batch_norm, made(model, x))
+    together(tmp_path, _against_batch_norm, made(model, x, modes=("normal", f"conv_{MODE}")))
 
 
 def _against_itself(rank: int, records: list[ScheduleRecord], alone: ScheduleRecord, cache: str) -> None:
