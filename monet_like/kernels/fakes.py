@@ -1,4 +1,7 @@
-"""Shapes, dtypes and layouts of every operator without its computation, for fake tensors and tracing."""
+"""Shapes, dtypes and layouts of every operator without its computation, for fake tensors and tracing.
+
+What these do not depend on has no name here; `reference` has all the signatures.
+"""
 
 from __future__ import annotations
 
@@ -127,56 +130,24 @@ def max_pool2d_with_offsets(
 
 
 @_fake
-def max_pool2d_offsets(
-    indices: Tensor,
-    input_size: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
+def max_pool2d_offsets(indices: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(indices, dtype=torch.uint8, memory_format=reference._format(indices))
 
 
 @_fake
-def max_pool2d_offsets_to_indices(
-    offsets: Tensor,
-    input_size: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
+def max_pool2d_offsets_to_indices(offsets: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(offsets, dtype=torch.int64, memory_format=reference._format(offsets))
 
 
 @_fake
-def max_pool2d_offsets_backward(
-    grad: Tensor,
-    offsets: Tensor,
-    input_size: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
+def max_pool2d_offsets_backward(grad: Tensor, offsets: Tensor, input_size: Sequence[int], *_: Any) -> Tensor:
     return torch.empty(
         tuple(input_size), dtype=grad.dtype, device=grad.device, memory_format=reference._format(offsets)
     )
 
 
 @_fake
-def batch_norm_apply(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    residual: Tensor | None,
-    activation: str,
-    lo: float,
-    hi: float,
-) -> Tensor:
+def batch_norm_apply(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=reference.norm_format(x))
 
 
@@ -187,13 +158,7 @@ def batch_norm_train(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    residual: Tensor | None,
-    activation: str,
-    lo: float,
-    hi: float,
-    exact: bool,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Half-precision inputs keep their statistics in the dtype of the parameters, and on CUDA always in float32.
     given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
@@ -211,13 +176,9 @@ def batch_norm_activation_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor,
-    invstd: Tensor,
-    activation: str,
-    lo: float,
-    hi: float,
-    mask: Sequence[bool],
+    *others: Any,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    parameter = mean if weight is None else weight
+    parameter, mask = mean if weight is None else weight, others[-1]
     return (
         torch.empty_like(x, memory_format=reference.norm_format(x)) if mask[0] else None,
         torch.empty((x.shape[1],), dtype=parameter.dtype, device=x.device) if mask[1] else None,
