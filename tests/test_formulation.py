@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from monet_like.plan.bound import block_program
 from monet_like.plan.decode import decode, encode
 from monet_like.plan.formulation import Formulation, Options
+from monet_like.plan.matrix import MatrixProgram
 from monet_like.plan.needs import find_needs, prune
 from monet_like.plan.strategies.store_all import store_all
 from monet_like.program import Cost, Program, Task, Value
@@ -20,27 +22,32 @@ from monet_like.schedule import Schedule
 from monet_like.simulate import simulate
 
 
+def best_point(problem: MatrixProgram) -> Any:
+    """By HiGHS, through scipy; None if there is none."""
+    if problem.contradiction:
+        return None
+    if not problem.columns:
+        return np.zeros(0)
+    rows = LinearConstraint(problem.matrix, problem.lower, problem.upper)
+    answer = milp(
+        problem.cost, constraints=rows, bounds=Bounds(0, 1), integrality=problem.integral.astype(int),
+        options={"mip_rel_gap": 0.0},
+    )  # fmt: skip
+    assert answer.status in (0, 2), answer.message
+    return answer.x
+
+
 def solve_exactly(formulation: Formulation, every_row: bool = False) -> tuple[Schedule, float] | None:
-    """Solve with HiGHS (through scipy), adding the run rows that a schedule breaks, or all of them at once."""
+    """Solve, adding the run rows that a schedule breaks, or all of them at once."""
     if every_row:
         for t in formulation.stages:
             for group in range(len(formulation.needs.groups)):
                 formulation.add_run_row(t, group)
     while True:
         problem = formulation.matrix()
-        if problem.contradiction:
+        x = best_point(problem)
+        if x is None:
             return None
-        x = np.zeros(0)
-        if problem.columns:
-            rows = LinearConstraint(problem.matrix, problem.lower, problem.upper)
-            answer = milp(
-                problem.cost, constraints=rows, bounds=Bounds(0, 1), integrality=problem.integral.astype(int),
-                options={"mip_rel_gap": 0.0},
-            )  # fmt: skip
-            if answer.status == 2:
-                return None
-            assert answer.status == 0, answer.message
-            x = answer.x
         schedule = decode(formulation, x)
         report = simulate(formulation.program, schedule, formulation.costs)
         if report.peak_bytes <= formulation.budget:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from random_programs import random_program
-from scipy.optimize import Bounds, LinearConstraint, milp
-from test_formulation import instance, solve_exactly
+from test_formulation import best_point, instance, solve_exactly
 
 from monet_like.plan.bound import block_program
 from monet_like.plan.formulation import Formulation
@@ -18,16 +17,8 @@ from monet_like.simulate import simulate
 
 def optimum(problem: MatrixProgram) -> float | None:
     """Seconds of the program's best point; None if it has none."""
-    if problem.contradiction:
-        return None
-    if not problem.columns:
-        return problem.offset * problem.seconds_per_unit
-    rows = LinearConstraint(problem.matrix, problem.lower, problem.upper)
-    answer = milp(
-        problem.cost, constraints=rows, bounds=Bounds(0, 1), integrality=problem.integral.astype(int),
-        options={"mip_rel_gap": 0.0},
-    )  # fmt: skip
-    return None if answer.status == 2 else (problem.offset + answer.fun) * problem.seconds_per_unit
+    x = best_point(problem)
+    return None if x is None else (problem.offset + float(problem.cost @ x)) * problem.seconds_per_unit
 
 
 def test_every_choice_of_blocks_and_rows_bounds_the_best_schedule_and_the_finest_is_near_it() -> None:
