@@ -23,7 +23,7 @@ class Point:
         static_bytes: parameters, their gradients, buffers and inputs.
         seconds, spread_seconds: median of the steps, and half of what lies between their quartiles.
         plain_seconds: median of plain PyTorch's steps in the same turns.
-        gradient_error, rounding, checked, correct: see `benchmarks.worker.Ready`.
+        gradient_error, rounding, checked, correct: see `benchmarks.worker.Verdict`.
         planning_seconds: planning and wrapping without profiling, and what a first step that compiles took longer.
         predicted_bytes, predicted_seconds, predicted_plain_seconds, gap: what the planner promised; 0: nothing.
         load: of the machine, a minute's average when the steps were over.

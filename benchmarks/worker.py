@@ -53,13 +53,10 @@ def usual_malloc() -> None:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """What is known before the steps that are timed.
+class Verdict:
+    """Whether a contender is right.
 
     Attributes:
-        peak_bytes: of a step, parameters, buffers and inputs included.
-        process_bytes: the same by the process's high-water mark; on CUDA what is reserved of the device.
-        static_bytes: parameters, their gradients, buffers and inputs.
         gradient_error: of all gradients together, relative, in the 2-norm; or that of the change of the loss.
         rounding: what it may be, by a factor: see `Job`.
         checked: against what: plain, or finite differences where random masks are not plain PyTorch's.
@@ -67,14 +64,26 @@ class Ready:
         first_seconds: of the first step, which compiles.
     """
 
-    peak_bytes: int
-    process_bytes: int
-    static_bytes: int
     gradient_error: float
     rounding: float
     checked: str
     correct: bool
     first_seconds: float
+
+
+@dataclass(frozen=True)
+class Ready(Verdict):
+    """What is known before the steps that are timed.
+
+    Attributes:
+        peak_bytes: of a step, parameters, buffers and inputs included.
+        process_bytes: the same by the process's high-water mark; on CUDA what is reserved of the device.
+        static_bytes: parameters, their gradients, buffers and inputs.
+    """
+
+    peak_bytes: int
+    process_bytes: int
+    static_bytes: int
     planning_seconds: float
     predicted_bytes: int
     predicted_seconds: float
@@ -138,17 +147,6 @@ def rounding_of(model: nn.Module, example: Example, gradients: dict[str, Any]) -
     """How far ``gradients`` are from those of weights that are changed in the last places, relative."""
     others = (everything_after_a_step(shaken(model, seed), example) for seed in range(SHAKEN))
     return max(apart(gradients, other, "gradient") for other in others)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """See `Ready`."""
-
-    gradient_error: float
-    rounding: float
-    checked: str
-    correct: bool
-    first_seconds: float
 
 
 def judge(plain: nn.Module, built: Built, example: Example, rounding: float) -> Verdict:
