@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -560,23 +561,22 @@ class _Builder:
 
     def _reads_updated_buffer(self, node: fx.Node) -> bool:
         """Whether a node reads a buffer that the step changes: such a node must not run a second time."""
-        updated = self._updated_buffers()
         return any(
-            self.storages.get(_storage(t)) in updated
+            self.storages.get(_storage(t)) in self._updated_buffers
             for n in node.all_input_nodes
             for t in _tensors(self.nodes[n].result)
         )
 
+    @cached_property
     def _updated_buffers(self) -> set[int]:
-        if not hasattr(self, "_updated"):
-            output = next(iter(reversed(self.graph.nodes)))
-            names = {
-                self.first_name[d.mutated_input.target.removeprefix("model.")]
-                for d in output.meta["desc"]
-                if type(d).__name__ == "InputMutationAOTOutput" and hasattr(d.mutated_input, "target")
-            }
-            self._updated = {value for name, value in self.buffers if name in names}
-        return self._updated
+        """Buffers that the step changes; all inputs must have been seen."""
+        output = next(iter(reversed(self.graph.nodes)))
+        names = {
+            self.first_name[d.mutated_input.target.removeprefix("model.")]
+            for d in output.meta["desc"]
+            if type(d).__name__ == "InputMutationAOTOutput" and hasattr(d.mutated_input, "target")
+        }
+        return {value for name, value in self.buffers if name in names}
 
     # Views ----------------------------------------------------------------------------------------------------
 
