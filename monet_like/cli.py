@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import __version__
-from .errors import MonetError, UsageError
+from .errors import MonetError
 
 if TYPE_CHECKING:
     from .show import Terminal
@@ -606,31 +606,6 @@ def zoo_table_command(**options: Any) -> None:
     from .zoo.commands import table
 
     table(**options)
-
-
-def parse_batch(text: str) -> int:
-    """A batch size.
-
-    Raises:
-        UsageError: not a whole number of at least 1.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"batch {text!r} must be a whole number of at least 1, such as 184")
-    return int(text)
-
-
-def parse_shape(text: str | None) -> tuple[int, ...] | None:
-    """``3,224,224`` or ``3x224x224``; None stays None.
-
-    Raises:
-        UsageError: not a list of positive whole numbers.
-    """
-    if text is None:
-        return None
-    parts = text.replace("x", ",").strip("()[] ").split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"input shape {text!r} must be positive whole numbers without the batch, such as 3,224,224")
-    return tuple(int(part) for part in parts)
 
 
 def solve_main() -> None:

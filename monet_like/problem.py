@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from .cli import parse_batch, parse_shape
 from .compiler import Example, Request, optimizer_bytes
 from .errors import UsageError
 from .mode import parse_mode
@@ -174,3 +173,28 @@ def read_dtype(text: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise UsageError(f"dtype {text!r} is unknown; give float32, float64, bfloat16 or float16")
     return dtype
+
+
+def parse_batch(text: str) -> int:
+    """A batch size.
+
+    Raises:
+        UsageError: not a whole number of at least 1.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"batch {text!r} must be a whole number of at least 1, such as 184")
+    return int(text)
+
+
+def parse_shape(text: str | None) -> tuple[int, ...] | None:
+    """``3,224,224`` or ``3x224x224``; None stays None.
+
+    Raises:
+        UsageError: not a list of positive whole numbers.
+    """
+    if text is None:
+        return None
+    parts = text.replace("x", ",").strip("()[] ").split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"input shape {text!r} must be positive whole numbers without the batch, such as 3,224,224")
+    return tuple(int(part) for part in parts)

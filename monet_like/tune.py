@@ -13,14 +13,13 @@ from torch import nn
 
 from .batches import Batches
 from .check import real_example, step_peak, step_seconds
-from .cli import parse_batch
 from .compiler import Example, default_names, make_record, plan_for
 from .errors import MonetError, UsageError
 from .files import check_writable
 from .plan import Plan
 from .plan.questions import fits
 from .precision import autocast_as
-from .problem import Problem, read_problem
+from .problem import Problem, parse_batch, read_problem
 from .profile_data import Profile
 from .replay import ScheduleWrapper
 from .roofline import DeviceLimits

@@ -25,13 +25,12 @@ from monet_like.cli import (
     doctor_command,
     inspect_command,
     main,
-    parse_batch,
-    parse_shape,
     report_command,
     schedule_command,
     solve_command,
 )
 from monet_like.errors import MonetError, UsageError
+from monet_like.problem import parse_batch, parse_shape
 from monet_like.profile_data import Profile
 from monet_like.schedule_file import ScheduleRecord
 
