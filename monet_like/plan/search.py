@@ -80,7 +80,16 @@ class Search:
     """One search; `run` is called once.
 
     Attributes:
+        solver, time_limit_seconds, gap, extra_bytes, progress: as of `monet_like.plan.plan`.
+        options: restrictions of the integer program; None: chosen by its size.
+        fallback: whether HiGHS, which takes a start, goes on from another solver's plan.
+        threads: of the solver.
         allowed: a further condition on plans, such as another system's rules; what it refuses is not a plan.
+        evaluations: of each annealing; 0: none; None: a second or two's worth.
+        start: a schedule that is known.
+        seconds: wall seconds of every stage so far.
+        best: the fastest plan so far, its report, and what found it.
+        bounds: by kind, the best so far.
     """
 
     program: Program
@@ -98,11 +107,12 @@ class Search:
     evaluations: int | None = None
     start: Schedule | None = None
     seconds: dict[str, float] = field(
-        default_factory=lambda: {"parts": 0.0, "heuristic": 0.0, "bound": 0.0, "build": 0.0, "solve": 0.0}
+        init=False,
+        default_factory=lambda: {"parts": 0.0, "heuristic": 0.0, "bound": 0.0, "build": 0.0, "solve": 0.0},
     )
-    best: tuple[Schedule, Report, str] | None = None
-    bounds: dict[str, float] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    best: tuple[Schedule, Report, str] | None = field(init=False, default=None)
+    bounds: dict[str, float] = field(init=False, default_factory=dict)
+    lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def run(self) -> Plan:
         """The best plan found.
