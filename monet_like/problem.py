@@ -14,6 +14,7 @@ from .errors import UsageError
 from .mode import parse_mode
 from .models import ModelSpec, build_model
 from .precision import AUTOCASTS, LAYOUTS, in_layout
+from .sync_batch_norm import is_synchronised
 from .tracing import fake_mode
 from .units import parse_bytes
 
@@ -92,6 +93,11 @@ def read_problem(
     where = torch.device("cpu") if target else read_device(device)
     layout = "channels_last" if channels_last else ""
     spec = build_model(model)
+    if processes is not None and processes > 1 and not is_synchronised(spec.module):
+        raise UsageError(
+            f"--processes {processes} is for models with SyncBatchNorm, and {spec.expression} has none; leave it out, or give "
+            "a file with a function that returns monet_like.convert_sync_batchnorm(...)"
+        )
     spec.module.to(where, kind)
     if layout:
         spec.module.to(memory_format=LAYOUTS[layout])

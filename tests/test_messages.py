@@ -243,6 +243,11 @@ def test_missing_arguments(count: int, missing: str) -> None:
         (("--profile-batch", "0"), "--profile-batch 0 must be at least 1"),
         (("--profile-batch", "-3"), "--profile-batch -3 must be at least 1"),
         (("--processes", "0"), "--processes 0 must be at least 1"),
+        (
+            ("--processes", "2"),
+            "--processes 2 is for models with SyncBatchNorm, and net.py:make has none; leave it out, or give a file with a "
+            "function that returns monet_like.convert_sync_batchnorm(...)",
+        ),
         (("--time-limit", "0"), "--time-limit 0.0 must be more than 0 seconds"),
         (("--time-limit", "-5"), "--time-limit -5.0 must be more than 0 seconds"),
         (("--time-limit", "nan"), "--time-limit nan must be more than 0 seconds"),
