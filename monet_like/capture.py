@@ -317,7 +317,7 @@ class _Builder:
         if not isinstance(fake, torch.Tensor):
             raise CaptureError(f"input {node.name} is a {type(fake).__name__}; only tensors may vary between steps")
         if kind in ("ParamAOTInput", "BufferAOTInput"):
-            self.nodes[node] = self._resident(desc.target.removeprefix("model."), kind[0] == "P", fake)
+            self.nodes[node] = self._resident(desc.target.removeprefix("model."), kind == "ParamAOTInput", fake)
         elif kind == "PlainAOTInput":
             value = self._value(f"input{desc.idx}", "input", fake)
             self.inputs[desc.idx] = value

@@ -1,4 +1,5 @@
-"""The operators `torch.ops.monet_like.*`: packed masks, byte-offset pooling, fused batch norm + ReLU.
+"""The operators `torch.ops.monet_like.*`: packed masks and caches, byte-offset pooling, fused batch norms and activations,
+RMS norm, cuDNN's convolution algorithms, SyncBatchNorm in parts.
 
 Importing this package does nothing. `load()` makes the operators exist: from the compiled library where there is
 one, else from the plain-torch twins in `reference`, under the same names and with the same results.
