@@ -41,80 +41,9 @@ MONET_HD double open_bound(double bound) {
   return bound - bound == 0 ? bound : __builtin_nan("");
 }
 
-// What may follow a batch norm. Its numbers are `lo` and `hi`: bounds, or in `lo` the slope of leaky ReLU.
-enum class Activation : int { Clamp, LeakyRelu, Hardswish, Silu };
-
-// e^x within 2 units in the last place, without a branch or a call, so that loops around it vectorise.
-MONET_HD float exponential(float x) {
-#if defined(__CUDA_ARCH__)
-  return expf(x);
-#else
-  x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const float n = (x * 1.44269504f + kRound) - kRound;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first one exact
-  float p = 1.0f / 5040;
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float scale;
-  __builtin_memcpy(&scale, &bits, sizeof(scale));
-  return p * scale;
-#endif
-}
-
-MONET_HD double exponential(double x) {
-#if defined(__CUDA_ARCH__)
-  return exp(x);
-#else
-  return __builtin_exp(x);
-#endif
-}
-
-template <Activation A, typename O>
-MONET_HD O activated(O y, O lo, O hi) {
-  if constexpr (A == Activation::Clamp) {
-    return clamped(y, lo, hi);
-  } else if constexpr (A == Activation::LeakyRelu) {
-    return y > O(0) ? y : y * lo;
-  } else if constexpr (A == Activation::Hardswish) {
-    return y * clamped(y + O(3), O(0), O(6)) / O(6);
-  } else {
-    return y / (O(1) + exponential(-y));
-  }
-}
-
-// The gradient through `activated`. Clamp's bounds are as passes_clamp wants them.
-template <Activation A, typename O>
-MONET_HD O activation_gradient(O grad, O y, O lo, O hi) {
-  if constexpr (A == Activation::Clamp) {
-    return passes_clamp(y, lo, hi) ? grad : O(0);
-  } else if constexpr (A == Activation::LeakyRelu) {
-    return y > O(0) ? grad : grad * lo;
-  } else if constexpr (A == Activation::Hardswish) {
-    const O inside = y < O(3) ? grad * (y / O(3) + O(0.5)) : grad;
-    return y <= O(-3) ? O(0) : inside;
-  } else {
-    const O s = O(1) / (O(1) + exponential(-y));
-    return grad * s * (O(1) + y * (O(1) - s));
-  }
-}
-
 // How y follows from x in training-mode batch norm. The three round differently; ATen's CPU kernels use Folded
 // (baseline x86), FoldedFma (AVX2, AVX-512) for dense tensors and Plain for strided ones, CUDA kernels use Plain.
 enum class Formula : int { Folded, FoldedFma, Plain };
-
-// Per-channel constants. Folded: a = weight * invstd, b = bias - mean * a. Plain: a = weight, b = bias.
-template <typename O>
-struct Channel {
-  O a, b, mean, invstd;
-};
 
 template <Formula F, typename O>
 MONET_HD O fused_or_not(O x, O a, O b) {
@@ -128,6 +57,86 @@ MONET_HD O fused_or_not(O x, O a, O b) {
     return x * a + b;
   }
 }
+
+// What may follow a batch norm. Its numbers are `lo` and `hi`: bounds, or in `lo` the slope of leaky ReLU.
+enum class Activation : int { Clamp, LeakyRelu, Hardswish, Silu };
+
+// e^x within 2 units in the last place, without a branch or a call, so that loops around it vectorise. Beyond 88 on
+// either side it stays what it is there: the least is 0, a NaN counts as large.
+template <Formula F>
+MONET_HD float exponential(float x) {
+#if defined(__CUDA_ARCH__)
+  return expf(x);
+#else
+  // The bound is set on the bits: from a comparison of floats with a constant the compiler makes a second path, on which
+  // denormal numbers arise that are thrown away, and that cost a hundred cycles each.
+  uint32_t word;
+  __builtin_memcpy(&word, &x, sizeof(word));
+  const uint32_t magnitude = word & 0x7fffffffu, bounded = magnitude < 0x42b00000u ? magnitude : 0x42b00000u;  // 88
+  word = (word & 0x80000000u) | bounded;
+  __builtin_memcpy(&x, &word, sizeof(x));
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const float n = fused_or_not<F>(x, 1.44269504f, kRound) - kRound;
+  // ln 2 in two parts, the first one exact.
+  const float r = fused_or_not<F>(n, 2.12194440e-4f, fused_or_not<F>(n, -0.693359375f, x));
+  float p = 1.0f / 5040;
+  p = fused_or_not<F>(p, r, 1.0f / 720);
+  p = fused_or_not<F>(p, r, 1.0f / 120);
+  p = fused_or_not<F>(p, r, 1.0f / 24);
+  p = fused_or_not<F>(p, r, 1.0f / 6);
+  p = fused_or_not<F>(p, r, 0.5f);
+  p = fused_or_not<F>(p, r, 1.0f);
+  p = fused_or_not<F>(p, r, 1.0f);
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  __builtin_memcpy(&scale, &bits, sizeof(scale));
+  return p * scale;
+#endif
+}
+
+template <Formula F>
+MONET_HD double exponential(double x) {
+#if defined(__CUDA_ARCH__)
+  return exp(x);
+#else
+  return __builtin_exp(x);
+#endif
+}
+
+template <Activation A, Formula F = Formula::Folded, typename O>
+MONET_HD O activated(O y, O lo, O hi) {
+  if constexpr (A == Activation::Clamp) {
+    return clamped(y, lo, hi);
+  } else if constexpr (A == Activation::LeakyRelu) {
+    return y > O(0) ? y : y * lo;
+  } else if constexpr (A == Activation::Hardswish) {
+    return y * clamped(y + O(3), O(0), O(6)) / O(6);
+  } else {
+    return y / (O(1) + exponential<F>(-y));
+  }
+}
+
+// The gradient through `activated`. Clamp's bounds are as passes_clamp wants them.
+template <Activation A, Formula F = Formula::Folded, typename O>
+MONET_HD O activation_gradient(O grad, O y, O lo, O hi) {
+  if constexpr (A == Activation::Clamp) {
+    return passes_clamp(y, lo, hi) ? grad : O(0);
+  } else if constexpr (A == Activation::LeakyRelu) {
+    return y > O(0) ? grad : grad * lo;
+  } else if constexpr (A == Activation::Hardswish) {
+    const O inside = y < O(3) ? grad * (y / O(3) + O(0.5)) : grad;
+    return y <= O(-3) ? O(0) : inside;
+  } else {
+    const O s = O(1) / (O(1) + exponential<F>(-y));
+    return grad * s * (O(1) + y * (O(1) - s));
+  }
+}
+
+// Per-channel constants. Folded: a = weight * invstd, b = bias - mean * a. Plain: a = weight, b = bias.
+template <typename O>
+struct Channel {
+  O a, b, mean, invstd;
+};
 
 template <Formula F, typename O>
 MONET_HD O normalised(O x, O a, O b, O mean, O invstd) {

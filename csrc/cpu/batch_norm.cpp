@@ -106,13 +106,13 @@ Constants<O> constants(
 // ---- forward ----
 
 // What follows the normalisation: each step sees what the one before would have stored.
-template <typename T, bool Residual, Activation A>
+template <typename T, bool Residual, Activation A, Formula F>
 MONET_BODY op_type<T> finished(op_type<T> y, const T& residual, op_type<T> lo, op_type<T> hi) {
   y = as_stored<T>(y);
   if constexpr (Residual) {
     y = as_stored<T>(y + load(residual));
   }
-  return activated<A>(y, lo, hi);
+  return activated<A, F>(y, lo, hi);
 }
 
 // n elements of one channel.
@@ -124,7 +124,7 @@ MONET_BODY void apply_run_body(
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const auto y = normalised<F>(load(in[i]), k.a, k.b, k.mean, k.invstd);
-    store(out[i], finished<T, Residual, A>(y, residual[Residual ? i : 0], lo, hi));
+    store(out[i], finished<T, Residual, A, F>(y, residual[Residual ? i : 0], lo, hi));
   }
 }
 MONET_FOR_EACH_ISA(apply_run)
@@ -141,11 +141,23 @@ MONET_BODY void apply_rows_body(
 #pragma GCC ivdep
     for (int64_t c = 0; c < channels; ++c) {
       const O y = normalised<F>(load(from[c]), a[c], b[c], mean[c], invstd[c]);
-      store(to[c], finished<T, Residual, A>(y, other[Residual ? c : 0], lo, hi));
+      store(to[c], finished<T, Residual, A, F>(y, other[Residual ? c : 0], lo, hi));
     }
   }
 }
 MONET_FOR_EACH_ISA(apply_rows)
+
+// n elements that are normalised and stored already, in place.
+template <bool Residual, typename T>
+MONET_BODY void finish_run_body(T* y, const T* residual, int64_t n, op_type<T> lo, op_type<T> hi) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    store(
+        y[i], finished<T, Residual, Activation::Clamp, Formula::Folded>(
+                  load(y[i]), residual[Residual ? i : 0], lo, hi));
+  }
+}
+MONET_FOR_EACH_ISA(finish_run)
 
 // Turns a formula known at run time into a template argument.
 template <typename F>
@@ -173,6 +185,12 @@ bool is_compiled(Activation activation, Formula formula, at::ScalarType type, bo
 }
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// The gradient through an exponential is worth storing, where the result will be, rather than found twice. In 2-byte
+// types that rounds it, as ATen does.
+template <Activation A>
+constexpr bool kCostly = A == Activation::Silu;
+constexpr int64_t kShortImage = 256;
 
 // What follows, by ATen's own operators.
 at::Tensor activate_(at::Tensor y, Activation activation, double lo, double hi) {
@@ -222,6 +240,29 @@ void apply_with(const T* from, const T* residual, T* to, bool rows_first, const 
       apply_rows<F, Residual, A>(
           from + first, at(first), to + first, end - begin, channels, k.a.data(), k.b.data(), k.mean.data(),
           k.invstd.data(), lo, hi);
+    });
+  } else if (F != Formula::Plain && image < kShortImage && shape.batch >= 4) {
+    // Images whose ends would leave vectors half full: several channels at once, their constants written out for each
+    // element, which serve the whole batch.
+    const int64_t most = std::max<int64_t>(1, 2048 / image), groups = (channels + most - 1) / most;
+    const int64_t parts = std::clamp<int64_t>(at::get_num_threads() / groups, 1, shape.batch / 4);
+    const int64_t part = (shape.batch + parts - 1) / parts;
+    const int64_t grain = std::max<int64_t>(1, 32768 / (most * image * part));
+    at::parallel_for(0, groups * parts, grain, [&](int64_t begin, int64_t end) {
+      std::vector<op_type<T>> a(most * image), b(most * image);
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t first = task % groups * most, count = std::min(most, channels - first);
+        for (int64_t c = 0; c < count; ++c) {
+          std::fill_n(a.data() + c * image, image, k.a[first + c]);
+          std::fill_n(b.data() + c * image, image, k.b[first + c]);
+        }
+        const int64_t start = task / groups * part;
+        for (int64_t n = start; n < std::min(shape.batch, start + part); ++n) {
+          const int64_t i = (n * channels + first) * image;
+          const op_type<T>*each_a = a.data(), *each_b = b.data();
+          apply_rows<F, Residual, A>(from + i, at(i), to + i, 1, count * image, each_a, each_b, each_a, each_b, lo, hi);
+        }
+      }
     });
   } else {
     const int64_t grain = std::max<int64_t>(1, 32768 / image);
@@ -287,6 +328,23 @@ at::Tensor batch_norm_apply(
 }
 
 // ---- training forward ----
+
+// Images of one channel, `pitch` elements apart, one after the other and widened.
+template <typename T, typename O>
+MONET_BODY void gather_images_body(const T* in, O* out, int64_t batch, int64_t image, int64_t pitch) {
+  for (int64_t n = 0; n < batch; ++n) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < image; ++i) {
+      out[n * image + i] = load(in[n * pitch + i]);
+    }
+  }
+}
+MONET_FOR_EACH_ISA(gather_images)
+
+// Whether sums over a channel are taken over its images brought together, so that no vector is cut short.
+bool gathers_images(const NormShape& shape) {
+  return shape.image < kShortImage && shape.batch > 1 && shape.batch * shape.image <= (1 << 16);
+}
 
 constexpr int64_t kBlock = 4096;  // elements summed in single precision before they are added in double
 
@@ -358,13 +416,22 @@ void moments(const at::Tensor& in, const NormShape& shape, double* mean, double*
   const T* x = in.const_data_ptr<T>();
   const int64_t C = shape.channels, image = shape.image, rows = shape.batch * image;
   if (!by_rows(norm_layout(in), shape)) {
+    const bool gathers = gathers_images(shape);
     at::parallel_for(0, C, std::max<int64_t>(1, 8192 / rows), [&](int64_t begin, int64_t end) {
+      std::vector<O> scratch(gathers ? rows : 0);
       for (int64_t c = begin; c < end; ++c) {
         O shift = load(x[c * image]);
+        if (gathers) {
+          gather_images(x + c * image, scratch.data(), shape.batch, image, C * image);
+        }
         for (int64_t pass = 0; pass < 2; ++pass) {
           double sums[2] = {0, 0};
-          for (int64_t n = 0; n < shape.batch; ++n) {
-            moments_run(x + (n * C + c) * image, image, shift, &sums[0]);
+          if (gathers) {
+            moments_run(static_cast<const O*>(scratch.data()), rows, shift, &sums[0]);
+          } else {
+            for (int64_t n = 0; n < shape.batch; ++n) {
+              moments_run(x + (n * C + c) * image, image, shift, &sums[0]);
+            }
           }
           const Moments found(sums[0], sums[1], shift, static_cast<double>(rows));
           mean[c] = found.mean;
@@ -426,6 +493,19 @@ at::Tensor per_channel(const std::vector<double>& values, const at::TensorOption
   return t;
 }
 
+// Moves a running statistic towards new values.
+void move(const at::Tensor& running, const std::vector<double>& values, double factor, double momentum) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, running.scalar_type(), "move", [&] {
+    scalar_t* data = running.mutable_data_ptr<scalar_t>();
+    const int64_t stride = running.stride(0);
+    for (size_t c = 0; c < values.size(); ++c) {
+      scalar_t& value = data[static_cast<int64_t>(c) * stride];
+      value = static_cast<scalar_t>((1 - momentum) * static_cast<double>(value) + momentum * (factor * values[c]));
+    }
+  });
+  running.unsafeGetTensorImpl()->bump_version();
+}
+
 // Mean and invstd of our own, which ATen's agree with to rounding; its loop over a channel does not vectorise.
 std::tuple<at::Tensor, at::Tensor> own_statistics(
     const at::Tensor& x, const NormShape& shape, const at::TensorOptions& options,
@@ -437,20 +517,60 @@ std::tuple<at::Tensor, at::Tensor> own_statistics(
     moments<scalar_t>(in, shape, mean.data(), variance.data());
   });
   if (given(running_mean)) {
-    running_mean->mul_(1 - momentum).add_(per_channel(mean, options.dtype(running_mean->scalar_type())), momentum);
+    move(*running_mean, mean, 1, momentum);
   }
   if (given(running_var)) {
     const double count = static_cast<double>(shape.batch * shape.image);
-    std::vector<double> unbiased = variance;
-    for (double& value : unbiased) {
-      value *= count / (count - 1);
-    }
-    running_var->mul_(1 - momentum).add_(per_channel(unbiased, options.dtype(running_var->scalar_type())), momentum);
+    move(*running_var, variance, count / (count - 1), momentum);
   }
   for (double& value : variance) {
     value = inverse_std(value, eps);
   }
   return {per_channel(mean, options), per_channel(variance, options)};
+}
+
+// ReLU of 2-byte floats in place, on their bits: NaN and minus zero pass, as in `clamped`.
+template <typename U>
+MONET_BODY void relu_bits_body(U* y, int64_t n, U infinity) {
+  const U least = static_cast<U>(infinity | 0x8000u);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const U bits = y[i];
+    y[i] = bits > 0x8000u && bits <= least ? U(0) : bits;
+  }
+}
+MONET_FOR_EACH_ISA(relu_bits)
+
+// What follows y, written over it: in one pass where that has the bits of ATen's operators one by one.
+at::Tensor finish_(
+    at::Tensor y, const std::optional<at::Tensor>& residual, Activation activation, double lo, double hi) {
+  const bool half = y.scalar_type() == at::kHalf || y.scalar_type() == at::kBFloat16;
+  const bool dense = half && activation == Activation::Clamp && is_dense(y.sizes(), y.strides());
+  if (!dense || (given(residual) && residual->strides() != y.strides())) {
+    if (given(residual)) {
+      y.add_(*residual);
+    }
+    return activate_(y, activation, lo, hi);
+  }
+  if (!given(residual) && lo == -kInfinity && hi == kInfinity) {
+    return y;
+  }
+  AT_DISPATCH_REDUCED_FLOATING_TYPES(y.scalar_type(), "batch_norm_train", [&] {
+    scalar_t* to = y.mutable_data_ptr<scalar_t>();
+    const scalar_t* other = given(residual) ? residual->const_data_ptr<scalar_t>() : to;
+    const float low = number<scalar_t>(activation, lo), high = number<scalar_t>(activation, hi);
+    at::parallel_for(0, y.numel(), 32768, [&](int64_t begin, int64_t end) {
+      if (!given(residual) && lo == 0 && hi == kInfinity) {
+        constexpr uint16_t kInf = std::is_same_v<scalar_t, c10::Half> ? 0x7c00 : 0x7f80;
+        relu_bits(reinterpret_cast<uint16_t*>(to) + begin, end - begin, kInf);
+      } else if (given(residual)) {
+        finish_run<true>(to + begin, other + begin, end - begin, low, high);
+      } else {
+        finish_run<false>(to + begin, other, end - begin, low, high);
+      }
+    });
+  });
+  return y;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
@@ -475,10 +595,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
   if (x.numel() == 0 || !full_precision || norm_layout(x) == NormLayout::Strided) {
     // ATen derives invstd from a variance it does not round; only its own operator can repeat that here.
     auto [y, mean, invstd] = at::native_batch_norm(x, weight, bias, running_mean, running_var, true, momentum, eps);
-    if (given(residual)) {
-      y.add_(*residual);
-    }
-    return {activate_(y, follows, lo, hi), mean, invstd};
+    return {finish_(y, residual, follows, lo, hi), mean, invstd};
   }
   auto [mean, invstd] = at::batch_norm_update_stats(x, running_mean, running_var, momentum);
   // `invstd` still holds the variance. ATen computes its inverse root in double and rounds once.
@@ -504,14 +621,16 @@ struct Gradient {
 };
 
 template <Formula F, Activation A, typename T, typename O = op_type<T>>
-MONET_BODY O gradient_through(T grad, O x, O a, O b, O mean, O invstd, O lo, O hi) {
-  return activation_gradient<A>(load(grad), as_stored<T>(normalised<F>(x, a, b, mean, invstd)), lo, hi);
+MONET_BODY O gradient_through(O grad, O x, O a, O b, O mean, O invstd, O lo, O hi) {
+  return activation_gradient<A, F>(grad, as_stored<T>(normalised<F>(x, a, b, mean, invstd)), lo, hi);
 }
 
-template <Formula F, Activation A, typename T>
+// grad and x are of the tensor's type T, or widened. With `Keep` the g that was found is left in `kept`, which may be
+// grad.
+template <Formula F, Activation A, bool Keep, typename T, typename S>
 MONET_BODY void reduce_run_body(
-    const T* grad, const T* x, int64_t n, const Channel<op_type<T>>* channel, op_type<T> lo, op_type<T> hi,
-    double* sums) {
+    const T*, const S* grad, const S* x, S* kept, int64_t n, const Channel<op_type<T>>* channel, op_type<T> lo,
+    op_type<T> hi, double* sums) {
   using O = op_type<T>;
   const Channel<O> k = *channel;
   for (int64_t first = 0; first < n; first += kBlock) {
@@ -520,7 +639,10 @@ MONET_BODY void reduce_run_body(
 #pragma omp simd reduction(+ : sum, dot)
     for (int64_t i = first; i < last; ++i) {
       const O value = load(x[i]);
-      const O g = gradient_through<F, A>(grad[i], value, k.a, k.b, k.mean, k.invstd, lo, hi);
+      const O g = gradient_through<F, A, T>(load(grad[i]), value, k.a, k.b, k.mean, k.invstd, lo, hi);
+      if constexpr (Keep) {
+        store(kept[i], g);
+      }
       sum += g;
       dot += (value - k.mean) * g;
     }
@@ -540,16 +662,27 @@ MONET_BODY void input_grad_run_body(
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const O value = load(x[i]);
-    const O g = gradient_through<F, A>(grad[i], value, k.a, k.b, k.mean, k.invstd, lo, hi);
+    const O g = gradient_through<F, A, T>(load(grad[i]), value, k.a, k.b, k.mean, k.invstd, lo, hi);
     store(out[i], (g - d.mean_g - (value - k.mean) * d.slope) * d.scale);
   }
 }
 MONET_FOR_EACH_ISA(input_grad_run)
 
+// The same from a g that was kept.
+template <typename T, typename S, typename O>
+MONET_BODY void input_grad_kept_body(const S* kept, const S* x, T* out, int64_t n, O mean, const Gradient<O>* gradient) {
+  const Gradient<O> d = *gradient;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    store(out[i], (load(kept[i]) - d.mean_g - (load(x[i]) - mean) * d.slope) * d.scale);
+  }
+}
+MONET_FOR_EACH_ISA(input_grad_kept)
+
 // sum[c], dot[c] are scratch in compute precision, flushed to sums[0..C) and sums[C..2C) every 64 rows.
-template <Formula F, Activation A, typename T, typename O>
+template <Formula F, Activation A, bool Keep, typename T, typename O>
 MONET_BODY void reduce_rows_body(
-    const T* grad, const T* x, int64_t rows, int64_t channels, const O* a, const O* b, const O* mean, const O* invstd,
+    const T* grad, const T* x, T* kept, int64_t rows, int64_t channels, const O* a, const O* b, const O* mean, const O* invstd,
     O lo, O hi, O* sum, O* dot, double* sums) {
   for (int64_t first = 0; first < rows; first += 64) {
     const int64_t last = std::min(rows, first + 64);
@@ -561,7 +694,10 @@ MONET_BODY void reduce_rows_body(
 #pragma GCC ivdep
       for (int64_t c = 0; c < channels; ++c) {
         const O value = load(x_row[c]);
-        const O g = gradient_through<F, A>(grad_row[c], value, a[c], b[c], mean[c], invstd[c], lo, hi);
+        const O g = gradient_through<F, A, T>(load(grad_row[c]), value, a[c], b[c], mean[c], invstd[c], lo, hi);
+        if constexpr (Keep) {
+          store(kept[r * channels + c], g);
+        }
         sum[c] += g;
         dot[c] += (value - mean[c]) * g;
       }
@@ -585,12 +721,28 @@ MONET_BODY void input_grad_rows_body(
 #pragma GCC ivdep
     for (int64_t c = 0; c < channels; ++c) {
       const O value = load(x_row[c]);
-      const O g = gradient_through<F, A>(grad_row[c], value, a[c], b[c], mean[c], invstd[c], lo, hi);
+      const O g = gradient_through<F, A, T>(load(grad_row[c]), value, a[c], b[c], mean[c], invstd[c], lo, hi);
       store(out_row[c], (g - mean_g[c] - (value - mean[c]) * slope[c]) * scale[c]);
     }
   }
 }
 MONET_FOR_EACH_ISA(input_grad_rows)
+
+// The same from a g that was kept in `out`.
+template <typename T, typename O>
+MONET_BODY void input_grad_kept_rows_body(
+    const T* x, T* out, int64_t rows, int64_t channels, const O* mean, const O* mean_g, const O* slope,
+    const O* scale) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* x_row = x + r * channels;
+    T* out_row = out + r * channels;
+#pragma GCC ivdep
+    for (int64_t c = 0; c < channels; ++c) {
+      store(out_row[c], (load(out_row[c]) - mean_g[c] - (load(x_row[c]) - mean[c]) * slope[c]) * scale[c]);
+    }
+  }
+}
+MONET_FOR_EACH_ISA(input_grad_kept_rows)
 
 template <typename O>
 Gradient<O> gradient_of(double sum, double dot, int64_t count, O invstd, O weight) {
@@ -605,26 +757,52 @@ void backward_planes(
     op_type<T> hi, double* sums) {
   using O = op_type<T>;
   const int64_t image = shape.image, pitch = shape.channels * image;
+  const int64_t count = shape.batch * image;
   // One thread does both passes of a channel, the second over what the first left in its cache.
-  const int64_t grain = std::max<int64_t>(1, 8192 / (shape.batch * image));
-  at::parallel_for(0, shape.channels, grain, [&](int64_t begin, int64_t end) {
+  const bool gathers = gathers_images(shape);
+  const T* tag = nullptr;
+  at::parallel_for(0, shape.channels, std::max<int64_t>(1, 8192 / count), [&](int64_t begin, int64_t end) {
+    std::vector<O> scratch(gathers ? 2 * count : 0);
+    O *g = scratch.data(), *values = g + (gathers ? count : 0);
     for (int64_t c = begin; c < end; ++c) {
       const Channel<O> channel{k.a[c], k.b[c], k.mean[c], k.invstd[c]};
+      const T *of_x = x + c * image, *of_grad = grad + c * image;
+      T* to = out + (out == nullptr ? 0 : c * image);
       double totals[2] = {0, 0};
-      for (int64_t n = 0; n < shape.batch; ++n) {
-        const int64_t at = n * pitch + c * image;
-        reduce_run<F, A>(grad + at, x + at, image, &channel, lo, hi, &totals[0]);
+      const auto reduce = [&](auto keep, const auto* upstream, const auto* in, auto* kept, int64_t n) {
+        reduce_run<F, A, decltype(keep)::value>(tag, upstream, in, kept, n, &channel, lo, hi, &totals[0]);
+      };
+      if (gathers) {
+        gather_images(of_grad, g, shape.batch, image, pitch);
+        gather_images(of_x, values, shape.batch, image, pitch);
+        reduce(std::true_type{}, static_cast<const O*>(g), static_cast<const O*>(values), g, count);
+      } else {
+        for (int64_t n = 0; n < shape.batch; ++n) {
+          if constexpr (kCostly<A>) {
+            if (out != nullptr) {
+              reduce(std::true_type{}, of_grad + n * pitch, of_x + n * pitch, to + n * pitch, image);
+              continue;
+            }
+          }
+          reduce(std::false_type{}, of_grad + n * pitch, of_x + n * pitch, static_cast<T*>(nullptr), image);
+        }
       }
       sums[c] = totals[0];
       sums[shape.channels + c] = totals[1];
       if (out == nullptr) {
         continue;
       }
-      const Gradient<O> gradient =
-          gradient_of(totals[0], totals[1], shape.batch * image, k.invstd[c], k.weight[c]);
+      const Gradient<O> gradient = gradient_of(totals[0], totals[1], count, k.invstd[c], k.weight[c]);
       for (int64_t n = 0; n < shape.batch; ++n) {
-        const int64_t at = n * pitch + c * image;
-        input_grad_run<F, A>(grad + at, x + at, out + at, image, &channel, &gradient, lo, hi);
+        T* into = to + n * pitch;
+        if (gathers) {
+          const O *kept = g + n * image, *in = values + n * image;
+          input_grad_kept(kept, in, into, image, channel.mean, &gradient);
+        } else if constexpr (kCostly<A>) {
+          input_grad_kept(static_cast<const T*>(into), of_x + n * pitch, into, image, channel.mean, &gradient);
+        } else {
+          input_grad_run<F, A>(of_grad + n * pitch, of_x + n * pitch, into, image, &channel, &gradient, lo, hi);
+        }
       }
     }
   });
@@ -644,9 +822,18 @@ void backward_rows(
     std::vector<O> scratch(2 * C);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t first = std::min(rows, chunk * per_chunk), last = std::min(rows, first + per_chunk);
-      reduce_rows<F, A>(
-          grad + first * C, x + first * C, last - first, C, k.a.data(), k.b.data(), k.mean.data(), k.invstd.data(), lo,
-          hi, scratch.data(), scratch.data() + C, partial.data() + chunk * 2 * C);
+      const auto reduce = [&](auto keep, T* kept) {
+        reduce_rows<F, A, decltype(keep)::value>(
+            grad + first * C, x + first * C, kept, last - first, C, k.a.data(), k.b.data(), k.mean.data(),
+            k.invstd.data(), lo, hi, scratch.data(), scratch.data() + C, partial.data() + chunk * 2 * C);
+      };
+      if constexpr (kCostly<A>) {
+        if (out != nullptr) {
+          reduce(std::true_type{}, out + first * C);
+          continue;
+        }
+      }
+      reduce(std::false_type{}, nullptr);
     }
   });
   std::fill_n(sums, 2 * C, 0.0);
@@ -666,9 +853,15 @@ void backward_rows(
     scale[c] = d.scale;
   }
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    input_grad_rows<F, A>(
-        grad + begin * C, x + begin * C, out + begin * C, end - begin, C, k.a.data(), k.b.data(), k.mean.data(),
-        k.invstd.data(), mean_g.data(), slope.data(), scale.data(), lo, hi);
+    if constexpr (kCostly<A>) {
+      input_grad_kept_rows(
+          x + begin * C, out + begin * C, end - begin, C, k.mean.data(), static_cast<const O*>(mean_g.data()),
+          static_cast<const O*>(slope.data()), static_cast<const O*>(scale.data()));
+    } else {
+      input_grad_rows<F, A>(
+          grad + begin * C, x + begin * C, out + begin * C, end - begin, C, k.a.data(), k.b.data(), k.mean.data(),
+          k.invstd.data(), mean_g.data(), slope.data(), scale.data(), lo, hi);
+    }
   });
 }
 

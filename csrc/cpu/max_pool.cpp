@@ -338,15 +338,29 @@ at::Tensor max_pool2d_offsets_to_indices(
   return indices;
 }
 
-// Adds in the order of the outputs and in the tensor's own precision, as ATen does: the sums are bit-equal.
-// `lanes` channels lie next to each other, of which [first, first + count) are done here; `distance` is in elements.
-// A cell outside the plane (a window wholly in the padding, or a corrupt offset) gets nothing.
-template <bool Planar, typename T>
+// Adds in the order of the outputs and in the tensor's own precision, as ATen does: the sums are bit-equal. A cell
+// outside the plane (a window wholly in the padding, or a corrupt offset) gets nothing.
+//
+// A plane of `elements` from `pooled` outputs, each of whose windows begins at its `start`.
+template <typename T>
 void scatter_plane(
+    const T* __restrict grad, const uint8_t* __restrict offsets, T* __restrict out, int64_t pooled, uint64_t elements,
+    const int64_t* __restrict start, const int64_t* __restrict distance) {
+  for (int64_t i = 0; i < pooled; ++i) {
+    const int64_t at = start[i] + distance[offsets[i]];
+    if (static_cast<uint64_t>(at) < elements) {
+      store(out[at], load(out[at]) + load(grad[i]));
+    }
+  }
+}
+
+// A channels-last image: `lanes` channels lie next to each other, of which [first, first + count) are done here;
+// `distance` is in elements.
+template <typename T>
+void scatter_pixels(
     const T* __restrict grad, const uint8_t* __restrict offsets, T* __restrict out, const Window& window,
-    const int64_t* __restrict distance, int64_t pitch, int64_t first_channel, int64_t channels) {
+    const int64_t* __restrict distance, int64_t lanes, int64_t first, int64_t count) {
   const Window w = window;
-  const int64_t lanes = Planar ? 1 : pitch, first = Planar ? 0 : first_channel, count = Planar ? 1 : channels;
   const uint64_t elements = static_cast<uint64_t>(w.in_h * w.in_w * lanes);
   int64_t pooled = 0;
   for (int64_t oh = 0; oh < w.out_h; ++oh) {
@@ -363,7 +377,7 @@ void scatter_plane(
 }
 
 // One input pixel of a channels-last image: the sum of the gradients of those windows [oh, end_h) x [ow, end_w) around it
-// whose cell it is, in the order of the outputs, so that the sum has scatter_plane's bits.
+// whose cell it is, in the order of the outputs, so that the sum has scatter_pixels' bits.
 template <int Count, typename T, typename O>
 MONET_BODY void gather_pixel(
     const T* grad, const uint8_t* offsets, T* out, const Window& w, int64_t ih, int64_t iw, int64_t oh_first,
@@ -426,11 +440,16 @@ void scatter(const T* grad, const uint8_t* offsets, T* out, const PoolArguments&
   const int64_t in_area = w.in_h * w.in_w, out_area = w.out_h * w.out_w;
   std::vector<int64_t> distance = cell_distances(w);
   if (!channels_last) {
+    std::vector<int64_t> start(out_area);
+    for (int64_t i = 0; i < out_area; ++i) {
+      start[i] = w.start_h(i / w.out_w) * w.in_w + w.start_w(i % w.out_w);
+    }
     at::parallel_for(0, pool.planes, grain_of(in_area), [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; ++p) {
         std::fill_n(out + p * in_area, in_area, T(0));
-        scatter_plane<true>(
-            grad + p * out_area, offsets + p * out_area, out + p * in_area, w, distance.data(), 1, 0, 1);
+        scatter_plane(
+            grad + p * out_area, offsets + p * out_area, out + p * in_area, out_area, in_area, start.data(),
+            distance.data());
       }
     });
     return;
@@ -462,7 +481,7 @@ void scatter(const T* grad, const uint8_t* offsets, T* out, const PoolArguments&
           std::fill_n(image + i * C + first, count, T(0));
         }
       }
-      scatter_plane<false>(
+      scatter_pixels(
           grad + n * out_area * C, offsets + n * out_area * C, image, w, distance.data(), C, first, count);
     }
   });
