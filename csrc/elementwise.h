@@ -68,8 +68,8 @@ MONET_HD float exponential(float x) {
 #if defined(__CUDA_ARCH__)
   return expf(x);
 #else
-  // The bound is set on the bits: from a comparison of floats with a constant the compiler makes a second path, on which
-  // denormal numbers arise that are thrown away, and that cost a hundred cycles each.
+  // The bound is set on the bits: from a comparison of floats with a constant the compiler makes a second path, on
+  // which denormal numbers arise that are thrown away, and that cost a hundred cycles each.
   uint32_t word;
   __builtin_memcpy(&word, &x, sizeof(word));
   const uint32_t magnitude = word & 0x7fffffffu, bounded = magnitude < 0x42b00000u ? magnitude : 0x42b00000u;  // 88
@@ -128,7 +128,7 @@ MONET_HD O activation_gradient(O grad, O y, O lo, O hi) {
     return y <= O(-3) ? O(0) : inside;
   } else {
     const O s = O(1) / (O(1) + exponential<F>(-y));
-    return grad * s * (O(1) + y * (O(1) - s));
+    return grad * s * fused_or_not<F>(y, O(1) - s, O(1));
   }
 }
 

@@ -190,7 +190,8 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // types that rounds it, as ATen does.
 template <Activation A>
 constexpr bool kCostly = A == Activation::Silu;
-constexpr int64_t kShortImage = 256;
+
+constexpr int64_t kShortImage = 256;  // elements below which what is left over of its vectors is felt
 
 // What follows, by ATen's own operators.
 at::Tensor activate_(at::Tensor y, Activation activation, double lo, double hi) {
@@ -644,7 +645,7 @@ MONET_BODY void reduce_run_body(
         store(kept[i], g);
       }
       sum += g;
-      dot += (value - k.mean) * g;
+      dot = fused_or_not<F>(value - k.mean, g, dot);
     }
     sums[0] += sum;
     sums[1] += dot;
@@ -670,7 +671,8 @@ MONET_FOR_EACH_ISA(input_grad_run)
 
 // The same from a g that was kept.
 template <typename T, typename S, typename O>
-MONET_BODY void input_grad_kept_body(const S* kept, const S* x, T* out, int64_t n, O mean, const Gradient<O>* gradient) {
+MONET_BODY void input_grad_kept_body(
+    const S* kept, const S* x, T* out, int64_t n, O mean, const Gradient<O>* gradient) {
   const Gradient<O> d = *gradient;
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
@@ -682,8 +684,8 @@ MONET_FOR_EACH_ISA(input_grad_kept)
 // sum[c], dot[c] are scratch in compute precision, flushed to sums[0..C) and sums[C..2C) every 64 rows.
 template <Formula F, Activation A, bool Keep, typename T, typename O>
 MONET_BODY void reduce_rows_body(
-    const T* grad, const T* x, T* kept, int64_t rows, int64_t channels, const O* a, const O* b, const O* mean, const O* invstd,
-    O lo, O hi, O* sum, O* dot, double* sums) {
+    const T* grad, const T* x, T* kept, int64_t rows, int64_t channels, const O* a, const O* b, const O* mean,
+    const O* invstd, O lo, O hi, O* sum, O* dot, double* sums) {
   for (int64_t first = 0; first < rows; first += 64) {
     const int64_t last = std::min(rows, first + 64);
     std::fill_n(sum, channels, O(0));
@@ -699,7 +701,7 @@ MONET_BODY void reduce_rows_body(
           store(kept[r * channels + c], g);
         }
         sum[c] += g;
-        dot[c] += (value - mean[c]) * g;
+        dot[c] = fused_or_not<F>(value - mean[c], g, dot[c]);
       }
     }
     for (int64_t c = 0; c < channels; ++c) {

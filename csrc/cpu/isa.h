@@ -87,14 +87,18 @@ MONET_BODY op_type<T> load(const T& value) {
   }
 }
 
+// A float's bits, of which the upper half is the bfloat16 nearest to it, ties to even: without a branch, so that the
+// loop around it vectorises.
+MONET_BODY uint32_t rounded_to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return value != value ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+
 template <typename T>
 MONET_BODY void store(T& to, op_type<T> value) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    // Round to nearest even without a branch, so that the loop around it vectorises.
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    to.x = static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
+    to.x = static_cast<uint16_t>(rounded_to_bfloat16(value) >> 16);
   } else {
     to = static_cast<T>(value);
   }
@@ -104,6 +108,10 @@ MONET_BODY void store(T& to, op_type<T> value) {
 template <typename T>
 MONET_BODY op_type<T> as_stored(op_type<T> y) {
   if constexpr (sizeof(T) == sizeof(op_type<T>)) {
+    return y;
+  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    const uint32_t bits = rounded_to_bfloat16(y) & 0xffff0000u;
+    std::memcpy(&y, &bits, sizeof(bits));
     return y;
   } else {
     T stored;
