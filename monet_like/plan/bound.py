@@ -20,6 +20,13 @@ schedules, those with many reruns included.
          Y[v] >= K[v,b+1] and Y[v] >= sum_{k reads v} w[k,t]: row (8) of `Formulation`
      (8) the run rows (9) of `Formulation` that are asked for: of the forward, and of slots that are blocks
      (9) r overwrites u, in the forward or a slot that is a block: rows (6) of `Formulation`
+    (10) where slots are blocks, for big values: v is made again in block b or later,
+         Z[v,b] <= sum_{p in M(v), c >= b} e[p,c]
+         Z[v,b] <= K[u,b] + Z[u,b] + sum_{p in M(v) not reading u, c >= b} e[p,c] for every u that some of M(v) read
+         sum_{k reads u} w[k,t] <= K[u,b] + Z[u,b] for t in block b or later
+
+Rows (10) follow from the others where all is 0 or 1; they are there for the relaxation. Without them a half of u, read
+in two blocks, makes two halves of v, hence a whole one: what a long chain costs was lost with every block more.
 
 With one block it is the question what the forward keeps, in some thousand columns. Measured on MONeT's P100 costs: in
 two seconds it proves 964.5 ms for ResNet-50 at 5 GB and 921.2 ms at 8 GB, where MONeT's own program, of some
@@ -37,13 +44,23 @@ from ..program import Cost, Program
 from ..schedule import Schedule
 from ..simulate import cost_of
 from .matrix import ONE, ZERO, Builder, Expr, MatrixProgram, total
-from .needs import dominated_tasks, find_backward_bytes, find_needs, net_workspace, prune, useful_ways
+from .needs import (
+    dominated_tasks,
+    find_backward_bytes,
+    find_needs,
+    fitting_runs,
+    net_workspace,
+    prune,
+    useful_ways,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 #: The budget of a program without one.
 NO_BUDGET = 2**62
+#: Values of at least this share of the budget have rows (10): most of the milliseconds at a fraction of the columns.
+BIG_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -173,7 +190,7 @@ class _Blocks:
     def __init__(
         self, program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int, alone: set[int]
     ) -> None:
-        self.program, self.costs, self.budget = program, costs, budget_bytes
+        self.program, self.costs, self.budget, self.extra_bytes = program, costs, budget_bytes, extra_bytes
         self.needs, self.backward = find_needs(program), find_backward_bytes(program)
         self.useless = dominated_tasks(program, costs, self.needs.groups)
         self.builder, self.outputs = Builder(), set(program.outputs)
@@ -195,13 +212,20 @@ class _Blocks:
         self.output_bytes = sum(self.sizes[v] for v in self.outputs)
         self.carried: list[dict[int, Expr]] = []
         self.slot_reads: dict[int, dict[int, Expr]] = {}  # of the slots alone
+        self.way_reads: list[dict[int, Expr]] = []  # of every slot: u -> sum_{k reads u} w[k,t]
         self._alive: dict[tuple[int, int, int], Expr] = {}
 
     def build(self, required: set[int], runs: Iterable[tuple[int, int]]) -> BlockProgram:
         self.first = self._columns(
             p for p, task in enumerate(self.program.tasks) if task.runs != "again" and p not in self.useless
         )
-        self.again = [self._columns(self._useful(start + 1)) for start in self.starts]
+        every = [range(len(self.program.tasks))] * len(self.program.slots)
+        fitting = fitting_runs(self.program, self.costs, self.budget, self.extra_bytes) if self.alone else every
+        ends = [*self.starts[1:], len(self.program.slots)]
+        self.again = [
+            self._columns(p for p in self._useful(start + 1) if any(p in fitting[slot] for slot in range(start, end)))
+            for start, end in zip(self.starts, ends, strict=False)
+        ]
         self.made_first = self._made(self.first)
         self.made = [self._made(columns) for columns in self.again]
         for v in self.outputs | required:
@@ -217,6 +241,8 @@ class _Blocks:
             ways.append(self._slot(slot))
         for b in (-1, *self.slot_reads):
             self._overwrite_rows(b)
+        if self.alone:
+            self._once_rows([v for v in forward if self.sizes[v] >= BIG_SHARE * self.budget])
         for stage, group in runs:
             self._run_row(stage, group, forward)
         return BlockProgram(
@@ -277,6 +303,7 @@ class _Blocks:
             readers = [chosen[k] for k, way in ways.items() if u in way.reads]
             reading[u] = ONE if len(readers) == len(ways) else total(readers)
             self.builder.at_most(reading[u], self.carried[b].get(u, ZERO) + self.made[b][u])
+        self.way_reads.append(reading)
         if slot in self.alone:
             self.slot_reads[b] = reading
             after = self.carried[b + 1] if b + 1 < len(self.starts) else {}
@@ -324,6 +351,34 @@ class _Blocks:
             elif stage and min(self.span[v]) >= group:
                 parts.append(self.carried[b].get(v, ZERO) * self.sizes[v])
         self._fits(parts, fixed)
+
+    def _once_rows(self, big: Sequence[int]) -> None:
+        """Columns Z and rows (10) of the big values."""
+        once: dict[int, Expr] = {}
+        for b in reversed(range(len(self.starts))):
+            for v in big:
+                runs = [self.again[b][p] for p in self.makers[v] if p in self.again[b]]
+                if parts := [*runs, *([once[v]] if v in once else [])]:
+                    once[v] = self._any_of(parts)
+            had = {u: self.carried[b].get(u, ZERO) + once.get(u, ZERO) for u in big}
+            for v, made in once.items():
+                makers = [p for p in self.makers[v] if any(p in columns for columns in self.again[b:])]
+                for u in {u for p in makers for u in self.reads[p]} & had.keys():
+                    others = [p for p in makers if u not in self.reads[p]]
+                    runs = [columns[p] for columns in self.again[b:] for p in others if p in columns]
+                    self.builder.at_most(made, total([had[u], *runs]))
+            for reads in self.way_reads[self.starts[b] :]:
+                for u in reads.keys() & had.keys():
+                    self.builder.at_most(reads[u], had[u])
+
+    def _any_of(self, parts: list[Expr]) -> Expr:
+        """A column that may be 1 if one of these is."""
+        if len(parts) == 1:
+            return parts[0]
+        result = self.builder.column(integral=False)
+        self.builder.at_most(result, total(parts))
+        self.builder.follows.append((result.terms[0][0], tuple(parts)))
+        return result
 
     def _overwrite_rows(self, b: int) -> None:
         """Rows (9) of the forward or of a block of one slot."""

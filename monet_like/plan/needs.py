@@ -207,6 +207,43 @@ def find_backward_bytes(program: Program) -> BackwardBytes:
     return BackwardBytes(tuple(before), during, possible)
 
 
+def fitting_runs(
+    program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int = 0
+) -> tuple[frozenset[int], ...]:
+    """For every slot the tasks that can run again before it at all, in any schedule within the budget.
+
+    A run takes at least what it reads and writes, and the values that are alive beside it in every schedule: those that
+    a later slot reads in all its ways and that cannot be made in between, which in turn tells more runs that cannot be.
+    """
+    needs, backward = find_needs(program), find_backward_bytes(program)
+    outputs, count = set(program.outputs), len(program.slots)
+    size = [value.bytes for value in program.values]
+    base = program.resident_bytes + extra_bytes + sum(size[v] for v in outputs)
+    reads = [set(program.forward_reads(task)) - outputs for task in program.tasks]
+    alone = [
+        sum(size[v] for v in {*reads[p], *task.writes}) + net_workspace(program, costs, task)
+        for p, task in enumerate(program.tasks)
+    ]
+    stages = {stage - 1 for stage in needs.stages}
+    candidates = {p for p, again in enumerate(needs.rerun) if again}
+    fitting = [set(candidates) if slot in stages else set() for slot in range(count)]
+    forced = [
+        set.intersection(*(set(program.forward_reads(ways[k])) for k in backward.possible[slot])) - outputs
+        for slot, ways in enumerate(program.slots)
+    ]
+    while True:
+        count_before = sum(map(len, fitting))
+        beyond: set[int] = set()
+        for slot in reversed(range(count)):
+            beyond = (beyond | forced[slot]) - {v for p in fitting[slot] for v in program.tasks[p].writes}
+            free = budget_bytes - base - backward.before[slot] - sum(size[v] for v in beyond)
+            for p in tuple(fitting[slot]):
+                if alone[p] - sum(size[v] for v in reads[p] & beyond) > free or program.tasks[p].overwrites in beyond:
+                    fitting[slot].discard(p)
+        if sum(map(len, fitting)) == count_before:
+            return tuple(map(frozenset, fitting))
+
+
 def prune(program: Program, schedule: Schedule) -> Schedule:
     """The schedule without runs that are of no use: nothing reads their results before they are made anew."""
     wanted: set[int] = set()
