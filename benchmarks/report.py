@@ -299,6 +299,8 @@ def write_report(folder: Path, suite: str, points: Sequence[Point], trials: Sequ
         f"{threads}, torch {torch.__version__}, float32. Every contender in a process of its own, its steps in turn with plain "
         "PyTorch's; peaks count parameters, buffers, gradients and inputs.\n"
     )
+    if suite == "cpu":
+        text += "Steps are timed under a malloc that keeps what is freed, as CUDA's caching allocator does.\n"
     load = max((p.load for p in points), default=0.0)
     if suite == "cpu" and points:
         busy = "other work ran beside some of it" if load > torch.get_num_threads() + 1.5 else "nothing else ran"

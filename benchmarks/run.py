@@ -30,7 +30,7 @@ from benchmarks.processes import ROOT, DiedError, Running, take_turns
 from benchmarks.report import BATCH_GOAL, PROBE, pareto, trusted, usable, write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import ASIDE, WORK, Job
-from benchmarks.worker import EXACT, USUAL
+from benchmarks.worker import EXACT, KEEPING
 from monet_like.profiler import device_slug
 
 PLAIN, MB = "plain PyTorch", 10**6
@@ -100,7 +100,7 @@ class Suite:
                 measured = replace(job, batch=batch)
                 if not measured.costs_file.exists():
                     self.say(f"{job.model}, batch {batch}: what operators cost")
-                    Running(measured, {**environment, **USUAL}, module="benchmarks.costs").close()
+                    Running(measured, {**environment, **KEEPING}, module="benchmarks.costs").close()
         return Running(job, {**environment, **EXACT}, self.pythons.get(job.contender, sys.executable))
 
     def plain(self, model: str, batch: int) -> Point:
