@@ -22,7 +22,7 @@ class Point:
         process_bytes: the same by the process's high-water mark on a CPU, by reserved memory on CUDA.
         static_bytes: parameters, their gradients, buffers and inputs.
         seconds, spread_seconds: median of the steps, and half of what lies between their quartiles.
-        plain_seconds: median of plain PyTorch's steps in the same turns.
+        plain_seconds: of plain PyTorch at the same pace: ``seconds`` over the median of the ratios in the same turns.
         gradient_error, rounding, checked, correct: see `benchmarks.worker.Verdict`.
         planning_seconds: planning and wrapping without profiling, and what a first step that compiles took longer.
         predicted_bytes, predicted_seconds, predicted_plain_seconds, gap: what the planner promised; 0: nothing.

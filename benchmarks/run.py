@@ -166,12 +166,11 @@ def _measure_group(suite: Suite, plain: Running, jobs: Sequence[Job]) -> None:
         times, *others = take_turns([plain, *runs], suite.steps)
         if isinstance(times, DiedError):
             raise times
-        middle = statistics.median(times)
         load = os.getloadavg()[0]
         if not jobs:
-            rows.append(_point(plain, times, middle, load))
+            rows.append(_point(plain, times, times, load))
         for run, found in zip(runs, others, strict=True):
-            rows.append(_failed(run.job, found) if isinstance(found, DiedError) else _point(run, found, middle, load))
+            rows.append(_failed(run.job, found) if isinstance(found, DiedError) else _point(run, found, times, load))
     finally:
         for run in runs:
             run.close()
@@ -186,15 +185,16 @@ def _failed(job: Job, error: DiedError) -> Point:
     return Point(job.model, job.batch, job.contender, job.setting, status, reason)
 
 
-def _point(run: Running, times: list[float], plain_seconds: float, load: float) -> Point:
+def _point(run: Running, times: list[float], plain: list[float], load: float) -> Point:
     job, ready, seconds = run.job, run.ready, statistics.median(times)
+    ratio = statistics.median(mine / other for mine, other in zip(times, plain, strict=True))  # of the same turn
     low, _, top = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (seconds,) * 3
     told = {f.name: ready[f.name] for f in fields(Point) if f.name in ready}
     if CONTENDERS[job.contender].compiles:
         told["planning_seconds"] += max(0.0, ready["first_seconds"] - seconds)
     return Point(
         job.model, job.batch, job.contender, job.setting,
-        seconds=seconds, spread_seconds=(top - low) / 2, plain_seconds=plain_seconds, load=load, **told,
+        seconds=seconds, spread_seconds=(top - low) / 2, plain_seconds=seconds / ratio, load=load, **told,
     )  # fmt: skip
 
 
@@ -353,7 +353,7 @@ def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
 @click.option(
     "--quick",
     is_flag=True,
-    help="Few settings, three steps; the largest batch of the first model and the essential contenders.",
+    help="Few settings; the largest batch of the first model and the essential contenders.",
 )
 @click.option("--steps", default=7, show_default=True, help="Timed steps of each.")
 @click.option("--together", type=int, help="Processes that take turns with plain PyTorch's; default 4, on a GPU 1.")
@@ -384,7 +384,7 @@ def main(
         suite = Suite(
             name,
             folder,
-            3 if quick else steps,
+            steps,
             together or (4 if name == "cpu" else 1),
             seconds,
             deadline,
