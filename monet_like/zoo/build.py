@@ -1,8 +1,9 @@
 """Making the zoo: capture each model once for each kind of device, then plan for every profile and budget.
 
 A build goes on where the last one stopped: what is there, is what the registry says and is for the program that the
-model still is, is left alone; what is for another program goes. Schedules are found by local search, counted and seeded (`Search.run_counted`), and files hold neither clock times nor bounds, which
-depend on how long a solver had: so with the same versions the same bytes come out again. The registry has both.
+model still is, is left alone; what is for another program goes. Schedules are found by local search, counted and
+seeded (`Search.run_counted`), and files hold neither clock times nor bounds, which depend on how long a solver had: so
+with the same versions the same bytes come out again. The registry has both.
 """
 
 from __future__ import annotations
@@ -149,11 +150,8 @@ class _Model:
 
     def known(self, registry: Registry, budget: str, limits: DeviceLimits) -> Listed | Refused | None:
         """What the registry has for a budget, if its file is there and was made as it would be now."""
-        entry, start = self.entry, f"{self.entry.name}_{self.entry.batch}_"
-        rows: list[Listed | Refused] = [*registry.files, *registry.refused]
-        for row in rows:
-            if not row.name.startswith(start) or row.profile != limits.name:
-                continue
+        entry = self.entry
+        for row in self._rows(registry, limits):
             if row.budget_bytes != _budget_bytes(budget, row.plain_peak_bytes) or row.fingerprint != self.fingerprint(
                 limits.device
             ):
@@ -168,16 +166,13 @@ class _Model:
 
     def without_outdated(self, registry: Registry, limits: DeviceLimits) -> Registry:
         """The registry without what was made for a program that the model no longer is; the files go too."""
-        entry, current = self.entry, self.fingerprint(limits.device)
-        made = [
+        current = self.fingerprint(limits.device)
+        outdated = [
             row
-            for row in registry.files
-            if (row.model, row.batch, row.profile, row.kind) == (entry.model, entry.batch, limits.name, "roofline")
+            for row in self._rows(registry, limits)
+            if row.fingerprint != current
+            and (isinstance(row, Refused) or (row.kind, row.model) == ("roofline", self.entry.model))
         ]
-        start = f"{entry.name}_{entry.batch}_"
-        refused = [row for row in registry.refused if row.profile == limits.name and row.name.startswith(start)]
-        rows: list[Listed | Refused] = [*made, *refused]
-        outdated = [row for row in rows if row.fingerprint != current]
         if outdated:
             registry = registry.without(outdated)
             registry.save()
@@ -185,6 +180,12 @@ class _Model:
                 if isinstance(row, Listed):
                     (registry.folder / row.path).unlink(missing_ok=True)
         return registry
+
+    def _rows(self, registry: Registry, limits: DeviceLimits) -> list[Listed | Refused]:
+        """What the registry says of this entry for a profile."""
+        start = f"{self.entry.name}_{self.entry.batch}_"
+        rows: list[Listed | Refused] = [*registry.files, *registry.refused]
+        return [row for row in rows if row.name.startswith(start) and row.profile == limits.name]
 
     def fingerprint(self, device: str) -> str:
         return _captured(self.entry.model, self.entry.batch, device)[1].program.fingerprint
