@@ -39,10 +39,10 @@ from monet_like.check import (
 from monet_like.compiler import Example
 from monet_like.measure import resident_peak, status_bytes
 
-#: Outputs further apart than this are not rounding: random masks are other ones.
-OTHER_MASKS = 1e-2
-#: Share of the loss by which weights are moved to see how it changes, and how far off the change may be.
-MOVED, MOST_OFF = {torch.float32: 3e-3, torch.float64: 1e-6}, {torch.float32: 1e-2, torch.float64: 1e-4}
+#: Share of the loss by which weights are moved to see how it changes, and how far off the change may be: plain PyTorch's
+#: own gradients are up to 0.7 % off in float32 (MobileNetV2; moved by 0.3 % 1.6, by 0.003 % 2.1), those of other masks
+#: more than 10.
+MOVED, MOST_OFF = {torch.float32: 1e-3, torch.float64: 1e-6}, {torch.float32: 2e-2, torch.float64: 1e-4}
 #: Relative difference that is rounding, whatever the model.
 ROUNDING = 1e-5
 
@@ -154,20 +154,27 @@ def rounding_of(model: nn.Module, example: Example, gradients: dict[str, Any]) -
     return max(apart(gradients, other, "gradient") for other in others)
 
 
+def draws(model: nn.Module, example: Example, gradients: dict[str, Any], rounding: float) -> bool:
+    """Whether ``gradients`` are those of random masks: another seed gives others."""
+    model.zero_grad(set_to_none=True)
+    other = everything_after_a_step(model, example, seed=2)
+    return apart(gradients, other, "gradient") > max(ROUNDING, ROUNDING_FACTOR * rounding)
+
+
 def judge(plain: nn.Module, built: Built, example: Example, rounding: float) -> Verdict:
-    """Whether a first step leaves plain PyTorch's gradients."""
+    """Whether a first step leaves plain PyTorch's gradients, or, where it draws masks of its own, those of its loss."""
     mine = everything_after_a_step(plain, example)
     plain.zero_grad(set_to_none=True)
     rounding = rounding or rounding_of(plain, example, mine)
     started = time.perf_counter()
     theirs = everything_after_a_step(built.module, example)
     first = time.perf_counter() - started
-    if apart(mine, theirs, "output") > OTHER_MASKS:
-        error = slope_error(built.module, example)
-        good = error <= MOST_OFF[next(plain.parameters()).dtype]
-        return Verdict(error, rounding, "finite differences", good, first)
     error = apart(mine, theirs, "gradient")
-    return Verdict(error, rounding, "plain PyTorch", error <= max(ROUNDING, ROUNDING_FACTOR * rounding), first)
+    good = error <= max(ROUNDING, ROUNDING_FACTOR * rounding)
+    if good or not draws(plain, example, mine, rounding):
+        return Verdict(error, rounding, "plain PyTorch", good, first)
+    error = slope_error(built.module, example)
+    return Verdict(error, rounding, "finite differences", error <= MOST_OFF[next(plain.parameters()).dtype], first)
 
 
 class Worker:

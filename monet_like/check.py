@@ -140,9 +140,9 @@ def same_step(console: Console, model: nn.Module, record: ScheduleRecord, exampl
     return not bad
 
 
-def everything_after_a_step(model: nn.Module, example: Example) -> dict[str, torch.Tensor | None]:
+def everything_after_a_step(model: nn.Module, example: Example, *, seed: int = 1) -> dict[str, torch.Tensor | None]:
     """Outputs, gradients and buffers after one step from a fixed seed, by name."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     found: dict[str, torch.Tensor | None] = {f"output {i}": t for i, t in enumerate(train_step(model, example))}
     found.update((f"gradient of {name}", p.grad) for name, p in model.named_parameters())
     found.update((f"buffer {name}", buffer) for name, buffer in model.named_buffers())

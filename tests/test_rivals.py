@@ -81,15 +81,28 @@ class Careless(nn.Module):
         return self.model.named_parameters(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("shifted", "checked"), [(False, "plain PyTorch"), (True, "finite differences")])
+@pytest.mark.parametrize("shifted", [True, False])
 @pytest.mark.parametrize("preserve", [True, False])
-def test_masks_that_change_are_noticed(preserve: bool, shifted: bool, checked: str) -> None:
-    """Also where masks are not plain PyTorch's, so that gradients cannot be compared."""
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+def test_masks_that_change_are_noticed(preserve: bool, shifted: bool, scale: float) -> None:
+    """Also where masks are not plain PyTorch's, so that gradients cannot be compared, whether or not outputs show it."""
     plain, example = Job("dropout", "cpu", 8, "plain PyTorch").model_and_inputs()
+    with torch.no_grad():
+        for block in plain.children():
+            block.inner[-1].weight.mul_(scale)
     careless = Careless(copy.deepcopy(plain), preserve=preserve, shifted=shifted)
     found = judge(plain, Built(careless), example, 0.0)
-    assert found.checked == checked
+    assert found.checked == ("plain PyTorch" if preserve and not shifted else "finite differences")
     assert found.correct is preserve
+
+
+def test_wrong_gradients_without_masks_are_noticed() -> None:
+    plain, example = Job("resnet18", "cpu", 2, "plain PyTorch").model_and_inputs()
+    other = copy.deepcopy(plain)
+    for parameter in other.parameters():
+        parameter.register_hook(lambda grad: 1.5 * grad)
+    found = judge(plain, Built(other), example, 0.0)
+    assert (found.checked, found.correct) == ("plain PyTorch", False)
 
 
 def test_every_setting_names_a_contender_that_can_be_asked() -> None:
