@@ -169,7 +169,7 @@ def measured_costs(
         return costs, ""
     batch, small = request.batch, request.profile_batch or profile_batch(request, captured, device)
     if small >= batch:
-        _measure(captured, [(t, t) for t in missing], device, costs, progress, None, timed)
+        _measure(Inputs(captured, device), [(t, t) for t in missing], costs, progress, None, timed)
         return costs, f"measured at batch {batch}"
     scaling = Scaling(batch, small, min(2 * small, batch))
     keys = {task.cost for task in missing}
@@ -179,41 +179,39 @@ def measured_costs(
         other = captured_for(request, example)
         pairs = [(mine, theirs) for mine, theirs in matched(captured, other) if mine.cost in keys]
         got: dict[str, Cost] = {}
-        _measure(other, pairs, device, got, progress, label, timed and label is None)
+        _measure(Inputs(other, device, batch / count), pairs, got, progress, label, timed and label is None)
         found.append(got)
     costs.update((key, scaling.scale(found[0][key], found[1][key])) for key in keys)
     return costs, f"measured at batch {small}, scaled to {batch}"
 
 
 def _measure(
-    measured: Captured,
+    maker: Inputs,
     pairs: list[tuple[Task, Task]],
-    device: torch.device,
     costs: dict[str, Cost],
     progress: Progress | None,
     label: str | None,
     timed: bool,
 ) -> None:
     """Measure the second of every pair for the first's key; ``label`` tells people which pass this is."""
-    maker = Inputs(measured, device)
     whole = (pair for pair in pairs if pair[0].copies != "start")  # what is only begun shows no time
     distinct = {mine.cost: theirs for mine, theirs in whole if mine.cost not in costs}
     for done, (key, task) in enumerate(distinct.items()):
         if progress:
             progress(f"{label or ''}{task.calls[-1].op.split('.')[1]}", done, len(distinct))
-        costs[key] = _measured_or_refused(measured, task, device, maker, timed)
+        costs[key] = _measured_or_refused(task, maker, timed)
     if progress:
         progress(f"{label or ''}done", len(distinct), len(distinct))
 
 
-def _measured_or_refused(captured: Captured, task: Task, device: torch.device, maker: Inputs, timed: bool) -> Cost:
+def _measured_or_refused(task: Task, maker: Inputs, timed: bool) -> Cost:
     """The cost of a task; `REFUSED` for an algorithm that fails here: libraries do not say before which they have."""
     if task.word != ALGORITHMS:
-        return measure_task(captured, task, device, maker=maker, timed=timed)
-    if not all(runs_here(call.op, device.type) for call in task.calls):
+        return measure_task(task, maker, timed=timed)
+    if not all(runs_here(call.op, maker.device.type) for call in task.calls):
         return REFUSED  # what would be measured is PyTorch's own
     try:
-        return measure_task(captured, task, device, maker=maker, timed=timed)
+        return measure_task(task, maker, timed=timed)
     except ProfileError:
         return REFUSED
 

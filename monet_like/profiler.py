@@ -1,7 +1,7 @@
 """The profiler: seconds and workspace of every distinct operator call, alternatives included.
 
 Every task is run by itself on inputs of its own shapes and strides, through the very code that the replay
-generates for it, and with caches that hold other things, as they do in a step. What waits for other processes is
+generates for it, and with caches that hold of its inputs what they would in a step. What waits for other processes is
 measured without waiting: every schedule does it as often, and one process may be measuring alone. Where measuring at
 the wanted batch would take too long or too much memory, it is done at a smaller one and scaled: seconds in proportion,
 workspace along a line through two batches, because weights' layout changes do not grow with the batch.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,10 +23,11 @@ from .capture import Captured, TensorMeta
 from .codegen import Block, compile_block
 from .errors import ProfileError
 from .kernels.sync_batch_norm import COMMUNICATING
-from .measure import CacheEviction, allocated_peak, seconds_of
+from .measure import CacheState, allocated_peak, seconds_of
 from .operators import without_fallback
 from .profile_data import Profile
 from .program import REFUSED, Cost, Task
+from .reuse import reuse_bytes
 
 #: Called with (what, done, total) as profiling goes on.
 Progress = Callable[[str, int, int], None]
@@ -73,23 +75,20 @@ def distinct_tasks(captured: Captured) -> dict[str, Task]:
     return found
 
 
-def measure_task(
-    captured: Captured, task: Task, device: torch.device, *, maker: Inputs | None = None, timed: bool = True
-) -> Cost:
-    """Seconds and workspace of one task.
+def measure_task(task: Task, maker: Inputs, *, timed: bool = True) -> Cost:
+    """Seconds and workspace of one task of the program that ``maker`` makes inputs for.
 
     Raises:
         ProfileError: it failed; out of memory is said to be that.
     """
-    maker = maker or Inputs(captured, device)
-    metas = captured.metas
+    metas, device = maker.captured.metas, maker.device
     try:
         with (
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         ):
-            inputs = {value: maker.make(value) for value in task.reads}
+            inputs = maker.of(task)
             writes = tuple(v for v in task.writes if _has_tensor(task, v))
             run = compile_block(Block(task.reads, (task,), (), writes), task.name, COMMUNICATING | without_fallback())
 
@@ -102,7 +101,7 @@ def measure_task(
 
             # The copy counts once among what is allocated, and takes the place of the first thing that is written.
             workspace = max(0, allocated_peak(call_once, device) - sum(metas[v].storage_bytes for v in writes))
-            seconds = seconds_of(call, device, before=maker.eviction) if timed else 0.0
+            seconds = seconds_of(call, device, before=maker.caches_before(task, inputs)) if timed else 0.0
     except (RuntimeError, MemoryError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in first
@@ -119,25 +118,47 @@ def _has_tensor(task: Task, value: int) -> bool:
 class Inputs:
     """Tensors of given shapes to run operators on, made once and shared by all that read alike."""
 
-    def __init__(self, captured: Captured, device: torch.device) -> None:
-        self.captured, self.device = captured, device
-        self.cache: dict[tuple[TensorMeta, int | None], torch.Tensor] = {}
+    def __init__(self, captured: Captured, device: torch.device, batches: float = 1.0) -> None:
+        """Args: batches: the wanted batch in units of the one that is measured."""
+        self.captured, self.device, self.batches = captured, device, batches
+        self.cache: dict[tuple[TensorMeta, int], torch.Tensor] = {}
         self.block = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
 
     @cached_property
-    def eviction(self) -> CacheEviction:
-        """To be called before an operator that is timed: in a step its inputs are seldom in the cache."""
-        return CacheEviction(self.device)
+    def _reuse(self) -> Mapping[tuple[str, int], tuple[int, ...]]:
+        return reuse_bytes(self.captured)
 
-    def make(self, value: int) -> Any:
-        """The tensor of a value: random if it is floating, else made by the operator that makes it in the model."""
+    @cached_property
+    def _caches(self) -> CacheState:
+        return CacheState(self.device)
+
+    def of(self, task: Task) -> dict[int, Any]:
+        """What a task reads, by value: tensors of its own, however alike they are."""
+        found, alike = dict[int, Any](), Counter[TensorMeta]()
+        for value in task.reads:
+            found[value] = self.make(value, alike[self.captured.metas[value]])
+            alike[self.captured.metas[value]] += 1
+        return found
+
+    def caches_before(self, task: Task, inputs: Mapping[int, Any]) -> Callable[[], None]:
+        """To be called before a task with a cost is timed: as much of its inputs is in the cache as in a step."""
+        since = self._reuse[task.cost, len(task.reads)]
+        pairs = zip(map(inputs.__getitem__, task.reads), since, strict=True)
+        recent = [(tensor, int(count * self.batches)) for tensor, count in pairs if isinstance(tensor, torch.Tensor)]
+        return lambda: self._caches(recent)
+
+    def make(self, value: int, alike: int = 0) -> Any:
+        """The tensor of a value: random if it is floating, else made by the operator that makes it in the model.
+
+        Random ones are shared by all values of the same shape; ``alike`` tells those apart that must not be.
+        """
         meta = self.captured.metas[value]
         program = self.captured.program
         made = program.producers[value]
         if program.values[value].spec == "state":
             return torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
         if meta.dtype.is_floating_point or meta.dtype.is_complex or not made:
-            return self._random(meta, None)
+            return self._random(meta, alike)
         key = (meta, value)
         if key not in self.cache:
             task = program.tasks[made[0]]
@@ -145,8 +166,8 @@ class Inputs:
             self.cache[key] = run([self.make(v) for v in task.reads])[1][0]
         return self.cache[key]
 
-    def _random(self, meta: TensorMeta, owner: int | None) -> torch.Tensor:
-        key = (meta, owner)
+    def _random(self, meta: TensorMeta, alike: int) -> torch.Tensor:
+        key = (meta, alike)
         if key not in self.cache:
             if sum(t.untyped_storage().nbytes() for t in self.cache.values()) > 2**31:
                 self.cache.clear()  # only what is alive at once counts against the device

@@ -1,0 +1,74 @@
+"""What caches hold when an operator is timed."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import nn
+
+from monet_like.capture import capture
+from monet_like.compiler import Request, captured_for
+from monet_like.measure import CacheState, touches
+from monet_like.profiler import Inputs
+from monet_like.reuse import NEVER, reuse_bytes
+
+
+def test_reuse_distances_are_counted_in_plain_pytorchs_order() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sigmoid(), nn.Linear(8, 4, bias=False))
+    captured = capture(model, (torch.randn(4, 8),))
+    found = reuse_bytes(captured)
+    by_name = {task.name: found[task.cost, len(task.reads)] for task in captured.plain.every_task()}
+    assert by_name == {
+        "mm": (NEVER, NEVER),  # weight, input
+        "sigmoid": (128,),
+        "mm_1": (NEVER, 128),
+        "mm_2": (NEVER, 128),  # the gradient comes from without; the product before has read the sigmoid
+        "mm_3": (64, (64 + 128 + 128) + 128),
+        "sigmoid_backward": (128, (64 + 128 + 128) + 128),
+        "mm_4": (128, (128 + 128) + (128 + 128 + 64) + 2 * (64 + 128 + 128) + 3 * 128 + 128),
+    }
+
+
+def test_a_variant_stands_where_plain_pytorch_makes_what_it_writes() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    example = (torch.randn(2, 3, 8, 8),), {}
+    captured = captured_for(Request(model, example, "inplace_conv_multiway_newnode"), example)
+    found = reuse_bytes(captured)
+    x, size = next((i, v.bytes) for i, v in enumerate(captured.program.values) if v.name == "convolution")
+    since = {
+        task.calls[-1].op.split(".")[1]: dict(zip(task.reads, found[task.cost, len(task.reads)], strict=True))[x]
+        for task in captured.program.every_task()
+        if x in task.reads and task.cost and task.variant != "aten"
+    }
+    assert size <= since["batch_norm_train"] <= 3 * size < since["batch_norm_activation_backward"]
+
+
+def test_touches_leave_every_tensor_as_long_ago_as_wanted() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        sizes = [(own, own + draw.choice((0, 5, 40, 300))) for own in (draw.randrange(1, 30) for _ in range(4))]
+        order = touches(sizes, 200)
+        assert {index for index, _ in order} == {i for i, (_, since) in enumerate(sizes) if since < 200}
+        for place, (index, others) in enumerate(order):
+            own, since = sizes[index]
+            after = others + sum(sizes[i][0] + more for i, more in order[place + 1 :])
+            assert others >= 0
+            assert own + after == since or (own + after > since and others == 0)
+
+
+def test_what_an_operator_reads_is_touched_and_left_alone() -> None:
+    state, tensor = CacheState(torch.device("cpu")), torch.arange(5.0)[1:]
+    state([(tensor, 64), (torch.empty(0), 0)])
+    assert tensor.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_inputs_of_one_task_are_tensors_of_their_own() -> None:
+    """Two that look alike would come from the cache twice."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+    captured = capture(model, (torch.randn(4, 8),))
+    maker = Inputs(captured, torch.device("cpu"))
+    (backward,) = (task for task in captured.program.every_task() if "sigmoid_backward" in task.name)
+    first, second = maker.of(backward).values()
+    assert first.data_ptr() != second.data_ptr()
+    assert maker.of(backward)[backward.reads[0]] is first
