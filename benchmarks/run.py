@@ -185,16 +185,20 @@ def _failed(job: Job, error: DiedError) -> Point:
     return Point(job.model, job.batch, job.contender, job.setting, status, reason)
 
 
+def ratio_of(times: Sequence[float], plain: Sequence[float]) -> float:
+    """Steps to plain PyTorch's of the same turn: the median. The machine's pace drops out."""
+    return statistics.median(mine / other for mine, other in zip(times, plain, strict=True))
+
+
 def _point(run: Running, times: list[float], plain: list[float], load: float) -> Point:
     job, ready, seconds = run.job, run.ready, statistics.median(times)
-    ratio = statistics.median(mine / other for mine, other in zip(times, plain, strict=True))  # of the same turn
     low, _, top = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (seconds,) * 3
     told = {f.name: ready[f.name] for f in fields(Point) if f.name in ready}
     if CONTENDERS[job.contender].compiles:
         told["planning_seconds"] += max(0.0, ready["first_seconds"] - seconds)
     return Point(
         job.model, job.batch, job.contender, job.setting,
-        seconds=seconds, spread_seconds=(top - low) / 2, plain_seconds=seconds / ratio, load=load, **told,
+        seconds=seconds, spread_seconds=(top - low) / 2, plain_seconds=seconds / ratio_of(times, plain), load=load, **told,
     )  # fmt: skip
 
 
@@ -295,7 +299,7 @@ def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, li
         run.ask(f"limit {limit + max(0, run.ready['process_bytes'] - peak) + SLACK_BYTES}")
         if peak > limit:
             return replace(row, status="over", reason=f"its peak is {peak / MB:,.1f} MB")
-        times, others = take_turns([run, plain], min(3, suite.steps))
+        times, others = take_turns([run, plain], suite.steps)
     except DiedError as error:
         return replace(row, status="died", reason=error.reason)
     finally:
@@ -304,7 +308,8 @@ def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, li
         raise others
     if isinstance(times, DiedError):
         return replace(row, reason=times.reason)
-    seconds, plain_seconds = statistics.median(times), statistics.median(others)
+    seconds = statistics.median(times)
+    plain_seconds = seconds / ratio_of(times, others)
     return replace(row, status="fits", seconds=seconds, plain_seconds=plain_seconds, load=os.getloadavg()[0])
 
 
