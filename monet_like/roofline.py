@@ -104,6 +104,8 @@ DEVICES: Mapping[str, DeviceLimits] = {
 
 #: What reads dropped caches.
 _UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.default")
+#: As many elements as mm_largest makes dense at a time (csrc/cpu/mm_largest.cpp, csrc/cuda/caches.cu).
+_DENSE = 1 << 22
 _IM2COL = "aten._slow_conv2d_forward.default"
 
 
@@ -111,7 +113,7 @@ def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     """The cost of every distinct task of ``captured`` on a device with ``limits``.
 
     Workspace is taken to be 0, but for what a dropped cache is unpacked into: a tensor as large as the one dropped, or,
-    for a product with it, a copy of what is kept. Rates know no algorithms: what ``algorithms`` admits is refused, so that
+    for a product with it, a copy of what is kept or of some rows. Rates know no algorithms: what ``algorithms`` admits is refused, so that
     plans take PyTorch's own.
     """
     priced = {task.cost for task in captured.every_task() if task.word != ALGORITHMS}
@@ -257,7 +259,10 @@ class _UnpackedBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if str(func) == "monet_like.unpack_largest.default":
             self.bytes += result.untyped_storage().nbytes()
-        elif str(func) == "monet_like.mm_largest.default":  # sorted: a value and an int32 for each
+        elif str(func) == "monet_like.mm_largest.default":
             grad, _, keep, columns = args[:4]
-            self.bytes += largest_kept(grad.shape[0] * columns, keep) * (max(4, grad.element_size()) + 4)
+            elements, size = grad.shape[0] * columns, grad.element_size()
+            # sorted: a value and an int32 for each; of 16-bit floats some may be made dense instead
+            dense = min(elements, _DENSE) * size if size == 2 else 0
+            self.bytes += max(largest_kept(elements, keep) * (max(4, size) + 4), dense)
         return result

@@ -269,6 +269,20 @@ def test_products_in_parallel() -> None:
         torch.set_num_threads(3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_more_than_is_dense_at_a_time(dtype: torch.dtype, transposed: bool) -> None:
+    """Half is kept, so that x is made dense: here, two times some rows of it, the first ones ending within a block."""
+    if not kernels.available("cpu"):
+        pytest.skip(kernels.status())
+    x, grad = torch.randn(4700, 1001).to(dtype), torch.randn(4700, 67).to(dtype)
+    packed = ops.pack_largest(x, BLOCK // 2)
+    left = ops.unpack_largest(packed, BLOCK // 2, x.shape, dtype).float()
+    exact = left.t() @ grad.float() if transposed else grad.float().t() @ left
+    got = ops.mm_largest(grad, packed, BLOCK // 2, 1001, transposed)
+    assert (got.float() - exact).abs().max() <= max(1e-5, 2 * torch.finfo(dtype).eps) * exact.abs().max()
+
+
 @pytest.mark.parametrize("keep", [1000, BLOCK // 2])
 def test_corrupt_caches_touch_nothing_else(keep: int) -> None:
     packed = torch.full((reference.largest_bytes(20, keep, 4),), 255, dtype=torch.uint8)

@@ -1,8 +1,15 @@
-// The product of a matrix with one of which only the largest elements are kept, without making that dense.
+// The product of a matrix with one of which only the largest elements are kept: with these alone, or, where dense
+// products are faster than that, with some of its rows at a time.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <torch/library.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <vector>
@@ -151,6 +158,174 @@ void product(const at::Tensor& grad, const at::Tensor& packed, const Groups& gro
   });
 }
 
+template <typename T>
+using unsigned_of =
+    std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+
+// About so many elements of x are dense at a time, and about so many of the result are made before they are transposed.
+constexpr int64_t kDense = int64_t(1) << 22;
+constexpr int64_t kPart = int64_t(1) << 18;
+
+// How many times as fast as one of float32 a product of 16-bit floats is, roughly: by matrix units (AMX), by dot products
+// (AVX512_BF16), or, below 1, without either.
+double speed_of_16_bits() {
+#if defined(__x86_64__)
+  unsigned int a = 0, b = 0, c = 0, d = 0;
+  if (isa() == Isa::Avx512) {
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) != 0) {
+      return 6;
+    }
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1) != 0) {
+      return 2;
+    }
+  }
+#endif
+  return 0.5;
+}
+
+// Whether making x dense pays. In float32, the product with a sixth of the elements takes as long as that with all.
+bool dense_pays(at::ScalarType dtype, int64_t keep) {
+  static const double of_16_bits = speed_of_16_bits();
+  const double speed = c10::elementSize(dtype) == 2 ? of_16_bits : 1;
+  return 6.0 * static_cast<double>(keep) * speed >= static_cast<double>(Largest::kBlock);
+}
+
+// Rows [first, last) of x as the columns of `out`, [columns, last - first] with `pitch` elements from row to row.
+template <typename U>
+void unpack_transposed(
+    const uint8_t* packed, const Largest& layout, int64_t columns, int64_t first, int64_t last, U* out, int64_t pitch) {
+  const U* values = reinterpret_cast<const U*>(packed);
+  at::parallel_for(0, columns, std::max<int64_t>(1, 8192 / pitch), [&](int64_t begin, int64_t end) {
+    std::fill(out + begin * pitch, out + end * pitch, U(0));
+  });
+  const int64_t first_block = first * columns / Largest::kBlock;
+  const int64_t last_block = (last * columns + Largest::kBlock - 1) / Largest::kBlock;
+  at::parallel_for(first_block, last_block, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      const int64_t base = b * Largest::kBlock, n = std::min(Largest::kBlock, layout.numel - base);
+      const U* kept = values + layout.kept(base);
+      // Places ascend, so that dividing once a row will do; where they do not, the cache is corrupt.
+      int64_t row = base / columns, start = row * columns;
+      for_kept(packed + layout.index_at(base), n, layout.kept(n), layout.places(), [&](int64_t place, int64_t k) {
+        const int64_t at = base + place;
+        if (at < start || at >= start + columns) {
+          row = at / columns;
+          start = row * columns;
+        }
+        if (row >= first && row < last) {
+          out[(at - start) * pitch + row - first] = kept[k];
+        }
+      });
+    }
+  });
+}
+
+constexpr int64_t kSide = 32;
+
+// The transpose of a square of kSide, with pitches for the elements from row to row. Rows are first interleaved to words
+// of eight bytes, in vectors; what then changes places are words.
+template <typename T>
+MONET_BODY void transpose_square(const T* in, int64_t pitch, T* out, int64_t out_pitch) {
+  using U = unsigned_of<T>;
+  constexpr int64_t kInWord = 8 / sizeof(U);
+  const U* from = reinterpret_cast<const U*>(in);
+  uint64_t words[kSide / kInWord][kSide];
+  for (int64_t i = 0; i < kSide / kInWord; ++i) {
+    for (int64_t j = 0; j < kSide; ++j) {
+      uint64_t word = 0;
+      for (int64_t k = 0; k < kInWord; ++k) {
+        word |= static_cast<uint64_t>(from[(i * kInWord + k) * pitch + j]) << (8 * sizeof(U) * k);
+      }
+      words[i][j] = word;
+    }
+  }
+  for (int64_t j = 0; j < kSide; ++j) {
+    for (int64_t i = 0; i < kSide / kInWord; ++i) {
+      std::memcpy(out + j * out_pitch + i * kInWord, &words[i][j], sizeof(uint64_t));
+    }
+  }
+}
+
+// Adds, or stores, the transpose of `in`, [rows, columns] with `pitch` elements from row to row, to `out`, [columns, rows]
+// with `out_pitch`, in squares that stay in the cache.
+template <bool Add, typename T>
+MONET_BODY void put_transposed_body(
+    const T* in, int64_t pitch, int64_t rows, int64_t columns, T* out, int64_t out_pitch) {
+  for (int64_t r = 0; r < rows; r += kSide) {
+    for (int64_t c = 0; c < columns; c += kSide) {
+      const int64_t high = std::min(kSide, rows - r), wide = std::min(kSide, columns - c);
+      const T* from = in + r * pitch + c;
+      T* to = out + c * out_pitch + r;
+      const bool whole = high == kSide && wide == kSide;
+      if (whole && !Add) {
+        transpose_square(from, pitch, to, out_pitch);
+        continue;
+      }
+      T square[kSide * kSide];
+      if (whole) {
+        transpose_square(from, pitch, static_cast<T*>(square), kSide);
+      } else {
+        for (int64_t i = 0; i < high; ++i) {
+          for (int64_t j = 0; j < wide; ++j) {
+            square[j * kSide + i] = from[i * pitch + j];
+          }
+        }
+      }
+      for (int64_t j = 0; j < wide; ++j) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < high; ++i) {
+          T& cell = to[j * out_pitch + i];
+          if constexpr (Add) {
+            store(cell, load(cell) + load(square[j * kSide + i]));
+          } else {
+            cell = square[j * kSide + i];
+          }
+        }
+      }
+    }
+  }
+}
+MONET_FOR_EACH_ISA(put_transposed)
+
+// The product of x's transpose, some rows of x at a time, and `grad`: both as oneDNN reads them fastest, which is not so
+// for the transpose of `grad` and x. Of more rows than are dense at a time the sums are rounded in between.
+template <typename T>
+void dense_product(
+    const at::Tensor& grad, const at::Tensor& packed, const Largest& layout, int64_t columns, bool transposed,
+    at::Tensor& out) {
+  using U = unsigned_of<T>;
+  const int64_t rows = grad.size(0), outs = grad.size(1), chunk = std::clamp<int64_t>(kDense / columns, 1, rows);
+  // A pitch that is no power of two: the cells of one row of x would share a few sets of the cache.
+  const int64_t pitch = (chunk + 31) / 32 * 32 + 32;
+  const int64_t tile = std::min(outs, std::max<int64_t>(256, kPart / columns / 64 * 64));
+  at::Tensor dense = at::empty({columns, pitch}, grad.options());
+  at::Tensor parts = at::empty({transposed ? 0 : columns * tile}, grad.options());
+  for (int64_t first = 0; first < rows; first += chunk) {
+    const int64_t last = std::min(first + chunk, rows);
+    unpack_transposed(
+        packed.const_data_ptr<uint8_t>(), layout, columns, first, last, static_cast<U*>(dense.mutable_data_ptr()), pitch);
+    const at::Tensor x = dense.narrow(1, 0, last - first), some = grad.narrow(0, first, last - first);
+    if (transposed) {
+      out.addmm_(x, some, first == 0 ? 0 : 1);
+      continue;
+    }
+    for (int64_t start = 0; start < outs; start += tile) {
+      const int64_t width = std::min(tile, outs - start);
+      at::Tensor part = parts.narrow(0, 0, columns * width).view({columns, width});
+      at::mm_out(part, x, some.narrow(1, start, width));
+      const T* from = part.const_data_ptr<T>();
+      T* to = out.mutable_data_ptr<T>() + start * columns;
+      at::parallel_for(0, width, std::max<int64_t>(32, 16384 / columns), [&](int64_t begin, int64_t end) {
+        if (first == 0) {
+          put_transposed<false>(from + begin, width, columns, end - begin, to + begin * columns, columns);
+        } else {
+          put_transposed<true>(from + begin, width, columns, end - begin, to + begin * columns, columns);
+        }
+      });
+    }
+  }
+}
+
 at::Tensor mm_largest(
     const at::Tensor& grad, const at::Tensor& packed, int64_t keep, int64_t columns, bool transposed) {
   const Largest layout = check_mm_largest(grad, packed, keep, columns);
@@ -158,6 +333,12 @@ at::Tensor mm_largest(
   at::Tensor out = at::empty({transposed ? columns : outs, transposed ? outs : columns}, grad.options());
   if (layout.numel == 0 || out.numel() == 0) {
     return out.zero_();
+  }
+  if (dense_pays(grad.scalar_type(), keep)) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "mm_largest", [&] {
+      dense_product<scalar_t>(grad, packed, layout, columns, transposed, out);
+    });
+    return out;
   }
   // A place in a group fits 32 bits.
   const int64_t blocks = std::clamp<int64_t>(kRows * columns / Largest::kBlock, 1, 1 << 16);

@@ -275,8 +275,10 @@ def unpack_largest(
 def mm_largest(grad: Tensor, packed: Tensor, keep: int, columns: int, transposed: bool = False) -> Tensor:
     """``grad.t() @ x`` for an x of shape [rows of grad, columns], contiguous, whose largest elements were packed.
 
-    With ``transposed`` ``x.t() @ grad``. The kernels never have all of x: sums are in another order, in at least float32
-    on the CPU, and an element that is not kept adds nothing even to a gradient that is not finite.
+    With ``transposed`` ``x.t() @ grad``. The kernels have at most some 4 million elements of x at a time. On a CPU with
+    fast products of 16-bit floats they make these dense, for such floats, as for all where more than a sixth is kept; so
+    does a GPU. Of more elements the sums are rounded in between. Otherwise a CPU multiplies what is kept alone: sums are
+    in at least float32, and an element that is not kept adds nothing even to a gradient that is not finite.
     """
     if grad.dim() != 2:
         raise ValueError(f"grad must have two dimensions, got shape {list(grad.shape)}")
