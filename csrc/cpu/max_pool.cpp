@@ -8,7 +8,7 @@
 #include <limits>
 #include <tuple>
 
-#include "../checks.h"
+#include "../max_pool.h"
 #include "isa.h"
 
 // A lambda that is compiled for the instruction set of the function around it.
@@ -219,30 +219,15 @@ void pool_channels_last(const T* in, T* y, uint8_t* offsets, const PoolArguments
 std::tuple<at::Tensor, at::Tensor> max_pool2d_with_offsets(
     const at::Tensor& x, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
     at::IntArrayRef dilation, bool ceil_mode) {
-  const char* op = "max_pool2d_with_offsets";
-  check_floating(x, op, "x");
-  PoolArguments pool = check_pool(op, x.sizes(), kernel, stride, padding, dilation);
-  Window& w = pool.window;
-  w.out_h = pooled_extent(w.in_h, w.kernel_h, w.stride_h, w.pad_h, w.dilation_h, ceil_mode);
-  w.out_w = pooled_extent(w.in_w, w.kernel_w, w.stride_w, w.pad_w, w.dilation_w, ceil_mode);
-  TORCH_CHECK_VALUE(
-      w.out_h > 0 && w.out_w > 0, "monet_like::", op, ": the output of input ", x.sizes(), " would be empty");
-  const auto format = x.suggest_memory_format();
-  const at::Tensor in = x.contiguous(format);
-  std::vector<int64_t> size = x.sizes().vec();
-  size[size.size() - 2] = w.out_h;
-  size[size.size() - 1] = w.out_w;
-  at::Tensor y = at::empty(size, x.options().memory_format(format));
-  at::Tensor offsets = at::empty(size, x.options().dtype(at::kByte).memory_format(format));
-  if (y.numel() == 0) {
-    return {y, offsets};
+  const Pooling call = pooling_forward("max_pool2d_with_offsets", x, kernel, stride, padding, dilation, ceil_mode);
+  if (call.out.numel() > 0) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "max_pool2d_with_offsets", [&] {
+      const auto run = call.channels_last ? &pool_channels_last<scalar_t> : &pool_contiguous<scalar_t>;
+      run(call.in.const_data_ptr<scalar_t>(), call.out.mutable_data_ptr<scalar_t>(),
+          call.cells.mutable_data_ptr<uint8_t>(), call.pool);
+    });
   }
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "max_pool2d_with_offsets", [&] {
-    const bool channels_last = format == at::MemoryFormat::ChannelsLast;
-    const auto run = channels_last ? &pool_channels_last<scalar_t> : &pool_contiguous<scalar_t>;
-    run(in.const_data_ptr<scalar_t>(), y.mutable_data_ptr<scalar_t>(), offsets.mutable_data_ptr<uint8_t>(), pool);
-  });
-  return {y, offsets};
+  return {call.out, call.cells};
 }
 
 // Distance in the input plane from a window's (unclipped) start to each of its cells; beyond the window: far outside.
@@ -277,16 +262,11 @@ at::Tensor max_pool2d_offsets(
     const at::Tensor& indices, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride,
     at::IntArrayRef padding, at::IntArrayRef dilation) {
   const char* op = "max_pool2d_offsets";
-  TORCH_CHECK_TYPE(indices.scalar_type() == at::kLong, "monet_like::", op, ": indices must be int64");
-  PoolArguments pool = check_pool(op, input_size, kernel, stride, padding, dilation);
-  check_pooled(op, pool, input_size, indices);
-  const Window& w = pool.window;
-  const auto format = indices.suggest_memory_format();
-  const at::Tensor dense = indices.contiguous(format);
-  at::Tensor offsets = at::empty(indices.sizes(), indices.options().dtype(at::kByte).memory_format(format));
-  const int64_t* from = dense.const_data_ptr<int64_t>();
-  uint8_t* to = offsets.mutable_data_ptr<uint8_t>();
-  const bool channels_last = format == at::MemoryFormat::ChannelsLast;
+  const Pooling call =
+      pooling_cells(op, indices, "indices", at::kLong, at::kByte, input_size, kernel, stride, padding, dilation);
+  const Window& w = call.pool.window;
+  const int64_t* from = call.in.const_data_ptr<int64_t>();
+  uint8_t* to = call.out.mutable_data_ptr<uint8_t>();
   std::atomic<bool> foreign{false};
 
   // A table from distance to cell spares the divisions. It needs different cells at different distances.
@@ -297,7 +277,7 @@ at::Tensor max_pool2d_offsets(
     for (int64_t k = 0; k < w.kernel_h * w.kernel_w; ++k) {
       cell_at[distance[k]] = static_cast<int16_t>(k);
     }
-    for_each_pooled(pool, channels_last, [&](int64_t i, int64_t oh, int64_t ow) {
+    for_each_pooled(call.pool, call.channels_last, [&](int64_t i, int64_t oh, int64_t ow) {
       const int64_t d = from[i] - (w.start_h(oh) * w.in_w + w.start_w(ow));
       const int16_t cell = d >= 0 && d <= longest ? cell_at[d] : int16_t(-1);
       if (cell < 0) {
@@ -306,7 +286,7 @@ at::Tensor max_pool2d_offsets(
       to[i] = static_cast<uint8_t>(cell);
     });
   } else {
-    for_each_pooled(pool, channels_last, [&](int64_t i, int64_t oh, int64_t ow) {
+    for_each_pooled(call.pool, call.channels_last, [&](int64_t i, int64_t oh, int64_t ow) {
       const int64_t cell = w.offset_of(oh, ow, from[i]);
       if (cell < 0) {
         foreign.store(true, std::memory_order_relaxed);
@@ -315,27 +295,23 @@ at::Tensor max_pool2d_offsets(
     });
   }
   TORCH_CHECK_VALUE(!foreign.load(), "monet_like::", op, ": an index lies outside its window; wrong window or indices");
-  return offsets;
+  return call.out;
 }
 
 at::Tensor max_pool2d_offsets_to_indices(
     const at::Tensor& offsets, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride,
     at::IntArrayRef padding, at::IntArrayRef dilation) {
-  const char* op = "max_pool2d_offsets_to_indices";
-  TORCH_CHECK_TYPE(offsets.scalar_type() == at::kByte, "monet_like::", op, ": offsets must be uint8");
-  PoolArguments pool = check_pool(op, input_size, kernel, stride, padding, dilation);
-  check_pooled(op, pool, input_size, offsets);
-  const Window& w = pool.window;
-  const auto format = offsets.suggest_memory_format();
-  const at::Tensor dense = offsets.contiguous(format);
-  at::Tensor indices = at::empty(offsets.sizes(), offsets.options().dtype(at::kLong).memory_format(format));
-  const uint8_t* from = dense.const_data_ptr<uint8_t>();
-  int64_t* to = indices.mutable_data_ptr<int64_t>();
+  const Pooling call = pooling_cells(
+      "max_pool2d_offsets_to_indices", offsets, "offsets", at::kByte, at::kLong, input_size, kernel, stride, padding,
+      dilation);
+  const Window& w = call.pool.window;
+  const uint8_t* from = call.in.const_data_ptr<uint8_t>();
+  int64_t* to = call.out.mutable_data_ptr<int64_t>();
   const std::vector<int64_t> distance = cell_distances(w);
-  for_each_pooled(pool, format == at::MemoryFormat::ChannelsLast, [&](int64_t i, int64_t oh, int64_t ow) {
+  for_each_pooled(call.pool, call.channels_last, [&](int64_t i, int64_t oh, int64_t ow) {
     to[i] = w.start_h(oh) * w.in_w + w.start_w(ow) + distance[from[i]];
   });
-  return indices;
+  return call.out;
 }
 
 // Adds in the order of the outputs and in the tensor's own precision, as ATen does: the sums are bit-equal. A cell
@@ -490,27 +466,16 @@ void scatter(const T* grad, const uint8_t* offsets, T* out, const PoolArguments&
 at::Tensor max_pool2d_offsets_backward(
     const at::Tensor& grad, const at::Tensor& offsets, at::IntArrayRef input_size, at::IntArrayRef kernel,
     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation) {
-  const char* op = "max_pool2d_offsets_backward";
-  check_floating(grad, op, "grad");
-  TORCH_CHECK_TYPE(offsets.scalar_type() == at::kByte, "monet_like::", op, ": offsets must be uint8");
-  PoolArguments pool = check_pool(op, input_size, kernel, stride, padding, dilation);
-  check_pooled(op, pool, input_size, offsets);
-  TORCH_CHECK_VALUE(
-      grad.sizes() == offsets.sizes(), "monet_like::", op, ": grad ", grad.sizes(), " and offsets ", offsets.sizes(),
-      " differ in shape");
-  // The offsets carry the layout of the forward input, which the gradient of that input takes too.
-  const auto format = offsets.suggest_memory_format();
-  const at::Tensor from = grad.contiguous(format), cells = offsets.contiguous(format);
-  at::Tensor out = at::empty(input_size, grad.options().memory_format(format));
-  if (out.numel() == 0) {
-    return out;
+  const Pooling call = pooling_backward(
+      "max_pool2d_offsets_backward", grad, offsets, input_size, kernel, stride, padding, dilation);
+  if (call.out.numel() > 0) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "max_pool2d_offsets_backward", [&] {
+      scatter(
+          call.in.const_data_ptr<scalar_t>(), call.cells.const_data_ptr<uint8_t>(),
+          call.out.mutable_data_ptr<scalar_t>(), call.pool, call.channels_last);
+    });
   }
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "max_pool2d_offsets_backward", [&] {
-    scatter(
-        from.const_data_ptr<scalar_t>(), cells.const_data_ptr<uint8_t>(), out.mutable_data_ptr<scalar_t>(), pool,
-        format == at::MemoryFormat::ChannelsLast);
-  });
-  return out;
+  return call.out;
 }
 
 }  // namespace

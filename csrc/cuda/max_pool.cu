@@ -5,6 +5,7 @@
 #include <limits>
 #include <tuple>
 
+#include "../max_pool.h"
 #include "common.cuh"
 
 namespace monet_like {
@@ -111,48 +112,31 @@ __global__ void to_offsets_kernel(
 std::tuple<at::Tensor, at::Tensor> max_pool2d_with_offsets(
     const at::Tensor& x, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
     at::IntArrayRef dilation, bool ceil_mode) {
-  const char* op = "max_pool2d_with_offsets";
-  check_floating(x, op, "x");
   const c10::cuda::CUDAGuard guard(x.device());
-  PoolArguments pool = check_pool(op, x.sizes(), kernel, stride, padding, dilation);
-  Window& w = pool.window;
-  w.out_h = pooled_extent(w.in_h, w.kernel_h, w.stride_h, w.pad_h, w.dilation_h, ceil_mode);
-  w.out_w = pooled_extent(w.in_w, w.kernel_w, w.stride_w, w.pad_w, w.dilation_w, ceil_mode);
-  TORCH_CHECK_VALUE(
-      w.out_h > 0 && w.out_w > 0, "monet_like::", op, ": the output of input ", x.sizes(), " would be empty");
-  const auto format = x.suggest_memory_format();
-  const at::Tensor in = x.contiguous(format);
-  std::vector<int64_t> size = x.sizes().vec();
-  size[size.size() - 2] = w.out_h;
-  size[size.size() - 1] = w.out_w;
-  at::Tensor y = at::empty(size, x.options().memory_format(format));
-  at::Tensor offsets = at::empty(size, x.options().dtype(at::kByte).memory_format(format));
+  const Pooling call = pooling_forward("max_pool2d_with_offsets", x, kernel, stride, padding, dilation, ceil_mode);
+  const at::Tensor& y = call.out;
   if (y.numel() > 0) {
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "max_pool2d_with_offsets", [&] {
       pool_kernel<scalar_t><<<blocks_for(y.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          in.const_data_ptr<scalar_t>(), y.mutable_data_ptr<scalar_t>(), offsets.mutable_data_ptr<uint8_t>(), w,
-          pool.channels, format == at::MemoryFormat::ChannelsLast, y.numel());
+          call.in.const_data_ptr<scalar_t>(), y.mutable_data_ptr<scalar_t>(), call.cells.mutable_data_ptr<uint8_t>(),
+          call.pool.window, call.pool.channels, call.channels_last, y.numel());
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   }
-  return {y, offsets};
+  return {y, call.cells};
 }
 
 at::Tensor max_pool2d_offsets(
     const at::Tensor& indices, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride,
     at::IntArrayRef padding, at::IntArrayRef dilation) {
-  const char* op = "max_pool2d_offsets";
-  TORCH_CHECK_TYPE(indices.scalar_type() == at::kLong, "monet_like::", op, ": indices must be int64");
   const c10::cuda::CUDAGuard guard(indices.device());
-  PoolArguments pool = check_pool(op, input_size, kernel, stride, padding, dilation);
-  check_pooled(op, pool, input_size, indices);
-  const auto format = indices.suggest_memory_format();
-  const at::Tensor dense = indices.contiguous(format);
-  at::Tensor offsets = at::empty(indices.sizes(), indices.options().dtype(at::kByte).memory_format(format));
+  const Pooling call = pooling_cells(
+      "max_pool2d_offsets", indices, "indices", at::kLong, at::kByte, input_size, kernel, stride, padding, dilation);
+  const at::Tensor& offsets = call.out;
   if (offsets.numel() > 0) {
     to_offsets_kernel<<<blocks_for(offsets.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        dense.const_data_ptr<int64_t>(), offsets.mutable_data_ptr<uint8_t>(), pool.window, pool.channels,
-        format == at::MemoryFormat::ChannelsLast, offsets.numel());
+        call.in.const_data_ptr<int64_t>(), offsets.mutable_data_ptr<uint8_t>(), call.pool.window, call.pool.channels,
+        call.channels_last, offsets.numel());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return offsets;
@@ -161,18 +145,15 @@ at::Tensor max_pool2d_offsets(
 at::Tensor max_pool2d_offsets_to_indices(
     const at::Tensor& offsets, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride,
     at::IntArrayRef padding, at::IntArrayRef dilation) {
-  const char* op = "max_pool2d_offsets_to_indices";
-  TORCH_CHECK_TYPE(offsets.scalar_type() == at::kByte, "monet_like::", op, ": offsets must be uint8");
   const c10::cuda::CUDAGuard guard(offsets.device());
-  PoolArguments pool = check_pool(op, input_size, kernel, stride, padding, dilation);
-  check_pooled(op, pool, input_size, offsets);
-  const auto format = offsets.suggest_memory_format();
-  const at::Tensor dense = offsets.contiguous(format);
-  at::Tensor indices = at::empty(offsets.sizes(), offsets.options().dtype(at::kLong).memory_format(format));
+  const Pooling call = pooling_cells(
+      "max_pool2d_offsets_to_indices", offsets, "offsets", at::kByte, at::kLong, input_size, kernel, stride, padding,
+      dilation);
+  const at::Tensor& indices = call.out;
   if (indices.numel() > 0) {
     to_indices_kernel<<<blocks_for(indices.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        dense.const_data_ptr<uint8_t>(), indices.mutable_data_ptr<int64_t>(), pool.window, pool.channels,
-        format == at::MemoryFormat::ChannelsLast, indices.numel());
+        call.in.const_data_ptr<uint8_t>(), indices.mutable_data_ptr<int64_t>(), call.pool.window, call.pool.channels,
+        call.channels_last, indices.numel());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return indices;
@@ -181,24 +162,15 @@ at::Tensor max_pool2d_offsets_to_indices(
 at::Tensor max_pool2d_offsets_backward(
     const at::Tensor& grad, const at::Tensor& offsets, at::IntArrayRef input_size, at::IntArrayRef kernel,
     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation) {
-  const char* op = "max_pool2d_offsets_backward";
-  check_floating(grad, op, "grad");
-  TORCH_CHECK_TYPE(offsets.scalar_type() == at::kByte, "monet_like::", op, ": offsets must be uint8");
   const c10::cuda::CUDAGuard guard(grad.device());
-  PoolArguments pool = check_pool(op, input_size, kernel, stride, padding, dilation);
-  check_pooled(op, pool, input_size, offsets);
-  TORCH_CHECK_VALUE(
-      grad.sizes() == offsets.sizes(), "monet_like::", op, ": grad ", grad.sizes(), " and offsets ", offsets.sizes(),
-      " differ in shape");
-  // The offsets carry the layout of the forward input, which the gradient of that input takes too.
-  const auto format = offsets.suggest_memory_format();
-  const at::Tensor from = grad.contiguous(format), cells = offsets.contiguous(format);
-  at::Tensor out = at::empty(input_size, grad.options().memory_format(format));
+  const Pooling call = pooling_backward(
+      "max_pool2d_offsets_backward", grad, offsets, input_size, kernel, stride, padding, dilation);
+  const at::Tensor& out = call.out;
   if (out.numel() > 0) {
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "max_pool2d_offsets_backward", [&] {
       pool_backward_kernel<scalar_t><<<blocks_for(out.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          from.const_data_ptr<scalar_t>(), cells.const_data_ptr<uint8_t>(), out.mutable_data_ptr<scalar_t>(),
-          pool.window, pool.channels, format == at::MemoryFormat::ChannelsLast, out.numel());
+          call.in.const_data_ptr<scalar_t>(), call.cells.const_data_ptr<uint8_t>(), out.mutable_data_ptr<scalar_t>(),
+          call.pool.window, call.pool.channels, call.channels_last, out.numel());
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   }
