@@ -11,13 +11,13 @@ TORCH_LIBRARY(monet_like, m) {
 
   // One bit per element. `stride` is the stride of the tensor that was packed; [] means "as this tensor".
   m.def("pack_sign(Tensor x) -> Tensor", tags);
-  m.def("keep_where(Tensor x, Tensor mask, SymInt[] stride=[]) -> Tensor", tags);
-  m.def("keep_where_(Tensor(a!) x, Tensor mask, SymInt[] stride=[]) -> Tensor(a!)", tags);
+  m.def("keep_where(Tensor x, Tensor mask, int[] stride=[]) -> Tensor", tags);
+  m.def("keep_where_(Tensor(a!) x, Tensor mask, int[] stride=[]) -> Tensor(a!)", tags);
   m.def("pack_range(Tensor x, float lo, float hi) -> Tensor", tags);
   m.def("pack_bool(Tensor mask) -> Tensor", tags);
   m.def("unpack_bool(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor", tags);
   m.def(
-      "masked_scale(Tensor x, Tensor packed, float scale, SymInt[] stride=[], float otherwise=0.0) -> Tensor", tags);
+      "masked_scale(Tensor x, Tensor packed, float scale, int[] stride=[], float otherwise=0.0) -> Tensor", tags);
 
   // Two numbers below 16 to the byte, the first one in the low half.
   m.def("pack_nibbles(Tensor x) -> Tensor", tags);

@@ -15,12 +15,12 @@ _CONVOLUTION = (
 
 SCHEMAS: dict[str, str] = {
     "pack_sign": "(Tensor x) -> Tensor",
-    "keep_where": "(Tensor x, Tensor mask, SymInt[] stride=[]) -> Tensor",
-    "keep_where_": "(Tensor(a!) x, Tensor mask, SymInt[] stride=[]) -> Tensor(a!)",
+    "keep_where": "(Tensor x, Tensor mask, int[] stride=[]) -> Tensor",
+    "keep_where_": "(Tensor(a!) x, Tensor mask, int[] stride=[]) -> Tensor(a!)",
     "pack_range": "(Tensor x, float lo, float hi) -> Tensor",
     "pack_bool": "(Tensor mask) -> Tensor",
     "unpack_bool": "(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor",
-    "masked_scale": "(Tensor x, Tensor packed, float scale, SymInt[] stride=[], float otherwise=0.0) -> Tensor",
+    "masked_scale": "(Tensor x, Tensor packed, float scale, int[] stride=[], float otherwise=0.0) -> Tensor",
     "pack_nibbles": "(Tensor x) -> Tensor",
     "unpack_nibbles": "(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor",
     "pack_largest": "(Tensor x, int keep) -> Tensor",
