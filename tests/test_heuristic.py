@@ -4,6 +4,7 @@ finds what is easily found, the same every time."""
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 from random_programs import best_seconds, random_program
@@ -13,7 +14,8 @@ from monet_like.plan import store_all
 from monet_like.plan.annealing import PythonEngine, Settings
 from monet_like.plan.heuristic import Searcher, find_start, smallest_known
 from monet_like.plan.native import NativeEngine, library
-from monet_like.plan.policy import Tables, make_tables, to_policy
+from monet_like.plan.policy import Tables, make_tables, to_policy, to_schedule
+from monet_like.program import Cost, Program, Task, Value
 from monet_like.simulate import simulate
 
 
@@ -125,6 +127,33 @@ def test_a_found_schedule_comes_back_from_its_policy() -> None:
     assert again is not None
     assert again.judgement.peak_bytes <= budget
     assert again.judgement.seconds <= simulate(program, schedule, costs).seconds * (1 + 1e-9)
+
+
+def test_what_runs_only_first_writes_nothing_that_another_task_writes_there() -> None:
+    """As RMS norm trained: its statistics and result in one task that runs only first, or in two that run again."""
+    values = tuple(Value(name, 1, "forward") for name in ("input", "statistics", "result", "output"))
+    tasks = (
+        Task("begin", (), (0,), "slow"),
+        Task("measure", (0,), (1,), "slow"),
+        Task("both", (0,), (1, 2), "fast", runs="first"),
+        Task("apply", (0, 1), (2,), "slow"),
+        Task("end", (2,), (3,), "slow"),
+    )
+    slots = ((Task("back", (1, 2), (), "slow"),),)
+    program = Program(values, tasks, slots, (3,))
+    searcher = Searcher(program, {"slow": Cost(2.0), "fast": Cost(1.0)})
+    tables, compiled = searcher.tables, library()
+    carried_out = set()
+    for keep, prefer in product(product((False, True), repeat=4), product((-1, *range(len(tables.writes))), repeat=2)):
+        policy = tables.policy(keep, hold=True, smallest=False)
+        policy.prefer[1], policy.prefer[2] = prefer
+        answer = PythonEngine(tables).judge(policy, 10)
+        assert compiled is None or NativeEngine(tables, compiled).judge(policy, 10) == answer
+        if answer is not None:
+            schedule = to_schedule(program, answer[1].forward, answer[1].again, answer[1].ways)
+            assert simulate(program, schedule, searcher.costs).seconds == answer[0].seconds
+            carried_out.add(schedule.forward)
+    assert carried_out == {(0, 2, 4), (0, 1, 3, 4)}
 
 
 def test_policies_that_lack_something_give_no_schedule() -> None:

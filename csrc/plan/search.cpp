@@ -31,6 +31,7 @@ struct Tables {
   const std::int32_t *write_start, *writes;      // class -> values
   const std::int64_t* written;                   // class -> bytes of its writes
   const std::uint8_t* shared;                    // class -> writes an output that another class writes too
+  const std::uint8_t* once;                      // class -> a member runs only first: no other may write its values there
   const double *first_seconds, *again_seconds;   // class -> of its fastest member; infinity: none
   const std::int32_t* member_start;              // class -> members, fastest first
   const double* member_seconds;
@@ -121,6 +122,7 @@ class Judge {
         priced_(t.values, 0),
         chosen_(t.classes, 0),
         wanted_(t.values),
+        written_(t.values),
         fresh_(t.values, 0),
         again_start_(t.slots + 1),
         early_(t.slots),
@@ -139,6 +141,7 @@ class Judge {
   std::vector<std::int32_t> maker_;
   std::vector<std::int64_t> priced_, chosen_;
   std::vector<std::uint8_t> wanted_;
+  std::vector<std::uint8_t> written_;  // in the forward: 1, or 2 by what runs only once
   std::vector<std::int64_t> fresh_;
   std::vector<std::int32_t> again_, again_start_, pending_, order_, cuts_, needed_;
   std::vector<std::int32_t> early_, next_;  // slot -> its first entry of `Policy::early`, entry -> the next one, or -1
@@ -249,6 +252,7 @@ class Judge {
   bool account(const Policy& p, std::int64_t budget, Judgement& out, Runs* runs) {
     out = {0.0, 0, 0.0, 0};
     std::fill(wanted_.begin(), wanted_.end(), 0);
+    std::fill(written_.begin(), written_.end(), 0);
     std::int64_t alive = 0;
     const std::int64_t fixed = t_.resident + t_.output_bytes;
     if (runs) runs->again_count = runs->forward_count = 0;
@@ -276,6 +280,7 @@ class Judge {
       const std::int32_t member = settle(static_cast<std::int32_t>(c), kFirst, t_.resident, budget, alive, out);
       if (member < 0) return false;
       if (runs) runs->forward[runs->forward_count++] = member;
+      for (std::int32_t v : list(t_.write_start, t_.writes, c)) written_[v] = static_cast<std::uint8_t>(1 + t_.once[c]);
     }
     for (std::int64_t v = 0; v < t_.values; ++v) {
       if (wanted_[v]) return false;
@@ -346,8 +351,9 @@ class Judge {
   // Whether the forward runs class c, all later ones being settled: 1, 0, or -1 if the policy cannot be carried out.
   int forward_runs(const Policy& p, std::int32_t c) {
     if (std::isinf(t_.first_seconds[c])) return 0;
-    bool useful = false, alone = false, preferred = false, elsewhere = false;
+    bool useful = false, alone = false, preferred = false, elsewhere = false, twice = false;
     for (std::int32_t v : list(t_.write_start, t_.writes, c)) {
+      if (written_[v] + t_.once[c] > 1) twice = true;
       if (!wanted_[v]) continue;
       useful = true;
       if (t_.first[t_.first_start[v]] == c) alone = true;
@@ -355,7 +361,7 @@ class Judge {
       else if (p.prefer[v] >= 0 && p.prefer[v] < c) elsewhere = true;
     }
     if (!useful) return 0;
-    if (t_.shared[c] && conflicts(c)) return alone ? -1 : 0;
+    if (twice || (t_.shared[c] && conflicts(c))) return alone ? -1 : 0;
     if (alone) return 1;
     if (covered(c)) return 0;
     if (preferred) return 1;

@@ -272,6 +272,7 @@ class _Account:
     def __init__(self, tables: Tables, policy: Policy, budget_bytes: int) -> None:
         self.t, self.policy, self.budget = tables, policy, budget_bytes
         self.wanted = [False] * len(tables.bytes)
+        self.written = [0] * len(tables.bytes)  # in the forward: 1, or 2 by what runs only once
         self.alive = 0
         self.seconds, self.peak, self.excess, self.steps = 0.0, 0, 0.0, 0
 
@@ -303,6 +304,8 @@ class _Account:
                 if task < 0:
                     return None
                 runs.forward.append(task)
+                for v in t.writes[c]:
+                    self.written[v] = 1 + t.once[c]
         if any(wanted):
             return None
         return Judgement(self.seconds, self.peak, self.excess, self.steps), runs
@@ -350,7 +353,7 @@ class _Account:
         if not made or t.first_seconds[c] == inf:
             return False
         alone = any(t.first[v][0] == c for v in made)
-        if t.shared[c] and self._conflicts(c):
+        if any(self.written[v] + t.once[c] > 1 for v in t.writes[c]) or (t.shared[c] and self._conflicts(c)):
             return None if alone else False
         if alone:
             return True

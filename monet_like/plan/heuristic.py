@@ -24,8 +24,6 @@ MOST_STEPS = {"native": 60_000_000, "python": 800_000}
 #: Later annealings start cooler and nearer to the budget (measured: ResNet-50 at 5 GB on MONeT's costs, 10 s: 0.4 %
 #: better than as hot as the first).
 LATER_HEAT, LATER_WEIGHT = 1e-3, 3.0
-#: Searches, each with other random numbers, where the one before ends at a policy that `Searcher.plan` cannot carry out.
-ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -179,14 +177,9 @@ def find_start(
     """
     searcher = Searcher(program, costs, extra_bytes, pin_bytes)
     given = None if start is None else searcher.judge(to_policy(program, searcher.tables, start), budget_bytes)
-    for attempt in range(ATTEMPTS):
-        found = _search(searcher, budget_bytes, seed + 100_000 * attempt, evaluations, rounds, given, effort)
-        if found is None:
-            return None
-        planned = searcher.plan(found.policy, budget_bytes)
-        if planned is not None:
-            return planned[0] if planned[1].peak_bytes <= budget_bytes else None
-    return None
+    found = _search(searcher, budget_bytes, seed, evaluations, rounds, given, effort)
+    planned = None if found is None else searcher.plan(found.policy, budget_bytes)
+    return planned[0] if planned is not None and planned[1].peak_bytes <= budget_bytes else None
 
 
 def smallest_known(

@@ -29,7 +29,7 @@ def _structure(name: str, fields: str) -> type[ctypes.Structure]:
 _Tables = _structure(
     "_Tables",
     "values:q classes:q slots:q resident:q output_bytes:q bytes:q* output:B* read_start:i* reads:i* write_start:i* "
-    "writes:i* written:q* shared:B* first_seconds:d* again_seconds:d* member_start:i* member_seconds:d* "
+    "writes:i* written:q* shared:B* once:B* first_seconds:d* again_seconds:d* member_start:i* member_seconds:d* "
     "member_extra:q* member_taken:i* member_runs:B* first_start:i* first:i* again_start:i* again:i* option_start:i* "
     "option_read_start:i* option_reads:i* way_start:i* way_seconds:d* way_extra:q* before:q* during:q* "
     "use_start:i* uses:i* stages:i* ends:i*",
@@ -84,6 +84,7 @@ class NativeEngine:
             output=self._point("B", tables.output),
             written=self._point("q", tables.written_bytes),
             shared=self._point("B", tables.shared),
+            once=self._point("B", tables.once),
             first_seconds=self._point("d", tables.first_seconds),
             again_seconds=self._point("d", tables.again_seconds),
             member_start=self._starts(tables.members),

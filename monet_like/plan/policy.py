@@ -97,6 +97,7 @@ class Tables:
         output_bytes: of all outputs.
         reads, writes, written_bytes: of every class; forward values only.
         shared: whether a class writes an output that another one writes too.
+        once: whether a task of a class runs only first: no other class may write its values in the forward.
         members: the tasks of every class, the fastest first.
         first_seconds, again_seconds: of the fastest member that may run in the forward, or again; inf if none.
         first, again: for every value, the classes that may make it in the forward, or again.
@@ -117,6 +118,7 @@ class Tables:
     writes: Lists
     written_bytes: tuple[int, ...]
     shared: tuple[bool, ...]
+    once: tuple[bool, ...]
     members: tuple[tuple[Member, ...], ...]
     first_seconds: tuple[float, ...]
     again_seconds: tuple[float, ...]
@@ -210,6 +212,7 @@ def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
         writes=writes,
         written_bytes=tuple(sum(sizes[v] for v in program.tasks[tasks[0]].writes) for tasks in classes),
         shared=tuple(any(v in outputs and len(first[v]) > 1 for v in written) for written in writes),
+        once=tuple(any(program.tasks[p].runs == "first" for p in tasks) for tasks in classes),
         members=members,
         first_seconds=first_seconds,
         again_seconds=again_seconds,
