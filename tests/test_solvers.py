@@ -58,6 +58,20 @@ def test_every_solver_finds_the_optimum_of_mixed_programs(solver: str) -> None:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
+def test_no_bound_is_above_the_optimum_where_a_solver_stops_at_a_gap_of_the_whole_objective(solver: str) -> None:
+    rng = np.random.default_rng(0)
+    matrix = rng.integers(10, 60, (3, 40)).astype(float)
+    cost, integral = rng.integers(5, 40, 40).astype(float), np.ones(40, dtype=bool)
+    problem = MatrixProgram(
+        sp.csr_matrix(-matrix), np.full(3, -np.inf), -matrix.sum(axis=1) / 2, cost, integral, 4000.0, 1.0
+    )
+    best = milp(cost, constraints=LinearConstraint(matrix, matrix.sum(axis=1) / 2), bounds=Bounds(0, 1), integrality=1)
+    found = solve(problem, solver, time_limit_seconds=20, gap=0.05, start=np.ones(40))
+    assert found.status == "optimal"
+    assert found.bound_seconds <= 4000 + best.fun + 1e-6 <= found.objective_seconds + 2e-6
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_at_the_time_limit_there_is_an_incumbent_a_bound_and_news(solver: str) -> None:
     """cvxpy calls this ``user_limit`` or ``optimal_inaccurate``, hands out no bound of CBC's, and calls the same what
     has no incumbent at all; CBC's own limit is of CPU seconds."""

@@ -180,7 +180,7 @@ def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, started
         without: dict[str, Status] = {"infeasible": "infeasible", "limit": "no_incumbent"}
         return Solution(without.get(meaning, "error"), None, float("inf"), bound * unit, float("inf"), seconds, message)
     objective = float(problem.cost @ x + problem.offset)
-    if meaning == "optimal":  # it stopped because this close; its gap is relative to the objective without the offset
+    if meaning == "optimal" and answer.get("bound") is None:  # it stopped because this close, offset not counted
         bound = max(bound, objective - gap * abs(objective - problem.offset))
     bound = min(bound, objective)
     reached = (objective - bound) / abs(objective) if objective else 0.0
