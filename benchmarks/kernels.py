@@ -1,8 +1,9 @@
 """Our CPU kernels against the ATen operators they replace: python -m benchmarks.kernels
 
 A row per kernel, shape, layout and dtype: median milliseconds of both, taken in turns in one process, and their ratio.
-In-place ATen operators are used where eager PyTorch would use them. What packs and unpacks replaces no operator; it is
-compared with a copy of what is kept otherwise, and not counted among those that are slower.
+malloc keeps what is freed (`benchmarks.malloc`). In-place ATen operators are used where eager PyTorch would use them. What
+packs and unpacks replaces no operator; it is compared with a copy of what is kept otherwise, and not counted among those
+that are slower.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import click
 import torch
 from torch import Tensor
 
+from benchmarks.malloc import keep_freed
 from monet_like import kernels
 from monet_like.variants.dropit import kept_of_block
 
@@ -256,6 +258,7 @@ def medians(ours: Callable[[], Any], theirs: Callable[[], Any], turns: int) -> t
 def main(turns: int, dtypes: str, only: str) -> None:
     """Print the table."""
     kernels.load()
+    keep_freed()
     print(f"{kernels.status()}; {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print("| kernel | tensor | ours | ATen | ratio |\n|---|---|---|---|---|")
     slower = rows = 0

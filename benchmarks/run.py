@@ -26,11 +26,11 @@ import click
 import torch
 
 from benchmarks.contenders import CONTENDERS, Contender
+from benchmarks.malloc import EXACT, KEEPING
 from benchmarks.processes import ROOT, DiedError, Running, take_turns
 from benchmarks.report import BATCH_GOAL, PROBE, pareto, trusted, usable, write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import ASIDE, WORK, Job
-from benchmarks.worker import EXACT, KEEPING
 from monet_like.profiler import device_slug
 
 PLAIN, MB = "plain PyTorch", 10**6

@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import run, table
 from benchmarks.contenders import CONTENDERS, Built, NotApplicableError
+from benchmarks.malloc import EXACT
 from benchmarks.processes import ROOT, DiedError, Running, last_words, take_turns
 from benchmarks.report import behind, pareto, trusted, write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import WORK, Job
-from benchmarks.worker import EXACT, Verdict, judge
+from benchmarks.worker import Verdict, judge
 from monet_like.compiler import Request, compile_schedule
 from monet_like.roofline import DEVICES
 
