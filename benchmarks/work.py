@@ -167,8 +167,9 @@ WORK: Mapping[str, Work] = MappingProxyType(
             Size(UNet, sized(416, 608), (11, 4), "416 x 608 pixels"),
             ("Sequential",),
         ),
+        # Not its layers: they read a list that grows before they run again.
         "densenet121": Work(
-            *_on_images(_models.densenet121, (8, 128), (128, 32)), ("_DenseLayer", "_Transition"), _features
+            *_on_images(_models.densenet121, (8, 128), (128, 32)), ("_DenseBlock", "_Transition"), _features
         ),
         # B/16's weights outweigh all else at the batches that a CPU manages: there a narrower one of the same depth.
         "vit_b_16": Work(
