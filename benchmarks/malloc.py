@@ -10,7 +10,7 @@ EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 #: tcmalloc, which PyTorch's tuning guide advises on CPUs. glibc's own ways give the activations of every step back to the
 #: system and have it make new pages in the next: 59,000 of them, and 0.1 s of the kernel's time, in a step of ResNet-50 at
 #: batch 12. The clocks of single operators do not see that.
-KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_TOP_PAD_": str(64 * 2**20)}
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_TOP_PAD_": str(64 * 2**20)}
 
 
 def keep_freed() -> None:
