@@ -139,11 +139,16 @@ def rounding_of(model: nn.Module, example: Example, gradients: dict[str, Any]) -
     return max(apart(gradients, other, "gradient") for other in others)
 
 
+def tolerated(rounding: float) -> float:
+    """How far from each other gradients may be whose rounding errors alone put them ``rounding`` apart."""
+    return max(ROUNDING, ROUNDING_FACTOR * rounding)
+
+
 def draws(model: nn.Module, example: Example, gradients: dict[str, Any], rounding: float) -> bool:
     """Whether ``gradients`` are those of random masks: another seed gives others."""
     model.zero_grad(set_to_none=True)
     other = everything_after_a_step(model, example, seed=2)
-    return apart(gradients, other, "gradient") > max(ROUNDING, ROUNDING_FACTOR * rounding)
+    return apart(gradients, other, "gradient") > tolerated(rounding)
 
 
 def judge(plain: nn.Module, built: Built, example: Example, rounding: float) -> Verdict:
@@ -155,7 +160,7 @@ def judge(plain: nn.Module, built: Built, example: Example, rounding: float) -> 
     theirs = everything_after_a_step(built.module, example)
     first = time.perf_counter() - started
     error = apart(mine, theirs, "gradient")
-    good = error <= max(ROUNDING, ROUNDING_FACTOR * rounding)
+    good = error <= tolerated(rounding)
     if good or not draws(plain, example, mine, rounding):
         return Verdict(error, rounding, "plain PyTorch", good, first)
     error = slope_error(built.module, example)

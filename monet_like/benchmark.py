@@ -207,7 +207,7 @@ def accumulating(ready: Prepared) -> Prepared:
         return replace(program, gradients=())
 
     captured: Captured = replace(
-        ready.captured, program=without(ready.captured.program), before_variants=without(ready.captured.plain)
+        ready.captured, program=without(ready.captured.program), as_called=without(ready.captured.plain)
     )
     return replace(ready, captured=captured, plain=plain_report(captured, ready.costs, 0), extra_bytes=0)
 

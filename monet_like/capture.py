@@ -11,6 +11,7 @@ Interpreting the captured calls one by one is bit-equal to running the model eag
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .eager_calls import called_in_place, in_place_form
 from .errors import CaptureError
 from .kernels.sync_batch_norm import COMMUNICATING
 from .layers import layer_of
@@ -127,7 +129,8 @@ class Captured:
         marks: of forward values, given by hand.
         layers: of values that the graph makes, the module in whose call they are made, or whose backward makes them.
         no_dropit: values of the parameters in modules that have a true attribute ``no_dropit``.
-        before_variants: the program as captured, where variants have changed it; its values come first in ``metas``.
+        as_called: plain PyTorch's program, where that is not ``program``: before variants, and in place where the model's
+            own calls are. Its values come first in ``metas``.
     """
 
     program: Program
@@ -146,16 +149,16 @@ class Captured:
     no_dropit: frozenset[int] = frozenset()
     marks: Mapping[int, Mark] = field(default_factory=dict)
     layers: Mapping[int, str] = field(default_factory=dict)
-    before_variants: Program | None = None
+    as_called: Program | None = None
 
     @property
     def plain(self) -> Program:
-        """The program of PyTorch's own operators alone."""
-        return self.before_variants or self.program
+        """The program of PyTorch's own operators alone, called as the model calls them."""
+        return self.as_called or self.program
 
     def every_task(self) -> list[Task]:
         """Forward tasks and ways, those of plain PyTorch that variants have replaced included."""
-        programs = (self.program,) if self.before_variants is None else (self.program, self.before_variants)
+        programs = (self.program,) if self.as_called is None else (self.program, self.as_called)
         return [task for program in programs for task in program.every_task()]
 
 
@@ -274,6 +277,8 @@ class _Builder:
         self.in_backward = False
         self.marks: dict[int, Mark] = {}
         self.layers: dict[int, str] = {}
+        self.in_place: set[int] = set()  # values that the model's own calls write into what they read
+        self.saved: set[int] = set()  # values that those calls copy first, for the backward
 
     def build(self) -> Captured:
         # The graph holds the casts that autocast made: it must not act on them again.
@@ -349,6 +354,10 @@ class _Builder:
         layer = layer_of(node)
         if layer is not None:
             self.layers.update((value, layer) for value in range(known, len(self.values)))
+        if called_in_place(node) and not self.in_backward:
+            self.in_place.update(range(known, len(self.values)))
+            if self._is_idle_clone(node):
+                self.saved.add(self.storages[_storage(self.nodes[node].result)])
         mark = mark_of(node)
         if mark is not None and not self.in_backward:
             self.marks.update((value, mark) for value in range(known, len(self.values)))
@@ -659,7 +668,20 @@ class _Builder:
             device=self.metas[self.parameters[0][1]].device if self.parameters else torch.device("cpu"),
             marks=self.marks,
             layers=self.layers,
+            as_called=self._as_called(program),
         )
+
+    def _as_called(self, program: Program) -> Program | None:
+        """``program`` in place where the model's calls are; None: it has none of them."""
+        readers = Counter(value for task in program.every_task() for value in task.reads)
+        tasks = list(program.tasks)
+        for index, task in enumerate(tasks):
+            if not self.in_place.issuperset(task.writes):
+                continue
+            if (found := in_place_form(program, task, self.metas, self.saved, readers)) is not None:
+                calls, overwrites = found
+                tasks[index] = self._make(task.name, calls, task.writes, overwrites=overwrites, runs=task.runs)
+        return replace(program, tasks=tuple(tasks)) if tasks != list(program.tasks) else None
 
     def _update(self, target: Any, node: fx.Node) -> None:
         """A buffer's new contents, copied in when the forward ends."""

@@ -26,7 +26,7 @@ def reuse_bytes(captured: Captured) -> Mapping[tuple[str, int], tuple[int, ...]]
     for task in _in_order(plain):
         for value in task.writes:
             begins.setdefault(value, clock)
-        clock += sum(values[v].bytes for v in {*task.reads, *task.writes})
+        clock += sum(values[v].bytes for v in {*task.reads, *task.writes} - {task.overwrites})
         for value in {*task.reads, *task.writes}:
             touched[value].append(clock)
     found: dict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)

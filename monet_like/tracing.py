@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import sync_batch_norm
+from .eager_calls import InPlaceCalls
 from .errors import CaptureError
 from .layers import named_layers
 from .marks import marked_modules
@@ -66,7 +67,7 @@ class FlatModule(nn.Module):
         supply = iter(tensors)
         leaves = [next(supply) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with self.tracing_mode, named_layers(self.model), marked_modules():
+        with self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules():
             result = self.model(*args, **kwargs)
         flat, self.out_spec = pytree.tree_flatten(result)
         self.out_positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
@@ -318,7 +319,7 @@ def _data_dependent(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     """The user's line, or the operator, that stopped the trace."""
     message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    internal = ("/torch/", "/monet_like/tracing.py", "/contextlib.py")
+    internal = ("/torch/", "/monet_like/tracing.py", "/monet_like/eager_calls.py", "/contextlib.py")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in internal)]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
     if _data_dependent(error) or "aten._local_scalar_dense" in str(error) or "aten.nonzero" in str(error):

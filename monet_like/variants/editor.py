@@ -204,7 +204,7 @@ class Editor:
             self.captured.program, values=tuple(self.values), tasks=tuple(tasks), slots=tuple(map(tuple, self.slots))
         )
         program.check()
-        return replace(self.captured, program=program, metas=tuple(self.metas), before_variants=self.captured.plain)
+        return replace(self.captured, program=program, metas=tuple(self.metas), as_called=self.captured.plain)
 
 
 def in_turn(tasks: Sequence[Task], between: Iterable[int], metas: Sequence[TensorMeta], **options: Any) -> Task:

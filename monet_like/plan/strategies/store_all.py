@@ -53,7 +53,7 @@ def store_all_strategy(program: Program, costs: Mapping[str, Cost], budget_bytes
 
 
 def _first(task: Task) -> bool:
-    return task.variant == "aten" and task.runs != "again" and task.overwrites is None
+    return task.variant == "aten" and task.runs != "again"
 
 
 def _maker(program: Program, value: int, allowed: Any) -> int:

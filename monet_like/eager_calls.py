@@ -1,0 +1,83 @@
+"""Which operators a model calls in place: its trace has none, but plain PyTorch's step writes one tensor fewer for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx.traceback
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from .program import Call, Program, Ref, Task, refs
+
+if TYPE_CHECKING:
+    from .capture import TensorMeta
+
+_KEY = "monet_like_in_place"
+_AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"))
+
+
+class InPlaceCalls(TorchFunctionMode):
+    """Nodes traced in a call that changes its first argument, such as ``x += y`` or ``relu(x, inplace=True)``, tell so."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if not (_changes(getattr(func, "__name__", "")) or kwargs.get("inplace") is True):
+            return func(*args, **kwargs)
+        with torch.fx.traceback.annotate({_KEY: True}):
+            return func(*args, **kwargs)
+
+
+def _changes(name: str) -> bool:
+    """Whether a function of this name changes its first argument: ``relu_``, ``__iadd__``."""
+    return name in _AUGMENTED if name.endswith("__") else name.endswith("_")
+
+
+def called_in_place(node: fx.Node) -> bool:
+    """Whether a node was traced in such a call."""
+    return bool((node.meta.get("custom") or {}).get(_KEY))
+
+
+def in_place_form(
+    program: Program, task: Task, metas: Sequence[TensorMeta], saved: Set[int], readers: Mapping[int, int]
+) -> tuple[tuple[Call, ...], int | None] | None:
+    """The calls of a forward ``task`` as a model makes them in place, and the value that they overwrite.
+
+    Some operators are in place only by name: autograd first copies what their gradient needs (``hardtanh_``).
+
+    Args:
+        metas: for every value, its own tensor.
+        saved: values copied by such calls.
+        readers: how many tasks read a value.
+
+    Returns:
+        None where PyTorch has no such form, or where something else reads the argument, as it was, too: then the trace
+        does not show what the model's call overwrites.
+    """
+    *views, call = task.calls
+    if not (call.args and len(call.outs) == 1 and _has_in_place_form(call.op)):
+        return None
+    (first, *others), (out,) = call.args, call.outs
+    if not (isinstance(first, Ref) and isinstance(first.name, int) and out is not None and isinstance(out.name, int)):
+        return None
+    if program.values[first.name].kind != "forward" or metas[first.name] != metas[out.name]:
+        return None
+    packet, name, overload = call.op.split(".")
+    form = f"{packet}.{name}_.{overload}"
+    if first.name in saved:
+        copy = Call("aten.clone.default", (first,), (), (out,))
+        return (*views, copy, Call(form, (out, *others), call.kwargs, ())), None
+    once = readers[first.name] == 1 == sum(first == ref for other in task.calls for ref in refs(other))
+    if not once or first.name in program.outputs or out.name in program.outputs:
+        return None
+    return (*views, Call(form, call.args, call.kwargs, call.outs)), first.name
+
+
+def _has_in_place_form(op: str) -> bool:
+    packet, name, overload = op.split(".")
+    form = getattr(getattr(torch.ops, packet), f"{name}_", None)
+    return form is not None and overload in form.overloads()
