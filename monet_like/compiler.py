@@ -355,20 +355,33 @@ def _profiled(
         costs = roofline(captured, profile)
         note = f"estimated from datasheet rates ({profile.source})"
         return Profile(f"roofline:{profile.name}", costs, note, {"torch": torch.__version__})
+    if profile and profile.device != device_name(device):
+        completed = _completed(profile, captured, device)
+        if completed is not profile and save_profile:
+            save_profile(completed)
+        return completed
     known = profile.costs if profile else {}
-    if profile and not profile.device.startswith("roofline") and profile.device != device_name(device):
-        lacking = [t for t in captured.every_task() if t.cost and t.cost not in known]
-        if lacking:
-            raise ProfileError(
-                f"the profile was measured on {profile.device}, lacks {len(lacking)} operators of this model, and this is "
-                f"{device_name(device)}; profile the model there, or give another --profile file"
-            )
     costs, note = measured_costs(request, captured, device, known=known, progress=progress)
     if profile is None or note:
         profile = to_profile(costs, device, note)
         if save_profile:
             save_profile(profile)
     return profile
+
+
+def _completed(profile: Profile, captured: Captured, device: torch.device) -> Profile:
+    """A profile of another device with what it lacks, if that can be told from the device's rates."""
+    lacking = [t.cost for t in captured.every_task() if t.cost and t.cost not in profile.costs]
+    if not lacking:
+        return profile
+    kind, _, name = profile.device.partition(":")
+    if kind == "roofline" and name in DEVICES:
+        costs = roofline(captured, DEVICES[name])
+        return replace(profile, costs={**profile.costs, **{key: costs[key] for key in lacking}})
+    raise ProfileError(
+        f"the profile was measured on {profile.device}, lacks {len(lacking)} operators of this model, and this is "
+        f"{device_name(device)}; profile the model there, or give another --profile file"
+    )
 
 
 def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> ScheduleRecord:

@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from monet_like import elsewhere
 from monet_like.capture import Captured, capture
 from monet_like.cli import main
+from monet_like.compiler import Request, prepare
 from monet_like.elsewhere import Machine, difference, known_limits, machine_at, planned_for, warn_elsewhere
 from monet_like.errors import CaptureError
 from monet_like.models import build_model
 from monet_like.profile_data import Profile
-from monet_like.program import Task
+from monet_like.program import Cost, Task
 from monet_like.replay import admitted
 from monet_like.roofline import DEVICES, roofline
 from monet_like.schedule_file import ScheduleRecord
@@ -267,3 +268,18 @@ def test_a_plan_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
 
     result = CliRunner().invoke(main, [*arguments, "--device", "cuda"])
     assert result.exit_code == 2 and "device 'cuda' is not there" in result.output
+
+
+def test_rates_complete_a_profile_that_was_made_of_them() -> None:
+    """Nothing of it is measured here, and what is known stays as it is."""
+    request = Request(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).train(), ((torch.randn(2, 3, 8, 8),), {}), MODE)
+    here = torch.device("cpu")
+    whole = prepare(request, here, profile=DEVICES["h100"]).profile
+    known = {key: Cost(1.0) for key in [*whole.costs][::2]}
+    saved: list[Profile] = []
+    part = dataclasses.replace(whole, costs=known)
+    completed = prepare(request, here, profile=part, save_profile=saved.append).profile
+    assert completed.costs == {**whole.costs, **known}
+    assert saved == [completed]
+    assert prepare(request, here, profile=completed, save_profile=saved.append).profile is completed
+    assert len(saved) == 1

@@ -319,10 +319,11 @@ def test_a_damaged_profile() -> None:
     assert written() == ["profile.json"]
 
 
-def test_a_profile_of_another_machine() -> None:
-    Profile("cpu: another, 64 threads", {}).save(Path("profile.json"))
+@pytest.mark.parametrize("device", ["cpu: another, 64 threads", "roofline:abacus"])
+def test_a_profile_of_another_machine(device: str) -> None:
+    Profile(device, {}).save(Path("profile.json"))
     message = error(solve(profile=("--profile", "profile.json")))
-    assert message.startswith("the profile was measured on cpu: another, 64 threads, lacks ")
+    assert message.startswith(f"the profile was measured on {device}, lacks ")
     assert message.endswith("; profile the model there, or give another --profile file")
 
 
