@@ -12,6 +12,7 @@ with ``--report``.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import statistics
@@ -86,9 +87,13 @@ class Suite:
         job = Job(model, self.name, batch, contender, setting, 0, str(self.scratch / "profiles"), self.solver_seconds)
         if contender == PLAIN:
             return job
-        plain, share, amount = self.plain(model, batch), re.search(r"(\d+)%", setting), re.search(r"(\d+) MB", setting)
+        plain, share, amount = (
+            self.plain(model, batch),
+            re.search(r"(\d+)%", setting),
+            re.search(r"([\d.]+) MB", setting),
+        )
         budget = plain.static_bytes + int(share[1]) * (plain.peak_bytes - plain.static_bytes) // 100 if share else 0
-        budget = int(amount[1]) * MB if amount else budget
+        budget = round(float(amount[1]) * MB) if amount else budget
         return replace(job, budget_bytes=budget, rounding=plain.rounding)
 
     def start(self, job: Job) -> Running:
@@ -213,7 +218,9 @@ def others_peaks(suite: Suite, model: str, batch: int, names: Sequence[str]) -> 
         mine = [p.peak_bytes for p in usable(here, kind, ours=True)]
         for other in pareto(usable(here, kind, ours=False)):
             if not any(NEAR * other.peak_bytes <= peak <= other.peak_bytes for peak in mine):
-                found.append((name, f"{other.peak_bytes // MB} MB"))
+                found.append(
+                    (name, f"{math.ceil(other.peak_bytes / 10**4) / 100:.10g} MB")
+                )  # where it is the least possible, no less
     return found
 
 

@@ -242,21 +242,21 @@ def test_the_search_ends_between_what_fits_and_what_does_not(tmp_path: Path, lar
 def test_ours_is_planned_for_what_the_others_take(tmp_path: Path) -> None:
     suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
     suite.points = [
-        point("plain PyTorch", 500, 1.0), point("selective checkpoint", 400, 1.1), point("checkpoint per block", 300, 1.3),
+        point("plain PyTorch", 500, 1.0), point("selective checkpoint", 400.123, 1.1), point("checkpoint per block", 300, 1.3),
         point("monet_like", 299, 1.2, "20%"), point("monet_like", 502, 0.9, "100%"),
     ]  # fmt: skip
-    wanted = [("monet_like", "400 MB"), ("monet_like", "500 MB")]
+    wanted = [("monet_like", "400.13 MB"), ("monet_like", "500 MB")]
     assert run.others_peaks(suite, "resnet50", 12, list(CONTENDERS)) == wanted
-    assert suite.job("resnet50", 12, *wanted[0]).budget_bytes == 400 * MB
+    assert suite.job("resnet50", 12, *wanted[0]).budget_bytes == 400.13 * MB
     assert suite.job("resnet50", 12, "monet_like", "20%").budget_bytes == 100 * MB
 
 
 # Rows and reports ---------------------------------------------------------------------------------------------
 
 
-def point(contender: str, peak_mb: int, ratio: float, setting: str = "", **more: Any) -> Point:
+def point(contender: str, peak_mb: float, ratio: float, setting: str = "", **more: Any) -> Point:
     return Point(
-        "resnet50", 12, contender, setting, peak_bytes=peak_mb * MB, process_bytes=peak_mb * MB, seconds=ratio,
+        "resnet50", 12, contender, setting, peak_bytes=round(peak_mb * MB), process_bytes=round(peak_mb * MB), seconds=ratio,
         plain_seconds=1.0, correct=True, checked="plain PyTorch", **more,
     )  # fmt: skip
 
