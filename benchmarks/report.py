@@ -297,7 +297,9 @@ def write_report(folder: Path, suite: str, points: Sequence[Point], trials: Sequ
     text = (
         f"# `python -m benchmarks.run --suite {suite}`\n\n"
         f"{threads}, torch {torch.__version__}, float32. Every contender in a process of its own, its steps in turn with plain "
-        "PyTorch's; peaks count parameters, buffers, gradients and inputs.\n"
+        "PyTorch's; peaks count parameters, buffers, gradients and inputs. Where gradients can be checked by finite "
+        "differences only, which small masks hardly change (ConvNeXt's), wrong is also who is wrong in the net of dropout, at "
+        "the end.\n"
     )
     if suite == "cpu":
         text += "Steps are timed under a malloc that keeps what is freed, as CUDA's caching allocator does.\n"
