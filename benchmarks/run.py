@@ -87,11 +87,8 @@ class Suite:
         job = Job(model, self.name, batch, contender, setting, 0, str(self.scratch / "profiles"), self.solver_seconds)
         if contender == PLAIN:
             return job
-        plain, share, amount = (
-            self.plain(model, batch),
-            re.search(r"(\d+)%", setting),
-            re.search(r"([\d.]+) MB", setting),
-        )
+        plain = self.plain(model, batch)
+        share, amount = re.search(r"(\d+)%", setting), re.search(r"([\d.]+) MB", setting)
         budget = plain.static_bytes + int(share[1]) * (plain.peak_bytes - plain.static_bytes) // 100 if share else 0
         budget = round(float(amount[1]) * MB) if amount else budget
         return replace(job, budget_bytes=budget, rounding=plain.rounding)
@@ -218,9 +215,8 @@ def others_peaks(suite: Suite, model: str, batch: int, names: Sequence[str]) -> 
         mine = [p.peak_bytes for p in usable(here, kind, ours=True)]
         for other in pareto(usable(here, kind, ours=False)):
             if not any(NEAR * other.peak_bytes <= peak <= other.peak_bytes for peak in mine):
-                found.append(
-                    (name, f"{math.ceil(other.peak_bytes / 10**4) / 100:.10g} MB")
-                )  # where it is the least possible, no less
+                amount = math.ceil(other.peak_bytes / 10**4) / 100  # no less: it may be the least possible
+                found.append((name, f"{amount:.10g} MB"))
     return found
 
 
