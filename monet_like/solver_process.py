@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 def main(answer_fd: int) -> None:
     """Solve the problems on stdin, one after another; answer on ``answer_fd``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # but CBC's, while it searches: it ends with its incumbent
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(answer_fd, "wb") as pipe:
         while True:
@@ -114,9 +116,14 @@ def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
         constraints.append(matrix[equal] @ x == job["upper"][equal])
     problem = cp.Problem(cp.Minimize(cost @ x), constraints)
     dialect = DIALECTS[job["solver"]]
-    options = dialect.options(_left(job), job["gap"], job["threads"])
+    if job["solver"] == "CBC":
+        from cvxpy.reductions.solvers.conic_solvers.cbc_conif import CBC
+
+        # cvxpy takes a search that was interrupted for an error, and its incumbent with it.
+        CBC.STATUS_MAP_MIP = CBC.STATUS_MAP_MIP | {"stopped on user event": cp.OPTIMAL_INACCURATE}
+    options = dialect.options(_left(job), job["gap"], job["threads"]) | job["options"]
     try:
-        problem.solve(solver=job["solver"], verbose=False, **options, **job["options"])
+        problem.solve(solver=job["solver"], verbose=False, **options)
     except cp.error.SolverError as error:
         return {"status": "solver_error", "x": None, "bound": None, "message": str(error)}
     values = None

@@ -130,12 +130,13 @@ def solve(
         return Solution("infeasible", None, float("inf"), float("inf"), float("inf"), 0.0, "a row cannot hold")
     if problem.columns == 0:
         return _judge(problem, {"status": "optimal", "x": np.zeros(0)}, problem.offset, started, gap)
-    share = 0.85 if name == "CBC" else 0.97  # CBC counts CPU seconds, and looks at them late
+    share = 0.85 if name == "CBC" else 0.97  # CBC looks at the clock, and at signals, late
     limit = time_limit_seconds * share - 0.5 if time_limit_seconds > 2 else time_limit_seconds * 0.7
     job = job_for(problem, name, limit, gap, threads) | {"start": start, "options": options or {}}
     job["log"] = watch is not None
     log = _Log(problem, watch)
-    answer = _run_child(job, started + time_limit_seconds, log, stop)
+    interrupted = started + limit if DIALECTS[name].interruptible else float("inf")
+    answer = _run_child(job, started + time_limit_seconds, log, stop, interrupted)
     bound = answer.get("bound")
     if bound is None or not np.isfinite(bound):
         bound = log.bound
@@ -250,8 +251,10 @@ def stop_worker(child: subprocess.Popen[bytes]) -> bool:
     return running
 
 
-def _run_child(job: dict[str, Any], deadline: float, log: _Log, stop: Callable[[], bool]) -> dict[str, Any]:
-    """Run the worker; never leaves it behind."""
+def _run_child(
+    job: dict[str, Any], deadline: float, log: _Log, stop: Callable[[], bool], interrupted: float
+) -> dict[str, Any]:
+    """Run the worker, from ``interrupted`` on with signals to end; never leaves it behind."""
     child, reading = start_worker(job["threads"], subprocess.PIPE)
     received: list[bytes] = []
     assert child.stdin is not None and child.stdout is not None
@@ -264,6 +267,8 @@ def _run_child(job: dict[str, Any], deadline: float, log: _Log, stop: Callable[[
         for thread in threads:
             thread.start()
         while child.poll() is None and time.monotonic() < deadline and not stop():
+            if time.monotonic() >= interrupted:
+                child.send_signal(signal.SIGINT)  # again and again: it may be between two searches
             with suppress(subprocess.TimeoutExpired):
                 child.wait(min(POLL_SECONDS, max(0.01, deadline - time.monotonic())))
     finally:
