@@ -35,7 +35,8 @@ def measure(job: Job) -> None:
             base = replace(job, batch=job.size.batches[0])
             known = Profile.load(base.costs_file).costs
             scale = job.batch / base.batch
-            pairs = matched(captured, captured_for(request, with_batch(example, base.batch)))
+            alike = replace(request, made_last=captured.made_last)
+            pairs = matched(captured, captured_for(alike, with_batch(example, base.batch)))
             seconds = {mine.cost: scale * known[theirs.cost].seconds for mine, theirs in pairs if theirs.cost in known}
             costs = {key: replace(cost, seconds=seconds[key]) for key, cost in costs.items()}
             note = f"seconds measured at batch {base.batch}, scaled to {job.batch}"

@@ -6,7 +6,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,8 +121,13 @@ class AutoSchedule(ScheduleWrapper):
         reason = ""
         for record in self.records:
             reason = mismatch(record, self._model, args, kwargs)
-            if not reason and record.fingerprint == captured.program.fingerprint:
-                return record, captured
+            if reason:
+                continue
+            found = captured
+            if record.made_last != captured.made_last:  # what pays at its own, larger batch
+                found = captured_for(replace(request, made_last=record.made_last), request.example)
+            if record.fingerprint == found.program.fingerprint:
+                return record, found
         if self.records:
             warnings.warn(
                 f"planning {type(self._model).__name__} anew: {reason or 'other parameters are frozen, or other parts in eval mode'}",

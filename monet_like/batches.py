@@ -56,13 +56,14 @@ class Batches:
         self.problem, self.limits = problem, limits
         self.extra_bytes = optimizer_bytes(problem.request.model, problem.request.optimizer)
         self.measured: tuple[Measured, ...] = ()
+        self._made_last: tuple[str, ...] | None = None
         self._captured: dict[int, Captured] = {}
         self._prepared: dict[int, Prepared] = {}
 
     def request(self, batch: int) -> Request:
         """The problem's request at ``batch``."""
         problem = self.problem
-        return replace(problem.request, example=example_for(problem, batch))
+        return replace(problem.request, example=example_for(problem, batch), made_last=self._made_last)
 
     def captured(self, batch: int) -> Captured:
         """The program at ``batch``, with the admitted variants."""
@@ -87,6 +88,9 @@ class Batches:
         if self.limits is not None:
             return
         problem = self.problem
+        self._made_last = self.captured(
+            most
+        ).made_last  # at all batches, so that each tells what another's operators cost
         cap = problem.request.profile_batch or profile_batch(self.request(most), self.captured(most), problem.device)
         far = min(most, cap)
         if far < 4:  # so few batches are each measured themselves

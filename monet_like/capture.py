@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -26,6 +26,7 @@ from .eager_calls import called_in_place, in_place_form
 from .errors import CaptureError
 from .kernels.sync_batch_norm import COMMUNICATING
 from .layers import layer_of
+from .made_last import in_order, worth_moving
 from .marks import Mark, mark_of
 from .program import Call, Program, Ref, Runs, Task, Value, refs
 from .tracing import FlatModule, trace_joint
@@ -129,8 +130,9 @@ class Captured:
         marks: of forward values, given by hand.
         layers: of values that the graph makes, the module in whose call they are made, or whose backward makes them.
         no_dropit: values of the parameters in modules that have a true attribute ``no_dropit``.
-        as_called: plain PyTorch's program, where that is not ``program``: before variants, and in place where the model's
-            own calls are. Its values come first in ``metas``.
+        as_called: plain PyTorch's program, where that is not ``program``: before variants, in autograd's order, and in
+            place where the model's own calls are. Its values come first in ``metas``.
+        made_last: names of the parameters whose gradients ``program`` makes after all others, see `made_last`.
     """
 
     program: Program
@@ -150,6 +152,7 @@ class Captured:
     marks: Mapping[int, Mark] = field(default_factory=dict)
     layers: Mapping[int, str] = field(default_factory=dict)
     as_called: Program | None = None
+    made_last: tuple[str, ...] = ()
 
     @property
     def plain(self) -> Program:
@@ -169,6 +172,7 @@ def capture(
     *,
     target: torch.device | None = None,
     processes: int | None = None,
+    made_last: Collection[str] | None = (),
 ) -> Captured:
     """Trace one training step of ``model(*args, **kwargs)`` into a `Captured` program.
 
@@ -181,6 +185,8 @@ def capture(
         target: capture as on this device, which need not be here; default: where the model is.
         processes: capture as where so many share SyncBatchNorm's statistics, to plan without them; default: those of
             its process group, and without one SyncBatchNorm is batch norm.
+        made_last: names of the parameters whose gradients the program makes after all others, where that can be; None:
+            those with which it needs less memory.
 
     Raises:
         CaptureError: what cannot be captured, with the operator or line that is the reason.
@@ -192,7 +198,7 @@ def capture(
     graph, mode = trace_joint(flat, tensors, target, processes)
     if target is not None:
         _move(graph, mode, target)
-    return _without_dropit(_Builder(flat, graph, mode).build(), model)
+    return _without_dropit(_Builder(flat, graph, mode, made_last).build(), model)
 
 
 def _move(graph: fx.Graph, mode: FakeTensorMode, target: torch.device) -> None:
@@ -256,8 +262,10 @@ def _as_computed(args: Sequence[Any], result: tuple[Any, ...]) -> tuple[Any, ...
 class _Builder:
     """Turns the joint graph into values and tasks, node by node in execution order."""
 
-    def __init__(self, flat: FlatModule, graph: fx.Graph, mode: FakeTensorMode) -> None:
-        self.flat, self.graph, self.mode = flat, graph, mode
+    def __init__(
+        self, flat: FlatModule, graph: fx.Graph, mode: FakeTensorMode, made_last: Collection[str] | None
+    ) -> None:
+        self.flat, self.graph, self.mode, self.made_last = flat, graph, mode, made_last
         self.values: list[Value] = []
         self.metas: list[TensorMeta] = []
         self.storages: dict[int, int] = {}  # storage identity -> value
@@ -639,18 +647,16 @@ class _Builder:
             else:
                 raise CaptureError(f"the traced graph has an output of a kind that is not supported: {desc}")
         parameter_gradients, input_gradients = self._gradients(gradients)
-        self._accumulate_in_place({t.value for _, t in (*parameter_gradients, *input_gradients)})
-        read = {value for slot in self.slots for value in slot.reads}
-        held = {t.value for t in outputs if self.values[t.value].kind == "forward"}
-        program = Program(
-            values=tuple(self.values),
-            tasks=(*self.tasks, *self.late),
-            slots=tuple((slot,) for slot in self.slots),
-            outputs=tuple(sorted({*held, *self.effects})),
-            tangents=tuple(v for v in self.tangent_of.values() if v in read),
-            gradients=tuple(dict.fromkeys(t.value for _, t in (*parameter_gradients, *input_gradients))),
-        )
-        program.check()
+        program = plain = self._program(outputs, [t.value for _, t in (*parameter_gradients, *input_gradients)])
+        movable = self._movable(parameter_gradients)
+        if self.made_last is None:
+            late = worth_moving(program, movable)
+        else:
+            late = tuple(slot for slot, name in movable.items() if name in self.made_last)
+        if late:
+            self.slots = in_order(self.slots, late)
+            parameter_gradients, input_gradients = map(self._in_order, (parameter_gradients, input_gradients))
+            program = self._program(outputs, [t.value for _, t in (*parameter_gradients, *input_gradients)])
         assert self.flat.out_spec is not None
         return Captured(
             program=program,
@@ -668,8 +674,36 @@ class _Builder:
             device=self.metas[self.parameters[0][1]].device if self.parameters else torch.device("cpu"),
             marks=self.marks,
             layers=self.layers,
-            as_called=self._as_called(program),
+            as_called=self._as_called(plain) or (plain if late else None),
+            made_last=tuple(movable[slot] for slot in late),
         )
+
+    def _program(self, outputs: Sequence[Tensor], gradients: Sequence[int]) -> Program:
+        """What was gathered, with the slots in their present order."""
+        slots = self._accumulating_in_place({*gradients})
+        read = {value for slot in slots for value in slot.reads}
+        held = {t.value for t in outputs if self.values[t.value].kind == "forward"}
+        program = Program(
+            values=tuple(self.values),
+            tasks=(*self.tasks, *self.late),
+            slots=tuple((slot,) for slot in slots),
+            outputs=tuple(sorted({*held, *self.effects})),
+            tangents=tuple(v for v in self.tangent_of.values() if v in read),
+            gradients=tuple(dict.fromkeys(gradients)),
+        )
+        program.check()
+        return program
+
+    def _movable(self, gradients: Sequence[tuple[int, Tensor]]) -> dict[int, str]:
+        """Slots after which nothing reads what they write: the whole gradient of a parameter, whose name this is."""
+        read = {value for slot in self.slots for value in slot.reads}
+        writer = {value: index for index, slot in enumerate(self.slots) for value in slot.writes}
+        uses = Counter(index for index, _ in gradients)
+        return {
+            writer[tensor.value]: self.parameters[index][0]
+            for index, tensor in gradients
+            if uses[index] == 1 and tensor.value not in read and len(self.slots[writer[tensor.value]].writes) == 1
+        }
 
     def _as_called(self, program: Program) -> Program | None:
         """``program`` in place where the model's calls are; None: it has none of them."""
@@ -733,8 +767,12 @@ class _Builder:
                 parameters.append((position[self.first_name[target.target.removeprefix("model.")]], tensor))
             else:
                 inputs.append((target.idx, tensor))
+        return self._in_order(parameters), self._in_order(inputs)
+
+    def _in_order(self, gradients: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+        """As the slots make them."""
         made = {value: index for index, slot in enumerate(self.slots) for value in slot.writes}
-        return sorted(parameters, key=lambda g: made[g[1].value]), sorted(inputs, key=lambda g: made[g[1].value])
+        return sorted(gradients, key=lambda g: made[g[1].value])
 
     def _cloned(self, node: fx.Node, tensor: Tensor) -> Tensor:
         """Two gradients must not share a storage, nor be the caller's own: the second is a copy."""
@@ -745,8 +783,9 @@ class _Builder:
         self.slots.append(self._make(self.values[value].name, (*tensor.calls, clone), (value,)))
         return Tensor(Ref(value), value, (), self.nodes[node].tangents)
 
-    def _accumulate_in_place(self, gradients: set[int]) -> None:
-        """Gradients that meet are added in place, as the autograd engine does, where one of them ends there."""
+    def _accumulating_in_place(self, gradients: set[int]) -> list[Task]:
+        """The slots; gradients that meet are added in place, as the autograd engine does, where one of them ends there."""
+        slots = list(self.slots)
         last = {value: index for index, slot in enumerate(self.slots) for value in slot.reads}
         keep = {*gradients, *self.tangent_of.values()}
         for index, slot in enumerate(self.slots):
@@ -766,8 +805,9 @@ class _Builder:
                     and self.metas[mine.name] == self.metas[out]
                 ):
                     add = Call("aten.add_.Tensor", (mine, other), (), (Ref(out),))
-                    self.slots[index] = self._make(slot.name, (add,), (out,), overwrites=mine.name)
+                    slots[index] = self._make(slot.name, (add,), (out,), overwrites=mine.name)
                     break
+        return slots
 
 
 def make_task(

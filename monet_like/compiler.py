@@ -88,7 +88,8 @@ class Request:
     """What is asked of the compiler; see the command line's options of the same names.
 
     ``target`` is the device to plan for where the model itself is on another; it need not be here, but then nothing can
-    be measured. ``processes`` share SyncBatchNorm's statistics; None: those of this process's group.
+    be measured. ``processes`` share SyncBatchNorm's statistics; None: those of this process's group. ``made_last`` are
+    the parameters whose gradients are made last; None: those with which the step needs less memory.
     """
 
     model: nn.Module
@@ -106,6 +107,7 @@ class Request:
     autocast: str = ""
     target: torch.device | None = None
     processes: int | None = None
+    made_last: tuple[str, ...] | None = None
 
     @property
     def batch(self) -> int:
@@ -117,7 +119,9 @@ class Request:
 def captured_for(request: Request, example: Example) -> Captured:
     """The program of a request's model on these inputs, with the variants that its mode admits."""
     with autocast_as(request.autocast, device_of(request.model)):
-        captured = capture(request.model, *example, target=request.target, processes=request.processes)
+        captured = capture(
+            request.model, *example, target=request.target, processes=request.processes, made_last=request.made_last
+        )
         return admitted(captured, request.mode, ablation=request.ablation)
 
 
@@ -176,7 +180,7 @@ def measured_costs(
     found: list[dict[str, Cost]] = []
     for count, label in ((scaling.measured, None), (scaling.second, "workspace at twice the batch: ")):
         example = with_batch(request.example, count)
-        other = captured_for(request, example)
+        other = captured_for(replace(request, made_last=captured.made_last), example)
         pairs = [(mine, theirs) for mine, theirs in matched(captured, other) if mine.cost in keys]
         got: dict[str, Cost] = {}
         _measure(Inputs(other, device, batch / count), pairs, got, progress, label, timed and label is None)
@@ -412,6 +416,7 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         optimizer_bytes=ready.extra_bytes,
         autocast=request.autocast,
         layout=weights_layout(request.model),
+        made_last=captured.made_last,
         note=profile.note + (f"; captured as on {request.target.type}, without one" if request.target else ""),
         counts=summary_counts(captured.program, found),
     )

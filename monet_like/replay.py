@@ -209,7 +209,8 @@ class ScheduleWrapper(nn.Module):
         if reason := mismatch(record, self._model, args, kwargs):
             raise ScheduleFileError(reason)
         if captured is None:
-            captured = admitted(capture(self._model, args, kwargs), record.mode, ablation=record.ablation)
+            captured = capture(self._model, args, kwargs, made_last=record.made_last)
+            captured = admitted(captured, record.mode, ablation=record.ablation)
         check_program(record, captured.program, type(self._model).__name__)
         return record, captured
 

@@ -48,6 +48,7 @@ class ScheduleRecord:
         fingerprint: of the program (`Program.fingerprint`).
         autocast: the autocast dtype the model was captured under, or "".
         layout: of the model's weights, as `InputSpec.layout`.
+        made_last: names of the parameters whose gradients are made after all others.
         peak_bytes, seconds: predicted for this schedule.
         plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
         solver, status, bound_seconds, gap, solve_seconds: how it was found; ``bound_seconds`` and ``gap`` are
@@ -80,6 +81,7 @@ class ScheduleRecord:
     optimizer_bytes: int = 0
     autocast: str = ""
     layout: str = ""
+    made_last: tuple[str, ...] = ()
     note: str = ""
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -91,6 +93,7 @@ class ScheduleRecord:
             "forward": list(self.schedule.forward),
             "again": [list(tasks) for tasks in self.schedule.again],
             "ways": list(self.schedule.ways),
+            "made_last": list(self.made_last),
             "inputs": [
                 {"shape": list(i.shape), "dtype": i.dtype, "requires_grad": i.requires_grad, "layout": i.layout}
                 for i in self.inputs
@@ -128,6 +131,7 @@ class ScheduleRecord:
                 )
                 for i in _listed(content["inputs"])
             )
+            made_last = tuple(_typed(name, str) for name in _listed(content.get("made_last", [])))
             scalars = {name: _typed(content[name], kinds) for name, kinds in _SCALARS}
             for name, kind in (("versions", str), ("counts", int)):
                 scalars[name] = {_typed(key, str): _typed(value, kind) for key, value in scalars[name].items()}
@@ -135,7 +139,7 @@ class ScheduleRecord:
             raise ScheduleFileError(f"{path} is damaged: it has no field {error}; solve again") from None
         except TypeError as error:
             raise ScheduleFileError(f"{path} is damaged: {error}; solve again") from None
-        return ScheduleRecord(schedule=schedule, inputs=inputs, **scalars)
+        return ScheduleRecord(schedule=schedule, inputs=inputs, made_last=made_last, **scalars)
 
 
 _NUMBER = (float, int)

@@ -208,6 +208,8 @@ def show_record(terminal: Terminal, record: ScheduleRecord) -> None:
     table.add_row("solver", f"{record.solver}: {record.status}, {record.solve_seconds:.1f} s")
     table.add_row("bound, gap", _bound(record))
     _add_counts(table, record)
+    if record.made_last:
+        table.add_row("made last", f"the gradients of {', '.join(record.made_last)}")
     table.add_row("profile", f"{record.device}{'; ' + record.note if record.note else ''}")
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items())))
     table.add_row("fingerprint", record.fingerprint[:16])

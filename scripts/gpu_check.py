@@ -119,13 +119,13 @@ class Plain:
         emptied(device)
         self.peak_bytes = step_peak(self.model, self.example, device)
         self.model.zero_grad(set_to_none=True)
-        self._captured: dict[tuple[str, bool, str], Captured] = {}
+        self._captured: dict[tuple[str, bool, str, tuple[str, ...]], Captured] = {}
 
     def captured(self, record: ScheduleRecord) -> Captured:
         """The program that a schedule is for."""
-        key = (record.mode, record.ablation, record.autocast)
+        key = (record.mode, record.ablation, record.autocast, record.made_last)
         if key not in self._captured:
-            request = Request(self.model, self.example, key[0], ablation=key[1], autocast=key[2])
+            request = Request(self.model, self.example, key[0], ablation=key[1], autocast=key[2], made_last=key[3])
             self._captured[key] = captured_for(request, self.example)
         return self._captured[key]
 

@@ -123,9 +123,9 @@ def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limi
         channels_last=record.layout == "channels_last",
         processes=record.counts.get("processes"),
     )
-    if hasattr(problem.spec.source, "make_inputs"):
-        return problem
-    return replace(problem, request=replace(problem.request, example=example_of(record, problem.device)))
+    own_inputs = hasattr(problem.spec.source, "make_inputs")
+    example = problem.request.example if own_inputs else example_of(record, problem.device)
+    return replace(problem, request=replace(problem.request, example=example, made_last=record.made_last))
 
 
 def _profile_of(record: ScheduleRecord, problem: Problem) -> Path:

@@ -1,0 +1,141 @@
+"""Large gradients that are made last: less memory, the same bits, and plain PyTorch's step as it is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from training import run
+
+from monet_like import ScheduleWrapper, auto_schedule
+from monet_like.capture import Captured, capture
+from monet_like.check import step_peak
+from monet_like.compiler import Request, captured_for, compile_schedule
+from monet_like.errors import InfeasibleError, ScheduleFileError
+from monet_like.made_last import _least_bytes, worth_moving
+from monet_like.plan.questions import smallest_budget
+from monet_like.program import FREE
+from monet_like.schedule_file import ScheduleRecord
+
+CPU = torch.device("cpu")
+LOSS_BYTES = 100  # of a few scalars
+MODE = "inplace_multiway_newnode"  # equal to plain PyTorch to the bit
+
+
+class Net(nn.Module):
+    """As VGG-16: convolutions whose results are large, then a linear layer whose weight is."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4)
+        )
+        self.large, self.last = nn.Linear(1024, 1024), nn.Linear(1024, 10)
+        self.tied = tied
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.large(self.features(x).flatten(1)).relu()
+        return self.last(self.large(x) if self.tied else x)
+
+
+def images(batch: int = 32) -> torch.Tensor:
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def names(captured: Captured) -> list[str]:
+    return [captured.parameters[index][0] for index, _ in captured.parameter_gradients]
+
+
+def solved(
+    model: nn.Module, budget: float, made_last: tuple[str, ...] | None = None, batch: int = 32
+) -> ScheduleRecord:
+    request = Request(model, ((images(batch),), {}), MODE, solver="HIGHS", made_last=made_last)
+    return compile_schedule(request, lambda plain: int(budget * plain), CPU).record
+
+
+def test_a_large_weights_gradient_is_made_last_and_plain_pytorch_keeps_its_order() -> None:
+    x = images()
+    first, chosen = capture(Net(), (x,)), capture(Net(), (x,), made_last=None)
+    assert first.made_last == ()
+    assert chosen.made_last == ("large.weight",)
+    assert names(first).index("large.weight") == 2
+    assert names(chosen) == [n for n in names(first) if n != "large.weight"] + ["large.weight"]
+    assert chosen.plain == first.plain
+    named = capture(Net(), (x,), made_last=["large.weight", "no.such.weight"])
+    assert named.made_last == chosen.made_last
+    assert named.program == chosen.program
+
+
+def test_less_memory_is_needed_and_gradients_are_the_same_bits() -> None:
+    torch.manual_seed(0)
+    plain, x = Net(), images()
+    with pytest.raises(InfeasibleError):
+        solved(plain, 0.8, made_last=())
+    record = solved(plain, 0.8)
+    assert record.made_last == ("large.weight",)
+    wrapped = ScheduleWrapper(copy.deepcopy(plain), record)
+    assert set(run(plain, (x,), {}).differences(run(wrapped, (x,), {})).values()) == {0.0}
+    assert step_peak(wrapped, ((x,), {}), CPU) == pytest.approx(record.peak_bytes, abs=LOSS_BYTES)
+    assert step_peak(plain, ((x,), {}), CPU) == pytest.approx(record.plain_peak_bytes, abs=LOSS_BYTES)
+
+
+def test_the_file_says_which_and_a_smaller_batch_has_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, path = Net(), tmp_path / "schedule.pkl"
+    record = solved(plain, 0.8)
+    record.save(path)
+    assert ScheduleRecord.load(path) == record
+    wrapped, small = ScheduleWrapper(copy.deepcopy(plain), path), images(2)
+    assert set(run(plain, (small,), {}).differences(run(wrapped, (small,), {})).values()) == {0.0}
+
+    content = pickle.loads(path.read_bytes())
+    assert content.pop("made_last") == ["large.weight"]
+    path.write_bytes(pickle.dumps(content, protocol=4))  # as files were before there was this
+    assert ScheduleRecord.load(path) == replace(record, made_last=())
+    with pytest.raises(ScheduleFileError, match="another program"):
+        ScheduleWrapper(Net(), path)
+    path.write_bytes(pickle.dumps(content | {"made_last": [1]}, protocol=4))
+    with pytest.raises(ScheduleFileError, match="damaged"):
+        ScheduleRecord.load(path)
+
+
+def test_auto_schedule_replays_a_batch_at_which_it_would_choose_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
+    torch.manual_seed(0)
+    model, x, small = Net(), images(512), images(8)
+    choices = [captured_for(Request(model, ((i,), {}), MODE), ((i,), {})).made_last for i in (x, small)]
+    assert choices[0] != choices[1]
+    wrapped = auto_schedule(model, x, memory_budget="90 %", time_limit_seconds=20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(small).sum().backward()
+    assert len(wrapped.records) == 1
+
+
+def test_what_would_need_more_memory_stays_where_it_is() -> None:
+    deep = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])  # made last, all their inputs would live to the end
+    assert capture(deep, (torch.randn(8, 512, requires_grad=True),), made_last=None).made_last == ()
+    tied = capture(Net(tied=True), (images(),), made_last=None)  # the sum of two gradients, each as large
+    assert tied.made_last == ()
+    many = capture(Net(), (images(512),), made_last=None)
+    assert many.made_last == ()
+    assert worth_moving(many.program, ()) == ()
+
+
+@pytest.mark.parametrize("made_last", [(), None])
+def test_the_least_memory_by_which_is_chosen_is_below_what_any_schedule_takes(
+    made_last: tuple[str, ...] | None,
+) -> None:
+    captured = capture(Net(), (images(),), made_last=made_last)
+    program = captured.program
+    found = smallest_budget(program, {task.cost: FREE for task in program.every_task()})
+    least = _least_bytes(program, [ways[0] for ways in program.slots])
+    assert 0.6 * found.report.peak_bytes < least <= found.proven_bytes <= found.report.peak_bytes
