@@ -85,6 +85,12 @@ def pairs(x: Tensor) -> Iterator[Pair]:
         lambda: ops.batch_norm_activation_backward(grad, *saved, "silu", 0.0, 0.0, [True, True, True]),
         lambda: backward(aten.silu_backward(grad, y)),
     )
+    larger = aten.cat([grad, residual], 1)[:, : x.shape[1]]
+    yield (
+        "gradient of BN + ReLU, added to another",
+        lambda: ops.batch_norm_activation_backward(grad, *saved, *relu, [True, True, True], larger),
+        lambda: backward(aten.threshold_backward(grad, y, 0))[0].add_(larger),
+    )
     mask, stride = ops.pack_sign(x), x.stride()
     yield "ReLU's signs packed", lambda: ops.pack_sign(x), lambda: x > 0
     yield (

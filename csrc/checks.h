@@ -163,6 +163,32 @@ inline void check_residual(const char* op, const at::Tensor& x, const std::optio
       given(residual) ? residual->sizes() : at::IntArrayRef{}, ") must match x (", x.toString(), " ", x.sizes(), ")");
 }
 
+// Elements from one image of `t` to the next, or with `by_rows` from one row of adjacent channels to the next, where `t` is
+// channels of a larger tensor of such a layout; -1: it is laid out otherwise.
+inline int64_t pitch_of(const at::Tensor& t, bool by_rows) {
+  int64_t expected = by_rows ? -1 : 1, pitch = -1;
+  const auto follows = [&](int64_t d) {
+    if (t.size(d) == 1) {
+      return true;
+    }
+    if (expected < 0) {
+      expected = pitch = t.stride(d);
+    }
+    const bool does = t.stride(d) == expected;
+    expected *= t.size(d);
+    return does;
+  };
+  for (int64_t d = t.dim() - 1; d >= 2; --d) {
+    if (!follows(d)) {
+      return -1;
+    }
+  }
+  if (by_rows) {
+    return (t.size(1) == 1 || t.stride(1) == 1) && follows(0) ? (pitch < 0 ? t.size(1) : pitch) : -1;
+  }
+  return follows(1) ? (t.size(0) == 1 ? expected : t.stride(0)) : -1;
+}
+
 inline Activation check_activation(const char* op, c10::string_view name) {
   if (name == "clamp") {
     return Activation::Clamp;

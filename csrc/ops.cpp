@@ -50,7 +50,8 @@ TORCH_LIBRARY(monet_like, m) {
 
   // Training-mode batch norm, plus a residual if there is one, and an activation: "clamp" to lo and hi ((0, inf) is
   // ReLU, (-inf, inf) nothing), "leaky_relu" of slope lo, "hardswish" or "silu". Without `exact` the mean and variance
-  // agree with ATen's to rounding.
+  // agree with ATen's to rounding. To the gradient of x another one may be added, `residual`, which may be channels of a
+  // larger tensor.
   m.def(
       "batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? residual, "
       "str activation, float lo, float hi) -> Tensor",
@@ -62,7 +63,7 @@ TORCH_LIBRARY(monet_like, m) {
       tags);
   m.def(
       "batch_norm_activation_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
-      "str activation, float lo, float hi, bool[3] mask) -> (Tensor, Tensor, Tensor)",
+      "str activation, float lo, float hi, bool[3] mask, Tensor? residual=None) -> (Tensor, Tensor, Tensor)",
       tags);
 
   // RMS norm over the last `dims` dimensions: the result in a dtype, and the reciprocal root of each row. `rounded` is

@@ -20,6 +20,7 @@ FP32 is without TF32, as PyTorch multiplies float32 matrices by default.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -82,7 +83,7 @@ def _gpu(
 
 
 #: Of the estimates below: raised whenever they change, because plans made from them then would not come out again.
-ROOFLINE_VERSION = 1
+ROOFLINE_VERSION = 2
 
 DEVICES: Mapping[str, DeviceLimits] = {
     limits.name: limits
@@ -232,7 +233,10 @@ def _run_fake(captured: Captured, task: Task, observer: Any) -> None:
 
 
 class _TouchedBytes(TorchDispatchMode):
-    """Sums the storages of what operators read and write; views touch nothing."""
+    """Sums what operators read and write, of a storage no more than there is.
+
+    Views touch nothing, nor do questions such as ``prim.device``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,11 +244,17 @@ class _TouchedBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view and func is not torch.ops.aten.empty_strided.default:
+        asked = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
+        if not asked and not func.is_view and func is not torch.ops.aten.empty_strided.default:
             unread = _read_for_its_shape(str(func), args)
             leaves = tree_leaves((args, kwargs, result))
-            tensors = (t for t in leaves if isinstance(t, torch.Tensor) and t is not unread)
-            self.bytes += sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t is not unread]
+            parts = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t.nbytes for t in tensors}
+            touched = Counter[int]()
+            for (storage, *_), size in parts.items():
+                touched[storage] += size
+            whole = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+            self.bytes += sum(min(touched[storage], size) for storage, size in whole.items())
         return result
 
 

@@ -652,6 +652,30 @@ def test_batch_norm_activation_backward_leaves_out_what_is_not_asked(impl: Any) 
                 assert actual is None
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [*NORM_SHAPES, (3, 2, 70, 71)])
+def test_batch_norm_activation_backward_adds_another_gradient(
+    impl: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Of x's own layout, channels of a larger tensor, or laid out in any other way."""
+    for x, weight, bias in norm_inputs(shape, dtype):
+        _, mean, invstd = train(x, weight, bias)
+        saved = (torch.randn_like(x), x, weight, bias, mean, invstd, *RELU[1:])
+        alone = impl("batch_norm_activation_backward")(*saved, [True, True, True])
+        larger = torch.randn(shape[0], shape[1] + 5, *shape[2:]).to(dtype)
+        if alone[0].dim() == 4 and not alone[0].is_contiguous():
+            larger = larger.to(memory_format=torch.channels_last)
+        turned = torch.randn(shape[::-1]).to(dtype).permute(*reversed(range(len(shape))))
+        for other in (torch.randn_like(x), larger[:, 2:-3], larger[:, :-5], larger[:1, 1:2].expand(shape), turned):
+            got = impl("batch_norm_activation_backward")(*saved, [True, True, True], other)
+            for actual, expected in zip(got, (alone[0] + other, *alone[1:]), strict=True):
+                assert_bits(actual, expected)
+            assert strides(got[0]) == strides(alone[0])
+    assert impl("batch_norm_activation_backward")(*saved, [False, True, True], x)[0] is None
+    with pytest.raises((ValueError, RuntimeError)):
+        impl("batch_norm_activation_backward")(*saved, [True, True, True], x[:, :0])
+
+
 def test_empty_batches(impl: Any) -> None:
     x, c = torch.empty(0, 4, 3, 3), torch.ones(4)
     assert impl("batch_norm_apply")(x, c, c, c, c, *RELU).shape == x.shape
@@ -698,7 +722,7 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
         "unpack_nibbles": (reference.pack_nibbles(offsets), offsets.shape, offsets.stride()),
         "batch_norm_apply": (*norm, x, "clamp", 0.0, 6.0),
         "batch_norm_train": (x, c, c, c.clone(), c.clone(), 0.1, 1e-5, x, "silu", 0.0, 0.0, False),
-        "batch_norm_activation_backward": (x, *norm, "clamp", 0.0, 6.0, [True, True, True]),
+        "batch_norm_activation_backward": (x, *norm, "clamp", 0.0, 6.0, [True, True, True], x.clone()),
         "rms_norm": (rows, w, 1, 1e-6, True, torch.float32),
         "rms_norm_apply": (rows, w, rstd, 1, True, torch.float32),
         "rms_norm_backward": (rows, rows, w, rstd, rows.clone(), 1),

@@ -254,3 +254,84 @@ def test_a_concatenations_gradient_is_made_in_parts(
 def test_a_concatenations_gradient_stays_whole(model: nn.Module) -> None:
     captured = with_variants(capture(model, (torch.randn(2, 3, 9, 8),)))
     assert "conv.in_parts" not in {task.variant for task in tasks_of(captured)}
+
+
+class _Dense(nn.Module):
+    """A dense block: every layer reads all results before it, joined, through a batch norm."""
+
+    def __init__(self, activation: nn.Module, layers: int = 3, seen: bool = False) -> None:
+        super().__init__()
+        self.activation, self.seen = activation, seen
+        self.norms = nn.ModuleList(nn.BatchNorm2d(6 + 4 * n) for n in range(layers))
+        self.layers = nn.ModuleList(nn.Conv2d(6 + 4 * n, 4, 3, padding=1, bias=False) for n in range(layers))
+        self.first, self.last = nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6 + 4 * layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = [self.first(x)]
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            found.append(layer(self.activation(norm(torch.cat(found, 1)))))
+        return self.activation(self.last(torch.cat(found, 1))) * (found[1].mean() if self.seen else 1)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("activation", "variant"),
+    [
+        (nn.ReLU(), "aten"),
+        (nn.ReLU(), "batch_norm_clamp.backward"),
+        (nn.LeakyReLU(), "batch_norm_leaky_relu.backward"),
+        (nn.Identity(), "aten"),
+        (nn.Tanh(), "batch_norm.backward_met"),
+    ],
+)
+def test_gradients_that_meet_in_a_dense_block_are_one(
+    activation: nn.Module, variant: str, layout: torch.memory_format
+) -> None:
+    model = _Dense(activation).to(memory_format=layout)
+    args = (torch.randn(4, 3, 9, 8).to(memory_format=layout).requires_grad_(),)
+    captured, met = _met(model, args, variant)
+    assert [captured.metas[own.writes[0]].shape[1] for own, _ in met] == [14, 10, 6]
+    assert sum(ways[0].calls[-1].op.startswith("aten.add") for ways in captured.program.slots) == 3
+    for own, way in met if variant != "aten" else []:
+        result = captured.metas[own.writes[0]].storage_bytes
+        assert touched_bytes(captured, own) - touched_bytes(captured, way) >= 2 * result  # written, and read again
+
+
+@pytest.mark.parametrize("variant", ["aten", "batch_norm.backward_met"])
+def test_a_batch_norms_gradient_meets_another_of_the_same_input(variant: str) -> None:
+    model, args = _Joined(nn.BatchNorm2d(12), again=True), (torch.randn(2, 3, 9, 8),)
+    captured, ((own, _),) = _met(model, args, variant)
+    assert captured.metas[own.writes[0]].shape[1] == 12
+
+
+def test_gradients_that_meet_elsewhere_are_added_as_before() -> None:
+    model, args = _Dense(nn.ReLU(), seen=True), (torch.randn(4, 3, 9, 8),)
+    captured, met = _met(model, args, "aten")
+    assert [captured.metas[own.writes[0]].shape[1] for own, _ in met] == [6]
+    alone = admitted(capture(model, args), "inplace_multiway_newnode")
+    assert not any(value.name.endswith(".met") for value in alone.program.values)
+
+
+def _met(model: nn.Module, args: tuple[torch.Tensor, ...], variant: str) -> tuple[Captured, list[tuple[Task, Task]]]:
+    """What is captured, and the own and another way of all slots in which gradients meet; all are replayed so."""
+    captured = admitted(capture(model, args), "inplace_conv_multiway_newnode")
+    program = captured.program
+    chosen = {
+        slot: next(k for k, way in enumerate(ways) if way.variant == variant)
+        for slot, ways in enumerate(program.slots)
+        if program.values[ways[0].writes[0]].name.endswith(".met")
+    }
+    schedule = replace(store_all(program), ways=tuple(chosen.get(slot, 0) for slot in range(len(program.slots))))
+    outcome = replayed((model, args, {}), captured, schedule, "inplace_conv_multiway_newnode", measured=False)
+    differences = run(twin(model), args, {}).differences(outcome)
+    assert max(differences.values()) <= (0.0 if variant == "aten" else 1e-4)
+    return captured, [(program.slots[slot][0], program.slots[slot][k]) for slot, k in chosen.items()]
+
+
+def test_rates_count_of_a_view_what_it_shows() -> None:
+    captured = capture(_Dense(nn.ReLU()), (torch.randn(4, 3, 9, 8),))
+    added = [ways[0] for ways in captured.program.slots if ways[0].calls[-1].op == "aten.add.Tensor"]
+    apart = [task for task in added if len(task.calls) == 3]
+    assert [captured.metas[task.writes[0]].shape[1] for task in apart] == [6, 4, 4]
+    for task in apart:
+        assert touched_bytes(captured, task) == 3 * captured.metas[task.writes[0]].storage_bytes

@@ -746,6 +746,23 @@ MONET_BODY void input_grad_kept_rows_body(
 }
 MONET_FOR_EACH_ISA(input_grad_kept_rows)
 
+// Adds another gradient to n elements that were just stored.
+template <typename T>
+MONET_BODY void add_run_body(T* to, const T* other, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    store(to[i], load(to[i]) + load(other[i]));
+  }
+}
+MONET_FOR_EACH_ISA(add_run)
+
+// A gradient to be added, or none; `pitch` elements from one image, or row, to the next.
+template <typename T>
+struct Residual {
+  const T* data;
+  int64_t pitch;
+};
+
 template <typename O>
 Gradient<O> gradient_of(double sum, double dot, int64_t count, O invstd, O weight) {
   const double s = invstd, w = weight;
@@ -755,8 +772,8 @@ Gradient<O> gradient_of(double sum, double dot, int64_t count, O invstd, O weigh
 // sums[0..C) and sums[C..2C) receive sum g and sum (x - m) g.
 template <Formula F, Activation A, typename T>
 void backward_planes(
-    const T* grad, const T* x, T* out, const NormShape& shape, const Constants<op_type<T>>& k, op_type<T> lo,
-    op_type<T> hi, double* sums) {
+    const T* grad, const T* x, T* out, const Residual<T>& residual, const NormShape& shape,
+    const Constants<op_type<T>>& k, op_type<T> lo, op_type<T> hi, double* sums) {
   using O = op_type<T>;
   const int64_t image = shape.image, pitch = shape.channels * image;
   const int64_t count = shape.batch * image;
@@ -805,6 +822,9 @@ void backward_planes(
         } else {
           input_grad_run<F, A>(of_grad + n * pitch, of_x + n * pitch, into, image, &channel, &gradient, lo, hi);
         }
+        if (residual.data != nullptr) {
+          add_run(into, residual.data + n * residual.pitch + c * image, image);
+        }
       }
     }
   });
@@ -812,8 +832,8 @@ void backward_planes(
 
 template <Formula F, Activation A, typename T>
 void backward_rows(
-    const T* grad, const T* x, T* out, const NormShape& shape, const Constants<op_type<T>>& k, op_type<T> lo,
-    op_type<T> hi, double* sums) {
+    const T* grad, const T* x, T* out, const Residual<T>& residual, const NormShape& shape,
+    const Constants<op_type<T>>& k, op_type<T> lo, op_type<T> hi, double* sums) {
   using O = op_type<T>;
   const int64_t C = shape.channels, rows = shape.batch * shape.image;
   const int64_t grain = std::max<int64_t>(1, 32768 / C);
@@ -864,6 +884,9 @@ void backward_rows(
           grad + begin * C, x + begin * C, out + begin * C, end - begin, C, k.a.data(), k.b.data(), k.mean.data(),
           k.invstd.data(), mean_g.data(), slope.data(), scale.data(), lo, hi);
     }
+    for (int64_t row = begin; residual.data != nullptr && row < end; ++row) {
+      add_run(out + row * C, residual.data + row * residual.pitch, C);
+    }
   });
 }
 
@@ -885,21 +908,29 @@ at::Tensor through(const at::Tensor& grad, const at::Tensor& y, Activation activ
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
     const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
     const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd,
-    c10::string_view activation, double lo, double hi, std::array<bool, 3> mask) {
+    c10::string_view activation, double lo, double hi, std::array<bool, 3> mask,
+    const std::optional<at::Tensor>& residual) {
   const char* op = "batch_norm_activation_backward";
   const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
   TORCH_CHECK_VALUE(
       grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type(), "monet_like::", op, ": grad (", grad.sizes(),
       ", ", grad.scalar_type(), ") must match x (", x.sizes(), ", ", x.scalar_type(), ")");
+  check_residual(op, x, residual);
   const Activation follows = check_activation(op, activation);
   const auto format = norm_format(x);
   const Formula formula = formula_for(norm_layout(x));
   if (!is_compiled(follows, formula, x.scalar_type(), false)) {
     const at::Tensor y = apply(x, shape, {weight, bias, mean, invstd, std::nullopt, Activation::Clamp, -kInfinity, kInfinity});
     return batch_norm_activation_backward(
-        through(grad, y, follows, lo), x, weight, bias, mean, invstd, "clamp", -kInfinity, kInfinity, mask);
+        through(grad, y, follows, lo), x, weight, bias, mean, invstd, "clamp", -kInfinity, kInfinity, mask,
+        residual);
   }
   const at::Tensor in = x.contiguous(format), upstream = grad.contiguous(format);
+  const bool rows_first = by_rows(norm_layout(in), shape);
+  at::Tensor other;
+  if (given(residual) && mask[0]) {
+    other = pitch_of(*residual, rows_first) < 0 ? residual->contiguous(format) : *residual;
+  }
   const bool has_weight = weight.has_value() && weight->defined();
   const at::TensorOptions parameter = has_weight ? weight->options() : mean.options();
   at::Tensor grad_input, grad_weight, grad_bias;
@@ -920,9 +951,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
           constexpr Activation A = decltype(followed)::value;
           if constexpr (kCompiled<A, F, scalar_t>) {
             const auto run =
-                by_rows(norm_layout(in), shape) ? &backward_rows<F, A, scalar_t> : &backward_planes<F, A, scalar_t>;
+                rows_first ? &backward_rows<F, A, scalar_t> : &backward_planes<F, A, scalar_t>;
+            Residual<scalar_t> added{nullptr, 0};
+            if (other.defined()) {
+              added = {other.const_data_ptr<scalar_t>(), pitch_of(other, rows_first)};
+            }
             run(upstream.const_data_ptr<scalar_t>(), in.const_data_ptr<scalar_t>(),
-                mask[0] ? grad_input.mutable_data_ptr<scalar_t>() : nullptr, shape, k, low, high, sums.data());
+                mask[0] ? grad_input.mutable_data_ptr<scalar_t>() : nullptr, added, shape, k, low, high, sums.data());
           }
         });
       });

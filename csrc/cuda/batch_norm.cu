@@ -176,14 +176,18 @@ __global__ void finish_sums_kernel(
 
 template <Activation A, typename T>
 __global__ void input_grad_kernel(
-    const T* grad, const T* x, T* out, const op_type<T>* k, const op_type<T>* d, int64_t channels, int64_t inner,
-    int64_t numel, op_type<T> lo, op_type<T> hi) {
+    const T* grad, const T* x, T* out, const T* residual, int64_t pitch, int64_t run, const op_type<T>* k,
+    const op_type<T>* d, int64_t channels, int64_t inner, int64_t numel, op_type<T> lo, op_type<T> hi) {
   using O = op_type<T>;
   MONET_GRID_STRIDE(i, numel) {
     const int64_t c = channel_of(i, inner, channels);
     const Channel<O> channel = channel_at(k, c, channels);
     const O value = static_cast<O>(x[i]), g = gradient_through<A>(grad[i], value, channel, lo, hi);
-    out[i] = static_cast<T>((g - d[c] - (value - channel.mean) * d[channels + c]) * d[2 * channels + c]);
+    const T own = static_cast<T>((g - d[c] - (value - channel.mean) * d[channels + c]) * d[2 * channels + c]);
+    // Of a gradient to be added, `run` elements are adjacent: an image, or a row of channels.
+    out[i] = residual == nullptr
+        ? own
+        : static_cast<T>(static_cast<O>(own) + static_cast<O>(residual[i / run * pitch + i % run]));
   }
 }
 
@@ -247,12 +251,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
     const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
     const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd,
-    c10::string_view activation, double lo, double hi, std::array<bool, 3> mask) {
+    c10::string_view activation, double lo, double hi, std::array<bool, 3> mask,
+    const std::optional<at::Tensor>& residual) {
   const char* op = "batch_norm_activation_backward";
   const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
   TORCH_CHECK_VALUE(
       grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type(), "monet_like::", op, ": grad (", grad.sizes(),
       ", ", grad.scalar_type(), ") must match x (", x.sizes(), ", ", x.scalar_type(), ")");
+  check_residual(op, x, residual);
   const Activation follows = check_activation(op, activation);
   const c10::cuda::CUDAGuard guard(x.device());
   const auto format = norm_format(x);
@@ -271,6 +277,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
   } else {
     const at::Tensor k = constants(x, weight, bias, mean, invstd);
     const bool channels_last = by_rows(in, shape);
+    at::Tensor other;
+    if (given(residual) && mask[0]) {
+      other = pitch_of(*residual, channels_last) < 0 ? residual->contiguous(format) : *residual;
+    }
+    const int64_t pitch = other.defined() ? pitch_of(other, channels_last) : 0;
     const int64_t groups = channels_last ? (C + kLanes - 1) / kLanes : C;
     // Few channels still fill the GPU: split each over several blocks, about 1024 blocks in all.
     const int64_t most = channels_last ? (rows + kRows - 1) / kRows : shape.batch;
@@ -302,7 +313,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
         C10_CUDA_KERNEL_LAUNCH_CHECK();
         if (mask[0]) {
           input_grad_kernel<A, scalar_t><<<blocks_for(x.numel()), kThreads, 0, stream>>>(
-              g, from, grad_input.mutable_data_ptr<scalar_t>(), constants_data, d.const_data_ptr<O>(), C,
+              g, from, grad_input.mutable_data_ptr<scalar_t>(),
+              other.defined() ? other.const_data_ptr<scalar_t>() : nullptr, pitch,
+              channels_last ? C : C * shape.image, constants_data, d.const_data_ptr<O>(), C,
               channels_last ? 1 : shape.image, x.numel(), low, high);
           C10_CUDA_KERNEL_LAUNCH_CHECK();
         }

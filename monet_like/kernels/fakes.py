@@ -176,9 +176,14 @@ def batch_norm_activation_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor,
-    *others: Any,
+    invstd: Tensor,
+    activation: str,
+    lo: float,
+    hi: float,
+    mask: Sequence[bool],
+    residual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    parameter, mask = mean if weight is None else weight, others[-1]
+    parameter = mean if weight is None else weight
     return (
         torch.empty_like(x, memory_format=reference.norm_format(x)) if mask[0] else None,
         torch.empty((x.shape[1],), dtype=parameter.dtype, device=x.device) if mask[1] else None,

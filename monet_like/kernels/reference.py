@@ -26,7 +26,7 @@ R = float64 for float64 and float32 for all else; ceil(n/8) bytes = one bit each
 | max_pool2d_offsets_backward | grad: F[.., OH, OW]; offsets: uint8[.., OH, OW] | F[input_size] |
 | batch_norm_apply | x, residual: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x |
 | batch_norm_train | x, residual: F[N,C,...]; weight, bias, running_*: P[C] | y: like x; mean, invstd: P[C] |
-| batch_norm_activation_backward | grad, x: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x; P[C]; P[C] |
+| batch_norm_activation_backward | grad, x, residual: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x; P[C]; P[C] |
 | rms_norm | x: F[..., *D]; weight: any F[D] | y: x's shape, the given dtype; rstd: R[..., 1] |
 | rms_norm_apply | the same; rstd: R[..., 1] | y |
 | rms_norm_backward | grad, residual: any F[..., *D]; x, weight, rstd as above | like x; like weight |
@@ -527,10 +527,11 @@ def batch_norm_activation_backward(
     lo: float,
     hi: float,
     mask: Sequence[bool],
+    residual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of an activated batch norm in training mode by x, weight and bias; what `mask` leaves out is None.
 
-    Reads x, not y: y is recomputed from the saved statistics.
+    Reads x, not y: y is recomputed from the saved statistics. ``residual``, another gradient of x, is added to its own.
     """
     y = _normalised(x, weight, bias, mean, invstd)
     through = _through(grad, y, activation, lo, hi).contiguous(memory_format=norm_format(x))
@@ -545,6 +546,8 @@ def batch_norm_activation_backward(
             through, dense, affine, None, None, mean, invstd, True, 0.0, [True, True, True]
         )
     grad_input, grad_weight, grad_bias = made
+    if residual is not None:
+        grad_input += residual
     return (
         grad_input if mask[0] else None,
         grad_weight.to(parameter.dtype) if mask[1] else None,

@@ -39,7 +39,8 @@ SCHEMAS: dict[str, str] = {
         "-> (Tensor, Tensor, Tensor)"
     ),
     "batch_norm_activation_backward": (
-        f"(Tensor grad, Tensor x, {_NORM}, str activation, float lo, float hi, bool[3] mask) -> (Tensor, Tensor, Tensor)"
+        f"(Tensor grad, Tensor x, {_NORM}, str activation, float lo, float hi, bool[3] mask, Tensor? residual=None) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
     "rms_norm": ("(Tensor x, Tensor? weight, int dims, float eps, bool rounded, ScalarType dtype) -> (Tensor, Tensor)"),
     "rms_norm_apply": "(Tensor x, Tensor? weight, Tensor rstd, int dims, bool rounded, ScalarType dtype) -> Tensor",

@@ -19,6 +19,7 @@ from . import (
     linear,
     linear_cross_entropy,
     low_precision,
+    meeting,
     offload,
     pooling,
     relu,
@@ -30,6 +31,7 @@ from .editor import Editor, Offer
 #: merged with all their ways.
 OFFERS: tuple[Offer, ...] = (
     concatenation.offer,
+    meeting.offer,
     relu.offer,
     pooling.offer,
     dropout.offer,

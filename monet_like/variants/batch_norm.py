@@ -19,7 +19,7 @@ from ..program import Call, Ref, Task
 from .editor import Editor
 
 _BATCH_NORM = "aten.native_batch_norm.default"
-_BATCH_NORM_BACKWARD = "aten.native_batch_norm_backward.default"
+BACKWARD = "aten.native_batch_norm_backward.default"
 #: Name and two numbers of what follows, as the operators take them.
 Activation = tuple[str, float, float]
 NOTHING: Activation = ("clamp", -math.inf, math.inf)
@@ -173,20 +173,23 @@ def offer_backward(editor: Editor) -> None:
     for slot in reversed(range(len(editor.slots) - 1)):
         first, norm = editor.slots[slot][0], editor.slots[slot + 1][0]
         activation = _activated_by(first.calls[-1])
-        backward = norm.calls[-1]
-        if activation is None or backward.op != _BATCH_NORM_BACKWARD or len(norm.calls) > 1:
+        backward, *after = norm.calls
+        if activation is None or backward.op != BACKWARD or (after and not _adds(norm)):
             continue
         between, forward = backward.args[0], made_by.get(backward.args[5])
         if Ref(first.writes[0]) != between or forward is None or not _only_there(editor, between.name, slot + 1):
             continue
         grad = first.calls[-1].args[0]
-        if not editor.replaceable(grad, slot, backward.outs[0]):
+        result = Ref(norm.writes[0])
+        if not editor.replaceable(grad, slot, result):
             continue  # together they would need more memory than one after the other
         ways = [_in_turn(editor, way, norm, grad.name) for way in editor.slots[slot]]
         x, weight, bias, *_ = forward.args
-        operands = (grad, x, weight, bias, backward.args[5], backward.args[6], *activation, backward.args[-1])
-        fused = Call("monet_like.batch_norm_activation_backward.default", operands, (), backward.outs, True)
-        calls = (*first.calls[:-1], fused)
+        residual = [call.args[0] for call in after[-1:]]
+        operands = (grad, x, weight, bias, *backward.args[5:7], *activation, backward.args[-1], *residual)
+        outs = (result, *backward.outs[1:])
+        fused = Call("monet_like.batch_norm_activation_backward.default", operands, (), outs, True)
+        calls = (*first.calls[:-1], *after[:-1], fused)
         name = f"batch_norm_{activation[0]}.backward"
         ways.append(make_task(f"{norm.name}.{name}", calls, norm.writes, editor.metas, variant=name, word="conv"))
         editor.merge(slot, ways)
@@ -201,6 +204,12 @@ def _activated_by(call: Call) -> Activation | None:
     if call.op == "aten.leaky_relu_backward.default":
         return ("leaky_relu", float(call.args[2]), 0.0)
     return _without_numbers(call)
+
+
+def _adds(norm: Task) -> bool:
+    """Whether a slot adds to a batch norm's gradient what has come in before, see `meeting`, and does no more."""
+    backward, *views, add = norm.calls
+    return add.op == "aten.add.Tensor" and add.args[1] == backward.outs[0] and all("slice" in v.op for v in views)
 
 
 def _only_there(editor: Editor, gradient: int, slot: int) -> bool:

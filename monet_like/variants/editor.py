@@ -61,6 +61,12 @@ class Editor:
         self.metas.append(meta)
         return len(self.values) - 1
 
+    def withdraw(self, value: int) -> None:
+        """Take back the last value that was made; nothing may refer to it."""
+        assert value == len(self.values) - 1
+        self.values.pop()
+        self.metas.pop()
+
     def add(
         self,
         anchor: Task,
@@ -162,7 +168,7 @@ class Editor:
     def rewrite(self, slot: int, ways: Sequence[Task]) -> None:
         """Do a slot in these ways only, which may read and write other gradients than those it had."""
         self.slots[slot][:] = ways
-        self._last.update((value, self.slots[slot]) for value in ways[0].reads)
+        self._last = {value: others for others in self.slots for value in others[0].reads}
 
     def result(self, calls: Sequence[Call]) -> TensorMeta:
         """What the last of ``calls``, which has one result, gives."""

@@ -116,6 +116,9 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
             sums = float(grad.double().square().sum().sqrt()) if expected.dim() == 1 else 0.0
             scale = max(float(expected.abs().max()), sums)
             assert float((actual.double() - expected).abs().max()) <= TOLERANCE[dtype] * scale
+        larger = torch.randn(x.shape[0], x.shape[1] + 3, *x.shape[2:], device="cuda").to(dtype)
+        for other in (torch.randn_like(x), larger[:, 3:], larger[:, 3:].contiguous(memory_format=torch.channels_last)):
+            assert torch.equal(ops.batch_norm_activation_backward(*arguments, other)[0], made[0] + other)
         again = ops.batch_norm_activation_backward(*arguments)
         assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))  # no atomics: the same every time
 
