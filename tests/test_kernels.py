@@ -653,14 +653,15 @@ def test_batch_norm_activation_backward_leaves_out_what_is_not_asked(impl: Any) 
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("follows", [RELU[1:], ("silu", 0.0, 0.0), ("hardswish", 0.0, 0.0)])
 @pytest.mark.parametrize("shape", [*NORM_SHAPES, (3, 2, 70, 71)])
 def test_batch_norm_activation_backward_adds_another_gradient(
-    impl: Any, shape: tuple[int, ...], dtype: torch.dtype
+    impl: Any, shape: tuple[int, ...], follows: tuple[str, float, float], dtype: torch.dtype
 ) -> None:
     """Of x's own layout, channels of a larger tensor, or laid out in any other way."""
     for x, weight, bias in norm_inputs(shape, dtype):
         _, mean, invstd = train(x, weight, bias)
-        saved = (torch.randn_like(x), x, weight, bias, mean, invstd, *RELU[1:])
+        saved = (torch.randn_like(x), x, weight, bias, mean, invstd, *follows)
         alone = impl("batch_norm_activation_backward")(*saved, [True, True, True])
         larger = torch.randn(shape[0], shape[1] + 5, *shape[2:]).to(dtype)
         if alone[0].dim() == 4 and not alone[0].is_contiguous():
