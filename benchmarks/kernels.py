@@ -91,6 +91,30 @@ def pairs(x: Tensor) -> Iterator[Pair]:
         lambda: ops.batch_norm_activation_backward(grad, *saved, *relu, [True, True, True], larger),
         lambda: backward(aten.threshold_backward(grad, y, 0))[0].add_(larger),
     )
+    if x.dim() == 4 and x.is_contiguous() and x.shape[1] % 4 == 0:
+        parts = [part.contiguous() for part in x.chunk(4, 1)]
+
+        def joined() -> Tensor:
+            result: Tensor = aten.cat(parts, 1)
+            return result
+
+        yield (
+            "BN + ReLU of what is joined",
+            lambda: ops.batch_norm_train_joined(parts, *train[1:], *relu, True),
+            lambda: aten.native_batch_norm(joined(), *train[1:3], *running, True, 0.1, 1e-5)[0].relu_(),
+        )
+        yield (
+            "BN + ReLU again of what is joined",
+            lambda: ops.batch_norm_apply_joined(parts, *saved[1:], *relu),
+            lambda: aten._native_batch_norm_legit.no_stats(joined(), c, c, True, 0.1, 1e-5)[0].relu_(),
+        )
+        yield (
+            "gradient of BN + ReLU of what is joined",
+            lambda: ops.batch_norm_activation_backward_joined(grad, parts, *saved[1:], *relu, [True, True, True]),
+            lambda: aten.native_batch_norm_backward(
+                aten.threshold_backward(grad, y, 0), joined(), c, None, None, mean, invstd, True, 1e-5, [True] * 3
+            ),
+        )
     mask, stride = ops.pack_sign(x), x.stride()
     yield "ReLU's signs packed", lambda: ops.pack_sign(x), lambda: x > 0
     yield (

@@ -151,6 +151,46 @@ inline NormShape check_norm(
   return {x.size(0), channels, image};
 }
 
+inline std::vector<int64_t> joined_sizes(at::TensorList parts) {
+  std::vector<int64_t> sizes = parts[0].sizes().vec();
+  sizes[1] = 0;
+  for (const at::Tensor& part : parts) {
+    sizes[1] += part.size(1);
+  }
+  return sizes;
+}
+
+// Whether the parts can be read where they are: contiguous, with images of more than one element, and not empty.
+inline bool check_parts(const char* op, at::TensorList parts) {
+  TORCH_CHECK_VALUE(!parts.empty(), "monet_like::", op, ": there must be at least one part");
+  for (const at::Tensor& part : parts) {
+    check_floating(part, op, "every part");
+    TORCH_CHECK_VALUE(
+        part.dim() == parts[0].dim() && part.dim() >= 2 && part.size(0) == parts[0].size(0) &&
+            part.sizes().slice(2) == parts[0].sizes().slice(2) && part.scalar_type() == parts[0].scalar_type() &&
+            part.device() == parts[0].device(),
+        "monet_like::", op, ": parts must be alike but for their channels, got ", parts[0].toString(), " ",
+        parts[0].sizes(), " and ", part.toString(), " ", part.sizes());
+  }
+  return std::all_of(parts.begin(), parts.end(), [](const at::Tensor& part) {
+    return part.is_contiguous() && part.numel() > part.size(0) * part.size(1);
+  });
+}
+
+// Of parts that `check_parts` has seen.
+inline NormShape check_norm_joined(
+    const char* op, at::TensorList parts, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const at::Tensor* mean, const at::Tensor* invstd) {
+  const at::Tensor whole = parts[0].new_empty({1}).expand(joined_sizes(parts));  // for its shape
+  return check_norm(op, whole, weight, bias, mean, invstd);
+}
+
+inline void check_gradient(const char* op, const at::Tensor& grad, at::IntArrayRef sizes, at::ScalarType type) {
+  TORCH_CHECK_VALUE(
+      grad.sizes() == sizes && grad.scalar_type() == type, "monet_like::", op, ": grad (", grad.sizes(), ", ",
+      grad.scalar_type(), ") must match x (", sizes, ", ", type, ")");
+}
+
 inline bool given(const std::optional<at::Tensor>& t) {
   return t.has_value() && t->defined();
 }

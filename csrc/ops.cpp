@@ -1,8 +1,8 @@
 // Operator schemas, once for every device. Device files register kernels under the same names, and
 // monet_like/kernels/schemas.py repeats the strings for a machine without this library (a test compares them).
 //
-// All operators run below autograd and are functional, except those whose name ends in `_` and batch_norm_train, which
-// moves the running statistics as training-mode batch norm does.
+// All operators run below autograd and are functional, except those whose name ends in `_` and batch_norm_train(_joined),
+// which moves the running statistics as training-mode batch norm does.
 
 #include <torch/library.h>
 
@@ -64,6 +64,22 @@ TORCH_LIBRARY(monet_like, m) {
   m.def(
       "batch_norm_activation_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
       "str activation, float lo, float hi, bool[3] mask, Tensor? residual=None) -> (Tensor, Tensor, Tensor)",
+      tags);
+
+  // The same of tensors joined along the channels, each read where it is.
+  m.def(
+      "batch_norm_apply_joined(Tensor[] parts, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "str activation, float lo, float hi) -> Tensor",
+      tags);
+  m.def(
+      "batch_norm_train_joined(Tensor[] parts, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, float momentum, float eps, str activation, float lo, float hi, bool exact) "
+      "-> (Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "batch_norm_activation_backward_joined(Tensor grad, Tensor[] parts, Tensor? weight, Tensor? bias, Tensor mean, "
+      "Tensor invstd, str activation, float lo, float hi, bool[3] mask, Tensor? residual=None) "
+      "-> (Tensor, Tensor, Tensor)",
       tags);
 
   // RMS norm over the last `dims` dimensions: the result in a dtype, and the reciprocal root of each row. `rounded` is

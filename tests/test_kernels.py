@@ -677,6 +677,62 @@ def test_batch_norm_activation_backward_adds_another_gradient(
         impl("batch_norm_activation_backward")(*saved, [True, True, True], x[:, :0])
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("shape", "channels"),
+    [
+        ((3, 64, 8, 8), (32, 16, 15, 1)),
+        ((2, 33, 16, 3), (33,)),
+        ((2, 6, 70, 71), (1, 3, 2)),
+        ((5, 9, 7), (4, 5)),
+        ((6, 8, 1, 1), (3, 5)),
+    ],
+)
+def test_batch_norms_of_parts_are_those_of_what_they_are_joined_to(
+    impl: Any, shape: tuple[int, ...], channels: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    for x, weight, bias in norm_inputs(shape, dtype):
+        parts = [part.contiguous() if x.is_contiguous() else part for part in x.split(channels, 1)]
+        joined, grad = torch.cat(parts, 1), torch.randn_like(x)
+        running = [torch.rand(shape[1], dtype=(x if weight is None else weight).dtype) for _ in range(4)]
+        running[2:] = [t.clone() for t in running[:2]]
+        # In float64 SiLU is ATen's, which takes another exponential at the ends of what is adjacent.
+        for options in (
+            RELU[1:],
+            ("silu" if dtype != torch.float64 else "hardswish", 0.0, 0.0),
+            ("leaky_relu", 0.1, 0.0),
+        ):
+            for exact in (True, False):
+                got = impl("batch_norm_train_joined")(parts, weight, bias, *running[:2], 0.1, 1e-5, *options, exact)
+                expected = impl("batch_norm_train")(
+                    joined, weight, bias, *running[2:], 0.1, 1e-5, None, *options, exact
+                )
+                for actual, wanted in zip((*got, *running[:2]), (*expected, *running[2:]), strict=True):
+                    assert_bits(actual, wanted)
+                assert strides(got[0]) == strides(expected[0])
+            _, mean, invstd = expected
+            saved = (weight, bias, mean, invstd, *options)
+            again = impl("batch_norm_apply")(joined, *saved[:4], None, *options)
+            assert_bits(impl("batch_norm_apply_joined")(parts, *saved), again)
+            larger = torch.randn(shape[0], shape[1] + 2, *shape[2:]).to(dtype)[:, 1:-1]
+            for mask, other in (
+                ([True, True, True], None),
+                ([True, False, True], larger),
+                ([False, True, False], None),
+            ):
+                made = impl("batch_norm_activation_backward_joined")(grad, parts, *saved, mask, other)
+                wanted = impl("batch_norm_activation_backward")(grad, joined, *saved, mask, other)
+                for actual, one in zip(made, wanted, strict=True):
+                    assert actual is None if one is None else assert_bits(actual, one) is None
+
+
+def test_parts_must_be_alike(impl: Any) -> None:
+    x, c = torch.randn(2, 3, 4, 4), torch.ones(6)
+    for parts in ([], [x, x[:1]], [x, x[..., 1:]]):
+        with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+            impl("batch_norm_apply_joined")(parts, c, c, c, c, *RELU[1:])
+
+
 def test_empty_batches(impl: Any) -> None:
     x, c = torch.empty(0, 4, 3, 3), torch.ones(4)
     assert impl("batch_norm_apply")(x, c, c, c, c, *RELU).shape == x.shape
@@ -698,6 +754,7 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
     offsets = reference.max_pool2d_offsets(indices, x.shape, *pool)
     mask, flags = reference.pack_sign(x), torch.rand(2, 3, 6, 6) < 0.5
     norm = (x, c, c, c, c)
+    joined = tuple(torch.rand(5) + 0.5 for _ in range(4))
     rows, w = torch.randn(4, 6).to(torch.bfloat16), torch.randn(6)
     rstd = reference.rms_norm(rows, w, 1, 1e-6, True, torch.float32)[1]
     filters, options = torch.randn(4, 3, 3, 3), ([2, 1], [1, 1], [1, 2], 1, True)
@@ -724,6 +781,28 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
         "batch_norm_apply": (*norm, x, "clamp", 0.0, 6.0),
         "batch_norm_train": (x, c, c, c.clone(), c.clone(), 0.1, 1e-5, x, "silu", 0.0, 0.0, False),
         "batch_norm_activation_backward": (x, *norm, "clamp", 0.0, 6.0, [True, True, True], x.clone()),
+        "batch_norm_apply_joined": ([x, x[:, :2].contiguous()], *joined, "clamp", 0.0, 6.0),
+        "batch_norm_train_joined": (
+            [x, x[:, :2].contiguous()],
+            *joined[:2],
+            joined[2].clone(),
+            joined[3].clone(),
+            0.1,
+            1e-5,
+            "silu",
+            0.0,
+            0.0,
+            True,
+        ),
+        "batch_norm_activation_backward_joined": (
+            torch.randn(2, 5, 6, 6),
+            [x.contiguous(), x[:, :2].contiguous()],
+            *joined,
+            "clamp",
+            0.0,
+            6.0,
+            [True, True, True],
+        ),
         "rms_norm": (rows, w, 1, 1e-6, True, torch.float32),
         "rms_norm_apply": (rows, w, rstd, 1, True, torch.float32),
         "rms_norm_backward": (rows, rows, w, rstd, rows.clone(), 1),

@@ -335,3 +335,52 @@ def test_rates_count_of_a_view_what_it_shows() -> None:
     assert [captured.metas[task.writes[0]].shape[1] for task in apart] == [6, 4, 4]
     for task in apart:
         assert touched_bytes(captured, task) == 3 * captured.metas[task.writes[0]].storage_bytes
+
+
+@pytest.mark.parametrize(
+    ("variant", "tolerance"),
+    [
+        ("batch_norm_clamp.train_joined", 0.0),
+        ("batch_norm_clamp.train_in_vectors_joined", 1e-4),
+        ("batch_norm_clamp.apply_joined", 0.0),
+        ("batch_norm_clamp.backward_joined", 1e-4),
+    ],
+)
+def test_a_batch_norm_reads_the_parts_of_what_is_joined_where_they_are(variant: str, tolerance: float) -> None:
+    model, args = _Dense(nn.ReLU()), (torch.randn(4, 3, 9, 8, requires_grad=True),)
+    captured = admitted(capture(model, args), "inplace_conv_multiway_newnode")
+    program, plain = captured.program, store_all(captured.program)
+    joined = {task.writes[0] for task in program.tasks if task.calls[-1].op == "aten.cat.default"}
+    assert len(joined) == 4
+    named = [t for t in program.every_task() if t.variant == variant]
+    assert len(named) == 4
+    assert not any(joined.intersection(task.reads) for task in named)
+    if variant.endswith("backward_joined"):
+        ways = (next((k for k, way in enumerate(ways) if way in named), 0) for ways in program.slots)
+        schedule = replace(plain, ways=tuple(ways))
+    elif "apply" in variant:
+        again = list(plain.again)
+        for task in named:
+            reader = next(s for s, ways in enumerate(program.slots) if task.writes[0] in ways[0].reads)
+            again[reader] = (*again[reader], program.tasks.index(task))
+        schedule = replace(plain, again=tuple(again))
+    else:
+        made = {value for task in named for value in task.writes}
+        kept = [i for i in plain.forward if not made.intersection(program.tasks[i].writes)]
+        schedule = replace(plain, forward=tuple(sorted([*kept, *map(program.tasks.index, named)])))
+    outcome = replayed((model, args, {}), captured, schedule, "inplace_conv_multiway_newnode", measured=False)
+    assert max(run(twin(model), args, {}).differences(outcome).values()) <= tolerance
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        _Dense(nn.ReLU()).to(memory_format=torch.channels_last),
+        _Joined(nn.BatchNorm2d(12)).to(memory_format=torch.channels_last),
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)),
+    ],
+)
+def test_what_lies_otherwise_or_is_not_joined_is_read_as_one(model: nn.Module) -> None:
+    x = torch.randn(4, 3, 9, 8).to(memory_format=torch.channels_last)
+    found = with_variants(capture(model, (x,)))
+    assert not any("joined" in task.variant for task in tasks_of(found))

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/batch_norm_update_stats.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/hardswish.h>
 #include <ATen/ops/hardswish_backward.h>
 #include <ATen/ops/leaky_relu.h>
@@ -228,8 +229,9 @@ struct Forward {
   double lo, hi;
 };
 
+// `pitch` elements from one image of `to` to the next, if images are contiguous.
 template <Formula F, bool Residual, Activation A, typename T>
-void apply_with(const T* from, const T* residual, T* to, bool rows_first, const NormShape& shape,
+void apply_with(const T* from, const T* residual, T* to, int64_t pitch, bool rows_first, const NormShape& shape,
                 const Constants<op_type<T>>& k, op_type<T> lo, op_type<T> hi) {
   const int64_t channels = shape.channels, image = shape.image;
   // Without a residual its pointer stands still; it is then the input's, which can be read.
@@ -261,7 +263,8 @@ void apply_with(const T* from, const T* residual, T* to, bool rows_first, const 
         for (int64_t n = start; n < std::min(shape.batch, start + part); ++n) {
           const int64_t i = (n * channels + first) * image;
           const op_type<T>*each_a = a.data(), *each_b = b.data();
-          apply_rows<F, Residual, A>(from + i, at(i), to + i, 1, count * image, each_a, each_b, each_a, each_b, lo, hi);
+          T* into = to + n * pitch + first * image;
+          apply_rows<F, Residual, A>(from + i, at(i), into, 1, count * image, each_a, each_b, each_a, each_b, lo, hi);
         }
       }
     });
@@ -271,19 +274,20 @@ void apply_with(const T* from, const T* residual, T* to, bool rows_first, const 
       for (int64_t p = begin; p < end; ++p) {
         const int64_t c = p % channels;
         const Channel<op_type<T>> channel{k.a[c], k.b[c], k.mean[c], k.invstd[c]};
-        apply_run<F, Residual, A>(from + p * image, at(p * image), to + p * image, image, &channel, lo, hi);
+        T* into = to + p / channels * pitch + c * image;
+        apply_run<F, Residual, A>(from + p * image, at(p * image), into, image, &channel, lo, hi);
       }
     });
   }
 }
 
-at::Tensor apply(const at::Tensor& x, const NormShape& shape, const Forward& forward) {
+// Into `out`: a tensor laid out as batch norm's result is, or channels of one that is contiguous.
+void apply_to(const at::Tensor& x, const NormShape& shape, const Forward& forward, at::Tensor out) {
   const Formula formula = formula_for(norm_layout(x));
   const auto format = norm_format(x);
   const at::Tensor in = x.contiguous(format);
-  at::Tensor out = at::empty(x.sizes(), x.options().memory_format(format));
   if (x.numel() == 0) {
-    return out;
+    return;
   }
   const bool has_residual = given(forward.residual), rows_first = by_rows(norm_layout(in), shape);
   if (!is_compiled(forward.activation, formula, x.scalar_type(), has_residual)) {
@@ -291,7 +295,9 @@ at::Tensor apply(const at::Tensor& x, const NormShape& shape, const Forward& for
     before.activation = Activation::Clamp;
     before.lo = -kInfinity;
     before.hi = kInfinity;
-    return activate_(apply(x, shape, before), forward.activation, forward.lo, forward.hi);
+    apply_to(x, shape, before, out);
+    activate_(out, forward.activation, forward.lo, forward.hi);
+    return;
   }
   const at::Tensor residual = has_residual ? forward.residual->contiguous(format) : in;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_apply", [&] {
@@ -308,13 +314,39 @@ at::Tensor apply(const at::Tensor& x, const NormShape& shape, const Forward& for
           if constexpr (kCompiled<A, F, scalar_t, R>) {
             apply_with<F, R, A, scalar_t>(
                 in.const_data_ptr<scalar_t>(), residual.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(),
-                rows_first, shape, k, lo, hi);
+                out.stride(0), rows_first, shape, k, lo, hi);
           }
         };
         has_residual ? run(std::true_type{}) : run(std::false_type{});
       });
     });
   });
+}
+
+at::Tensor apply(const at::Tensor& x, const NormShape& shape, const Forward& forward) {
+  at::Tensor out = at::empty(x.sizes(), x.options().memory_format(norm_format(x)));
+  apply_to(x, shape, forward, out);
+  return out;
+}
+
+std::optional<at::Tensor> channels_of(const std::optional<at::Tensor>& t, int64_t first, int64_t count) {
+  return given(t) ? std::make_optional(t->narrow(0, first, count)) : std::nullopt;
+}
+
+// What is known of these channels; of what is joined nothing is added.
+Forward channels_of(const Forward& all, int64_t first, int64_t count) {
+  return {channels_of(all.weight, first, count), channels_of(all.bias, first, count), all.mean.narrow(0, first, count),
+          all.invstd.narrow(0, first, count), std::nullopt, all.activation, all.lo, all.hi};
+}
+
+at::Tensor apply_joined(at::TensorList parts, const NormShape& shape, const Forward& forward) {
+  at::Tensor out = at::empty(joined_sizes(parts), parts[0].options().memory_format(at::MemoryFormat::Contiguous));
+  int64_t first = 0;
+  for (const at::Tensor& part : parts) {
+    const int64_t count = part.size(1);
+    apply_to(part, {shape.batch, count, shape.image}, channels_of(forward, first, count), out.narrow(1, first, count));
+    first += count;
+  }
   return out;
 }
 
@@ -326,6 +358,18 @@ at::Tensor batch_norm_apply(
   const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
   check_residual(op, x, residual);
   return apply(x, shape, {weight, bias, mean, invstd, residual, check_activation(op, activation), lo, hi});
+}
+
+at::Tensor batch_norm_apply_joined(
+    at::TensorList parts, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const at::Tensor& mean, const at::Tensor& invstd, c10::string_view activation, double lo, double hi) {
+  const char* op = "batch_norm_apply_joined";
+  if (!check_parts(op, parts)) {
+    return batch_norm_apply(at::cat(parts, 1), weight, bias, mean, invstd, std::nullopt, activation, lo, hi);
+  }
+  const NormShape shape = check_norm_joined(op, parts, weight, bias, &mean, &invstd);
+  return apply_joined(
+      parts, shape, {weight, bias, mean, invstd, std::nullopt, check_activation(op, activation), lo, hi});
 }
 
 // ---- training forward ----
@@ -574,6 +618,25 @@ at::Tensor finish_(
   return y;
 }
 
+// Mean and invstd of ATen's own, of dense float32 or float64.
+std::tuple<at::Tensor, at::Tensor> statistics_of_aten(
+    const at::Tensor& x, const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var,
+    double momentum, double eps) {
+  auto [mean, invstd] = at::batch_norm_update_stats(x, running_mean, running_var, momentum);
+  // `invstd` still holds the variance. ATen computes its inverse root in double and rounds once.
+  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "batch_norm_train", [&] {
+    scalar_t* value = invstd.template mutable_data_ptr<scalar_t>();
+    for (int64_t c = 0; c < invstd.numel(); ++c) {
+      value[c] = static_cast<scalar_t>(inverse_std(value[c], eps));
+    }
+  });
+  return {mean, invstd};
+}
+
+bool is_full_precision(const at::Tensor& x) {
+  return x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
@@ -592,21 +655,45 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
         eps);
     return {finish(mean, invstd), mean, invstd};
   }
-  const bool full_precision = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
-  if (x.numel() == 0 || !full_precision || norm_layout(x) == NormLayout::Strided) {
+  if (x.numel() == 0 || !is_full_precision(x) || norm_layout(x) == NormLayout::Strided) {
     // ATen derives invstd from a variance it does not round; only its own operator can repeat that here.
     auto [y, mean, invstd] = at::native_batch_norm(x, weight, bias, running_mean, running_var, true, momentum, eps);
     return {finish_(y, residual, follows, lo, hi), mean, invstd};
   }
-  auto [mean, invstd] = at::batch_norm_update_stats(x, running_mean, running_var, momentum);
-  // `invstd` still holds the variance. ATen computes its inverse root in double and rounds once.
-  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "batch_norm_train", [&] {
-    scalar_t* value = invstd.template mutable_data_ptr<scalar_t>();
-    for (int64_t c = 0; c < invstd.numel(); ++c) {
-      value[c] = static_cast<scalar_t>(inverse_std(value[c], eps));
-    }
-  });
+  const auto [mean, invstd] = statistics_of_aten(x, running_mean, running_var, momentum, eps);
   return {finish(mean, invstd), mean, invstd};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train_joined(
+    at::TensorList parts, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
+    double eps, c10::string_view activation, double lo, double hi, bool exact) {
+  const char* op = "batch_norm_train_joined";
+  if (!check_parts(op, parts) || (exact && !is_full_precision(parts[0]))) {
+    return batch_norm_train(
+        at::cat(parts, 1), weight, bias, running_mean, running_var, momentum, eps, std::nullopt, activation, lo, hi,
+        exact);
+  }
+  const NormShape shape = check_norm_joined(op, parts, weight, bias, nullptr, nullptr);
+  const Activation follows = check_activation(op, activation);
+  std::vector<at::Tensor> means, invstds;
+  int64_t first = 0;
+  for (const at::Tensor& part : parts) {
+    const int64_t count = part.size(1);
+    const auto channels = [&](const std::optional<at::Tensor>& t) { return channels_of(t, first, count); };
+    const auto [mean, invstd] =
+        exact ? statistics_of_aten(part, channels(running_mean), channels(running_var), momentum, eps)
+              : own_statistics(
+                    part, {shape.batch, count, shape.image},
+                    statistics_options(part, {weight, bias, running_mean, running_var}), channels(running_mean),
+                    channels(running_var), momentum, eps);
+    means.push_back(mean);
+    invstds.push_back(invstd);
+    first += count;
+  }
+  const at::Tensor mean = at::cat(means), invstd = at::cat(invstds);
+  return {
+      apply_joined(parts, shape, {weight, bias, mean, invstd, std::nullopt, follows, lo, hi}), mean, invstd};
 }
 
 // ---- backward ----
@@ -756,10 +843,10 @@ MONET_BODY void add_run_body(T* to, const T* other, int64_t n) {
 }
 MONET_FOR_EACH_ISA(add_run)
 
-// A gradient to be added, or none; `pitch` elements from one image, or row, to the next.
+// A tensor, or none, or channels of one: `pitch` elements from one image to the next, or one row.
 template <typename T>
-struct Residual {
-  const T* data;
+struct Pitched {
+  T* data;
   int64_t pitch;
 };
 
@@ -772,7 +859,7 @@ Gradient<O> gradient_of(double sum, double dot, int64_t count, O invstd, O weigh
 // sums[0..C) and sums[C..2C) receive sum g and sum (x - m) g.
 template <Formula F, Activation A, typename T>
 void backward_planes(
-    const T* grad, const T* x, T* out, const Residual<T>& residual, const NormShape& shape,
+    Pitched<const T> grad, const T* x, Pitched<T> out, Pitched<const T> residual, const NormShape& shape,
     const Constants<op_type<T>>& k, op_type<T> lo, op_type<T> hi, double* sums) {
   using O = op_type<T>;
   const int64_t image = shape.image, pitch = shape.channels * image;
@@ -785,42 +872,42 @@ void backward_planes(
     O *g = scratch.data(), *values = g + (gathers ? count : 0);
     for (int64_t c = begin; c < end; ++c) {
       const Channel<O> channel{k.a[c], k.b[c], k.mean[c], k.invstd[c]};
-      const T *of_x = x + c * image, *of_grad = grad + c * image;
-      T* to = out + (out == nullptr ? 0 : c * image);
+      const T *of_x = x + c * image, *of_grad = grad.data + c * image;
+      T* to = out.data + (out.data == nullptr ? 0 : c * image);
       double totals[2] = {0, 0};
       const auto reduce = [&](auto keep, const auto* upstream, const auto* in, auto* kept, int64_t n) {
         reduce_run<F, A, decltype(keep)::value>(tag, upstream, in, kept, n, &channel, lo, hi, &totals[0]);
       };
       if (gathers) {
-        gather_images(of_grad, g, shape.batch, image, pitch);
+        gather_images(of_grad, g, shape.batch, image, grad.pitch);
         gather_images(of_x, values, shape.batch, image, pitch);
         reduce(std::true_type{}, static_cast<const O*>(g), static_cast<const O*>(values), g, count);
       } else {
         for (int64_t n = 0; n < shape.batch; ++n) {
           if constexpr (kCostly<A>) {
-            if (out != nullptr) {
-              reduce(std::true_type{}, of_grad + n * pitch, of_x + n * pitch, to + n * pitch, image);
+            if (out.data != nullptr) {
+              reduce(std::true_type{}, of_grad + n * grad.pitch, of_x + n * pitch, to + n * out.pitch, image);
               continue;
             }
           }
-          reduce(std::false_type{}, of_grad + n * pitch, of_x + n * pitch, static_cast<T*>(nullptr), image);
+          reduce(std::false_type{}, of_grad + n * grad.pitch, of_x + n * pitch, static_cast<T*>(nullptr), image);
         }
       }
       sums[c] = totals[0];
       sums[shape.channels + c] = totals[1];
-      if (out == nullptr) {
+      if (out.data == nullptr) {
         continue;
       }
       const Gradient<O> gradient = gradient_of(totals[0], totals[1], count, k.invstd[c], k.weight[c]);
       for (int64_t n = 0; n < shape.batch; ++n) {
-        T* into = to + n * pitch;
+        T* into = to + n * out.pitch;
         if (gathers) {
           const O *kept = g + n * image, *in = values + n * image;
           input_grad_kept(kept, in, into, image, channel.mean, &gradient);
         } else if constexpr (kCostly<A>) {
           input_grad_kept(static_cast<const T*>(into), of_x + n * pitch, into, image, channel.mean, &gradient);
         } else {
-          input_grad_run<F, A>(of_grad + n * pitch, of_x + n * pitch, into, image, &channel, &gradient, lo, hi);
+          input_grad_run<F, A>(of_grad + n * grad.pitch, of_x + n * pitch, into, image, &channel, &gradient, lo, hi);
         }
         if (residual.data != nullptr) {
           add_run(into, residual.data + n * residual.pitch + c * image, image);
@@ -832,9 +919,11 @@ void backward_planes(
 
 template <Formula F, Activation A, typename T>
 void backward_rows(
-    const T* grad, const T* x, T* out, const Residual<T>& residual, const NormShape& shape,
+    Pitched<const T> upstream, const T* x, Pitched<T> result, Pitched<const T> residual, const NormShape& shape,
     const Constants<op_type<T>>& k, op_type<T> lo, op_type<T> hi, double* sums) {
   using O = op_type<T>;
+  const T* grad = upstream.data;  // here they are whole
+  T* out = result.data;
   const int64_t C = shape.channels, rows = shape.batch * shape.image;
   const int64_t grain = std::max<int64_t>(1, 32768 / C);
   const int64_t chunks = std::min<int64_t>(at::get_num_threads(), (rows + grain - 1) / grain);
@@ -905,6 +994,78 @@ at::Tensor through(const at::Tensor& grad, const at::Tensor& y, Activation activ
   return grad;
 }
 
+// A batch norm with what follows it, as its gradient sees it.
+struct Backward {
+  Formula formula;
+  std::optional<at::Tensor> weight, bias;
+  at::Tensor mean, invstd;
+  Activation activation;
+  double lo, hi;
+};
+
+// Into `grad_input`, if it is defined, and `sums`. Tensors are laid out as x is for batch norm, or channels of contiguous
+// ones if x is contiguous; the activation is compiled with the batch norm.
+void backward_to(
+    const at::Tensor& grad, const at::Tensor& x, const NormShape& shape, const Backward& b, const at::Tensor& grad_input,
+    const at::Tensor& residual, double* sums) {
+  const bool rows_first = by_rows(norm_layout(x), shape);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_activation_backward", [&] {
+    using O = op_type<scalar_t>;
+    const Constants<O> k = constants<O>(b.formula, shape.channels, b.weight, b.bias, b.mean, b.invstd);
+    const bool clamps = b.activation == Activation::Clamp;
+    const O low = number<scalar_t>(b.activation, clamps ? open_bound(b.lo) : b.lo);
+    const O high = number<scalar_t>(b.activation, clamps ? open_bound(b.hi) : b.hi);
+    const auto read = [&](const at::Tensor& t) -> Pitched<const scalar_t> {
+      return t.defined() ? Pitched<const scalar_t>{t.const_data_ptr<scalar_t>(), pitch_of(t, rows_first)}
+                         : Pitched<const scalar_t>{nullptr, 0};
+    };
+    Pitched<scalar_t> out{nullptr, 0};
+    if (grad_input.defined()) {
+      out = {grad_input.mutable_data_ptr<scalar_t>(), pitch_of(grad_input, rows_first)};
+    }
+    with_formula(b.formula, [&](auto chosen) {
+      with_activation(b.activation, [&](auto followed) {
+        constexpr Formula F = decltype(chosen)::value;
+        constexpr Activation A = decltype(followed)::value;
+        if constexpr (kCompiled<A, F, scalar_t>) {
+          const auto run = rows_first ? &backward_rows<F, A, scalar_t> : &backward_planes<F, A, scalar_t>;
+          run(read(grad), x.const_data_ptr<scalar_t>(), out, read(residual), shape, k, low, high, sums);
+        }
+      });
+    });
+  });
+}
+
+// Gradients by weight and bias from the sums over g.
+std::tuple<at::Tensor, at::Tensor> parameter_gradients(
+    std::vector<double> sums, const std::optional<at::Tensor>& weight, const at::Tensor& mean, const at::Tensor& invstd,
+    std::array<bool, 3> mask) {
+  const int64_t channels = static_cast<int64_t>(sums.size()) / 2;
+  const at::TensorOptions options = given(weight) ? weight->options() : mean.options();
+  at::Tensor grad_weight, grad_bias;
+  if (mask[1]) {
+    std::vector<double> dots = to_vector<double>(invstd);
+    for (int64_t c = 0; c < channels; ++c) {
+      dots[c] *= sums[channels + c];
+    }
+    grad_weight = per_channel(dots, options);
+  }
+  if (mask[2]) {
+    sums.resize(channels);
+    grad_bias = per_channel(sums, options);
+  }
+  return {grad_weight, grad_bias};
+}
+
+// A gradient to be added, copied if it is neither laid out as x nor channels of what is; undefined if there is none.
+at::Tensor added(const std::optional<at::Tensor>& residual, const at::Tensor& x, const NormShape& shape) {
+  if (!given(residual)) {
+    return at::Tensor();
+  }
+  const bool fits = pitch_of(*residual, by_rows(norm_layout(x), shape)) >= 0;
+  return fits ? *residual : residual->contiguous(norm_format(x));
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
     const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
     const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd,
@@ -912,9 +1073,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
     const std::optional<at::Tensor>& residual) {
   const char* op = "batch_norm_activation_backward";
   const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
-  TORCH_CHECK_VALUE(
-      grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type(), "monet_like::", op, ": grad (", grad.sizes(),
-      ", ", grad.scalar_type(), ") must match x (", x.sizes(), ", ", x.scalar_type(), ")");
+  check_gradient(op, grad, x.sizes(), x.scalar_type());
   check_residual(op, x, residual);
   const Activation follows = check_activation(op, activation);
   const auto format = norm_format(x);
@@ -922,58 +1081,64 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
   if (!is_compiled(follows, formula, x.scalar_type(), false)) {
     const at::Tensor y = apply(x, shape, {weight, bias, mean, invstd, std::nullopt, Activation::Clamp, -kInfinity, kInfinity});
     return batch_norm_activation_backward(
-        through(grad, y, follows, lo), x, weight, bias, mean, invstd, "clamp", -kInfinity, kInfinity, mask,
-        residual);
+        through(grad, y, follows, lo), x, weight, bias, mean, invstd, "clamp", -kInfinity, kInfinity, mask, residual);
   }
-  const at::Tensor in = x.contiguous(format), upstream = grad.contiguous(format);
-  const bool rows_first = by_rows(norm_layout(in), shape);
-  at::Tensor other;
-  if (given(residual) && mask[0]) {
-    other = pitch_of(*residual, rows_first) < 0 ? residual->contiguous(format) : *residual;
-  }
-  const bool has_weight = weight.has_value() && weight->defined();
-  const at::TensorOptions parameter = has_weight ? weight->options() : mean.options();
-  at::Tensor grad_input, grad_weight, grad_bias;
+  at::Tensor grad_input;
   if (mask[0]) {
     grad_input = at::empty(x.sizes(), x.options().memory_format(format));
   }
   std::vector<double> sums(2 * shape.channels, 0.0);
   if (x.numel() > 0) {
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_activation_backward", [&] {
-      using O = op_type<scalar_t>;
-      const Constants<O> k = constants<O>(formula, shape.channels, weight, bias, mean, invstd);
-      const bool clamps = follows == Activation::Clamp;
-      const O low = number<scalar_t>(follows, clamps ? open_bound(lo) : lo);
-      const O high = number<scalar_t>(follows, clamps ? open_bound(hi) : hi);
-      with_formula(formula, [&](auto chosen) {
-        with_activation(follows, [&](auto followed) {
-          constexpr Formula F = decltype(chosen)::value;
-          constexpr Activation A = decltype(followed)::value;
-          if constexpr (kCompiled<A, F, scalar_t>) {
-            const auto run =
-                rows_first ? &backward_rows<F, A, scalar_t> : &backward_planes<F, A, scalar_t>;
-            Residual<scalar_t> added{nullptr, 0};
-            if (other.defined()) {
-              added = {other.const_data_ptr<scalar_t>(), pitch_of(other, rows_first)};
-            }
-            run(upstream.const_data_ptr<scalar_t>(), in.const_data_ptr<scalar_t>(),
-                mask[0] ? grad_input.mutable_data_ptr<scalar_t>() : nullptr, added, shape, k, low, high, sums.data());
-          }
-        });
-      });
-    });
+    const at::Tensor in = x.contiguous(format);
+    backward_to(
+        grad.contiguous(format), in, shape, {formula, weight, bias, mean, invstd, follows, lo, hi}, grad_input,
+        mask[0] ? added(residual, in, shape) : at::Tensor(), sums.data());
   }
-  if (mask[1]) {
-    std::vector<double> dots = to_vector<double>(invstd);
-    for (int64_t c = 0; c < shape.channels; ++c) {
-      dots[c] *= sums[shape.channels + c];
-    }
-    grad_weight = per_channel(dots, parameter);
+  const auto [grad_weight, grad_bias] = parameter_gradients(std::move(sums), weight, mean, invstd, mask);
+  return {grad_input, grad_weight, grad_bias};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward_joined(
+    const at::Tensor& grad, at::TensorList parts, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd,
+    c10::string_view activation, double lo, double hi, std::array<bool, 3> mask,
+    const std::optional<at::Tensor>& residual) {
+  const char* op = "batch_norm_activation_backward_joined";
+  const bool apart = check_parts(op, parts);
+  const Activation follows = check_activation(op, activation);
+  const Formula formula = formula_for(norm_layout(parts[0]));
+  if (!apart || !is_compiled(follows, formula, parts[0].scalar_type(), false)) {
+    return batch_norm_activation_backward(
+        grad, at::cat(parts, 1), weight, bias, mean, invstd, activation, lo, hi, mask, residual);
   }
-  if (mask[2]) {
-    sums.resize(shape.channels);
-    grad_bias = per_channel(sums, parameter);
+  const NormShape shape = check_norm_joined(op, parts, weight, bias, &mean, &invstd);
+  const std::vector<int64_t> sizes = joined_sizes(parts);
+  check_gradient(op, grad, sizes, parts[0].scalar_type());
+  const at::Tensor upstream = grad.contiguous();
+  at::Tensor grad_input, other;
+  if (mask[0]) {
+    grad_input = at::empty(sizes, parts[0].options().memory_format(at::MemoryFormat::Contiguous));
+    check_residual(op, grad_input, residual);
+    other = added(residual, grad_input, shape);
   }
+  const auto channels = [](const at::Tensor& t, int64_t first, int64_t count) {
+    return t.defined() ? t.narrow(1, first, count) : t;
+  };
+  std::vector<double> sums(2 * shape.channels, 0.0);
+  int64_t first = 0;
+  for (const at::Tensor& part : parts) {
+    const int64_t count = part.size(1);
+    std::vector<double> own(2 * count, 0.0);
+    const Forward known = channels_of({weight, bias, mean, invstd, std::nullopt, follows, lo, hi}, first, count);
+    backward_to(
+        channels(upstream, first, count), part, {shape.batch, count, shape.image},
+        {formula, known.weight, known.bias, known.mean, known.invstd, follows, lo, hi}, channels(grad_input, first, count),
+        channels(other, first, count), own.data());
+    std::copy_n(own.data(), count, sums.data() + first);
+    std::copy_n(own.data() + count, count, sums.data() + shape.channels + first);
+    first += count;
+  }
+  const auto [grad_weight, grad_bias] = parameter_gradients(std::move(sums), weight, mean, invstd, mask);
   return {grad_input, grad_weight, grad_bias};
 }
 
@@ -983,6 +1148,9 @@ TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
   m.impl("batch_norm_apply", &batch_norm_apply);
   m.impl("batch_norm_train", &batch_norm_train);
   m.impl("batch_norm_activation_backward", &batch_norm_activation_backward);
+  m.impl("batch_norm_train_joined", &batch_norm_train_joined);
+  m.impl("batch_norm_apply_joined", &batch_norm_apply_joined);
+  m.impl("batch_norm_activation_backward_joined", &batch_norm_activation_backward_joined);
 }
 
 }  // namespace monet_like

@@ -191,6 +191,27 @@ def batch_norm_activation_backward(
     )
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*parts], 1)
+
+
+@_fake
+def batch_norm_apply_joined(parts: Sequence[Tensor], *_: Any) -> Tensor:
+    return _joined(parts)
+
+
+@_fake
+def batch_norm_train_joined(parts: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return batch_norm_train(_joined(parts), *others)
+
+
+@_fake
+def batch_norm_activation_backward_joined(
+    grad: Tensor, parts: Sequence[Tensor], *others: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return batch_norm_activation_backward(grad, _joined(parts), *others)
+
+
 @_fake
 def rms_norm(
     x: Tensor, weight: Tensor | None, dims: int, eps: float, rounded: bool, dtype: torch.dtype

@@ -27,6 +27,7 @@ R = float64 for float64 and float32 for all else; ceil(n/8) bytes = one bit each
 | batch_norm_apply | x, residual: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x |
 | batch_norm_train | x, residual: F[N,C,...]; weight, bias, running_*: P[C] | y: like x; mean, invstd: P[C] |
 | batch_norm_activation_backward | grad, x, residual: F[N,C,...]; weight, bias, mean, invstd: P[C] | like x; P[C]; P[C] |
+| batch_norm_…_joined | as these three; parts: F[N,C_i,...], together x | as these three |
 | rms_norm | x: F[..., *D]; weight: any F[D] | y: x's shape, the given dtype; rstd: R[..., 1] |
 | rms_norm_apply | the same; rstd: R[..., 1] | y |
 | rms_norm_backward | grad, residual: any F[..., *D]; x, weight, rstd as above | like x; like weight |
@@ -553,6 +554,45 @@ def batch_norm_activation_backward(
         grad_weight.to(parameter.dtype) if mask[1] else None,
         grad_bias.to(parameter.dtype) if mask[2] else None,
     )
+
+
+def batch_norm_apply_joined(
+    parts: Sequence[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    activation: str,
+    lo: float,
+    hi: float,
+) -> Tensor:
+    """`batch_norm_apply` without a residual, of tensors joined along the channels."""
+    return batch_norm_apply(torch.cat([*parts], 1), weight, bias, mean, invstd, None, activation, lo, hi)
+
+
+def batch_norm_train_joined(
+    parts: Sequence[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    activation: str,
+    lo: float,
+    hi: float,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`batch_norm_train` without a residual, of tensors joined along the channels."""
+    parameters = (weight, bias, running_mean, running_var)
+    return batch_norm_train(torch.cat([*parts], 1), *parameters, momentum, eps, None, activation, lo, hi, exact)
+
+
+def batch_norm_activation_backward_joined(
+    grad: Tensor, parts: Sequence[Tensor], *others: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`batch_norm_activation_backward` of tensors joined along the channels; the gradient of x in one piece."""
+    return batch_norm_activation_backward(grad, torch.cat([*parts], 1), *others)
 
 
 def _through(grad: Tensor, y: Tensor, activation: str, lo: float, hi: float) -> Tensor:

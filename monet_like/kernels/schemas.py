@@ -42,6 +42,15 @@ SCHEMAS: dict[str, str] = {
         f"(Tensor grad, Tensor x, {_NORM}, str activation, float lo, float hi, bool[3] mask, Tensor? residual=None) "
         "-> (Tensor, Tensor, Tensor)"
     ),
+    "batch_norm_apply_joined": f"(Tensor[] parts, {_NORM}, str activation, float lo, float hi) -> Tensor",
+    "batch_norm_train_joined": (
+        "(Tensor[] parts, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+        "float momentum, float eps, str activation, float lo, float hi, bool exact) -> (Tensor, Tensor, Tensor)"
+    ),
+    "batch_norm_activation_backward_joined": (
+        f"(Tensor grad, Tensor[] parts, {_NORM}, str activation, float lo, float hi, bool[3] mask, "
+        "Tensor? residual=None) -> (Tensor, Tensor, Tensor)"
+    ),
     "rms_norm": ("(Tensor x, Tensor? weight, int dims, float eps, bool rounded, ScalarType dtype) -> (Tensor, Tensor)"),
     "rms_norm_apply": "(Tensor x, Tensor? weight, Tensor rstd, int dims, bool rounded, ScalarType dtype) -> Tensor",
     "rms_norm_backward": (

@@ -6,12 +6,14 @@ recompute passes over the input once more for statistics that are a few bytes an
 With ``conv`` the gradients of an activation and of the batch norm before it are one slot: by PyTorch's two operators,
 or in one that reads the batch norm's input alone and makes the activation's input from it. The latter sums in another
 order and agrees to rounding. So do statistics summed in vectors, and SiLU, whose exponential is our own.
+
+What is joined before a batch norm need not be: all of this can read the parts where they are.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..capture import make_task
@@ -60,7 +62,7 @@ def offer(editor: Editor) -> None:
         if not training or out is None or save_mean is None or save_invstd is None:
             continue
         assert isinstance(out.name, int)
-        chain = _following_alone(editor, out.name, added)
+        chain, parts = _following_alone(editor, out.name, added), _parts(editor, x)
         statistics = (x, weight, bias, save_mean, save_invstd)
         # The residual may be made after the batch norm: what reads it stands where the addition stood.
         place = {} if chain.residual is None else {"before": chain.tasks[0]}
@@ -79,12 +81,33 @@ def offer(editor: Editor) -> None:
             variant, word = (f"{chain.name}.train", chain.word) if exact else (f"{chain.name}.train_in_vectors", "conv")
             writes = (result, *task.writes[1:])
             editor.add(task, (train,), writes, variant, word=word, runs="first", **place)
+            if parts and chain.residual is None:
+                operands = (parts, weight, bias, mean, var, momentum, eps, *chain.activation, exact)
+                joined = replace(train, op="monet_like.batch_norm_train_joined.default", args=operands)
+                editor.add(task, (joined,), writes, f"{variant}_joined", word=word, runs="first")
+        if parts and chain.residual is None:
+            known = (parts, weight, bias, save_mean, save_invstd, *chain.activation)
+            joined = Call("monet_like.batch_norm_apply_joined.default", known, (), (Ref(result),))
+            editor.add(task, (joined,), (result,), f"{chain.name}.apply_joined", word=chain.word, runs="again")
         if chain.tasks:
             apply = Call("monet_like.batch_norm_apply.default", (*statistics, *options), (), (Ref(result),))
             editor.add(task, (apply,), (result,), f"{chain.name}.apply", word=chain.word, runs="again", **place)
         alone = Call("monet_like.batch_norm_apply.default", (*statistics, None, *NOTHING), (), (out,))
         editor.add(task, (alone,), (out.name,), "batch_norm.apply", runs="again", **place)
     _offer_synchronised(editor, added)
+
+
+def _parts(editor: Editor, x: Any) -> tuple[Ref, ...]:
+    """What ``x`` is joined from along the channels, if it can be read there: whole values, contiguous, of whole images."""
+    makers = [call for task, call in editor.find("aten.cat.default") if task.writes == (getattr(x, "name", None),)]
+    if len(makers) != 1 or makers[0].args[1:] != (1,) or not editor.metas[x.name].contiguous:
+        return ()
+    parts = tuple(makers[0].args[0])
+    metas = [editor.meta_of(part) for part in parts]
+    fit = all(
+        m and m.contiguous and math.prod(m.shape[2:]) > 1 and m.dtype == editor.metas[x.name].dtype for m in metas
+    )
+    return parts if fit else ()
 
 
 def _offer_synchronised(editor: Editor, added: set[str]) -> None:
@@ -192,6 +215,10 @@ def offer_backward(editor: Editor) -> None:
         calls = (*first.calls[:-1], *after[:-1], fused)
         name = f"batch_norm_{activation[0]}.backward"
         ways.append(make_task(f"{norm.name}.{name}", calls, norm.writes, editor.metas, variant=name, word="conv"))
+        if parts := _parts(editor, x):
+            op = "monet_like.batch_norm_activation_backward_joined.default"
+            calls, name = (*calls[:-1], replace(fused, op=op, args=(grad, parts, *operands[2:]))), f"{name}_joined"
+            ways.append(make_task(f"{norm.name}.{name}", calls, norm.writes, editor.metas, variant=name, word="conv"))
         editor.merge(slot, ways)
 
 

@@ -119,6 +119,20 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         larger = torch.randn(x.shape[0], x.shape[1] + 3, *x.shape[2:], device="cuda").to(dtype)
         for other in (torch.randn_like(x), larger[:, 3:], larger[:, 3:].contiguous(memory_format=torch.channels_last)):
             assert torch.equal(ops.batch_norm_activation_backward(*arguments, other)[0], made[0] + other)
+        if x.is_contiguous() and x.shape[1] > 1:
+            parts = [part.contiguous() for part in x.split([1, x.shape[1] - 1], 1)]
+            statistics, relu = (weight, bias, mean, invstd), ("clamp", 0.0, inf)
+            joined = ops.batch_norm_train_joined(parts, weight, bias, None, None, 0.1, 1e-5, *relu, True)
+            whole = ops.batch_norm_train(x, weight, bias, None, None, 0.1, 1e-5, None, *relu, True)
+            for actual, expected in zip(joined, whole, strict=True):
+                assert_close(actual, expected, dtype)
+            applied = ops.batch_norm_apply_joined(parts, *statistics, *relu)
+            assert torch.equal(applied, ops.batch_norm_apply(x, *statistics, None, *relu))
+            for other in (None, torch.randn_like(x), larger[:, 3:]):
+                apart = ops.batch_norm_activation_backward_joined(grad, parts, *arguments[2:], other)
+                together = ops.batch_norm_activation_backward(*arguments, other)
+                for actual, expected in zip(apart, together, strict=True):
+                    assert_close(actual, expected, dtype)
         again = ops.batch_norm_activation_backward(*arguments)
         assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))  # no atomics: the same every time
 
