@@ -88,9 +88,8 @@ class Batches:
         if self.limits is not None:
             return
         problem = self.problem
-        self._made_last = self.captured(
-            most
-        ).made_last  # at all batches, so that each tells what another's operators cost
+        # The same at all batches, so that each tells what another's operators cost.
+        self._made_last = self.captured(most).made_last
         cap = problem.request.profile_batch or profile_batch(self.request(most), self.captured(most), problem.device)
         far = min(most, cap)
         if far < 4:  # so few batches are each measured themselves

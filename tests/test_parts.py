@@ -30,13 +30,17 @@ def composed(program: Program, costs: dict[str, Cost], budget: int, pool: Pool) 
     return parts, compose(parts, Searcher(program, costs, 0, 0), budget)
 
 
-def blocks_in_a_row(blocks: int, seed: int = 0) -> tuple[Program, dict[str, Cost]]:
-    """Equal blocks with a residual, a task in place and values of several sizes."""
+def blocks_in_a_row(blocks: int, seed: int = 0, again: bool = False) -> tuple[Program, dict[str, Cost]]:
+    """Equal blocks with a residual, a task in place and values of several sizes.
+
+    ``again``: the backward also makes something of every block's input, in two tasks at the end of the forward.
+    """
     rng, maker = random.Random(seed), ProgramMaker()
     widths = dict(zip("abcd", (rng.randint(5_000, 50_000) for _ in "abcd"), strict=True))
     maker.costs.update({name: Cost(rng.randint(1, 9), rng.choice((0, 3_000))) for name in (*"abcd+<", "in")})
     stream = maker.value("in", 30_000, "forward")
     tasks, steps = [Task("in", (maker.value("x", 1_000, "input"),), (stream,), "in")], []
+    last: list[Task] = []
     for k in range(blocks):
         a, b, c, d = (maker.value(f"{name}{k}", size, "forward") for name, size in widths.items())
         out = maker.value(f"out{k}", 30_000, "forward")
@@ -48,7 +52,12 @@ def blocks_in_a_row(blocks: int, seed: int = 0) -> tuple[Program, dict[str, Cost
             Task(f"d{k}", (c,), (d,), "d"),
             Task(f"add{k}", (d, stream), (out,), "+"),
         ]
-        steps += [(stream, a), (b,), (c, d)]
+        made: tuple[int, ...] = ()
+        if again:
+            twice, made = maker.value(f"twice{k}", 30_000, "forward"), (maker.value(f"cube{k}", 30_000, "forward"),)
+            last.append(Task(f"twice{k}", (stream,), (twice,), "a", runs="again"))
+            last.append(Task(f"cube{k}", (twice,), made, "a", runs="again"))
+        steps += [(stream, a), (b,), (c, d, *made)]
         stream = out
     tangent = gradient = maker.value("g", 30_000, "backward")
     slots = []
@@ -56,7 +65,7 @@ def blocks_in_a_row(blocks: int, seed: int = 0) -> tuple[Program, dict[str, Cost
         following = maker.value(f"g{k}", 20_000 + 10_000 * (k % 3 == 2), "backward")
         slots.append((Task(f"back{k}", (*read, gradient), (following,), "<"),))
         gradient = following
-    return Program(tuple(maker.values), tuple(tasks), tuple(slots), (stream,), (tangent,)), maker.costs
+    return Program(tuple(maker.values), (*tasks, *last), tuple(slots), (stream,), (tangent,)), maker.costs
 
 
 def test_bound_holds_for_every_schedule(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +129,17 @@ def test_split_covers_every_task_once_in_order() -> None:
         assert len(slots) == len(set(slots))
         assert parts[0].enters == parts[-1].leaves == ()
         assert all(a.leaves == b.enters for a, b in zip(parts, parts[1:], strict=False))
+
+
+def test_what_only_the_backward_makes_does_not_cross_cuts() -> None:
+    plain, _ = blocks_in_a_row(20)
+    program, _ = blocks_in_a_row(20, again=True)
+    names = [{program.tasks[p].name for p in part.tasks} for part in split(program)]
+    with_blocks = [part for part in names if any(name.startswith("add") for name in part)]
+    assert len(with_blocks) == len(split(plain)) > 5
+    for k in range(20):
+        (own,) = [part for part in names if f"d{k}" in part]
+        assert {f"twice{k}", f"cube{k}"} <= own
 
 
 def test_without_time_there_is_no_bound(pool: Pool) -> None:

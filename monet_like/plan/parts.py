@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..program import Cost, Program, Runs, Task, Value
 from ..simulate import cost_of
@@ -48,8 +48,8 @@ TURNS = 12
 MOST_RISES = 30
 #: Factor of the price where a plan takes more than what it keeps.
 STEP = 1.15
-#: How often the price rises without another answer before the search ends.
-MOST_IDLE = 20
+#: The price at which one sees whether any answer fits, as a multiple of that of the answer that does not.
+DEAREST = 1000
 #: How many exchanges of parts' choices are tried, and how far along a part's menu.
 MOST_EXCHANGES, REACH = 3000, 2
 #: Lengths of chains that are tried; see `Parts.answer`.
@@ -158,7 +158,7 @@ def split(program: Program) -> tuple[Part, ...]:
 
 
 def _places(program: Program) -> list[int]:
-    """For every task the index where it could stand: that of its last input's producer, if only the backward uses it.
+    """For every task the index where it could stand: near its last input's producer, if only the backward uses it.
 
     Capture puts what the backward computes from forward values alone at the end of the forward. What runs only again may
     stand before a producer that runs only first; it belongs where it is.
@@ -174,6 +174,31 @@ def _places(program: Program) -> list[int]:
     for p, task in enumerate(program.tasks):
         made = [min(places[q] if q < p else p for q in program.producers[v]) for v in program.forward_reads(task)]
         places.append(p if trunk[p] or not made else max(made))
+    return _later(program, places, trunk)
+
+
+def _later(program: Program, places: list[int], trunk: Sequence[bool]) -> list[int]:
+    """What only the backward uses, where it is first read, if all that it reads crosses as far anyhow.
+
+    Twice a block's input, of which the backward of its norm makes use, would else cross the cut behind that input.
+    """
+    _, last, slot_places = _spans(program, places)
+    reach = [len(places)] * len(places)  # how far a task may move
+    for p, task in enumerate(program.tasks):
+        for v in program.forward_reads(task):
+            makers = [q for q in program.producers[v] if q < p and not trunk[q]]
+            reach[p] = min(reach[p], min((reach[q] for q in makers), default=last[v]))
+    read_at = [len(places)] * len(program.values)
+    for slot, place in slot_places.items():
+        for v in {v for way in program.slots[slot] for v in program.forward_reads(way)}:
+            read_at[v] = min(read_at[v], place)
+    for p in reversed(range(len(places))):
+        task = program.tasks[p]
+        until = min((read_at[v] for v in task.writes), default=0)
+        if not trunk[p] and places[p] < until <= reach[p]:
+            places[p] = until
+        for v in program.forward_reads(task):
+            read_at[v] = min(read_at[v], places[p])
     return places
 
 
@@ -462,21 +487,27 @@ def _mixed(
         choices = (*first.choices[:cut], *second.choices[cut:])
         return searcher.judge(_policy(parts, searcher, choices), budget_bytes)
 
-    count, idle = len(parts.parts), 0
-    while True:
-        found = judged(lean, lean, count)
-        if found is not None and found.judgement.peak_bytes <= budget_bytes:
-            break
-        leaner = parts.answer(max(lean.price * STEP, lean.seconds / 2**50), chain) if parts.time_left() > 0 else None
-        idle = idle + 1 if leaner is not None and leaner.bytes == lean.bytes else 0
-        if leaner is None or idle > MOST_IDLE:
+    def fits(found: Found | None) -> TypeGuard[Found]:
+        return found is not None and found.judgement.peak_bytes <= budget_bytes
+
+    count, price = len(parts.parts), max(lean.price, lean.seconds / 2**50)
+    found = judged(lean, lean, count)
+    if not fits(found):
+        leanest = parts.answer(DEAREST * price, chain) if parts.time_left() > 0 else None
+        if leanest is None or not fits(judged(leanest, leanest, count)):
             return found
-        rich, lean = (lean, leaner) if not idle else (rich, leaner)
+        while not fits(found):
+            price *= STEP
+            leaner = parts.answer(price, chain) if price < leanest.price else leanest
+            if leaner is None or parts.time_left() <= 0:
+                return found
+            rich, lean = (lean, leaner) if leaner.bytes < lean.bytes else (rich, leaner)
+            found = judged(lean, lean, count)
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
         tried = judged(lean, rich, middle)
-        if tried is not None and tried.judgement.peak_bytes <= budget_bytes:
+        if fits(tried):
             found, high = tried, middle
         else:
             low = middle + 1

@@ -16,8 +16,8 @@ from .convolution import input_gradient
 from .editor import Editor, renamed
 
 _BACKWARD = "aten.convolution_backward.default"
-_SLICE = "aten.slice.Tensor"
-_CHANNELS = 1
+SLICE = "aten.slice.Tensor"
+CHANNELS = 1
 #: Position of that argument of `_BACKWARD`.
 _TRANSPOSED = 7
 
@@ -69,7 +69,7 @@ def _make_parts(editor: Editor, slot: int, way: Task, call: Call, values: Mappin
     for part, value in values.items():
         mine = Ref(f"weight_{part[0]}")
         channels = 0 if call.args[_TRANSPOSED] else 1
-        calls.append(Call(_SLICE, (weight, channels, *part), (), (mine,)))
+        calls.append(Call(SLICE, (weight, channels, *part), (), (mine,)))
         made = input_gradient(editor, calls, replace(call, args=(grad, x, mine, *rest)), value)
         if made is None:
             return
@@ -87,10 +87,28 @@ def _ranges(editor: Editor, readers: Iterable[Task], whole: int) -> list[Range]:
 
 
 def _range(editor: Editor, call: Call, whole: int) -> Range | None:
-    if call.op != _SLICE or call.kwargs or len(call.args) != 4 or call.args[:2] != (Ref(whole), _CHANNELS):
+    part = part_of(editor, call)
+    return part[1] if part is not None and part[0] == whole else None
+
+
+def part_of(editor: Editor, call: Call) -> tuple[int, Range] | None:
+    """The value that a call takes channels of, and which; None if it does anything else."""
+    if call.op != SLICE or call.kwargs or len(call.args) != 4 or call.args[1] != CHANNELS:
+        return None
+    whole = all_of(editor, call.args[0])
+    if whole is None:
         return None
     first, last = call.args[2:]
-    return first or 0, min(editor.metas[whole].shape[_CHANNELS], sys.maxsize if last is None else last)
+    return whole[0], (first or 0, min(whole[1][1], sys.maxsize if last is None else last))
+
+
+def all_of(editor: Editor, arg: Ref) -> tuple[int, Range] | None:
+    """A value that is an argument, and all its channels; None if it has none."""
+    meta = editor.meta_of(arg)
+    if meta is None or len(meta.shape) <= CHANNELS:
+        return None
+    assert isinstance(arg.name, int)
+    return arg.name, (0, meta.shape[CHANNELS])
 
 
 def _copy(whole: Ref, parts: Mapping[Range, Ref]) -> list[Call]:
@@ -98,7 +116,7 @@ def _copy(whole: Ref, parts: Mapping[Range, Ref]) -> list[Call]:
     calls = []
     for part, to in parts.items():
         piece = Ref(f"channels_{part[0]}")
-        calls.append(Call(_SLICE, (whole, _CHANNELS, *part), (), (piece,)))
+        calls.append(Call(SLICE, (whole, CHANNELS, *part), (), (piece,)))
         calls.append(Call("aten.clone.default", (piece,), (), (to,)))
     return calls
 

@@ -8,21 +8,16 @@ and n written, by one slot where there was one for each part.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..capture import make_task
-from ..program import Call, Ref, Task, refs
+from ..program import Call, Ref, Task
 from .batch_norm import BACKWARD, NOTHING
+from .concatenation import CHANNELS, SLICE, Range, all_of, part_of
 from .editor import Editor, renamed
 
 _ADD = ("aten.add.Tensor", "aten.add_.Tensor")
-_SLICE = "aten.slice.Tensor"
-_CHANNELS = 1
-
-#: The first channel, and the one after the last.
-Range = tuple[int, int]
 
 
 def offer(editor: Editor) -> None:
@@ -49,7 +44,7 @@ def _gather(editor: Editor, slot: int, call: Call) -> None:
     met = [pair for pair in pairs if pair is not None]
     places = {(other, there[0] - here[0]) for here, other, there in met}
     ranges = sorted(here for here, _, _ in met)
-    channels = editor.metas[own.name].shape[_CHANNELS]
+    channels = editor.metas[own.name].shape[CHANNELS]
     joined = [0, *(last for _, last in ranges)] == [*(first for first, _ in ranges), channels]
     if len(met) != count or len(places) != 1 or not joined:
         return
@@ -70,10 +65,10 @@ def _met(editor: Editor, task: Task, own: int) -> tuple[Range, int, Range] | Non
     *views, add = task.calls
     if add.op not in _ADD or add.kwargs or len(add.args) != 2 or len(task.writes) != 1:
         return None
-    slices = {view.outs[0]: part for view in views if (part := _part(editor, view)) is not None}
+    slices = {view.outs[0]: part for view in views if (part := part_of(editor, view)) is not None}
     if len(slices) != len(views) or not all(isinstance(arg, Ref) for arg in add.args):
         return None
-    operands = [slices.get(arg) or _whole(editor, arg) for arg in add.args]
+    operands = [slices.get(arg) or all_of(editor, arg) for arg in add.args]
     for mine, other in (operands, operands[::-1]):
         if mine is not None and other is not None and mine[0] == own != other[0]:
             kind = editor.values[other[0]].kind
@@ -81,31 +76,12 @@ def _met(editor: Editor, task: Task, own: int) -> tuple[Range, int, Range] | Non
     return None
 
 
-def _part(editor: Editor, call: Call) -> tuple[int, Range] | None:
-    """What a call takes channels of, and which."""
-    if call.op != _SLICE or call.kwargs or len(call.args) != 4 or call.args[1] != _CHANNELS:
-        return None
-    whole = _whole(editor, call.args[0])
-    if whole is None:
-        return None
-    first, last = call.args[2:]
-    return whole[0], (first or 0, min(whole[1][1], sys.maxsize if last is None else last))
-
-
-def _whole(editor: Editor, arg: Ref) -> tuple[int, Range] | None:
-    meta = editor.meta_of(arg)
-    if meta is None or len(meta.shape) < 2:
-        return None
-    assert isinstance(arg.name, int)
-    return arg.name, (0, meta.shape[_CHANNELS])
-
-
 def _taken(whole: Ref, meta_channels: int, channels: Range, name: str) -> tuple[list[Call], Ref]:
     """The call that takes these channels, if they are not all, and what it gives."""
     if channels == (0, meta_channels):
         return [], whole
     piece = Ref(name)
-    return [Call(_SLICE, (whole, _CHANNELS, *channels), (), (piece,))], piece
+    return [Call(SLICE, (whole, CHANNELS, *channels), (), (piece,))], piece
 
 
 def _reading_parts(editor: Editor, parts: Mapping[int, Range], total: int, after: int) -> dict[int, Task] | None:
@@ -118,7 +94,8 @@ def _reading_parts(editor: Editor, parts: Mapping[int, Range], total: int, after
         read = [value for value in task.reads if value in parts]
         if not read:
             continue
-        if len(editor.slots[number]) > 1 or any(value in parts for value in _changed(task)):
+        in_place = task.overwrites in parts and task.calls[-1].op not in _ADD  # additions need not be in place
+        if len(editor.slots[number]) > 1 or in_place:
             return None
         rewritten[number] = _on_parts(editor, task, {value: parts[value] for value in read}, total)
         made, before = editor.results(rewritten[number].calls), editor.results(task.calls)
@@ -127,24 +104,17 @@ def _reading_parts(editor: Editor, parts: Mapping[int, Range], total: int, after
     return rewritten
 
 
-def _changed(task: Task) -> Iterable[int]:
-    """What a task writes into, but for additions in place, which need not be in place."""
-    return () if task.overwrites is None or task.calls[-1].op in _ADD else (task.overwrites,)
-
-
 def _on_parts(editor: Editor, task: Task, parts: Mapping[int, Range], total: int) -> Task:
     """A task that reads channels of ``total`` for each of ``parts``."""
     views: list[Call] = []
     names: dict[Ref, Ref] = {}
     for value, channels in parts.items():
-        made, names[Ref(value)] = _taken(Ref(total), editor.metas[total].shape[_CHANNELS], channels, f"met_{value}")
+        made, names[Ref(value)] = _taken(Ref(total), editor.metas[total].shape[CHANNELS], channels, f"met_{value}")
         views += made
     calls = [replace(call, args=renamed(call.args, names)) for call in task.calls]
     overwrites = task.overwrites
     if overwrites in parts:
         calls[-1], overwrites = replace(calls[-1], op=_ADD[0]), None
-    used = {ref for call in calls for ref in refs(call)}
-    views = [view for view in views if view.outs[0] in used]
     return make_task(
         task.name, (*views, *calls), task.writes, editor.metas, overwrites=overwrites, variant=task.variant
     )
@@ -154,7 +124,7 @@ def _add_up(editor: Editor, slot: int, call: Call, total: int, other: tuple[int,
     """One slot for a batch norm's gradient and the additions: by PyTorch's operators, or in one."""
     task = editor.slots[slot][0]
     value, channels = other
-    views, there = _taken(Ref(value), editor.metas[value].shape[_CHANNELS], channels, "there")
+    views, there = _taken(Ref(value), editor.metas[value].shape[CHANNELS], channels, "there")
     own, rest = Ref("own"), call.outs[1:]
     writes = (total, *(v for v in task.writes if Ref(v) != call.outs[0]))
     apart = (replace(call, outs=(own, *rest)), *views, Call(_ADD[0], (there, own), (), (Ref(total),)))
