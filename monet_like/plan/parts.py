@@ -494,13 +494,14 @@ def _mixed(
     found = judged(lean, lean, count)
     if not fits(found):
         leanest = parts.answer(DEAREST * price, chain) if parts.time_left() > 0 else None
-        if leanest is None or not fits(judged(leanest, leanest, count)):
+        least = None if leanest is None else judged(leanest, leanest, count)
+        if leanest is None or not fits(least):
             return found
         while not fits(found):
             price *= STEP
             leaner = parts.answer(price, chain) if price < leanest.price else leanest
             if leaner is None or parts.time_left() <= 0:
-                return found
+                return least
             rich, lean = (lean, leaner) if leaner.bytes < lean.bytes else (rich, leaner)
             found = judged(lean, lean, count)
     low, high = 0, count
