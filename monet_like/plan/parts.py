@@ -174,11 +174,12 @@ def _places(program: Program) -> list[int]:
     for p, task in enumerate(program.tasks):
         made = [min(places[q] if q < p else p for q in program.producers[v]) for v in program.forward_reads(task)]
         places.append(p if trunk[p] or not made else max(made))
-    return _later(program, places, trunk)
+    _move_later(program, places, trunk)
+    return places
 
 
-def _later(program: Program, places: list[int], trunk: Sequence[bool]) -> list[int]:
-    """What only the backward uses, where it is first read, if all that it reads crosses as far anyhow.
+def _move_later(program: Program, places: list[int], trunk: Sequence[bool]) -> None:
+    """Put what only the backward uses where it is first read, if all that it reads crosses as far anyhow.
 
     Twice a block's input, of which the backward of its norm makes use, would else cross the cut behind that input.
     """
@@ -190,8 +191,9 @@ def _later(program: Program, places: list[int], trunk: Sequence[bool]) -> list[i
             reach[p] = min(reach[p], min((reach[q] for q in makers), default=last[v]))
     read_at = [len(places)] * len(program.values)
     for slot, place in slot_places.items():
-        for v in {v for way in program.slots[slot] for v in program.forward_reads(way)}:
-            read_at[v] = min(read_at[v], place)
+        for way in program.slots[slot]:
+            for v in program.forward_reads(way):
+                read_at[v] = min(read_at[v], place)
     for p in reversed(range(len(places))):
         task = program.tasks[p]
         until = min((read_at[v] for v in task.writes), default=0)
@@ -199,7 +201,6 @@ def _later(program: Program, places: list[int], trunk: Sequence[bool]) -> list[i
             places[p] = until
         for v in program.forward_reads(task):
             read_at[v] = min(read_at[v], places[p])
-    return places
 
 
 def _spans(program: Program, places: Sequence[int]) -> tuple[list[int], list[int], dict[int, int]]:
