@@ -90,6 +90,16 @@ def _left(job: dict[str, Any]) -> float:
     return float(max(0.1, job["limit"] - (time.time() - job["sent"])))
 
 
+def processor_share() -> float:
+    """Of the time in which this process could have run, the part in which it did; 1 where the system does not tell."""
+    try:
+        with open("/proc/self/schedstat") as file:
+            ran, waited = map(int, file.read().split()[:2])
+    except OSError:
+        return 1.0
+    return ran / (ran + waited)
+
+
 def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
     """Any other solver, modelled in cvxpy's matrix form: integral columns first, bounds on the variables."""
     import cvxpy
@@ -116,12 +126,16 @@ def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
         constraints.append(matrix[equal] @ x == job["upper"][equal])
     problem = cp.Problem(cp.Minimize(cost @ x), constraints)
     dialect = DIALECTS[job["solver"]]
+    seconds = _left(job)
     if job["solver"] == "CBC":
+        # Its limit is of processor seconds. The signal of who waits is a second way only: a search within a search,
+        # as its heuristics are, does not hear of it.
+        seconds *= processor_share()
         from cvxpy.reductions.solvers.conic_solvers.cbc_conif import CBC
 
         # cvxpy takes a search that was interrupted for an error, and its incumbent with it.
         CBC.STATUS_MAP_MIP = CBC.STATUS_MAP_MIP | {"stopped on user event": cp.OPTIMAL_INACCURATE}
-    options = dialect.options(_left(job), job["gap"], job["threads"]) | job["options"]
+    options = dialect.options(seconds, job["gap"], job["threads"]) | job["options"]
     try:
         problem.solve(solver=job["solver"], verbose=False, **options)
     except cp.error.SolverError as error:
