@@ -42,7 +42,7 @@ def figures(folder: Path) -> str:
 
 def _table(points: Sequence[Point]) -> str:
     heads = "| peak, step against plain PyTorch's | plain | checkpoint per block | smallest of torch.compile's "
-    heads += f"| monet_like, fastest | at most {100 * SAME_TIME:g} % slower than plain | {100 * USEFUL:g} % |"
+    heads += f"| monet_like, fastest | at most {100 * SAME_TIME:g} % slower than plain | at most {100 * USEFUL:g} % |"
     rows = [heads, "|---|---|---|---|---|---|---|"]
     for model, batch in sorted(
         {(p.model, p.batch) for p in points}, key=lambda pair: (list(WORK).index(pair[0]), pair)
