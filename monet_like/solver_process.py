@@ -128,8 +128,8 @@ def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
     dialect = DIALECTS[job["solver"]]
     seconds = _left(job)
     if job["solver"] == "CBC":
-        # Its limit is of processor seconds. The signal of who waits is a second way only: a search within a search,
-        # as its heuristics are, does not hear of it.
+        # Its limit is of processor seconds. (The signal that the parent sends when time is up does not reach a search
+        # within a search, as its heuristics are.)
         seconds *= processor_share()
         from cvxpy.reductions.solvers.conic_solvers.cbc_conif import CBC
 

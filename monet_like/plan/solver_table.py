@@ -43,8 +43,8 @@ class Dialect:
         package: what must be installed.
         options: (wall seconds, relative gap, threads) -> arguments of `cvxpy.Problem.solve`.
         bound: its ``extra_stats`` -> its bound of the objective; None if it tells none (CBC's is read off its log).
-        interruptible: at SIGINT it ends with its incumbent, if at once. For CBC, whose own limit is of processor
-            seconds: how many of them the clock's will be can only be guessed.
+        interruptible: at SIGINT it ends with its incumbent, unless it is in a search within its search. For CBC, whose
+            own limit is of processor seconds: how many of them the clock's will be can only be guessed.
     """
 
     package: str
