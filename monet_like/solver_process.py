@@ -16,6 +16,9 @@ import threading
 import time
 from typing import Any
 
+#: Of this process: nanoseconds that it ran, and that it waited for a processor.
+SCHEDSTAT = "/proc/self/schedstat"
+
 
 def main(answer_fd: int) -> None:
     """Solve the problems on stdin, one after another; answer on ``answer_fd``."""
@@ -93,11 +96,11 @@ def _left(job: dict[str, Any]) -> float:
 def processor_share() -> float:
     """Of the time in which this process could have run, the part in which it did; 1 where the system does not tell."""
     try:
-        with open("/proc/self/schedstat") as file:
+        with open(SCHEDSTAT) as file:
             ran, waited = map(int, file.read().split()[:2])
-    except OSError:
+    except (OSError, ValueError):
         return 1.0
-    return ran / (ran + waited)
+    return ran / (ran + waited) if ran else 1.0  # a kernel without these statistics writes zeros
 
 
 def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:

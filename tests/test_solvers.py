@@ -13,6 +13,7 @@ import scipy.sparse as sp
 from scipy.optimize import Bounds, LinearConstraint, milp
 from test_plan import hard_problem
 
+from monet_like import solver_process
 from monet_like.plan import solvers
 from monet_like.plan.matrix import MatrixProgram
 from monet_like.plan.solver_table import DIALECTS
@@ -96,7 +97,10 @@ def test_at_the_time_limit_there_is_an_incumbent_a_bound_and_news(solver: str) -
         assert max(bounds) <= found.objective_seconds + 1e-6
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell")
+@pytest.mark.skipif(
+    not Path(solver_process.SCHEDSTAT).exists() or Path(solver_process.SCHEDSTAT).read_text().startswith("0 0 "),
+    reason="the system does not tell",
+)
 def test_a_process_knows_how_much_of_a_processor_it_gets() -> None:
     """CBC's limit is of processor seconds: beside other work it is told fewer of them, or it is stopped with its plan."""
     script = (
@@ -111,6 +115,18 @@ def test_a_process_knows_how_much_of_a_processor_it_gets() -> None:
     arguments = [sys.executable, "-c", script, str(min(os.sched_getaffinity(0)))]
     share = float(subprocess.run(arguments, capture_output=True, check=True).stdout)
     assert 0 < share < 0.75
+
+
+@pytest.mark.parametrize("told", ["0 0 0\n", "", None])
+def test_where_the_system_does_not_tell_a_process_has_a_processor_of_its_own(
+    told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel without these statistics has the file, with zeros."""
+    file = tmp_path / "schedstat"
+    if told is not None:
+        file.write_text(told)
+    monkeypatch.setattr(solver_process, "SCHEDSTAT", str(file))
+    assert solver_process.processor_share() == 1.0
 
 
 def test_planning_loads_no_solver_into_this_process() -> None:
