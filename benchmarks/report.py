@@ -211,7 +211,7 @@ def _batches(trials: Sequence[Trial]) -> str:
             more = [
                 t
                 for t in tried
-                if t.status in ("died", "over", "refused") and (not fitting or t.batch > fitting[-1].batch)
+                if t.status in ("died", "over", "refused", "not found") and (not fitting or t.batch > fitting[-1].batch)
             ]
             next_one = min(more, key=lambda t: t.batch, default=None)
             beyond = (

@@ -75,8 +75,9 @@ class Trial:
     Attributes:
         limit_bytes: what a step may hold.
         status: fits; died: the process ended at the limit; over: it lived, by what malloc had kept, and its tensors took
-            more; refused: there is no schedule; failed before any limit.
+            more; refused: there is no schedule; not found: no schedule in the solver's time; failed before any limit.
         seconds, plain_seconds: of a step at this batch, and of plain PyTorch's at ``plain_batch``, taking turns.
+        peak_bytes: of a step without the limit; 0: it never took one.
     """
 
     model: str
@@ -90,6 +91,7 @@ class Trial:
     plain_seconds: float = 0.0
     plain_batch: int = 0
     load: float = 0.0
+    peak_bytes: int = 0
 
     @property
     def key(self) -> tuple[str, int, str, str, int]:
@@ -114,13 +116,13 @@ Row = TypeVar("Row", bound=Keyed)
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """The rows of a file; none if there is no file."""
+    """The rows of a file; none if there is no file. A column that an older file lacks has its default."""
     if not path.exists():
         return []
     types: dict[str, Any] = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}
     with path.open(newline="") as file:
         return [
-            kind(**{field.name: types[str(field.type)](row[field.name]) for field in fields(kind)})
+            kind(**{f.name: types[str(f.type)](row[f.name]) for f in fields(kind) if f.name in row})
             for row in csv.DictReader(file)
         ]
 

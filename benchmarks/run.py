@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -247,42 +247,53 @@ def _largest(suite: Suite, plain: Running, name: str, setting: str, limit: int) 
                 return
             suite.say(f"{model}, batch {batch} in {limit / 1e6:,.0f} MB: {name} {setting}")
             known[batch] = suite.keep_trial(_trial(suite, plain, batch, name, setting, limit))
-        status = known[batch].status
-        if status == "failed":  # at no batch will it do
+        if known[batch].status == "failed":  # at no batch will it do
             return
         try:
-            batch = candidates.send(status == "fits")
+            batch = candidates.send(known[batch])
         except StopIteration:
             return
 
 
-def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit: int) -> Generator[int, bool, None]:
-    """What to try next: up or down from a guess until one fits and one does not, then between them."""
+def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit: int) -> Generator[int, Trial, None]:
+    """What to try next, until one fits and one not much larger does not.
+
+    What keeps and runs the same at every batch has peaks that lie on a line: the next guess is where it meets the limit,
+    and a little more where that fits. What is planned for the limit takes all of it at any batch: from the goal up in
+    steps of a third, or halfway down to plain PyTorch's, then halfway between what fits and what does not.
+    """
     plain = suite.plain(model, base)
-    static = plain.static_bytes
-    points = [p for p in suite.points if p.model == model and p.contender == name and p.status == "measured"]
-    least = min((p.peak_bytes for p in points if setting in ("limit", p.setting)), default=0)
-
-    def fitting(peak: int) -> int:  # peaks are lines over batches
-        return int(base * (limit - static) / (peak - static)) if peak > static else base
-
-    likely = min(max(fitting(least), base // 2, 1), 8 * base)
+    peaks = {0: plain.static_bytes}  # the inputs of ``base`` among it, which are little
+    plain_fits = _meeting({**peaks, base: plain.peak_bytes}, limit)
+    peaks |= {p.batch: p.peak_bytes for p in suite.points
+              if (p.model, p.contender, p.setting, p.status) == (model, name, setting, "measured")}  # fmt: skip
     low = high = 0
-    for guess in [int(BATCH_GOAL) * fitting(plain.peak_bytes), likely] if setting == "limit" else [likely]:
-        if low < guess and not 0 < high <= guess:
-            fitted = yield guess
-            low, high = (guess, high) if fitted else (low, guess)
-    step = max(1, likely // 8)
-    while not (low and high and high - low <= max(1, low // 8)):
-        if low and high:
-            guess = (low + high) // 2
-        elif high == 1:
-            return
+    while not (low and high and high - low <= _near(low)):
+        if setting != "limit":
+            guess = _meeting(peaks, limit) if len(peaks) > 1 else base
+        elif high:
+            guess = ((low or plain_fits if plain_fits < high else low) + high) // 2
         else:
-            guess = low + step if low else max(1, high - step)
-            step *= 2
-        fitted = yield guess
-        low, high = (guess, high) if fitted else (low, guess)
+            guess = -(-4 * low // 3) if low else int(BATCH_GOAL) * plain_fits
+        guess = max(guess, low + _near(low)) if low else guess
+        guess = min(guess, high - 1) if high else guess
+        if guess < 1:
+            return
+        trial = yield guess
+        if trial.peak_bytes:
+            peaks[guess] = trial.peak_bytes
+        low, high = (guess, high) if trial.status == "fits" else (low, guess)
+
+
+def _near(batch: int) -> int:
+    """So much more is not worth another trial."""
+    return max(1, batch // 8)
+
+
+def _meeting(peaks: Mapping[int, int], limit: int) -> int:
+    """The batch at which the line through the two peaks that are nearest to a limit meets it; 1 if there is none."""
+    (low, less), (high, more) = sorted(sorted(peaks.items(), key=lambda known: abs(known[1] - limit))[:2])
+    return max(1, low + (limit - less) * (high - low) // (more - less)) if more > less else max(1, high)
 
 
 def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, limit: int) -> Trial:
@@ -295,10 +306,12 @@ def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, li
     try:
         run = suite.start(job)
     except DiedError as error:
-        refused = "InfeasibleError" in error.reason
-        return replace(row, status="refused" if refused else "failed", reason=error.reason)
+        kinds = {"InfeasibleError": "refused", "SolverError": "not found"}
+        status = next((status for kind, status in kinds.items() if kind in error.reason), "failed")
+        return replace(row, status=status, reason=error.reason)
+    peak = run.ready["peak_bytes"]
+    row = replace(row, peak_bytes=peak)
     try:
-        peak = run.ready["peak_bytes"]
         run.ask(f"limit {limit + max(0, run.ready['process_bytes'] - peak) + SLACK_BYTES}")
         if peak > limit:
             return replace(row, status="over", reason=f"its peak is {peak / MB:,.1f} MB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import subprocess
@@ -219,24 +220,57 @@ def test_unknown_names_are_refused() -> None:
 # The search for the largest batch --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("largest", [1, 5, 8, 13, 60])
+@pytest.mark.parametrize("largest", [1, 5, 8, 13, 60, 300])
+@pytest.mark.parametrize("bent", [0.0, 0.2])
 @pytest.mark.parametrize("setting", ["", "limit"])
-def test_the_search_ends_between_what_fits_and_what_does_not(tmp_path: Path, largest: int, setting: str) -> None:
+def test_the_search_ends_between_what_fits_and_what_does_not(
+    tmp_path: Path, largest: int, bent: float, setting: str
+) -> None:
+    """Peaks lie on a line, or only nearly so: with what is taken at any batch, and in steps of eight."""
     suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
-    suite.points = [point("plain PyTorch", 500, 1.0)]
-    search = run._batches(suite, "resnet50", 12, "monet_like", setting, 500 * MB)
+    limit = 500 * MB
+    suite.points = [replace(point("plain PyTorch", 500, 1.0), static_bytes=100 * MB)]
+    search = run._batches(suite, "resnet50", 12, "monet_like", setting, limit)
     tried, batch = {}, next(search)
     while batch:
-        tried[batch] = batch <= largest
+        fits = tried[batch] = batch <= largest
+        share = (bent * (batch // 8 * 8) + batch) / (bent * (largest // 8 * 8) + largest + 0.5)
+        peak = int(100 * MB + 400 * MB * (bent + share) / (1 + bent))
+        assert (peak <= limit) is fits
+        peak = limit if setting == "limit" else peak
+        trial = Trial("resnet50", "", setting, limit, batch, "fits" if fits else "over", peak_bytes=peak)
         try:
-            batch = search.send(tried[batch])
+            batch = search.send(trial)
         except StopIteration:
             batch = 0
-    assert len(tried) <= run.TRIALS
+    assert len(tried) <= (run.TRIALS if setting == "limit" else 6 if bent else 4)
     low = max(b for b, fits in tried.items() if fits)
     high = min(b for b, fits in tried.items() if not fits)
     assert low <= largest < high
     assert high - low <= max(1, low // 8)
+
+
+def test_the_search_goes_on_from_the_peaks_that_are_known(tmp_path: Path) -> None:
+    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
+    suite.points = [
+        replace(p, static_bytes=100 * MB)
+        for p in (point("plain PyTorch", 500, 1.0), point("selective checkpoint", 300, 1))
+    ]
+    assert next(run._batches(suite, "resnet50", 12, "plain PyTorch", "", 525 * MB)) == 12
+    assert next(run._batches(suite, "resnet50", 12, "selective checkpoint", "", 525 * MB)) == 25
+    assert next(run._batches(suite, "resnet50", 12, "monet_like", "limit", 525 * MB)) == 36
+
+
+def test_no_batch_fits(tmp_path: Path) -> None:
+    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
+    suite.points = [point("plain PyTorch", 500, 1.0)]
+    for setting in ("", "limit"):
+        search = run._batches(suite, "resnet50", 12, "monet_like", setting, 500 * MB)
+        tried = [next(search)]
+        with contextlib.suppress(StopIteration):
+            while len(tried) <= run.TRIALS:
+                tried.append(search.send(Trial("resnet50", "", setting, 500 * MB, tried[-1], "refused")))
+        assert tried[-1] == 1
 
 
 def test_ours_is_planned_for_what_the_others_take(tmp_path: Path) -> None:
