@@ -43,6 +43,9 @@ SLACK_BYTES = 2 * 2**20
 MATCHED, NEAR = ("monet_like", "monet_like inductor"), 0.97
 #: What is measured first, of all models, and the largest batch of the first model.
 ESSENTIAL = (PLAIN, "checkpoint per block", "torch.compile budget", "monet_like")
+#: How many times as large as any batch whose peak is known the next one may be: small batches' peaks, where weights
+#: outweigh all else, may lie on another line.
+FURTHER = 3
 #: Batches that are tried, at most, for one contender.
 TRIALS = 12
 
@@ -270,7 +273,7 @@ def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit
     low = high = 0
     while not (low and high and high - low <= _near(low)):
         if setting != "limit":
-            guess = _meeting(peaks, limit) if len(peaks) > 1 else base
+            guess = min(_meeting(peaks, limit), FURTHER * max(peaks)) if len(peaks) > 1 else base
         elif high:
             guess = ((low or plain_fits if plain_fits < high else low) + high) // 2
         else:
