@@ -263,7 +263,8 @@ def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit
 
     What keeps and runs the same at every batch has peaks that lie on a line: the next guess is where it meets the limit,
     and a little more where that fits. What is planned for the limit takes all of it at any batch: from the goal up in
-    steps of a third, or halfway down to plain PyTorch's, then halfway between what fits and what does not.
+    steps of a third, or halfway down to plain PyTorch's, then halfway between what fits and what does not; so is what dies
+    at the limit though its tensors would fit.
     """
     plain = suite.plain(model, base)
     peaks = {0: plain.static_bytes}  # the inputs of ``base`` among it, which are little
@@ -271,8 +272,9 @@ def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit
     peaks |= {p.batch: p.peak_bytes for p in suite.points
               if (p.model, p.contender, p.setting, p.status) == (model, name, setting, "measured")}  # fmt: skip
     low = high = 0
+    told = setting != "limit"  # whether the peaks say what fits
     while not (low and high and high - low <= _near(low)):
-        if setting != "limit":
+        if told:
             guess = min(_meeting(peaks, limit), FURTHER * max(peaks)) if len(peaks) > 1 else base
         elif high:
             guess = ((low or plain_fits if plain_fits < high else low) + high) // 2
@@ -285,6 +287,7 @@ def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit
         trial = yield guess
         if trial.peak_bytes:
             peaks[guess] = trial.peak_bytes
+            told &= trial.status == "fits" or trial.peak_bytes > limit  # scratch memory of libraries may not fit
         low, high = (guess, high) if trial.status == "fits" else (low, guess)
 
 

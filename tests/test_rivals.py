@@ -243,7 +243,7 @@ def test_the_search_ends_between_what_fits_and_what_does_not(
             batch = search.send(trial)
         except StopIteration:
             batch = 0
-    assert len(tried) <= (run.TRIALS if setting == "limit" else 6 if bent else 4)
+    assert len(tried) <= (run.TRIALS if setting == "limit" else 6)
     low = max(b for b, fits in tried.items() if fits)
     high = min(b for b, fits in tried.items() if not fits)
     assert low <= largest < high
@@ -259,6 +259,20 @@ def test_the_search_goes_on_from_the_peaks_that_are_known(tmp_path: Path) -> Non
     assert next(run._batches(suite, "resnet50", 12, "plain PyTorch", "", 525 * MB)) == 12
     assert next(run._batches(suite, "resnet50", 12, "selective checkpoint", "", 525 * MB)) == 25
     assert next(run._batches(suite, "resnet50", 12, "monet_like", "limit", 525 * MB)) == 36
+
+
+def test_what_dies_below_the_limit_is_sought_halfway(tmp_path: Path) -> None:
+    """Its tensors would fit, so their peaks are no guide."""
+    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
+    suite.points = [replace(point("plain PyTorch", 500, 1.0), static_bytes=100 * MB)]
+    search = run._batches(suite, "resnet50", 12, "torch.compile", "", 525 * MB)
+    tried, batch = [], next(search)
+    with contextlib.suppress(StopIteration):
+        while len(tried) <= run.TRIALS:
+            tried.append(batch)
+            status, peak = "fits" if batch <= 20 else "died", (100 + 6 * batch) * MB
+            batch = search.send(Trial("resnet50", "", "", 525 * MB, batch, status, peak_bytes=peak))
+    assert tried == [12, 36, 24, 18, 21, 20]
 
 
 def test_no_batch_fits(tmp_path: Path) -> None:
