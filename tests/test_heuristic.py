@@ -108,6 +108,33 @@ def test_never_beats_the_best_of_all_schedules_and_nearly_always_meets_it() -> N
     assert met >= 0.95 * found
 
 
+def test_crossing_puts_the_good_stretches_of_two_policies_together() -> None:
+    program, costs = network(40)
+    searcher, budget = Searcher(program, costs), peak(program, costs)
+    kept, values = {*range(len(program.values))}, searcher.tables.changeable
+    half = {*values[: round(len(values) / 2)]}
+    found = [searcher.judge(searcher.keeping(kept - dropped), budget) for dropped in (set(), half, set(values) - half)]
+    best, one, other = (f for f in found if f is not None)
+    assert best.score(budget) < min(one.score(budget), other.score(budget))
+    for first, second in ((one, other), (other, one)):
+        assert searcher.cross(first, second, budget).judgement == best.judgement
+    assert searcher.cross(one, one, budget).judgement == one.judgement
+
+
+@pytest.mark.parametrize(("depth", "most"), [(30, 1.7), (60, 2.5)])
+def test_near_the_least_memory_few_runs_are_dear(depth: int, most: float) -> None:
+    """Alone, annealing ends where every result is made anew for nearly every reader, at 7 and 11 times the seconds."""
+    program, costs = network(depth)
+    known = smallest_known(program, costs, evaluations=3000)
+    assert known is not None
+    budget = int(1.2 * known[1].peak_bytes)
+    schedule = find_start(program, costs, budget, evaluations=3000)
+    assert schedule is not None
+    found = simulate(program, schedule, costs)
+    assert found.peak_bytes <= budget
+    assert found.seconds < most * simulate(program, store_all(program), costs).seconds
+
+
 def test_smallest_known_is_below_plain() -> None:
     program, costs = network(30)
     known = smallest_known(program, costs)
