@@ -277,11 +277,14 @@ def _search(
             best = searcher.improve([best, best], budget_bytes, count, seed + 1000 * turn)
         fastest = min(starts, key=lambda f: f.judgement.seconds)
         for turn in range(CROSSED):
-            if best.score(budget_bytes) <= (0, DEAR * fastest.judgement.seconds):
+            before = best.score(budget_bytes)
+            if before <= (0, DEAR * fastest.judgement.seconds):
                 break
             other = _shrink(searcher, fastest, budget_bytes, count // 10, seed + 7000 + 100 * turn)
             best = searcher.cross(best, other, budget_bytes, min(CROSSINGS, isqrt(count // 8)))
             best = searcher.improve([best, best], budget_bytes, count // 2, seed + 8000 + 100 * turn, later=True)
+            if best.score(budget_bytes) == before:
+                break
         best = _shrink(searcher, best, budget_bytes, count // 10, seed + 5000)
     for turn in range(rounds):
         best = searcher.improve([best, best], budget_bytes, count, seed + 2 * turn + 2, later=True, effort=effort)
