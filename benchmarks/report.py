@@ -134,6 +134,9 @@ def _words(points: Sequence[Point]) -> str:
     for kind in FRONTS:
         if not usable(points, kind, ours=False):
             continue
+        if not any(CONTENDERS[p.contender].is_ours for p in points):
+            lines += [f"* {kind}: none of ours was run."]
+            continue
         told = behind(points, kind)
         if told:
             lines += [f"* {kind}: ours is not on or below the others' front everywhere:"]

@@ -1,7 +1,8 @@
 """The README's figures from what `benchmarks.run` measured: python -m benchmarks.table [--write README.md]
 
-Of every model the peak and the step of plain PyTorch, of others and of ours; where the plot is; the largest batch under a
-limit; and how near the predictions were. With ``--write`` they go between the file's two markers.
+Of every model the peak and the step of plain PyTorch, of others and of ours; where the plot is; how near the predictions
+were, all of the device with the most points; and the largest batches under a limit, of the device where the most were
+sought. With ``--write`` they go between the file's two markers.
 """
 
 from __future__ import annotations
@@ -24,20 +25,29 @@ USEFUL = 0.5
 OURS, RESULTS = ("monet_like", "monet_like inductor"), ROOT / "benchmarks" / "results"
 
 
-def figures(folder: Path) -> str:
-    """Markdown of a folder's rows.
+def figures(folder: Path, sought: Path) -> str:
+    """Markdown of a folder's points and of the largest batches in another, or the same.
 
     Raises:
         UsageError: nothing was measured there.
     """
     points = [p for p in trusted(read_rows(folder / "points.csv", Point)) if p.status == "measured" and p.model in WORK]
-    parts = [_table(points), _pictures(points, folder), _batches(read_rows(folder / "batches.csv", Trial))]
     if not points:
         raise UsageError(f"{folder} has no rows of models; measure with python -m benchmarks.run --suite cpu")
+    parts = [_table(points), _pictures(points, folder)]
     found = planned(points)
     parts += [f"Predicted and measured: {accuracy(found)}"] if found else []
-    parts.append(f"All contenders, settings and reasons: [{folder.name}](benchmarks/results/{folder.name}/rivals.md).")
-    return "\n\n".join(part for part in parts if part)
+    parts.append(f"All contenders, settings and reasons: {_report(folder)}.")
+    wrong = {(p.model, p.contender, p.setting) for p in points if not p.correct}
+    trials = [t for t in read_rows(sought / "batches.csv", Trial) if (t.model, t.contender, t.setting) not in wrong]
+    if trials:
+        said = "The largest batch in a process that may hold what plain PyTorch's own takes and 5 % more, and time per sample"
+        parts += [f"{said} against plain PyTorch's ({_report(sought)}):", _batches(trials)]
+    return "\n\n".join(parts)
+
+
+def _report(folder: Path) -> str:
+    return f"[{folder.name}](benchmarks/results/{folder.name}/rivals.md)"
 
 
 def _table(points: Sequence[Point]) -> str:
@@ -85,39 +95,51 @@ def _pictures(points: Sequence[Point], folder: Path) -> str:
 
 
 def _batches(trials: Sequence[Trial]) -> str:
-    told = []
-    for model, limit in dict.fromkeys((t.model, t.limit_bytes) for t in trials):
-        here = [t for t in trials if (t.model, t.limit_bytes) == (model, limit) and t.status == "fits"]
-        largest = {t.contender: t for t in sorted(here, key=lambda t: t.batch)}
-        if PLAIN not in largest:
+    heads = "| a step may hold | plain PyTorch | checkpoint per block | largest of torch.compile's | monet_like | "
+    rows = [heads + f"at most {100 * OVERHEAD_GOAL:.0f} % slower |", "|---|---|---|---|---|---|"]
+    for model in sorted({t.model for t in trials}, key=list(WORK).index):
+        here = [t for t in trials if t.model == model and t.status == "fits"]
+        plain = _largest(t for t in here if t.contender == PLAIN)
+        if plain is None:
             continue
-        most = [f"{name} {t.batch} ({_percent(t.overhead)} per sample)" for name, t in largest.items() if name != PLAIN]
-        cheap = [t.batch for t in here if t.contender == "monet_like" and t.overhead <= OVERHEAD_GOAL]
-        text = f"Largest batch of {model} in a process that may hold {limit / MB:,.0f} MB a step: plain PyTorch "
-        text += ", ".join([str(largest[PLAIN].batch), *most])
-        if cheap:
-            times = max(cheap) / largest[PLAIN].batch
-            text += f"; monet_like at no more than {100 * OVERHEAD_GOAL:.0f} % further time: {max(cheap)}, {times:.1f} times"
-        told.append(f"{text}.")
-    return "\n\n".join(told)
+        ours = [t for t in here if t.contender == "monet_like"]
+        others = (
+            _largest(t for t in here if t.contender == "checkpoint per block"),
+            _largest(t for t in here if t.contender.startswith("torch.compile")),
+            _largest(ours),
+            _largest(t for t in ours if t.overhead <= OVERHEAD_GOAL),
+        )
+        cells = [f"{t.batch}, {_percent(t.overhead)}" if t else "-" for t in others]
+        if others[-1]:
+            cells[-1] += f": {others[-1].batch / plain.batch:.1f} times plain's"
+        rows.append(f"| {model}, {plain.limit_bytes / MB:,.0f} MB | {plain.batch} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
-def measured_folders() -> list[Path]:
-    """Of all devices that the suite ran on."""
-    return sorted(path.parent for path in RESULTS.glob("*/points.csv"))
+def _largest(trials: Iterable[Trial]) -> Trial | None:
+    return max(trials, key=lambda t: t.batch, default=None)
+
+
+def fullest(name: str, kind: type[Point] | type[Trial]) -> Path | None:
+    """Of the folders of all devices the one in whose file of this name the most contenders and settings are."""
+
+    def count(path: Path) -> int:
+        return len({(row.model, row.contender, row.setting) for row in read_rows(path, kind)})
+
+    found = max(sorted(RESULTS.glob(f"*/{name}")), key=count, default=None)
+    return found.parent if found else None
 
 
 @click.command()
-@click.option("--device", help="Folder in benchmarks/results; may be left out where there is one.")
+@click.option("--device", help="Folder in benchmarks/results; by default the one with the most points.")
 @click.option("--write", type=click.Path(path_type=Path), help="Into this file, between its markers.")
 def main(device: str | None, write: Path | None) -> None:
     """Print the figures or write them."""
-    folders = [RESULTS / device] if device else measured_folders()
-    if len(folders) != 1:
-        names = ", ".join(folder.name for folder in folders) or "none"
-        raise click.BadParameter(f"choose one of those measured: {names}", param_hint="--device")
+    folder = RESULTS / device if device else fullest("points.csv", Point)
+    if folder is None:
+        raise click.ClickException("nothing was measured yet; measure with python -m benchmarks.run --suite cpu")
     try:
-        text = figures(folders[0])
+        text = figures(folder, fullest("batches.csv", Trial) or folder)
         if write is None:
             click.echo(text)
             return

@@ -429,10 +429,10 @@ def test_the_readmes_figures_are_those_of_the_rows(tmp_path: Path) -> None:
             replace(trial, contender="monet_like", setting="limit", batch=48, seconds=5.0),
         ],
     )
-    text = table.figures(tmp_path)
+    text = table.figures(tmp_path, tmp_path)
     row = "| resnet50, batch 12 | 500 MB | 350 MB, +38.8 % | 450 MB, -10.0 % | 480 MB, -10.0 % | 400 MB, +1.0 % | 300 MB, +10.0 % |"
     row = row.replace(" -", " \N{MINUS SIGN}")
-    batches = "525 MB a step: plain PyTorch 12, monet_like 48 (+25.0 % per sample); monet_like at no more than 10 % further time: 42, 3.5 times."
+    batches = "| resnet50, 525 MB | 12 | - | - | 48, +25.0 % | 42, +2.9 %: 3.5 times plain's |"
     for expected in (row, batches, "Peak within 1.0 % for 1 of 1 points", "/plots/resnet50_12.png)"):
         assert expected in text, expected
     assert "unet" not in text
@@ -443,7 +443,7 @@ def test_the_readmes_figures_go_between_their_markers(tmp_path: Path, monkeypatc
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
     arguments = ["--write", str(readme)]
-    assert "none" in CliRunner().invoke(table.main, arguments).output
+    assert "nothing was measured yet" in CliRunner().invoke(table.main, arguments).output
     write_rows(tmp_path / "here" / "points.csv", [point("plain PyTorch", 500, 1.0)])
     done = CliRunner().invoke(table.main, arguments)
     assert done.exit_code == 0, done.output
@@ -451,8 +451,13 @@ def test_the_readmes_figures_go_between_their_markers(tmp_path: Path, monkeypatc
     assert text.startswith(f"before\n{table.BEGIN}\n\n| peak")
     assert text.endswith(f"{table.END}\nafter\n")
     assert "old" not in text
-    write_rows(tmp_path / "there" / "points.csv", [point("plain PyTorch", 500, 1.0)])
-    assert "here, there" in CliRunner().invoke(table.main, arguments).output
+    more = [point("plain PyTorch", 700, 1.0), point("checkpoint per block", 400, 1.3)]
+    write_rows(tmp_path / "there" / "points.csv", more)
+    write_rows(
+        tmp_path / "here" / "batches.csv", [Trial("resnet50", "plain PyTorch", "", 525 * MB, 12, "fits", "", 1, 1, 12)]
+    )
+    assert CliRunner().invoke(table.main, arguments).exit_code == 0
+    assert all(words in readme.read_text() for words in ("700 MB", "[there]", "[here]", "525 MB | 12 |"))
     readme.write_text("no markers")
     missing = CliRunner().invoke(table.main, [*arguments, "--device", "here"])
     assert missing.exit_code == 1
