@@ -18,6 +18,7 @@ from random_programs import ProgramMaker, best_seconds, random_program
 from monet_like.errors import InfeasibleError, SolverError, UsageError
 from monet_like.plan import STRATEGIES, plan, solvers, store_all
 from monet_like.plan.formulation import Options
+from monet_like.plan.heuristic import smallest_known
 from monet_like.plan.matrix import MatrixProgram
 from monet_like.plan.solvers import check_solver, installed_solvers, solve
 from monet_like.program import Cost, Program, Task
@@ -136,10 +137,21 @@ def test_values_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_incumbent_is_an_error_and_returns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monet_like.plan.search.find_start", lambda *_, **__: None)
+    for search in ("find_start", "smallest_known"):
+        monkeypatch.setattr(f"monet_like.plan.search.{search}", lambda *_, **__: None)
     program, costs = network(60)
     with pytest.raises(SolverError, match=r"found no plan within .* allow more time or more memory"):
         plan(program, costs, 30_000, solver="HIGHS", time_limit_seconds=0.8, options=Options())
+
+
+def test_where_nothing_else_is_found_what_is_known_to_do_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, costs = network(60)
+    known = smallest_known(program, costs)
+    assert known is not None
+    monkeypatch.setattr("monet_like.plan.search.find_start", lambda *_, start=None, **__: start)
+    budget = known[1].peak_bytes
+    found = plan(program, costs, budget, solver="HIGHS", time_limit_seconds=0.8, options=Options())
+    assert found.report.peak_bytes == budget
 
 
 def test_infeasible_names_a_budget_that_does() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -265,7 +266,7 @@ class Search:
             raise self._infeasible("proven", (floor, step))
 
     def _infeasible(self, how: str, floor: tuple[int, str] | None = None) -> InfeasibleError:
-        known = smallest_known(self.program, self.costs, extra_bytes=self.extra_bytes)
+        known = self.lowest
         message = f"no schedule fits into {format_bytes(self.budget_bytes)} ({how})"
         step = floor[1] if floor else ""
         if floor:
@@ -305,9 +306,16 @@ class Search:
         begin = time.monotonic()
         seed = 0 if start is None else 10_000 * effort
         self._accept(self._annealed(seed, rounds, start, effort), "heuristic")
+        if self.best is None and self.evaluations != 0 and self.lowest and self._accept(self.lowest[0], "heuristic"):
+            self._accept(self._annealed(seed, rounds, self.lowest[0], effort), "heuristic")
         took = time.monotonic() - begin
         self.seconds["heuristic"] += took
         return took
+
+    @cached_property
+    def lowest(self) -> tuple[Schedule, Report] | None:
+        """The schedule with the lowest peak that is known, and its report."""
+        return smallest_known(self.program, self.costs, extra_bytes=self.extra_bytes)
 
     def _annealed(self, seed: int, rounds: int, start: Schedule | None, effort: int = 1) -> Schedule | None:
         return find_start(
