@@ -100,20 +100,27 @@ def _batches(trials: Sequence[Trial]) -> str:
     for model in sorted({t.model for t in trials}, key=list(WORK).index):
         here = [t for t in trials if t.model == model and t.status == "fits"]
         plain = _largest(t for t in here if t.contender == PLAIN)
-        if plain is None:
-            continue
         ours = [t for t in here if t.contender == "monet_like"]
+        if plain is None or not ours:
+            continue
         others = (
             _largest(t for t in here if t.contender == "checkpoint per block"),
             _largest(t for t in here if t.contender.startswith("torch.compile")),
             _largest(ours),
             _largest(t for t in ours if t.overhead <= OVERHEAD_GOAL),
         )
-        cells = [f"{t.batch}, {_percent(t.overhead)}" if t else "-" for t in others]
+        ended = {t.contender for t in trials if t.model == model and t.status != "fits"}
+        cells = [_batch(t, at_least=t is not None and t.contender not in ended) for t in others]
         if others[-1]:
             cells[-1] += f": {others[-1].batch / plain.batch:.1f} times plain's"
         rows.append(f"| {model}, {plain.limit_bytes / MB:,.0f} MB | {plain.batch} | {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _batch(trial: Trial | None, *, at_least: bool) -> str:
+    if trial is None:
+        return "-"
+    return f"{'at least ' * at_least}{trial.batch}, {_percent(trial.overhead)}"
 
 
 def _largest(trials: Iterable[Trial]) -> Trial | None:
