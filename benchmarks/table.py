@@ -42,7 +42,7 @@ def figures(folder: Path, sought: Path) -> str:
     trials = [t for t in read_rows(sought / "batches.csv", Trial) if (t.model, t.contender, t.setting) not in wrong]
     if trials:
         said = "The largest batch in a process that may hold what plain PyTorch's own takes and 5 % more, and time per sample"
-        parts += [f"{said} against plain PyTorch's ({_report(sought)}):", _batches(trials)]
+        parts += [f"{said} against plain PyTorch's ({_report(sought)}; -: none measured):", _batches(trials)]
     return "\n\n".join(parts)
 
 

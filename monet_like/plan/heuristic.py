@@ -125,7 +125,7 @@ class Searcher:
         places need many runs, and a search that has found them seldom finds the way back everywhere else.
         """
         values = self.tables.changeable
-        places = sorted({round(i * len(values) / crossings) for i in range(crossings + 1)})
+        places = sorted({round(i * len(values) / crossings) for i in range(crossings)})  # of a circle
         found = [one, other]
         for begin in places:
             for end in places:
