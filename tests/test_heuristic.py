@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from itertools import product
+from typing import Any
 
 import pytest
 from random_programs import best_seconds, random_program
@@ -12,10 +13,11 @@ from test_plan import network, peak
 
 from monet_like.plan import store_all
 from monet_like.plan.annealing import PythonEngine, Settings
-from monet_like.plan.heuristic import Searcher, find_start, smallest_known
+from monet_like.plan.heuristic import Found, Searcher, find_start, smallest_known
 from monet_like.plan.native import NativeEngine, library
 from monet_like.plan.policy import Tables, make_tables, to_policy, to_schedule
 from monet_like.program import Cost, Program, Task, Value
+from monet_like.schedule import Schedule
 from monet_like.simulate import simulate
 
 
@@ -133,6 +135,36 @@ def test_near_the_least_memory_few_runs_are_dear(depth: int, most: float) -> Non
     found = simulate(program, schedule, costs)
     assert found.peak_bytes <= budget
     assert found.seconds < most * simulate(program, store_all(program), costs).seconds
+
+
+def test_a_clock_ends_the_search_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, costs = network(30)
+    known = smallest_known(program, costs, evaluations=3000)
+    assert known is not None
+    budget = int(1.2 * known[1].peak_bytes)  # near enough for crossing
+    improve, annealed = Searcher.improve, []
+
+    def counted(self: Searcher, *args: Any, **options: Any) -> Found:
+        annealed.append(True)
+        return improve(self, *args, **options)
+
+    def found(**options: Any) -> Schedule | None:
+        annealed.clear()
+        return find_start(program, costs, budget, evaluations=3000, rounds=3, **options)
+
+    monkeypatch.setattr(Searcher, "improve", counted)
+    whole = found()
+    asked_for = len(annealed)
+    assert found(enough=lambda fits: False) == whole
+    assert len(annealed) == asked_for > 10
+    for most in (1, 2, 5, 10):
+        schedule = found(enough=lambda fits, most=most: len(annealed) >= most)
+        assert len(annealed) == most
+        assert schedule is None or simulate(program, schedule, costs).peak_bytes <= budget
+    told = []
+    found(enough=lambda fits: told.append(fits) or False)
+    assert told == sorted(told)  # what fits once is not lost
+    assert told[-1]
 
 
 def test_smallest_known_is_below_plain() -> None:

@@ -20,6 +20,7 @@ from monet_like.plan import STRATEGIES, plan, solvers, store_all
 from monet_like.plan.formulation import Options
 from monet_like.plan.heuristic import smallest_known
 from monet_like.plan.matrix import MatrixProgram
+from monet_like.plan.search import Search
 from monet_like.plan.solvers import check_solver, installed_solvers, solve
 from monet_like.program import Cost, Program, Task
 from monet_like.simulate import simulate
@@ -152,6 +153,16 @@ def test_where_nothing_else_is_found_what_is_known_to_do_is_the_plan(monkeypatch
     budget = known[1].peak_bytes
     found = plan(program, costs, budget, solver="HIGHS", time_limit_seconds=0.8, options=Options())
     assert found.report.peak_bytes == budget
+
+
+def test_the_local_search_has_the_time_limit_and_as_long_again_where_nothing_fits() -> None:
+    program, costs = network(8)
+    search = Search(program, costs, 6_000, time_limit_seconds=10)
+    for seconds, over in ((9, (False, False)), (11, (True, False)), (21, (True, True))):
+        search.started = time.monotonic() - seconds
+        assert (search._over(fits=True), search._over(fits=False)) == over
+    search.evaluations = 100  # counted, not clocked
+    assert not search._over(fits=True)
 
 
 def test_infeasible_names_a_budget_that_does() -> None:

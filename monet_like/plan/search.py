@@ -329,7 +329,13 @@ class Search:
             rounds=rounds,
             start=start,
             effort=effort,
+            enough=self._over,
         )
+
+    def _over(self, fits: bool) -> bool:
+        """Whether the local search has had its time: the limit, and as long again where nothing fits yet."""
+        known = fits or self.best is not None
+        return self.evaluations is None and self.left <= (0 if known else -self.time_limit_seconds)
 
     def _build(self, options: Options) -> Formulation:
         begin = time.monotonic()
