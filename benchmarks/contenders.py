@@ -214,16 +214,29 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
             batches="0.2",
         ),
         "Rockmate": Contender(rockmate, ("hilp 45%", "rockmate 45%"), ("hilp 45%",)),
-        "strategy ogc": Contender(partial(ours, strategy="ogc", mode="normal"), plans=True),
-        "strategy chen_sqrt": Contender(partial(ours, strategy="chen_sqrt", mode="normal"), plans=True),
+        "strategy ogc": Contender(partial(ours, strategy="ogc", mode="normal"), plans=True, batches=""),
+        "strategy chen_sqrt": Contender(partial(ours, strategy="chen_sqrt", mode="normal"), plans=True, batches=""),
         "strategy chen_greedy": Contender(
-            partial(ours, strategy="chen_greedy", mode="normal"), ("60%", "45%", "30%"), ("30%",), plans=True
+            partial(ours, strategy="chen_greedy", mode="normal"),
+            ("60%", "45%", "30%"),
+            ("30%",),
+            plans=True,
+            batches="limit",
         ),
         "strategy checkmate": Contender(
-            partial(ours, strategy="checkmate", mode="normal"), ("60%", "45%", "30%"), ("30%",), plans=True
+            partial(ours, strategy="checkmate", mode="normal"),
+            ("60%", "45%", "30%"),
+            ("30%",),
+            plans=True,
+            batches="limit",
         ),
         "monet_like without variants": Contender(
-            partial(ours, mode="normal"), ("80%", "60%", "45%", "30%", "20%"), ("45%",), is_ours=True, plans=True
+            partial(ours, mode="normal"),
+            ("80%", "60%", "45%", "30%", "20%"),
+            ("45%",),
+            is_ours=True,
+            plans=True,
+            batches="limit",
         ),
         "monet_like": Contender(ours, _SHARES, ("100%", "45%", "20%"), is_ours=True, plans=True, batches="limit"),
         "monet_like inductor without variants": Contender(
@@ -236,6 +249,7 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
             front="inductor",
             is_ours=True,
             plans=True,
+            batches="limit",
         ),
     }
 )
