@@ -1,13 +1,14 @@
 """The README's figures from what `benchmarks.run` measured: python -m benchmarks.table [--write README.md]
 
-Of every model the peak and the step of plain PyTorch, of others and of ours; where the plot is; how near the predictions
+What is gained over all models; of every one the peak and the step of plain PyTorch, of others and of ours; where the plot is; how near the predictions
 were, all of the device with the most points; and the largest batches under a limit, of the device where the most were
 sought. With ``--write`` they go between the file's two markers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -34,16 +35,51 @@ def figures(folder: Path, sought: Path) -> str:
     points = [p for p in trusted(read_rows(folder / "points.csv", Point)) if p.status == "measured" and p.model in WORK]
     if not points:
         raise UsageError(f"{folder} has no rows of models; measure with python -m benchmarks.run --suite cpu")
-    parts = [_table(points), _pictures(points, folder)]
+    wrong = {(p.model, p.contender, p.setting) for p in points if not p.correct}
+    trials = [t for t in read_rows(sought / "batches.csv", Trial) if (t.model, t.contender, t.setting) not in wrong]
+    parts = [*_gained(points, trials), _table(points), _pictures(points, folder)]
     found = planned(points)
     parts += [f"Predicted and measured: {accuracy(found)}"] if found else []
     parts.append(f"All contenders, settings and reasons: {_report(folder)}.")
-    wrong = {(p.model, p.contender, p.setting) for p in points if not p.correct}
-    trials = [t for t in read_rows(sought / "batches.csv", Trial) if (t.model, t.contender, t.setting) not in wrong]
     if trials:
         said = "The largest batch in a process that may hold what plain PyTorch's own takes and 5 % more, and time per sample"
         parts += [f"{said} against plain PyTorch's ({_report(sought)}; -: none measured):", _batches(trials)]
     return "\n\n".join(parts)
+
+
+def _gained(points: Sequence[Point], trials: Sequence[Trial]) -> list[str]:
+    """Over all models: the share of plain PyTorch's memory in its time, and the batch in its memory."""
+    shares, times = dict[str, float](), dict[str, float]()
+    for plain in (p for p in points if p.contender == PLAIN):
+        here = [p for p in points if (p.model, p.batch) == (plain.model, plain.batch) and p.correct]
+        ours = [p.peak_bytes for p in here if p.contender in OURS and p.ratio <= 1 + SAME_TIME]
+        if ours:
+            shares[plain.model] = 100 * min(ours) / plain.peak_bytes
+    for model in dict.fromkeys(t.model for t in trials):
+        here = [t for t in trials if t.model == model and t.status == "fits"]
+        plain_batch = max((t.batch for t in here if t.contender == PLAIN), default=0)
+        batches = [t.batch for t in here if t.contender == "monet_like" and t.overhead <= OVERHEAD_GOAL]
+        if plain_batch and batches:
+            times[model] = max(batches) / plain_batch
+    said = []
+    if shares:
+        said.append(
+            f"* Memory, at most {100 * SAME_TIME:g} % slower than plain PyTorch: {_range(shares, '.0f', ' %', 'of its peak')}"
+        )
+    if times:
+        slower = f"at most {100 * OVERHEAD_GOAL:.0f} % slower per sample"
+        said.append(f"* Batch in its memory and 5 % more, {slower}: {_range(times, '.1f', '', 'times its own')}")
+    return ["\n".join(said)] if said else []
+
+
+def _range(found: Mapping[str, float], digits: str, unit: str, of: str) -> str:
+    """The least and the most, and of what models; of several, what is in the middle."""
+    models = sorted(found, key=lambda model: found[model])
+    ends = " to ".join(
+        f"**{found[model]:{digits}}{unit}** ({model})" for model in dict.fromkeys((models[0], models[-1]))
+    )
+    middle = f"; median of {len(models)} models: {statistics.median(found.values()):{digits}}{unit}"
+    return f"{ends} {of}{middle if len(models) > 1 else ''}."
 
 
 def _report(folder: Path) -> str:
