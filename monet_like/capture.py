@@ -11,6 +11,7 @@ Interpreting the captured calls one by one is bit-equal to running the model eag
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,9 +22,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from .eager_calls import called_in_place, in_place_form
-from .errors import CaptureError
+from .errors import CaptureError, UsageError
 from .kernels.sync_batch_norm import COMMUNICATING
 from .layers import layer_of
 from .made_last import in_order, worth_moving
@@ -35,6 +37,7 @@ from .tracing import FlatModule, trace_joint
 CUDA_GRANULARITY_BYTES = 512
 
 _SYNC_BATCH_NORM_GATHER = "monet_like.sync_batch_norm_gather_functional.default"
+_WITH_UNKNOWN_WORKSPACE = (torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default)
 _SKIPPED_VIEWS = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
 
 
@@ -47,6 +50,7 @@ class TensorMeta:
         shape, stride: in elements.
         offset: first element within its storage.
         storage_bytes: the size of the storage it lies in.
+        lazily: ``conj`` or ``neg`` for elements that lie there conjugated or negated, as views by PyTorch's bits are.
     """
 
     dtype: torch.dtype
@@ -55,6 +59,7 @@ class TensorMeta:
     stride: tuple[int, ...]
     offset: int = 0
     storage_bytes: int = 0
+    lazily: str = ""
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorMeta:
@@ -66,10 +71,12 @@ class TensorMeta:
             tuple(map(int, tensor.stride())),
             int(tensor.storage_offset()),
             tensor.untyped_storage().nbytes(),
+            " ".join(["conj"] * tensor.is_conj() + ["neg"] * tensor.is_neg()),
         )
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+        text = f"{self.lazily} {text}" if self.lazily else text
         return text if self.contiguous else f"{text}/{','.join(map(str, self.stride))}"
 
     @property
@@ -133,6 +140,8 @@ class Captured:
         as_called: plain PyTorch's program, where that is not ``program``: before variants, in autograd's order, and in
             place where the model's own calls are. Its values come first in ``metas``.
         made_last: names of the parameters whose gradients ``program`` makes after all others, see `made_last`.
+        read: of every module, by qualified name, the attributes whose values the program has as they were: numbers, such as
+            a dropout's ``p``.
     """
 
     program: Program
@@ -153,6 +162,7 @@ class Captured:
     layers: Mapping[int, str] = field(default_factory=dict)
     as_called: Program | None = None
     made_last: tuple[str, ...] = ()
+    read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def plain(self) -> Program:
@@ -192,10 +202,17 @@ def capture(
         CaptureError: what cannot be captured, with the operator or line that is the reason.
     """
     _check_distributed(model)
+    check_initialized(model)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     flat = FlatModule(model, leaves, spec)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     graph, mode = trace_joint(flat, tensors, target, processes)
+    if flat.told:
+        warnings.warn(
+            f"{type(model).__name__}.forward sets {', '.join(flat.told)}, and a schedule does not: they stay as they are; "
+            "return such tensors as results, and count outside the model",
+            stacklevel=3,
+        )
     if target is not None:
         _move(graph, mode, target)
     return _without_dropit(_Builder(flat, graph, mode, made_last).build(), model)
@@ -227,6 +244,20 @@ def _without_dropit(captured: Captured, model: nn.Module) -> Captured:
         return captured
     values = frozenset(v for name, v in captured.parameters if id(model.get_parameter(name)) in exact)
     return replace(captured, no_dropit=values)
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Whether all parameters and buffers have shapes.
+
+    Raises:
+        UsageError: a lazy module has not seen an input yet.
+    """
+    for name, module in model.named_modules():
+        if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            raise UsageError(
+                f"{name or type(model).__name__} is a lazy module whose parameters have no shapes yet; call the model once on "
+                "an example first"
+            )
 
 
 def _check_distributed(model: nn.Module) -> None:
@@ -340,6 +371,16 @@ class _Builder:
             value = self._value(f"tangent{position}", "backward", fake)
             self.tangent_of[position] = value
             self.nodes[node] = _Node(fake, True, frozenset({position}), value)
+        elif kind == "TangentAOTInput":
+            raise CaptureError(
+                f"the model changes {getattr(desc.output, 'mutated_input', desc.output)} in place, and gradients flow through what "
+                "it becomes (Embedding's max_norm does so); only buffers without gradients may change in a forward"
+            )
+        elif "Token" in kind:
+            raise CaptureError(
+                "the model calls an operator that must run in order, such as torch.linalg.inv, solve or cholesky, which look at "
+                "their results for errors; use torch.linalg.inv_ex, solve_ex or cholesky_ex"
+            )
         else:
             raise CaptureError(f"the traced graph has an input of a kind that is not supported: {desc}")
 
@@ -381,6 +422,12 @@ class _Builder:
             return
         if not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(f"{node.target} at {_user_line(node)} is not an ATen operator and cannot be scheduled")
+        if node.target in _WITH_UNKNOWN_WORKSPACE:
+            library = "mkldnn" if "mkldnn" in str(node.target) else "cudnn"
+            raise CaptureError(
+                f"{node.target} keeps a workspace for its backward that only {library} knows the size of; plan and train inside "
+                f"`with torch.backends.{library}.flags(enabled=False):`, where PyTorch's own operators do the same"
+            )
         if _is_dropout(node, self.nodes):
             self._dropout(node)
             return
@@ -484,12 +531,17 @@ class _Builder:
         self, node: fx.Node, calls: list[Call], args: tuple[Any, ...], outs: list[Any], writes: list[int]
     ) -> None:
         """Training-mode batch norm: statistics move in the forward only; a rerun normalises by the batch again."""
-        x, weight, bias, mean, var, _, momentum, eps = args
+        x, weight, bias, *running, _, momentum, eps = args
+        before = calls
+        if not self._owns(_args(node)[3], "buffer"):  # instance norm's, those of every sample: new ones beside the old
+            moved = [out or Ref(f"new_{name}") for name, out in zip(("mean", "var"), outs[3:], strict=True)]
+            copies = (Call("aten.clone.default", (old,), (), (new,)) for old, new in zip(running, moved, strict=True))
+            before, running = [*calls, *copies], moved
         effect = self._pseudo_value(f"{node.name}.statistics", 0)
         self.effects.append(effect)
         update = Call(
             "aten.native_batch_norm.default",
-            (x, weight, bias, mean, var, True, momentum, eps),
+            (x, weight, bias, *running, True, momentum, eps),
             (),
             tuple(outs[:3]),
             True,
@@ -501,7 +553,7 @@ class _Builder:
             (outs[0], None, None),
             True,
         )
-        self.tasks.append(self._make(node.name, (*calls, update), (*writes, effect), runs="first"))
+        self.tasks.append(self._make(node.name, (*before, update), (*writes, effect), runs="first"))
         if outs[0] is not None:
             self.tasks.append(self._make(f"{node.name}.again", (*calls, again), writes[:1], runs="again"))
 
@@ -542,20 +594,25 @@ class _Builder:
         """Dropout on a CPU as eager mode does it: x * noise, where noise is 0 or 1 / (1 - p).
 
         The trace has ``native_dropout`` (the CUDA kernel, with a boolean mask) instead, whose scaling rounds
-        differently. As two tasks, the product can be recomputed without drawing again.
+        differently. As two tasks, the product can be recomputed without drawing again. Where p is 1 nothing is drawn, on
+        any device: noise is a zero.
         """
         x, p, _ = _args(node)
         like = self.nodes[x].result
         keep = 1.0 - p
         meta = TensorMeta.of(like)
-        noise = self._value(f"{node.name}.noise", "forward", torch.empty_like(like))
         options = (("dtype", meta.dtype), ("device", meta.device))
-        draw = (
-            Call("aten.empty_strided.default", (meta.shape, self.metas[noise].stride), options, (Ref(noise),)),
-            Call("aten.bernoulli_.float", (Ref(noise), keep), (), ()),
-            Call("aten.div_.Scalar", (Ref(noise), keep), (), ()),
-        )
-        self._random(node, draw, (noise,))
+        noise = self._value(f"{node.name}.noise", "forward", torch.empty_like(like) if keep else like.new_empty(()))
+        if keep:
+            draw = (
+                Call("aten.empty_strided.default", (meta.shape, self.metas[noise].stride), options, (Ref(noise),)),
+                Call("aten.bernoulli_.float", (Ref(noise), keep), (), ()),
+                Call("aten.div_.Scalar", (Ref(noise), keep), (), ()),
+            )
+            self._random(node, draw, (noise,))
+        else:
+            zero = Call("aten.zeros.default", ((),), options, (Ref(noise),))
+            self.tasks.append(self._make(f"{node.name}.noise", (zero,), (noise,)))
         calls: list[Call] = []
         source = self._emit(x, calls)
         result = torch.empty_like(like)
@@ -676,6 +733,7 @@ class _Builder:
             layers=self.layers,
             as_called=self._as_called(plain) or (plain if late else None),
             made_last=tuple(movable[slot] for slot in late),
+            read={name: tuple(sorted(attributes)) for name, attributes in self.flat.read.items()},
         )
 
     def _program(self, outputs: Sequence[Tensor], gradients: Sequence[int]) -> Program:
@@ -873,6 +931,11 @@ def _map(tree: Any, function: Callable[[fx.Node], Any]) -> Any:
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"the model, or its backward, makes a tensor of layout {tensor.layout}, and only strided ones can be scheduled;"
+            " for an Embedding, use sparse=False"
+        )
     return tensor.untyped_storage()._cdata
 
 
@@ -894,7 +957,7 @@ def _is_dropout(node: fx.Node, nodes: Mapping[fx.Node, _Node]) -> bool:
     if node.target is not torch.ops.aten.native_dropout.default:
         return False
     x, p, train = _args(node)
-    return bool(nodes[x].result.device.type == "cpu" and train and 0.0 < p < 1.0)
+    return bool(train and (p == 1.0 or (nodes[x].result.device.type == "cpu" and p > 0.0)))
 
 
 def _reaches_output(node: fx.Node) -> bool:

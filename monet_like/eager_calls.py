@@ -10,11 +10,13 @@ import torch.fx.traceback
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from .errors import CaptureError
 from .program import Call, Program, Ref, Task, refs
 
 if TYPE_CHECKING:
     from .capture import TensorMeta
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _KEY = "monet_like_in_place"
 _AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"))
 
@@ -26,15 +28,20 @@ class InPlaceCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if not (_changes(getattr(func, "__name__", "")) or kwargs.get("inplace") is True):
+        if func == _SET_DATA:
+            raise CaptureError(
+                "the forward assigns a tensor's .data, and a schedule cannot; write into it: tensor.copy_(...)"
+            )
+        if not changes_its_first(func, kwargs):
             return func(*args, **kwargs)
         with torch.fx.traceback.annotate({_KEY: True}):
             return func(*args, **kwargs)
 
 
-def _changes(name: str) -> bool:
-    """Whether a function of this name changes its first argument: ``relu_``, ``__iadd__``."""
-    return name in _AUGMENTED if name.endswith("__") else name.endswith("_")
+def changes_its_first(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of this function changes its first argument: ``relu_``, ``__iadd__``, ``relu(inplace=True)``."""
+    name = getattr(func, "__name__", "")
+    return (name in _AUGMENTED if name.endswith("__") else name.endswith("_")) or kwargs.get("inplace") is True
 
 
 def called_in_place(node: fx.Node) -> bool:

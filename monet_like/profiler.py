@@ -78,6 +78,8 @@ def distinct_tasks(captured: Captured) -> dict[str, Task]:
 def measure_task(task: Task, maker: Inputs, *, timed: bool = True) -> Cost:
     """Seconds and workspace of one task of the program that ``maker`` makes inputs for.
 
+    Random inputs are normal; where an operator refuses these, as those do that want probabilities, uniform in 0 to 1.
+
     Raises:
         ProfileError: it failed; out of memory is said to be that.
     """
@@ -105,6 +107,8 @@ def measure_task(task: Task, maker: Inputs, *, timed: bool = True) -> Cost:
     except (RuntimeError, MemoryError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in first
+        if not out_of_memory and not maker.uniform:
+            return measure_task(task, maker.as_uniform, timed=timed)
         reason = "ran out of memory" if out_of_memory else "failed"
         hint = "; measure at a smaller batch with --profile-batch" if out_of_memory else ""
         raise ProfileError(f"profiling {task.name} {reason}: {task.cost}: {first}{hint}") from error
@@ -118,11 +122,19 @@ def _has_tensor(task: Task, value: int) -> bool:
 class Inputs:
     """Tensors of given shapes to run operators on, made once and shared by all that read alike."""
 
-    def __init__(self, captured: Captured, device: torch.device, batches: float = 1.0) -> None:
-        """Args: batches: the wanted batch in units of the one that is measured."""
-        self.captured, self.device, self.batches = captured, device, batches
+    def __init__(
+        self, captured: Captured, device: torch.device, batches: float = 1.0, *, uniform: bool = False
+    ) -> None:
+        """Args: batches: the wanted batch in units of the one that is measured. uniform: in 0 to 1, not normal."""
+        self.captured, self.device, self.batches, self.uniform = captured, device, batches, uniform
         self.cache: dict[tuple[TensorMeta, int], torch.Tensor] = {}
-        self.block = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
+        random = torch.rand if uniform else torch.randn
+        self.block = random(2**18, generator=torch.Generator().manual_seed(0))
+
+    @cached_property
+    def as_uniform(self) -> Inputs:
+        """The same, uniform."""
+        return Inputs(self.captured, self.device, self.batches, uniform=True)
 
     @cached_property
     def _reuse(self) -> Mapping[tuple[str, int], tuple[int, ...]]:

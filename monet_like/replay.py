@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .capture import Captured, capture
+from .capture import Captured, capture, check_initialized
 from .elsewhere import known_limits, machine_at, warn_elsewhere
 from .errors import ScheduleError, ScheduleFileError, UsageError
 from .inductor import check_inductor
@@ -134,12 +135,13 @@ class ScheduleWrapper(nn.Module):
         """Have the parameters, buffers and submodules of ``model``."""
         if isinstance(model, ScheduleWrapper):
             raise UsageError("the model is already wrapped in a ScheduleWrapper")
+        check_initialized(model)
         check_backend(backend, device_of(model))
         self.__dict__["_model"] = model
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training, self.backend = model.training, backend
-        self._steps: dict[Any, Step] = {}
+        self._steps: dict[Any, list[Step]] = {}
         self._synchronised = is_synchronised(model)
 
     @_SignedAsModel
@@ -149,7 +151,7 @@ class ScheduleWrapper(nn.Module):
             return self._model(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = self._key(leaves, spec)
-        step = self._steps.get(key) or self._step(key, args, kwargs)
+        step = next((s for s in self._steps.get(key, ()) if s.holds()), None) or self._step(key, args, kwargs)
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         parameters = [owner[name] for owner, name in step.parameter_slots]
         buffers = [owner[name] for owner, name in step.buffer_slots]
@@ -160,7 +162,7 @@ class ScheduleWrapper(nn.Module):
         described = tuple(
             (leaf.shape, leaf.dtype, leaf.device.type, leaf.stride(), leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
-            else (type(leaf), leaf)
+            else (type(leaf), *_hashable(leaf))
             for leaf in leaves
         )
         # As self.modules() and self.parameters(), which take several times as long: their names are made too.
@@ -192,11 +194,12 @@ class ScheduleWrapper(nn.Module):
         modules = dict(self._model.named_modules())
         step.parameter_slots = [_slot(modules, name, "_parameters") for name, _ in captured.parameters]
         step.buffer_slots = [_slot(modules, name, "_buffers") for name, _ in captured.buffers]
-        self._steps[key] = step
-        if len(self._steps) == MANY_STEPS:
+        step.numbers = [_numbers(modules[name].__dict__, names) for name, names in captured.read.items()]
+        self._steps.setdefault(key, []).append(step)
+        if sum(map(len, self._steps.values())) == MANY_STEPS:
             warnings.warn(
                 f"{type(self._model).__name__} was captured for {MANY_STEPS} different calls, which takes time and memory; "
-                "pad inputs to few shapes, and pass numbers that change as tensors",
+                "pad inputs to few shapes, and pass numbers that change, attributes of modules among them, as tensors",
                 stacklevel=4,
             )
         return step
@@ -236,6 +239,27 @@ class ScheduleWrapper(nn.Module):
         from .units import format_bytes
 
         return f"schedule: {self.record.mode}, peak {format_bytes(self.record.peak_bytes)}, backend: {self.backend}"
+
+
+def _numbers(attributes: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Callable[..., Any], Any]:
+    """How to see whether attributes of a module are still what they are now; those that only the trace saw left out."""
+    present = [name for name in names if name in attributes]
+    read = itemgetter(*present) if present else len
+    return attributes, read, read(attributes)
+
+
+def _hashable(leaf: Any) -> tuple[Any, ...]:
+    """What tells an argument that is no tensor from others."""
+    if isinstance(leaf, slice):
+        return leaf.start, leaf.stop, leaf.step
+    try:
+        hash(leaf)
+    except TypeError:
+        raise UsageError(
+            f"an argument of type {type(leaf).__name__} was given, whose changes cannot be followed; give tensors, numbers, "
+            "strings, or tuples, lists and dicts of them"
+        ) from None
+    return (leaf,)
 
 
 def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> ScheduleRecord:

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 
 from .capture import Captured, Tensor, TensorMeta
 from .codegen import Block, compile_block, compile_chain
+from .errors import UsageError
 from .pieces import Fused, fuse
 from .program import Call, Ref, Task
 from .schedule import Schedule
@@ -56,11 +57,13 @@ class Step:
         saved: values that the backward reads.
         tangents: (position among the outputs, value) of the incoming gradients that it reads.
         fused: what Inductor compiled.
+        numbers: (attributes of a module, a function that reads some of them, what it read when the model was captured).
     """
 
     parameter_slots: Sequence[tuple[dict[str, Any], str]] = ()
     buffer_slots: Sequence[tuple[dict[str, Any], str]] = ()
     fused: Fused | None = None
+    numbers: Sequence[tuple[dict[str, Any], Callable[[dict[str, Any]], Any], Any]] = ()
 
     def __init__(
         self,
@@ -103,6 +106,13 @@ class Step:
             )
             for start, stop, gradients in stretches
         )
+
+    def holds(self) -> bool:
+        """Whether the numbers that the model's forward reads are those with which it was captured."""
+        try:
+            return all(read(attributes) == then for attributes, read, then in self.numbers)
+        except KeyError:  # one was deleted
+            return False
 
     def _cut(self) -> list[tuple[int, int, list[tuple[str, int, Tensor]]]]:
         """(first slot, one past the last, gradients that become ready) of every segment."""
@@ -204,6 +214,11 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "a schedule's backward was called with create_graph=True, and second derivatives are not supported; compute "
+                "them on the model that the schedule wraps"
+            )
         call: _Call = ctx.call
         step = call.step
         given = [*ctx.saved_tensors]
@@ -248,6 +263,7 @@ class _SegmentNode(torch.autograd.Function):
 
 def _tangent(grad: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
     """The incoming gradient with the layout that the program was captured with; zeros where there is none."""
+    grad = None if grad is None else grad.resolve_conj().resolve_neg()
     if grad is None:
         return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device).zero_()
     if grad.stride() == meta.stride and grad.dtype == meta.dtype:

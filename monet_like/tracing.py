@@ -10,7 +10,7 @@ import contextlib
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,15 +19,17 @@ from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import sync_batch_norm
-from .eager_calls import InPlaceCalls
+from .eager_calls import InPlaceCalls, changes_its_first
 from .errors import CaptureError
 from .layers import named_layers
 from .marks import marked_modules
+from .side_effects import reads_of, without_side_effects
 
 #: Integer and boolean constants up to this size are followed, so that conditions on them can be decided.
 _CONSTANT_ELEMENTS = 2**20
@@ -46,6 +48,8 @@ class FlatModule(nn.Module):
         self.out_leaves: list[Any] = []
         self.out_spec: pytree.TreeSpec | None = None
         self.out_positions: list[int] = []
+        self.told: dict[str, None] = {}
+        self.read: dict[str, set[str]] = {}
         self.tracing_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     # The tracer puts its own tensors in the place of the model's, name by name, and takes them out in the same order. In a
@@ -67,9 +71,14 @@ class FlatModule(nn.Module):
         supply = iter(tensors)
         leaves = [next(supply) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(without_side_effects(self.model, self.told))
+            stack.enter_context(reads_of(self.model, self.read))
+            for context in (self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules()):
+                stack.enter_context(context)
             result = self.model(*args, **kwargs)
         flat, self.out_spec = pytree.tree_flatten(result)
+        flat = self._apart(flat, tensors)
         self.out_positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
         if not self.out_positions:
             raise CaptureError(f"{type(self.model).__name__} returned no tensor, so there is nothing to train")
@@ -81,6 +90,23 @@ class FlatModule(nn.Module):
                 )
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return tuple(flat[i] for i in self.out_positions)
+
+    def _apart(self, results: list[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The results, each with a storage of its own where it has a gradient: a copy of what is also something else.
+
+        A tracer gives no gradient to results that are views of each other, of inputs, or of parameters.
+        """
+        known = {_storage_of(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
+        for position, leaf in enumerate(results):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                if _storage_of(leaf) in known:
+                    results[position] = leaf.clone()
+                known.add(_storage_of(leaf))
+        return results
+
+
+def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def fake_mode() -> FakeTensorMode:
@@ -192,13 +218,17 @@ def _is_compiling() -> Iterator[None]:
 
 
 def _decomposed_operators() -> Iterator[Any]:
-    """Operators that tracing would replace by others that round differently."""
+    """Operators that tracing would replace by others that round differently, or, recurrent ones, leave dropout out."""
     for name in dir(torch.ops.aten):
         if "upsample" in name or name in (
             "hardshrink",
             "softshrink",
             "multi_margin_loss",
             "multilabel_margin_loss_forward",
+            "gru",
+            "lstm",
+            "rnn_relu",
+            "rnn_tanh",
         ):
             packet = getattr(torch.ops.aten, name)
             yield from (getattr(packet, overload) for overload in packet.overloads())
@@ -246,32 +276,42 @@ class _Constants(TorchFunctionMode):
             with _disable_current_modes():
                 return func(*self._real(args), **kwargs)
         result = func(*args, **kwargs)
-        if known:
-            self._follow(func, args, kwargs, result)
+        changes = changes_its_first(func, kwargs) or getattr(func, "__name__", "") == "__setitem__"
+        changed = [kwargs["out"]] if "out" in kwargs else args[:1] if changes else ()
+        if known and "out" not in kwargs:
+            self._follow(func, args, kwargs, result, changes=bool(changed))
+        else:
+            for leaf in pytree.tree_leaves(changed):
+                self._forget(leaf)
         return result
+
+    def _forget(self, changed: Any) -> None:
+        """What shares its memory is no longer known either."""
+        if isinstance(changed, torch.Tensor) and (real := self.values.get(changed)) is not None:
+            storage = real.untyped_storage()._cdata
+            for tensor in [t for t, other in self.values.items() if other.untyped_storage()._cdata == storage]:
+                self.values.pop(tensor)
 
     def _real(self, tree: Any) -> Any:
         return pytree.tree_map(lambda leaf: self.values[leaf] if isinstance(leaf, torch.Tensor) else leaf, tree)
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if getattr(func, "__name__", "").endswith("_") and not getattr(func, "__name__", "").endswith("__"):
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor):
-                    self.values.pop(leaf, None)  # changed in place: no longer known
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any, *, changes: bool) -> None:
+        """Do for real, outside the trace, what was done to tensors that are known."""
+        small = isinstance(result, torch.Tensor) and not result.dtype.is_floating_point
+        small = small and result.numel() <= _CONSTANT_ELEMENTS
+        if not small and not changes:
             return
-        if (
-            not isinstance(result, torch.Tensor)
-            or result.dtype.is_floating_point
-            or result.numel() > _CONSTANT_ELEMENTS
-        ):
-            return
-        with _disable_current_modes():  # for real, outside the trace
+        with _disable_current_modes():
             try:
-                self.values[result] = func(
+                real = func(
                     *self._real(args), **{**self._real(kwargs), **({"device": "cpu"} if "device" in kwargs else {})}
                 )
-            except RuntimeError:
-                return  # then it is simply not known
+            except RuntimeError:  # then it is simply not known
+                if changes:
+                    self._forget(args[0])
+                return
+        if small:
+            self.values[result] = real
 
 
 @contextlib.contextmanager

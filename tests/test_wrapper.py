@@ -297,7 +297,7 @@ def test_gradients_arrive_while_the_backward_runs() -> None:
     """Hooks fire in spread-out order, and accumulating into existing gradients needs no second full set."""
     model, record, (_, (x,), _) = made(drop=0.0)
     wrapped = ScheduleWrapper(model, record)
-    last = wrapped._steps[next(iter(wrapped._steps))].segments
+    last = next(iter(wrapped._steps.values()))[0].segments
     assert len(last) > 10
     order: list[str] = []
     seen: list[int] = []

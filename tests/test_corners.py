@@ -1,0 +1,288 @@
+"""What models do that is easily lost in a trace: lazily conjugated tensors, results that share memory, recurrent nets' own
+dropout, statistics that are no buffers, numbers that change between steps, and whatever a forward does beside computing."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from random_schedules import random_schedule
+from test_replay import replayed, worst
+from torch import nn
+from training import run, twin
+
+from monet_like import ScheduleWrapper, auto_schedule
+from monet_like.capture import capture
+from monet_like.errors import CaptureError, UsageError
+from monet_like.replay import admitted
+
+FULL = "inplace_conv_multiway_newnode"
+
+
+class Net(nn.Module):
+    """Layers and what to do with them."""
+
+    def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.function = nn.ModuleList(layers), function
+        self.factor, self.aux = 1.0, None
+        self.register_buffer("ema", torch.zeros(8))
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *self.layers, *inputs)
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (6, 8)), generator=torch.Generator().manual_seed(1))
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(8, 8)
+
+
+def rotary(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    turns = torch.polar(torch.ones(4), torch.arange(4.0))
+    return torch.view_as_real(torch.view_as_complex(layer(x).view(6, 4, 2)) * turns).flatten(1)
+
+
+def power(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    spectrum = torch.fft.fft(layer(x))
+    return (spectrum * spectrum.conj()).real
+
+
+def imaginary(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.fft.fft(layer(x)).conj().imag
+
+
+def chunks(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+    y = layer(x)
+    return {"halves": y.chunk(2, 1), "whole": y, "again": y, "weight": layer.weight}
+
+
+def written_constant(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    flags, counts = torch.zeros(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
+    flags[1] = True
+    part = counts[:2]
+    part += 3
+    return layer(x) * (2 if flags.any() else 1) * (int(counts.sum()) + 1)
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "rotary": lambda: (Net(rotary, linear()), rows()),
+    "power": lambda: (Net(power, linear()), rows()),
+    "imaginary": lambda: (Net(imaginary, linear()), rows()),
+    "chunks": lambda: (Net(chunks, linear()), rows()),
+    "gru": lambda: (nn.GRU(8, 8, 2, dropout=0.5), rows(4, 3, 8)),
+    "rnn": lambda: (nn.RNN(8, 8, 3, dropout=0.3, bidirectional=True, nonlinearity="relu"), rows(4, 3, 8)),
+    "instance_norm": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.ReLU()),
+        rows(4, 3, 8, 8),
+    ),
+    "all_dropped": lambda: (nn.Sequential(linear(), nn.Dropout(1.0), linear(), nn.Dropout(0.5)), rows()),
+    "written_constant": lambda: (Net(written_constant, linear()), rows()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_plain_pytorchs_to_the_bit(name: str) -> None:
+    model, x = CASES[name]()
+    example = model, (x.requires_grad_(),), {}
+    plain = run(twin(model), (x,), {})
+    raw = capture(model, (x,))
+    for mode, others in (("normal", 0.0), ("inplace_multiway_newnode", 0.5)):
+        captured = admitted(raw, mode)
+        for seed, drop in enumerate((0.0, 0.9)):
+            schedule = random_schedule(captured.program, seed, drop=drop, others=others)
+            assert worst(plain, replayed(example, captured, schedule, mode, measured=False)) == 0.0, (mode, drop)
+
+
+def test_lstms_run_where_their_workspace_is_known() -> None:
+    model, x = nn.LSTM(8, 8, 2, dropout=0.5), rows(4, 3, 8)
+    with pytest.raises(CaptureError, match=r"mkldnn.flags\(enabled=False\)"):
+        capture(model, (x,))
+    with torch.backends.mkldnn.flags(enabled=False):
+        plain, captured = run(twin(model), (x,), {}), capture(model, (x,))
+        schedule = random_schedule(captured.program, 1, drop=0.5, others=0.0)
+        assert worst(plain, replayed((model, (x,), {}), captured, schedule, "normal", measured=False)) == 0.0
+
+
+def test_operators_that_want_probabilities_are_measured() -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kept = layer(x).sigmoid() * torch.bernoulli(x.sigmoid())
+        return nn.functional.binary_cross_entropy(kept.gather(1, torch.multinomial(x.softmax(-1), 8)), y)
+
+    model, inputs = Net(forward, linear()), (rows(), rows().sigmoid())
+    wrapped = auto_schedule(twin(model), inputs, memory_budget="120%", time_limit_seconds=2)
+    assert max(run(twin(model), inputs, {}).differences(run(wrapped, inputs, {})).values()) == 0.0
+
+
+# What changes between steps -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "change"),
+    [
+        (lambda: nn.Sequential(linear(), nn.Dropout(0.1), linear()), lambda m: setattr(m[1], "p", 0.9)),
+        (lambda: nn.Sequential(linear(), nn.BatchNorm1d(8), linear()), lambda m: setattr(m[1], "momentum", 0.9)),
+        (lambda: Net(lambda net, layer, x: layer(x) / net.factor, linear()), lambda m: setattr(m, "factor", 0.1)),
+    ],
+)
+def test_numbers_that_a_forward_reads_are_followed(build: Any, change: Callable[[nn.Module], None]) -> None:
+    model, x = build(), rows()
+    plain = copy.deepcopy(model)
+    wrapped = auto_schedule(model, x, memory_budget="130%", time_limit_seconds=2)
+    steps = []
+    for round_ in range(4):
+        if round_ == 2:
+            change(plain), change(model)
+        found = []
+        for module in (plain, wrapped):
+            torch.manual_seed(round_)
+            module.zero_grad()
+            module(x).square().sum().backward()
+            found.append([p.grad for p in module.parameters()] + [b.clone() for b in module.buffers()])
+        assert all(map(torch.equal, *found)), round_
+        steps.append(sum(map(len, wrapped._steps.values())))
+    assert steps == [1, 1, 2, 2]
+
+
+def test_a_number_that_no_forward_reads_needs_no_new_step() -> None:
+    model, x = Net(lambda net, layer, x: layer(x), linear()), rows()
+    wrapped = auto_schedule(model, x, memory_budget="130%", time_limit_seconds=2)
+    model.factor = 3.0
+    wrapped(x)
+    assert sum(map(len, wrapped._steps.values())) == 1
+
+
+# What a forward does beside computing ---------------------------------------------------------------------------
+
+
+def seeds(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return layer(x) * torch.rand(8)
+
+
+def forks(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        noise = torch.rand(8)
+    return layer(x) * noise
+
+
+def assigns(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = layer(x)
+    net.ema = 0.9 * net.ema + 0.1 * y.detach().mean(0)
+    return y - net.ema
+
+
+def assigns_data(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    net.ema.data = net.ema + 1
+    return layer(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (seeds, "seeds PyTorch's random generator"),
+        (forks, "sets the state of PyTorch's random generator"),
+        (lambda net, layer, x: layer(x) * random.random(), "draws Python's random numbers"),
+        (lambda net, layer, x: layer(x) * float(np.random.rand()), "draws NumPy's random numbers"),
+        (assigns, r"assigns ema, .*self.ema.copy_\(...\)"),
+        (assigns_data, r"assigns a tensor's .data, .*copy_"),
+    ],
+)
+def test_what_a_schedule_would_not_do_is_refused(function: Any, said: str) -> None:
+    model = Net(function, linear())
+    ema, states = model.ema, (torch.get_rng_state(), random.getstate())
+    with pytest.raises(CaptureError, match=said):
+        capture(model, (rows(),))
+    assert model.ema is ema
+    assert torch.random.set_rng_state is torch.set_rng_state
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+
+
+def test_attributes_that_a_forward_sets_stay_and_are_told() -> None:
+    def counts(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        net.factor += 1
+        net.aux = layer(x)
+        layer.seen = True
+        return net.aux * net.factor
+
+    model = Net(counts, linear())
+    with pytest.warns(UserWarning, match=r"Net.forward sets factor, aux, layers.0.seen, and a schedule does not"):
+        capture(model, (rows(),))
+    assert (model.factor, model.aux, hasattr(model.layers[0], "seen")) == (1.0, None, False)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_what_pytorchs_own_hooks_set_is_no_news(norm: Callable[[nn.Module], nn.Module]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = norm(linear())
+        warnings.simplefilter("error", UserWarning)
+        capture(model, (rows(),))
+    assert "__getattribute__" not in vars(nn.Module)
+
+
+# What is refused ------------------------------------------------------------------------------------------------
+
+
+def test_second_derivatives_are_refused() -> None:
+    wrapped = auto_schedule(nn.Sequential(linear(), nn.Tanh()), rows(), memory_budget="130%", time_limit_seconds=2)
+    with pytest.raises(UsageError, match="create_graph=True"):
+        torch.autograd.grad(wrapped(rows()).sum(), list(wrapped.parameters()), create_graph=True)
+
+
+def test_a_conjugated_gradient_is_taken() -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(layer(x).view(6, 4, 2))
+
+    model, x = Net(forward, linear()), rows()
+    plain = copy.deepcopy(model)
+    for module in (plain, auto_schedule(model, x, memory_budget="130%", time_limit_seconds=2)):
+        (module(x).conj() * (1 + 2j)).imag.sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_arguments_that_are_no_tensors() -> None:
+    model, x = Net(lambda net, layer, x, part: layer(x)[part], linear()), rows()
+    wrapped = auto_schedule(model, memory_budget="200%", time_limit_seconds=2)
+    for part in (slice(0, 3), slice(1, 4)):
+        assert torch.equal(wrapped(x, part), model(x, part))
+    with pytest.raises(UsageError, match="an argument of type set"):
+        wrapped(x, {1})
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "error", "said"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(8)), rows, UsageError, "0 is a lazy module"),
+        (lambda: nn.Embedding(8, 4, sparse=True), lambda: torch.arange(6), CaptureError, "use sparse=False"),
+        (lambda: nn.Embedding(8, 4, max_norm=1.0), lambda: torch.arange(6), CaptureError, "changes .*in place"),
+        (
+            lambda: Net(lambda net, layer, x: torch.linalg.inv(layer.weight) @ x.T, linear()),
+            rows,
+            CaptureError,
+            "use torch.linalg.inv_ex",
+        ),
+    ],
+)
+def test_what_cannot_be_captured_is_said(model: Any, inputs: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        capture(model(), (inputs(),))
+
+
+def test_a_schedule_serves_other_numbers() -> None:
+    """Which dropout or momentum it is decides nothing about memory: the same file, another step."""
+    model, x = nn.Sequential(linear(), nn.Dropout(0.1), linear()), rows()
+    record = auto_schedule(twin(model), x, memory_budget="130%", time_limit_seconds=2).record
+    assert record is not None
+    model[1].p = 0.5
+    wrapped = ScheduleWrapper(twin(model), record)
+    assert max(run(twin(model), (x,), {}).differences(run(wrapped, (x,), {})).values()) == 0.0
