@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import warnings
@@ -15,7 +16,7 @@ from torch import nn
 
 from .capture import Captured
 from .compiler import Request, captured_for, compile_schedule
-from .errors import UsageError
+from .errors import ScheduleFileError, UsageError
 from .files import cache_folder
 from .precision import autocast_name
 from .profile_data import Profile
@@ -145,9 +146,10 @@ def _record(request: Request, settings: _Settings, device: torch.device, capture
     folder = cache_folder()
     place = folder / f"schedule_{_digest(request, settings.budget, device)}.pkl"
     if place.exists():
-        record = ScheduleRecord.load(place)
-        if record.fingerprint == captured.program.fingerprint:
-            return record
+        with contextlib.suppress(ScheduleFileError):  # a damaged one is planned anew
+            record = ScheduleRecord.load(place)
+            if record.fingerprint == captured.program.fingerprint:
+                return record
     store = folder / f"profile_{device_slug(device)}_{torch.__version__}.json"
     budget = settings.budget
     compiled = compile_schedule(
@@ -199,6 +201,8 @@ def _digest(request: Request, budget: int | float, device: torch.device) -> str:
         request.mode,
         request.optimizer,
         request.gap,
+        request.solver.upper(),
+        request.time_limit_seconds,
         device_name(device),
         request.autocast,
         versions(),

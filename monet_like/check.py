@@ -16,10 +16,11 @@ import torch.utils._pytree as pytree
 from rich.console import Console
 from torch import nn
 
+from .capture import TensorMeta
 from .compiler import Example, default_names
 from .errors import UsageError
 from .measure import allocated_peak
-from .mode import is_lossy
+from .mode import is_lossy, parse_mode
 from .precision import autocast_as, in_layout, layout_of
 from .problem import Problem, read_problem
 from .replay import ScheduleWrapper, device_of
@@ -60,6 +61,10 @@ def check(
     problem = read_problem(**options)
     path = solution_file or default_names(problem.spec.name, problem.request, problem.budget_bytes, SOLUTIONS)
     record = ScheduleRecord.load(path)
+    if parse_mode(record.mode) != parse_mode(problem.request.mode):
+        raise UsageError(
+            f"{path} is of mode {record.mode}, and MODE is {problem.request.mode}; give the file's, or another file"
+        )
     model = problem.spec.module
     example = real_example(problem)
     terminal = terminal or Terminal()
@@ -69,8 +74,7 @@ def check(
         if check_diff:
             good = found["check_diff"] = same_step(console, model, record, example)
         if run_bs:
-            peak = _measured_peak(console, model, record, example, problem.device)
-            fitted = peak <= record.budget_bytes
+            peak, fitted = _measured_peak(console, problem, record, example)
             good &= fitted
             found["run_bs"] = {"fitted": fitted, "peak_bytes": peak, "predicted_bytes": record.peak_bytes}
         if check_runtime:
@@ -180,9 +184,28 @@ def difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
 
 
 def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:
-    """Peak of a whole step: what exists before it, and the rise above that."""
+    """Peak of a whole step: what exists before it, and the rise above that, without the loss and its gradient."""
     model.zero_grad(set_to_none=True)
-    return resident_bytes(model, example) + allocated_peak(lambda: train_step(model, example), device)
+
+    def step() -> None:
+        results = pytree.tree_leaves(model(*example[0], **example[1]))
+        _Loss.apply(*(t for t in results if isinstance(t, torch.Tensor) and t.requires_grad)).backward()
+
+    scalar = TensorMeta.of(torch.zeros((), device=device)).allocated_bytes
+    return resident_bytes(model, example) + allocated_peak(step, device) - 2 * scalar
+
+
+class _Loss(torch.autograd.Function):
+    """A number whose gradient is the same everywhere: the forward keeps nothing for it, the backward makes it alone."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(t.shape, t.dtype, t.device) for t in outputs]
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return tuple(torch.full(shape, 1e-3, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
 def resident_bytes(model: nn.Module, example: Example) -> int:
@@ -191,19 +214,20 @@ def resident_bytes(model: nn.Module, example: Example) -> int:
     return sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), *inputs))
 
 
-def _measured_peak(
-    console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device
-) -> int:
-    wrapped = ScheduleWrapper(copy.deepcopy(model), record)
+def _measured_peak(console: Console, problem: Problem, record: ScheduleRecord, example: Example) -> tuple[int, bool]:
+    """Bytes, and whether that is within the budget that is asked for and the file's own."""
+    limit = min(problem.budget_bytes, record.budget_bytes)
+    wrapped = ScheduleWrapper(copy.deepcopy(problem.spec.module), record)
     started = time.perf_counter()
-    peak = step_peak(wrapped, example, device) + record.optimizer_bytes
+    peak = step_peak(wrapped, example, problem.device) + record.optimizer_bytes
     seconds = time.perf_counter() - started
     console.print(
         f"one step: peak {format_bytes(peak)} ({peak} bytes), predicted {format_bytes(record.peak_bytes)}, "
-        f"budget {format_bytes(record.budget_bytes)}, {format_seconds(seconds)} with memory measured"
+        f"budget {format_bytes(limit)}, {format_seconds(seconds)} with memory measured"
     )
-    console.print(f"run_bs: {'fitted' if peak <= record.budget_bytes else 'did not fit'}")
-    return peak
+    fitted = peak <= limit
+    console.print(f"run_bs: {'fitted' if fitted else 'did not fit'}")
+    return peak, fitted
 
 
 def _runtime(

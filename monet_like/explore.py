@@ -16,7 +16,7 @@ from .plan import STRATEGIES
 from .plan.questions import Point, pareto, seconds_per_gigabyte, smallest_budget
 from .plan.strategies import check_strategy
 from .problem import Problem, read_problem
-from .show import Terminal, aligned_table, draw, write_table
+from .show import Terminal, aligned_table, check_plot, draw, write_table
 from .simulate import Report
 from .solve import prepare_with, profile_path, read_profile
 from .units import format_bytes, format_seconds, parse_bytes
@@ -108,6 +108,7 @@ def compare(
     for path in (csv_file, plot):
         if path is not None:
             check_writable(path)
+    check_plot(plot)
     problem, ready = _prepared(terminal, profile_file, options)
     limits = sorted(read_budgets(budgets, ready.plain.peak_bytes), reverse=True)
     console, request = terminal.console, problem.request
@@ -124,7 +125,7 @@ def compare(
                 cells.append("-")
                 rows.append([name, point.budget_bytes, "", "", took])
             else:
-                cells.append(f"{100 * (report.seconds / ready.plain.seconds - 1):+.1f} %")
+                cells.append(_relative(report.seconds, ready))
                 rows.append([name, point.budget_bytes, report.peak_bytes, repr(report.seconds), took])
         table.add_row(name, *cells)
     console.print(table)
@@ -162,6 +163,7 @@ def front(
     for path in (csv_file, plot):
         if path is not None:
             check_writable(path)
+    check_plot(plot)
     problem, ready = _prepared(terminal, profile_file, options)
     program, costs, request = ready.captured.program, ready.costs, problem.request
     console = terminal.console
@@ -198,7 +200,7 @@ def front(
             format_bytes(point.budget_bytes),
             format_bytes(report.peak_bytes),
             format_seconds(report.seconds),
-            f"{100 * (report.seconds / ready.plain.seconds - 1):+.1f} %",
+            _relative(report.seconds, ready),
             _gap(point),
             "" if saved is None else format_seconds(saved),
         )
@@ -276,6 +278,11 @@ def _title(problem: Problem, ready: Prepared) -> str:
         f"{problem.request.expression}, batch {problem.request.batch}, {problem.request.mode}; plain PyTorch: "
         f"{format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)} ({ready.profile.device})"
     )
+
+
+def _relative(seconds: float, ready: Prepared) -> str:
+    plain = ready.plain.seconds
+    return f"{100 * (seconds / plain - 1):+.1f} %" if plain else "-"  # a profile may say that nothing takes time
 
 
 def _draw(

@@ -42,7 +42,7 @@ def check_writable(path: Path) -> None:
             pass
         is_directory = path.is_dir()
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another place with --out") from None
+        raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another place") from None
     if is_directory:
         raise UsageError(f"cannot write {path}: it is a directory; give the name of a file")
 
@@ -77,6 +77,8 @@ def read_bytes(path: Path, what: str) -> bytes:
         ScheduleFileError: missing, unreadable, or far too large.
     """
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a device has no end
+            raise ScheduleFileError(f"{path} is no regular file; give the name of a {what} file")
         if path.stat().st_size > LARGEST_BYTES:
             raise ScheduleFileError(f"{path} is too large to be a {what} ({path.stat().st_size} bytes)")
         return path.read_bytes()

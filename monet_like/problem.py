@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from .compiler import Example, Request, optimizer_bytes
 from .errors import UsageError
 from .mode import parse_mode
-from .models import ModelSpec, build_model
+from .models import ModelSpec, build_model, told
 from .precision import AUTOCASTS, LAYOUTS, in_layout
 from .sync_batch_norm import is_synchronised
 from .tracing import fake_mode
@@ -135,7 +135,10 @@ def example_for(problem: Problem, batch: int) -> Example:
                 )
             made = (torch.empty(extents, dtype=problem.dtype),)
         else:
-            made = make(batch)
+            try:
+                made = make(batch)
+            except (Exception, SystemExit) as error:  # whatever the user's code raises
+                raise UsageError(f"make_inputs({batch}) of MODEL failed: {told(error)}") from error
         if problem.layout:
             made = pytree.tree_map_only(torch.Tensor, lambda tensor: in_layout(tensor, problem.layout), made)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], tuple) and isinstance(made[1], dict):
@@ -187,8 +190,8 @@ def parse_batch(text: str) -> int:
     Raises:
         UsageError: not a whole number of at least 1.
     """
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"batch {text!r} must be a whole number of at least 1, such as 184")
+    if not text.isdecimal() or len(text) > 300 or int(text) < 1:
+        raise UsageError(f"batch {text[:40]!r} must be a whole number of at least 1, such as 184")
     return int(text)
 
 

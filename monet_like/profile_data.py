@@ -16,6 +16,9 @@ FORMAT = "monet_like profile"
 VERSION = 1
 
 
+_AGAIN = "give another, or, if it was one, delete it to measure again"
+
+
 @dataclass(frozen=True)
 class Profile:
     """Costs by key (see `Task.cost`).
@@ -52,14 +55,13 @@ class Profile:
         try:
             content: Any = json.loads(text)
         except (ValueError, RecursionError) as error:  # the latter: nested too deeply
-            raise ScheduleFileError(f"{path} is not a profile (no JSON: {error}); delete it to measure again") from None
+            raise ScheduleFileError(f"{path} is not a profile (no JSON: {error}); {_AGAIN}") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ScheduleFileError(f"{path} is not a profile of monet_like; delete it to measure again")
+            raise ScheduleFileError(f"{path} is not a profile of monet_like; {_AGAIN}")
         version = content.get("version")
         if type(version) is not int or version != VERSION:
             raise ScheduleFileError(
-                f"{path} is a profile of format version {version}, this package reads {VERSION}; "
-                "delete it to measure again"
+                f"{path} is a profile of format version {version}, this package reads {VERSION}; {_AGAIN}"
             )
         try:
             costs = {key: _cost(key, *pair) for key, pair in content["costs"].items()}
@@ -67,8 +69,8 @@ class Profile:
             if not all(isinstance(text, str) for text in (device, note, *versions.values())):
                 raise TypeError("device, note and versions must be text")
             return Profile(device, costs, note, versions)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ScheduleFileError(f"{path} is damaged ({error!r}); delete it to measure again") from None
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ScheduleFileError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
 
 
 def _cost(key: str, seconds: Any, workspace_bytes: Any) -> Cost:
@@ -77,6 +79,6 @@ def _cost(key: str, seconds: Any, workspace_bytes: Any) -> Cost:
         return REFUSED
     if type(seconds) not in (int, float) or type(workspace_bytes) is not int:
         raise TypeError(f"the cost of {key} is not a number of seconds and a whole number of bytes")
-    if not 0 <= seconds < float("inf") or workspace_bytes < 0:
+    if not 0 <= seconds < float("inf") or not 0 <= workspace_bytes < 2**63:
         raise ValueError(f"the cost of {key} is {seconds} s, {workspace_bytes} bytes")
     return Cost(float(seconds), workspace_bytes)

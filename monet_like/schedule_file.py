@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,8 +178,14 @@ def _typed(value: Any, kinds: Any) -> Any:
     if type(value) not in kinds:
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"a field holds a {type(value).__name__}, not {wanted}")
+    if type(value) is int and value.bit_length() > 1000:  # more than a float can hold
+        raise TypeError("a field holds a number of more than 300 digits")
     if type(value) is int and value < 0:
         raise TypeError(f"a field holds {value}, which is negative")
+    if type(value) is float and not math.isfinite(value):
+        raise TypeError(f"a field holds {value}")
+    if type(value) is str and not value.isprintable():
+        raise TypeError("a field holds text that cannot be printed")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 import json
 import os
@@ -228,6 +229,23 @@ def write_table(console: Console, path: Path | None, header: Sequence[str], rows
     console.print(f"wrote {path}", soft_wrap=True)
 
 
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_plot(path: Path | None) -> None:
+    """Fail early, before hours of work, if `draw` could not write ``path``.
+
+    Raises:
+        UsageError: not a picture's name, or matplotlib is not installed.
+    """
+    if path is None:
+        return
+    if path.suffix not in _PICTURES:
+        raise UsageError(f"--plot {path} must end in one of {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install 'monet_like[plots]'")
+
+
 def draw(
     console: Console,
     path: Path | None,
@@ -239,14 +257,13 @@ def draw(
     """Lines through points and single stars, by name, if a picture was asked for.
 
     Raises:
-        UsageError: matplotlib is not installed.
+        UsageError: as `check_plot`.
     """
+    check_plot(path)
     if path is None:
         return
-    try:
-        import matplotlib
-    except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install 'monet_like[plots]'") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -266,7 +283,7 @@ def draw(
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     data = io.BytesIO()
-    figure.savefig(data, format=path.suffix.lstrip(".") or "png", dpi=130)
+    figure.savefig(data, format=path.suffix.lstrip("."), dpi=130)
     pyplot.close(figure)
     write_atomically(path, data.getvalue())
     console.print(f"wrote {path}", soft_wrap=True)

@@ -23,7 +23,7 @@ from .problem import Problem, parse_batch, read_problem
 from .profile_data import Profile
 from .replay import ScheduleWrapper
 from .roofline import DeviceLimits
-from .show import Terminal, aligned_table, draw, write_table
+from .show import Terminal, aligned_table, check_plot, draw, write_table
 from .simulate import Report, simulate
 from .solve import SOLUTIONS, profile_path, read_profile
 from .units import format_bytes, format_seconds
@@ -203,6 +203,7 @@ def tune(
     for path in (csv_file, plot, out):
         if path is not None:
             check_writable(path)
+    check_plot(plot)
     problem = read_problem(budget=budget, batch=str(listed[-1]) if listed else "1", **options)
     store = profile_file or profile_path(problem, "batches")
     profile = read_profile(store)

@@ -20,6 +20,7 @@ from training import run, twin
 from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture import capture
 from monet_like.errors import CaptureError, UsageError
+from monet_like.files import cache_folder
 from monet_like.replay import admitted
 
 FULL = "inplace_conv_multiway_newnode"
@@ -286,3 +287,18 @@ def test_a_schedule_serves_other_numbers() -> None:
     model[1].p = 0.5
     wrapped = ScheduleWrapper(twin(model), record)
     assert max(run(twin(model), (x,), {}).differences(run(wrapped, (x,), {})).values()) == 0.0
+
+
+def test_a_cached_plan_is_of_its_solver_and_time_and_whole() -> None:
+    x = rows()
+
+    def plans(**options: Any) -> int:
+        auto_schedule(linear(), x, memory_budget="200%", **options)
+        return len(list(cache_folder().glob("schedule_*.pkl")))
+
+    assert [plans(time_limit_seconds=2), plans(time_limit_seconds=2), plans(time_limit_seconds=3)] == [1, 1, 2]
+    with pytest.raises(UsageError, match="NOPE"):
+        plans(time_limit_seconds=2, solver="NOPE")
+    for path in cache_folder().glob("schedule_*.pkl"):
+        path.write_bytes(path.read_bytes()[:20])
+    assert plans(time_limit_seconds=2) == 2

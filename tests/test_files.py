@@ -471,7 +471,7 @@ def test_a_field_of_the_wrong_type(tmp_path: Path, name: str, value: Any) -> Non
     [
         RECORD,
         replace(RECORD, bound_seconds=None, gap=None),
-        replace(RECORD, bound_seconds=float("-inf"), gap=float("inf"), seconds=2),
+        replace(RECORD, bound_seconds=-1.5e300, gap=5e-324, seconds=2),
         replace(RECORD, schedule=Schedule((), (), ()), inputs=(), counts={}, versions={}, model="", note="ünïcode ✓"),
         replace(RECORD, schedule=Schedule(tuple(range(3000)), ((1,),) * 3000, (2**70,) * 3000)),
     ],
@@ -551,7 +551,7 @@ def test_a_truncated_profile(tmp_path: Path, tenths: int) -> None:
     with pytest.raises(ScheduleFileError) as caught:
         Profile.load(path)
     assert str(caught.value).startswith(f"{path} is not a profile (no JSON: ")
-    assert str(caught.value).endswith("; delete it to measure again")
+    assert str(caught.value).endswith("; give another, or, if it was one, delete it to measure again")
 
 
 @pytest.mark.parametrize("text", ["", "hello", "[" * 100_000, '{"format": "monet_like profile"', "\x00"])
@@ -564,7 +564,10 @@ def test_not_json(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("text", ["{}", "[]", "3", "null", '"monet_like profile"', '{"format": "other"}'])
 def test_another_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "profile.json").write_text(text)
-    with pytest.raises(ScheduleFileError, match="is not a profile of monet_like; delete it to measure again"):
+    with pytest.raises(
+        ScheduleFileError,
+        match="is not a profile of monet_like; give another, or, if it was one, delete it to measure again",
+    ):
         Profile.load(tmp_path / "profile.json")
 
 
@@ -574,14 +577,16 @@ def test_another_profile_version(tmp_path: Path, version: Any) -> None:
     with pytest.raises(ScheduleFileError) as caught:
         Profile.load(path)
     assert str(caught.value) == (
-        f"{path} is a profile of format version {version}, this package reads 1; delete it to measure again"
+        f"{path} is a profile of format version {version}, this package reads 1; give another, or, if it was one, delete it to measure again"
     )
 
 
 @pytest.mark.parametrize("name", ["device", "costs", "note", "versions"])
 def test_a_profile_without_a_field(tmp_path: Path, name: str) -> None:
     path = changed_profile(tmp_path / "profile.json", lambda content: content.pop(name))
-    with pytest.raises(ScheduleFileError, match=f"is damaged .*{name}.*; delete it to measure again"):
+    with pytest.raises(
+        ScheduleFileError, match=f"is damaged .*{name}.*; give another, or, if it was one, delete it to measure again"
+    ):
         Profile.load(path)
 
 
@@ -612,5 +617,31 @@ def test_a_profile_without_a_field(tmp_path: Path, name: str) -> None:
 )
 def test_a_profile_with_a_wrong_field(tmp_path: Path, name: str, value: Any) -> None:
     path = changed_profile(tmp_path / "profile.json", lambda content: content.update({name: value}))
-    with pytest.raises(ScheduleFileError, match=r"is damaged .*; delete it to measure again"):
+    with pytest.raises(
+        ScheduleFileError, match=r"is damaged .*; give another, or, if it was one, delete it to measure again"
+    ):
         Profile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("gap", float("nan"), "holds nan"),
+        ("bound_seconds", float("-inf"), "holds -inf"),
+        ("peak_bytes", 10**400, "more than 300 digits"),
+        ("model", "net\x1b[2J", "cannot be printed"),
+        ("note", "\ud800", "cannot be printed"),
+    ],
+)
+def test_numbers_and_texts_that_nobody_could_show_are_refused(
+    tmp_path: Path, field: str, value: Any, said: str
+) -> None:
+    content = load_plain((RECORD.save(tmp_path / "file.pkl"), (tmp_path / "file.pkl").read_bytes())[1], tmp_path)
+    (tmp_path / "file.pkl").write_bytes(pickle.dumps(content | {field: value}, protocol=4))
+    with pytest.raises(ScheduleFileError, match=f"is damaged: .*{said}"):
+        ScheduleRecord.load(tmp_path / "file.pkl")
+
+
+def test_what_has_no_end_is_not_read() -> None:
+    with pytest.raises(ScheduleFileError, match="/dev/zero is no regular file; give the name of a schedule file"):
+        ScheduleRecord.load(Path("/dev/zero"))

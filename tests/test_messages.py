@@ -300,9 +300,9 @@ def test_a_shape_that_the_model_refuses() -> None:
 @pytest.mark.parametrize(
     ("out", "reason"),
     [
-        ("net.py/plan.pkl", "File exists; choose another place with --out"),
+        ("net.py/plan.pkl", "File exists; choose another place"),
         ("folder", "it is a directory; give the name of a file"),
-        ("n" * 300, "File name too long; choose another place with --out"),
+        ("n" * 300, "File name too long; choose another place"),
     ],
 )
 def test_an_unwritable_out_is_found_before_any_work(out: str, reason: str) -> None:
@@ -315,7 +315,7 @@ def test_a_damaged_profile() -> None:
     Path("profile.json").write_text('{"format": "monet_like profile", "version": 1, "costs": {')
     message = error(solve(profile=("--profile", "profile.json")))
     assert message.startswith("profile.json is not a profile (no JSON: ")
-    assert message.endswith("; delete it to measure again")
+    assert message.endswith("; give another, or, if it was one, delete it to measure again")
     assert written() == ["profile.json"]
 
 
@@ -555,3 +555,46 @@ def test_every_refusal_is_of_one_family() -> None:
     assert issubclass(UsageError, ValueError)
     with pytest.raises(UsageError):
         parse_shape("x")
+
+
+# What users' own code raises, and what a command is told twice ----------------------------------------------------
+
+
+def test_code_that_raises_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\ndef make(): return torch.nn.Linear(8, 8)\ndef make_inputs(batch): raise KeyError('no data')\n"
+    )
+    asked = ["solve", f"{tmp_path}/own.py:make", "4", "1", "normal", "HIGHS", "--device", "cpu"]
+    message = error(CliRunner().invoke(main, asked))
+    assert message.startswith("make_inputs(4) of MODEL failed: KeyError: 'no data' (")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    assert "could not be loaded: SystemExit: 3" in error(solve(model=f"{tmp_path}/leaves.py:make"))
+
+
+def test_a_dotted_module_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_module_of_mine.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "could not be imported: ZeroDivisionError" in error(solve(model="broken_module_of_mine.Net()"))
+
+
+def test_nothing_to_train(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import torch\ndef make(): return torch.nn.Linear(8, 8).requires_grad_(False)\n")
+    assert "requires a gradient" in error(solve("--input-shape", "8", model=f"{tmp_path}/own.py:make"))
+
+
+def test_a_schedule_of_another_mode_than_is_typed(solved: ScheduleRecord) -> None:
+    replace(solved, mode="multiway").save(Path("other.pkl"))
+    message = "other.pkl is of mode multiway, and MODE is normal; give the file's, or another file"
+    assert error(schedule("--run-bs", "--solution-file", "other.pkl")) == message
+
+
+def test_pictures_have_a_known_ending() -> None:
+    result = CliRunner().invoke(main, ["compare", "net.py:make", "4", "1", "--plot", "front.xyz"])
+    assert error(result) == "--plot front.xyz must end in one of .png, .svg, .pdf"
+
+
+@pytest.mark.parametrize("command", [["list", "--profile"], ["download", "--profile"], ["table", "--summary"]])
+def test_profiles_that_the_zoo_does_not_have(command: list[str]) -> None:
+    assert error(CliRunner().invoke(main, ["zoo", *command, "a1000"])).startswith(
+        "the zoo has nothing for the profile 'a1000'; give a100, "
+    )

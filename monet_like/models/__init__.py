@@ -1,7 +1,17 @@
 """Models: this package's own, and any by name as the command line takes them."""
 
 from .cells import amoebanet, darts, nasnet
-from .named import DEFAULT_INPUT_SHAPE, ModelSpec, build_model, is_registered
+from .named import DEFAULT_INPUT_SHAPE, ModelSpec, build_model, is_registered, told
 from .unet import UNet
 
-__all__ = ["DEFAULT_INPUT_SHAPE", "ModelSpec", "UNet", "amoebanet", "build_model", "darts", "is_registered", "nasnet"]
+__all__ = [
+    "DEFAULT_INPUT_SHAPE",
+    "ModelSpec",
+    "UNet",
+    "amoebanet",
+    "build_model",
+    "darts",
+    "is_registered",
+    "nasnet",
+    "told",
+]

@@ -155,6 +155,8 @@ def _find(names: list[str], text: str) -> Any:
                     f"importing MODEL {text!r} needs the module {error.name}, which is not installed"
                 ) from None
             continue
+        except (Exception, SystemExit) as error:  # whatever the user's module raises
+            raise UsageError(f"MODEL {text!r} could not be imported: {told(error)}") from error
         break
     if found is None:
         raise UsageError(f"MODEL {text!r}: there is no module {names[0]!r}; is it installed?")
@@ -181,8 +183,8 @@ def _from_file(text: str) -> tuple[str, Any, ModuleType]:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
-        raise UsageError(f"MODEL {text!r} could not be loaded: {_told(error)}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
+        raise UsageError(f"MODEL {text!r} could not be loaded: {told(error)}") from error
     make = getattr(module, function, None)
     if not callable(make):
         raise UsageError(f"MODEL {text!r}: {path} has no function {function!r}")
@@ -200,11 +202,11 @@ def _call(make: Any, args: list[Any], kwargs: dict[str, Any], text: str) -> Any:
         pass  # a builtin without a signature
     try:
         return make(*args, **kwargs)
-    except Exception as error:  # whatever the model's own code raises
-        raise UsageError(f"MODEL {text!r} could not be built: {_told(error)}") from error
+    except (Exception, SystemExit) as error:  # whatever the model's own code raises
+        raise UsageError(f"MODEL {text!r} could not be built: {told(error)}") from error
 
 
-def _told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """An exception of somebody else's code in one line: kind, message, place."""
     *_, last = traceback.extract_tb(error.__traceback__)
     place = "" if isinstance(error, SyntaxError) else f" ({last.filename}:{last.lineno})"  # it has its own

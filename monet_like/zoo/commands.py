@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from ..errors import MonetError
+from ..errors import MonetError, UsageError
 from ..schedule_file import ScheduleRecord
 from ..show import Terminal, aligned_table, show_record
 from ..units import format_bytes, format_seconds
@@ -23,6 +23,7 @@ from .registry import Registry, zoo_folder
 def list_files(*, profile: str, as_json: bool) -> None:
     """The registry, as a table or JSON."""
     registry = Registry.load(zoo_folder())
+    _check_profile(registry, profile)
     files = [listed for listed in registry.files if profile in ("", listed.profile)]
     if as_json:
         click.echo(json.dumps({"files": [asdict(f) for f in files], "refused": [asdict(r) for r in registry.refused]}))
@@ -74,6 +75,7 @@ def show(*, name: str, base_url: str | None, as_json: bool) -> None:
 def download_files(*, names: Sequence[str], profile: str, base_url: str | None) -> None:
     """Get files into the cache."""
     registry = Registry.load(zoo_folder())
+    _check_profile(registry, profile)
     wanted = [registry.find(name) for name in names] or [f for f in registry.files if profile in ("", f.profile)]
     console = Console(stderr=True)
     failed: list[str] = []
@@ -145,12 +147,19 @@ def table(*, write: Path | None, summary_for: str) -> None:
     from .table import markdown, summary, write_into
 
     registry = Registry.load(zoo_folder())
+    _check_profile(registry, summary_for)
     text = summary(registry, summary_for) if summary_for else markdown(registry)
     if write is None:
         click.echo(text)
         return
     write_into(write, text)
     click.echo(f"wrote {write}")
+
+
+def _check_profile(registry: Registry, profile: str) -> None:
+    known = sorted({listed.profile for listed in registry.files})
+    if profile and profile not in known:
+        raise UsageError(f"the zoo has nothing for the profile {profile!r}; give {', '.join(known)}")
 
 
 def _bar(console: Console) -> Bar:

@@ -63,6 +63,8 @@ def write_into(path: Path, text: str, begin: str = BEGIN, end: str = END) -> Non
         whole = path.read_text()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not text; give a Markdown file") from None
     if whole.count(begin) != 1 or whole.count(end) != 1 or whole.index(begin) > whole.index(end):
         raise UsageError(f"{path} needs the lines {begin} and {end}, once each; the table goes between them")
     before, after = whole.split(begin)[0], whole.split(end)[1]
