@@ -297,9 +297,16 @@ def _near(batch: int) -> int:
 
 
 def _meeting(peaks: Mapping[int, int], limit: int) -> int:
-    """The batch at which the line through the two peaks that are nearest to a limit meets it; 1 if there is none."""
-    (low, less), (high, more) = sorted(sorted(peaks.items(), key=lambda known: abs(known[1] - limit))[:2])
-    return max(1, low + (limit - less) * (high - low) // (more - less)) if more > less else max(1, high)
+    """The batch at which a line through two peaks meets a limit: the nearest below and above, or else the two nearest.
+
+    1 if there is none.
+    """
+    nearest = sorted(peaks.items(), key=lambda known: abs(known[1] - limit))
+    sides = [next((known for known in nearest if (known[1] > limit) is above), None) for above in (False, True)]
+    (low, less), (high, more) = sorted([known for known in sides if known] if all(sides) else nearest[:2])
+    if more > less:
+        return max(1, low + (limit - less) * (high - low) // (more - less))
+    return max(1, FURTHER * high if less <= limit else high)  # not yet what decides
 
 
 def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, limit: int) -> Trial:

@@ -261,6 +261,23 @@ def test_the_search_goes_on_from_the_peaks_that_are_known(tmp_path: Path) -> Non
     assert next(run._batches(suite, "resnet50", 12, "monet_like", "limit", 525 * MB)) == 36
 
 
+def test_peaks_that_rise_late_are_sought_between_what_fits_and_what_does_not(tmp_path: Path) -> None:
+    """As VGG-16's by torch.compile: at first gradients of weights take more than activations."""
+    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
+    suite.points = [replace(point("plain PyTorch", 1293, 1.0), static_bytes=560 * MB)]
+    search = run._batches(suite, "resnet50", 12, "torch.compile", "", 1357 * MB)
+    tried, batch = [], next(search)
+    with contextlib.suppress(StopIteration):
+        while len(tried) <= run.TRIALS:
+            tried.append(batch)
+            peak = max(1118 * MB, (612 + 16 * batch) * MB)
+            batch = search.send(
+                Trial("resnet50", "", "", 1357 * MB, batch, "fits" if batch <= 46 else "over", peak_bytes=peak)
+            )
+    assert 46 in tried or max(b for b in tried if b <= 46) >= 42
+    assert len(tried) <= 6
+
+
 def test_what_dies_below_the_limit_is_sought_halfway(tmp_path: Path) -> None:
     """Its tensors would fit, so their peaks are no guide."""
     suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
