@@ -37,6 +37,7 @@ from .simulate import Free, simulate
 from .sync_batch_norm import among, is_synchronised, world
 from .tracing import fake_mode
 from .variants import with_variants
+from .variants.compared import bitwise_where_compared
 from .variants.marked import obeying_marks
 
 #: How the operators of a schedule run: one by one as PyTorch calls them, or in pieces that TorchInductor compiles.
@@ -47,7 +48,9 @@ def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captur
     """``captured`` with the variants that ``mode`` admits; with ``ablation``, nothing may be run again."""
     words = parse_mode(mode)
     full = with_variants(captured, words)
-    return obeying_marks(replace(full, program=full.program.restrict(words, rerun=not ablation)))
+    return obeying_marks(
+        replace(full, program=bitwise_where_compared(full.program.restrict(words, rerun=not ablation)))
+    )
 
 
 #: After so many captures of one model, a warning.
