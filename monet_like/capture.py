@@ -703,11 +703,6 @@ class _Builder:
                 gradients.append((desc.grad_of, target))
             else:
                 raise CaptureError(f"the traced graph has an output of a kind that is not supported: {desc}")
-        if not gradients:
-            raise CaptureError(
-                f"nothing in {type(self.flat.model).__name__} requires a gradient: all parameters are frozen, or there are none, "
-                "and no input requires one; set requires_grad_(True) on what is to be trained"
-            )
         parameter_gradients, input_gradients = self._gradients(gradients)
         program = plain = self._program(outputs, [t.value for _, t in (*parameter_gradients, *input_gradients)])
         movable = self._movable(parameter_gradients)

@@ -120,7 +120,14 @@ def read_problem(
         processes=processes,
     )
     problem = Problem(spec, request, limit, where, shape, kind, layout)
-    return replace(problem, request=replace(request, example=example_for(problem, size)))
+    example = example_for(problem, size)
+    leaves = (*spec.module.parameters(), *pytree.tree_leaves(example))
+    if not any(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)):
+        raise UsageError(
+            f"nothing in {spec.expression} requires a gradient: its parameters are frozen, or there are none; set "
+            "requires_grad_(True) on what is to be trained"
+        )
+    return replace(problem, request=replace(request, example=example))
 
 
 def example_for(problem: Problem, batch: int) -> Example:
