@@ -299,14 +299,14 @@ def _near(batch: int) -> int:
 def _meeting(peaks: Mapping[int, int], limit: int) -> int:
     """The batch at which a line through two peaks meets a limit: the nearest below and above, or else the two nearest.
 
-    1 if there is none.
+    Peaks below it that do not rise yet say nothing: then one much larger.
     """
     nearest = sorted(peaks.items(), key=lambda known: abs(known[1] - limit))
     sides = [next((known for known in nearest if (known[1] > limit) is above), None) for above in (False, True)]
     (low, less), (high, more) = sorted([known for known in sides if known] if all(sides) else nearest[:2])
     if more > less:
         return max(1, low + (limit - less) * (high - low) // (more - less))
-    return max(1, FURTHER * high if less <= limit else high)  # not yet what decides
+    return max(1, FURTHER * high if less <= limit else high)
 
 
 def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, limit: int) -> Trial:

@@ -7,7 +7,9 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +222,15 @@ def test_unknown_names_are_refused() -> None:
 # The search for the largest batch --------------------------------------------------------------------------------
 
 
+def batches_tried(search: Generator[int, Trial, None], trial: Callable[[int], Trial]) -> list[int]:
+    """What a search asks for, in order, where ``trial`` says what came of it."""
+    tried = [next(search)]
+    with contextlib.suppress(StopIteration):
+        while len(tried) <= run.TRIALS:
+            tried.append(search.send(trial(tried[-1])))
+    return tried
+
+
 @pytest.mark.parametrize("largest", [1, 5, 8, 13, 60, 300])
 @pytest.mark.parametrize("bent", [0.0, 0.2])
 @pytest.mark.parametrize("setting", ["", "limit"])
@@ -266,14 +277,12 @@ def test_peaks_that_rise_late_are_sought_between_what_fits_and_what_does_not(tmp
     suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
     suite.points = [replace(point("plain PyTorch", 1293, 1.0), static_bytes=560 * MB)]
     search = run._batches(suite, "resnet50", 12, "torch.compile", "", 1357 * MB)
-    tried, batch = [], next(search)
-    with contextlib.suppress(StopIteration):
-        while len(tried) <= run.TRIALS:
-            tried.append(batch)
-            peak = max(1118 * MB, (612 + 16 * batch) * MB)
-            batch = search.send(
-                Trial("resnet50", "", "", 1357 * MB, batch, "fits" if batch <= 46 else "over", peak_bytes=peak)
-            )
+
+    def trial(batch: int) -> Trial:
+        status, peak = "fits" if batch <= 46 else "over", max(1118 * MB, (612 + 16 * batch) * MB)
+        return Trial("resnet50", "", "", 1357 * MB, batch, status, peak_bytes=peak)
+
+    tried = batches_tried(search, trial)
     assert 46 in tried or max(b for b in tried if b <= 46) >= 42
     assert len(tried) <= 6
 
@@ -283,12 +292,12 @@ def test_what_dies_below_the_limit_is_sought_halfway(tmp_path: Path) -> None:
     suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
     suite.points = [replace(point("plain PyTorch", 500, 1.0), static_bytes=100 * MB)]
     search = run._batches(suite, "resnet50", 12, "torch.compile", "", 525 * MB)
-    tried, batch = [], next(search)
-    with contextlib.suppress(StopIteration):
-        while len(tried) <= run.TRIALS:
-            tried.append(batch)
-            status, peak = "fits" if batch <= 20 else "died", (100 + 6 * batch) * MB
-            batch = search.send(Trial("resnet50", "", "", 525 * MB, batch, status, peak_bytes=peak))
+
+    def trial(batch: int) -> Trial:
+        status, peak = "fits" if batch <= 20 else "died", (100 + 6 * batch) * MB
+        return Trial("resnet50", "", "", 525 * MB, batch, status, peak_bytes=peak)
+
+    tried = batches_tried(search, trial)
     assert tried == [12, 36, 24, 18, 21, 20]
 
 
@@ -297,10 +306,7 @@ def test_no_batch_fits(tmp_path: Path) -> None:
     suite.points = [point("plain PyTorch", 500, 1.0)]
     for setting in ("", "limit"):
         search = run._batches(suite, "resnet50", 12, "monet_like", setting, 500 * MB)
-        tried = [next(search)]
-        with contextlib.suppress(StopIteration):
-            while len(tried) <= run.TRIALS:
-                tried.append(search.send(Trial("resnet50", "", setting, 500 * MB, tried[-1], "refused")))
+        tried = batches_tried(search, partial(Trial, "resnet50", "", setting, 500 * MB, status="refused"))
         assert tried[-1] == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from random_programs import ProgramMaker, best_seconds, random_program
@@ -11,6 +12,7 @@ from test_plan import network, peak
 
 from monet_like.errors import MonetError, SolverError
 from monet_like.plan import store_all
+from monet_like.plan.heuristic import Searcher
 from monet_like.plan.needs import prune
 from monet_like.plan.strategies import STRATEGIES
 from monet_like.plan.strategies.griewank import _Chain, _revolve
@@ -211,3 +213,18 @@ def test_knapsack_is_exact() -> None:
         chosen = knapsack(items, capacity)
         assert sum(w for name, w, _ in items if name in chosen) <= capacity
         assert sum(v for name, _, v in items if name in chosen) == best, seed
+
+
+def test_an_interrupted_local_search_ends_with_what_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once; where nothing fits without it, the interrupt goes on."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    program, costs = network(30)
+    monkeypatch.setattr(Searcher, "improve", interrupted)
+    budget = int(0.8 * peak(program, costs))
+    schedule = STRATEGIES["heuristic"](program, costs, budget)
+    assert simulate(program, schedule, costs).peak_bytes <= budget
+    with pytest.raises(KeyboardInterrupt):
+        STRATEGIES["heuristic"](program, costs, program.resident_bytes + 1)

@@ -18,13 +18,12 @@ def heuristic(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **
     Raises:
         SolverError: it found nothing that fits.
     """
-    quick = find_start(program, costs, budget_bytes, **{**options, "evaluations": 0})
     try:
         schedule = find_start(program, costs, budget_bytes, **options)
-    except KeyboardInterrupt:  # what there is, as other solvers do
-        if quick is None:
+    except KeyboardInterrupt:  # at once what needs no annealing, as other solvers end with what they have
+        schedule = find_start(program, costs, budget_bytes, **{**options, "evaluations": 0})
+        if schedule is None:
             raise
-        schedule = quick
     if schedule is None:
         raise SolverError(
             f"the heuristic found no schedule within {format_bytes(budget_bytes)}; allow more memory or use strategy milp"
