@@ -17,13 +17,11 @@ from torch import nn
 
 from .capture import Captured, capture
 from .errors import ProfileError, UsageError
-from .kernels import runs_here
-from .mode import ALGORITHMS
 from .plan import Plan, plan, store_all
 from .precision import autocast_as, in_layout, layout_of, weights_layout
 from .profile_data import Profile
-from .profiler import Inputs, Progress, Scaling, device_name, matched, measure_task, to_profile, versions
-from .program import REFUSED, Cost, Program, Task
+from .profiler import Inputs, Progress, Scaling, device_name, matched, measure, to_profile, versions
+from .program import Cost, Program, Task
 from .replay import admitted, described, device_of
 from .roofline import DEVICES, DeviceLimits, roofline
 from .schedule import Schedule
@@ -173,17 +171,17 @@ def measured_costs(
         return costs, ""
     batch, small = request.batch, request.profile_batch or profile_batch(request, captured, device)
     if small >= batch:
-        _measure(Inputs(captured, device), [(t, t) for t in missing], costs, progress, None, timed)
+        _measure(Inputs(captured, device), [(t, t) for t in missing], costs, progress, "", timed)
         return costs, f"measured at batch {batch}"
     scaling = Scaling(batch, small, min(2 * small, batch))
     keys = {task.cost for task in missing}
     found: list[dict[str, Cost]] = []
-    for count, label in ((scaling.measured, None), (scaling.second, "workspace at twice the batch: ")):
+    for count, label in ((scaling.measured, ""), (scaling.second, "workspace at twice the batch: ")):
         example = with_batch(request.example, count)
         other = captured_for(replace(request, made_last=captured.made_last), example)
         pairs = [(mine, theirs) for mine, theirs in matched(captured, other) if mine.cost in keys]
         got: dict[str, Cost] = {}
-        _measure(Inputs(other, device, batch / count), pairs, got, progress, label, timed and label is None)
+        _measure(Inputs(other, device, batch / count), pairs, got, progress, label, timed and not label)
         found.append(got)
     costs.update((key, scaling.scale(found[0][key], found[1][key])) for key in keys)
     return costs, f"measured at batch {small}, scaled to {batch}"
@@ -194,30 +192,14 @@ def _measure(
     pairs: list[tuple[Task, Task]],
     costs: dict[str, Cost],
     progress: Progress | None,
-    label: str | None,
+    label: str,
     timed: bool,
 ) -> None:
-    """Measure the second of every pair for the first's key; ``label`` tells people which pass this is."""
+    """Measure the second of every pair for the first's key; ``label`` tells people what this is for."""
     whole = (pair for pair in pairs if pair[0].copies != "start")  # what is only begun shows no time
     distinct = {mine.cost: theirs for mine, theirs in whole if mine.cost not in costs}
-    for done, (key, task) in enumerate(distinct.items()):
-        if progress:
-            progress(f"{label or ''}{task.calls[-1].op.split('.')[1]}", done, len(distinct))
-        costs[key] = _measured_or_refused(task, maker, timed)
-    if progress:
-        progress(f"{label or ''}done", len(distinct), len(distinct))
-
-
-def _measured_or_refused(task: Task, maker: Inputs, timed: bool) -> Cost:
-    """The cost of a task; `REFUSED` for an algorithm that fails here: libraries do not say before which they have."""
-    if task.word != ALGORITHMS:
-        return measure_task(task, maker, timed=timed)
-    if not all(runs_here(call.op, maker.device.type) for call in task.calls):
-        return REFUSED  # what would be measured is PyTorch's own
-    try:
-        return measure_task(task, maker, timed=timed)
-    except ProfileError:
-        return REFUSED
+    labelled = (lambda what, done, total: progress(f"{label}{what}", done, total)) if progress else None
+    costs.update(measure(distinct, maker, timed=timed, progress=labelled))
 
 
 def profile_batch(request: Request, captured: Captured, device: torch.device) -> int:

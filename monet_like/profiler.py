@@ -1,7 +1,7 @@
 """The profiler: seconds and workspace of every distinct operator call, alternatives included.
 
 Every task is run by itself on inputs of its own shapes and strides, through the very code that the replay
-generates for it, and with caches that hold of its inputs what they would in a step. What waits for other processes is
+generates for it, and with caches that hold of its inputs what they would in a step; all are timed in turn, in passes. What waits for other processes is
 measured without waiting: every schedule does it as often, and one process may be measuring alone. Where measuring at
 the wanted batch would take too long or too much memory, it is done at a smaller one and scaled: seconds in proportion,
 workspace along a line through two batches, because weights' layout changes do not grow with the batch.
@@ -9,21 +9,24 @@ workspace along a line through two batches, because weights' layout changes do n
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .capture import Captured, TensorMeta
 from .codegen import Block, compile_block
 from .errors import ProfileError
+from .kernels import runs_here
 from .kernels.sync_batch_norm import COMMUNICATING
 from .measure import CacheState, allocated_peak, seconds_of
+from .mode import ALGORITHMS
 from .operators import without_fallback
 from .profile_data import Profile
 from .program import REFUSED, Cost, Task
@@ -31,6 +34,11 @@ from .reuse import reuse_bytes
 
 #: Called with (what, done, total) as profiling goes on.
 Progress = Callable[[str, int, int], None]
+
+_Number = TypeVar("_Number", int, float)
+
+#: How often all operators are timed.
+PASSES = 3
 
 
 def device_name(device: torch.device) -> str:
@@ -75,44 +83,119 @@ def distinct_tasks(captured: Captured) -> dict[str, Task]:
     return found
 
 
-def measure_task(task: Task, maker: Inputs, *, timed: bool = True) -> Cost:
-    """Seconds and workspace of one task of the program that ``maker`` makes inputs for.
+def measure(
+    tasks: Mapping[str, Task], maker: Inputs, *, timed: bool = True, progress: Progress | None = None
+) -> dict[str, Cost]:
+    """Seconds and workspace of tasks of the program that ``maker`` makes inputs for.
+
+    All tasks are timed once before any is timed again, and the least of `PASSES` counts: a machine that is slow for
+    some seconds then makes few of them look slow, and those in one pass only. (What a schedule of MobileNetV2 takes in
+    units of plain PyTorch's step moved by 4 % from profile to profile where a task's runs followed each other, two CPU
+    cores; with passes that took as long in all, by 0.4 %.)
+
+    Args:
+        tasks: by what their costs are returned under.
+        timed: measure seconds as well as workspace; else they are 0.
+
+    Raises:
+        ProfileError: a task failed; out of memory is said to be that. An algorithm of a library's that fails is
+            `REFUSED` instead: libraries do not say before which they have.
+    """
+    passes = PASSES if timed else 0
+    costs, trials, seconds = dict[str, Cost](), dict[str, _Trial](), dict[str, float]()
+    total = (1 + passes) * len(tasks)
+
+    def report(done: int, task: Task | None = None) -> None:
+        if progress:
+            progress(task.calls[-1].op.split(".")[1] if task else "done", done, total)
+
+    for done, (key, task) in enumerate(tasks.items()):
+        report(done, task)
+        try:
+            trials[key] = _Trial(task, maker)
+        except ProfileError:
+            if task.word != ALGORITHMS:
+                raise
+            costs[key] = REFUSED
+    for number in range(1, 1 + passes):
+        for done, (key, trial) in enumerate(trials.items(), number * len(tasks)):
+            report(done, trial.task)
+            seconds[key] = min(trial.seconds(), seconds.get(key, math.inf))
+    report(total)
+    costs.update((key, Cost(seconds.get(key, 0.0), trial.workspace_bytes)) for key, trial in trials.items())
+    return costs
+
+
+class _Trial:
+    """A task, compiled and run once for its workspace, to be timed.
 
     Random inputs are normal; where an operator refuses these, as those do that want probabilities, uniform in 0 to 1.
 
+    Attributes:
+        task: what it is of.
+        workspace_bytes: as of `Cost`.
+
     Raises:
-        ProfileError: it failed; out of memory is said to be that.
+        ProfileError: as of `measure`.
     """
-    metas, device = maker.captured.metas, maker.device
-    try:
-        with (
-            torch.no_grad(),
-            torch._C._DisableAutocast(),
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        ):
-            inputs = maker.of(task)
-            writes = tuple(v for v in task.writes if _has_tensor(task, v))
-            run = compile_block(Block(task.reads, (task,), (), writes), task.name, COMMUNICATING | without_fallback())
 
-            def call() -> Any:
-                return run([inputs[value] for value in task.reads])
+    def __init__(self, task: Task, maker: Inputs) -> None:
+        self.task, self._maker = task, maker
+        if task.word == ALGORITHMS and not all(runs_here(call.op, maker.device.type) for call in task.calls):
+            raise ProfileError(f"{task.name} does not run here")  # what would be measured is PyTorch's own
+        writes = tuple(v for v in task.writes if _has_tensor(task, v))
+        self._run = compile_block(Block(task.reads, (task,), (), writes), task.name, COMMUNICATING | without_fallback())
+        try:
+            allocated = self._by_itself(self._peak)
+        except ProfileError as error:
+            if maker.uniform or task.word == ALGORITHMS or _is_out_of_memory(error.__cause__):
+                raise
+            self._maker = maker.as_uniform
+            allocated = self._by_itself(self._peak)
+        # The copy counts once among what is allocated, and takes the place of the first thing that is written.
+        self.workspace_bytes = max(0, allocated - sum(maker.captured.metas[v].storage_bytes for v in writes))
 
-            def call_once() -> None:
-                # What the task takes over is made for it and given away: some tasks release it on the way.
-                run([inputs[value].clone() if value == task.overwrites else inputs[value] for value in task.reads])
+    def seconds(self) -> float:
+        """Least wall seconds of a few runs."""
+        return self._by_itself(self._seconds)
 
-            # The copy counts once among what is allocated, and takes the place of the first thing that is written.
-            workspace = max(0, allocated_peak(call_once, device) - sum(metas[v].storage_bytes for v in writes))
-            seconds = seconds_of(call, device, before=maker.caches_before(task, inputs)) if timed else 0.0
-    except (RuntimeError, MemoryError, NotImplementedError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in first
-        if not out_of_memory and not maker.uniform:
-            return measure_task(task, maker.as_uniform, timed=timed)
-        reason = "ran out of memory" if out_of_memory else "failed"
-        hint = "; measure at a smaller batch with --profile-batch" if out_of_memory else ""
-        raise ProfileError(f"profiling {task.name} {reason}: {task.cost}: {first}{hint}") from error
-    return Cost(seconds, workspace)
+    def _peak(self, inputs: Mapping[int, Any]) -> int:
+        task = self.task
+
+        def call() -> None:
+            # What the task takes over is made for it and given away: some tasks release it on the way.
+            self._run([inputs[v].clone() if v == task.overwrites else inputs[v] for v in task.reads])
+
+        return allocated_peak(call, self._maker.device)
+
+    def _seconds(self, inputs: Mapping[int, Any]) -> float:
+        return seconds_of(
+            lambda: self._run([inputs[v] for v in self.task.reads]),
+            self._maker.device,
+            before=self._maker.caches_before(self.task, inputs),
+        )
+
+    def _by_itself(self, what: Callable[[Mapping[int, Any]], _Number]) -> _Number:
+        """``what`` of the task's inputs; where that fails, a `ProfileError` instead."""
+        device, task = self._maker.device, self.task
+        try:
+            with (
+                torch.no_grad(),
+                torch._C._DisableAutocast(),
+                torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            ):
+                return what(self._maker.of(task))
+        except (RuntimeError, MemoryError, NotImplementedError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason, hint = "failed", ""
+            if _is_out_of_memory(error):
+                reason, hint = "ran out of memory", "; measure at a smaller batch with --profile-batch"
+            raise ProfileError(f"profiling {task.name} {reason}: {task.cost}: {first}{hint}") from error
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in first
 
 
 def _has_tensor(task: Task, value: int) -> bool:

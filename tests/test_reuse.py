@@ -1,4 +1,4 @@
-"""What caches hold when an operator is timed."""
+"""What caches hold when an operator is timed, and when it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from monet_like.capture import capture
 from monet_like.compiler import Request, captured_for
 from monet_like.measure import CacheState, touches
-from monet_like.profiler import Inputs
+from monet_like.profiler import PASSES, Inputs, distinct_tasks, measure
 from monet_like.reuse import NEVER, reuse_bytes
 
 
@@ -72,3 +72,20 @@ def test_inputs_of_one_task_are_tensors_of_their_own() -> None:
     first, second = maker.of(backward).values()
     assert first.data_ptr() != second.data_ptr()
     assert maker.of(backward)[backward.reads[0]] is first
+
+
+def test_all_operators_are_timed_before_any_is_timed_again() -> None:
+    captured = capture(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU()), (torch.randn(4, 8),))
+    tasks, order = distinct_tasks(captured), list[tuple[str, int, int]]()
+    costs = measure(tasks, Inputs(captured, torch.device("cpu")), progress=lambda *found: order.append(found))
+    names = [task.calls[-1].op.split(".")[1] for task in tasks.values()]
+    assert [name for name, _, _ in order] == names * (1 + PASSES) + ["done"]
+    assert [(done, total) for _, done, total in order] == [(i, len(order) - 1) for i in range(len(order))]
+    assert list(costs) == list(tasks)
+    assert all(cost.seconds > 0 for cost in costs.values())
+
+
+def test_what_is_not_timed_takes_no_time() -> None:
+    captured = capture(nn.Sequential(nn.Linear(8, 8), nn.GELU()), (torch.randn(4, 8),))
+    costs = measure(distinct_tasks(captured), Inputs(captured, torch.device("cpu")), timed=False)
+    assert costs and all(cost.seconds == 0 for cost in costs.values())
