@@ -42,6 +42,7 @@ EXPECTED = {
 #: Packages that something asks for when it is used: what, and how to install it.
 OPTIONAL = {
     "matplotlib": ("--plot", "pip install 'monet_like[plots]'"),
+    "vl_convert": ("reports", "pip install 'monet_like[plots]'"),
     "timm": ("its models by name", "pip install timm"),
     "transformers": ("its models by name", "pip install transformers"),
     "accelerate": ("its training loops", "pip install accelerate"),
@@ -173,11 +174,12 @@ def _packages() -> Iterator[Finding]:
 
 
 def _version(package: str) -> str:
-    """As the installer knows it."""
+    """As the installer knows it, who may call it otherwise."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "unknown version"  # importable, but not installed
+        names = metadata.packages_distributions().get(package)
+        return metadata.version(names[0]) if names else "unknown version"  # importable, but not installed
 
 
 def _bounds() -> dict[str, str]:

@@ -11,12 +11,11 @@ from typing import Any
 
 from .compiler import Prepared, Request, plan_for
 from .errors import MonetError, UsageError
-from .files import check_writable
 from .plan import STRATEGIES
 from .plan.questions import Point, pareto, seconds_per_gigabyte, smallest_budget
 from .plan.strategies import check_strategy
 from .problem import Problem, read_problem
-from .show import Terminal, aligned_table, check_plot, draw, write_table
+from .show import Terminal, aligned_table, check_results, draw, write_table
 from .simulate import Report
 from .solve import prepare_with, profile_path, read_profile
 from .units import format_bytes, format_seconds, parse_bytes
@@ -105,10 +104,7 @@ def compare(
     names = [name.strip() for name in strategies.split(",") if name.strip()] if strategies else list(STRATEGIES)
     for name in names:
         check_strategy(name)
-    for path in (csv_file, plot):
-        if path is not None:
-            check_writable(path)
-    check_plot(plot)
+    check_results(plot, csv_file)
     problem, ready = _prepared(terminal, profile_file, options)
     limits = sorted(read_budgets(budgets, ready.plain.peak_bytes), reverse=True)
     console, request = terminal.console, problem.request
@@ -160,10 +156,7 @@ def front(
     terminal = terminal or Terminal()
     if points < 2:
         raise UsageError(f"--points {points} must be at least 2")
-    for path in (csv_file, plot):
-        if path is not None:
-            check_writable(path)
-    check_plot(plot)
+    check_results(plot, csv_file)
     problem, ready = _prepared(terminal, profile_file, options)
     program, costs, request = ready.captured.program, ready.costs, problem.request
     console = terminal.console

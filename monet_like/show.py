@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import UsageError
-from .files import write_atomically
+from .files import check_writable, write_atomically
 from .schedule_file import ScheduleRecord
 from .units import format_bytes, format_seconds
 
@@ -232,17 +232,18 @@ def write_table(console: Console, path: Path | None, header: Sequence[str], rows
 _PICTURES = (".png", ".svg", ".pdf")
 
 
-def check_plot(path: Path | None) -> None:
-    """Fail early, before hours of work, if `draw` could not write ``path``.
+def check_results(plot: Path | None, *files: Path | None) -> None:
+    """Fail early, before hours of work, if a picture or other files that are asked for could not be written.
 
     Raises:
-        UsageError: not a picture's name, or matplotlib is not installed.
+        UsageError: not a picture's name, matplotlib is not installed, or as of `check_writable`.
     """
-    if path is None:
-        return
-    if path.suffix not in _PICTURES:
-        raise UsageError(f"--plot {path} must end in one of {', '.join(_PICTURES)}")
-    if importlib.util.find_spec("matplotlib") is None:
+    for path in (plot, *files):
+        if path is not None:
+            check_writable(path)
+    if plot is not None and plot.suffix not in _PICTURES:
+        raise UsageError(f"--plot {plot} must end in one of {', '.join(_PICTURES)}")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install 'monet_like[plots]'")
 
 
@@ -257,9 +258,9 @@ def draw(
     """Lines through points and single stars, by name, if a picture was asked for.
 
     Raises:
-        UsageError: as `check_plot`.
+        UsageError: as `check_results`.
     """
-    check_plot(path)
+    check_results(path)
     if path is None:
         return
     import matplotlib

@@ -15,7 +15,6 @@ from .batches import Batches
 from .check import real_example, step_peak, step_seconds
 from .compiler import Example, default_names, make_record, plan_for
 from .errors import MonetError, UsageError
-from .files import check_writable
 from .plan import Plan
 from .plan.questions import fits
 from .precision import autocast_as
@@ -23,7 +22,7 @@ from .problem import Problem, parse_batch, read_problem
 from .profile_data import Profile
 from .replay import ScheduleWrapper
 from .roofline import DeviceLimits
-from .show import Terminal, aligned_table, check_plot, draw, write_table
+from .show import Terminal, aligned_table, check_results, draw, write_table
 from .simulate import Report, simulate
 from .solve import SOLUTIONS, profile_path, read_profile
 from .units import format_bytes, format_seconds
@@ -200,10 +199,7 @@ def tune(
     listed = sorted({parse_batch(part.strip()) for part in batches.split(",") if part.strip()})
     if best < 1 or steps < 0:
         raise UsageError(f"--best {best} must be at least 1 and --steps {steps} at least 0")
-    for path in (csv_file, plot, out):
-        if path is not None:
-            check_writable(path)
-    check_plot(plot)
+    check_results(plot, csv_file, out)
     problem = read_problem(budget=budget, batch=str(listed[-1]) if listed else "1", **options)
     store = profile_file or profile_path(problem, "batches")
     profile = read_profile(store)

@@ -593,6 +593,17 @@ def test_pictures_have_a_known_ending() -> None:
     assert error(result) == "--plot front.xyz must end in one of .png, .svg, .pdf"
 
 
+@pytest.mark.parametrize("command", [["compare", "net.py:make", "4", "100%"], ["pareto", "net.py:make", "4"]])
+def test_operators_that_take_no_time(command: list[str]) -> None:
+    """Nothing is so many percent of a step of no seconds."""
+    assert solve(profile=("--profile", "profile.json")).exit_code == 0
+    profile = Profile.load(Path("profile.json"))
+    nothing = {key: replace(cost, seconds=0.0) for key, cost in profile.costs.items()}
+    replace(profile, costs=nothing).save(Path("profile.json"))
+    result = CliRunner().invoke(main, [*command, *SMALL, "--profile", "profile.json"])
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize("command", [["list", "--profile"], ["download", "--profile"], ["table", "--summary"]])
 def test_profiles_that_the_zoo_does_not_have(command: list[str]) -> None:
     assert error(CliRunner().invoke(main, ["zoo", *command, "a1000"])).startswith(
