@@ -1,8 +1,8 @@
 """The README's figures from what `benchmarks.run` measured: python -m benchmarks.table [--write README.md]
 
 What is gained over all models; of every one the peak and the step of plain PyTorch, of others and of ours; where the plot
-is; how near the predictions were, all of the device with the most points; and the largest batches under a limit, of the
-device where the most were sought. With ``--write`` they go between the file's two markers.
+is; how near the predictions were; and the largest batches under a limit: all of the device where the most was measured.
+With ``--write`` they go between the file's two markers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ USEFUL = 0.5
 OURS, RESULTS = ("monet_like", "monet_like inductor"), ROOT / "benchmarks" / "results"
 
 
-def figures(folder: Path, sought: Path) -> str:
-    """Markdown of a folder's points and of the largest batches in another, or the same.
+def figures(folder: Path) -> str:
+    """Markdown of a folder's points and largest batches.
 
     Raises:
         UsageError: nothing was measured there.
@@ -36,14 +36,14 @@ def figures(folder: Path, sought: Path) -> str:
     if not points:
         raise UsageError(f"{folder} has no rows of models; measure with python -m benchmarks.run --suite cpu")
     wrong = {(p.model, p.contender, p.setting) for p in points if not p.correct}
-    trials = [t for t in read_rows(sought / "batches.csv", Trial) if (t.model, t.contender, t.setting) not in wrong]
+    trials = [t for t in read_rows(folder / "batches.csv", Trial) if (t.model, t.contender, t.setting) not in wrong]
     parts = [*_gained(points, trials), _table(points), _pictures(points, folder)]
     found = planned(points)
     parts += [f"Predicted and measured: {accuracy(found)}"] if found else []
     parts.append(f"All contenders, settings and reasons: {_report(folder)}.")
     if trials:
         said = "The largest batch in a process that may hold what plain PyTorch's own takes and 5 % more, and time per sample"
-        parts += [f"{said} against plain PyTorch's ({_report(sought)}; -: none measured):", _batches(trials)]
+        parts += [f"{said} against plain PyTorch's (-: none measured):", _batches(trials)]
     return "\n\n".join(parts)
 
 
@@ -171,26 +171,26 @@ def _largest(trials: Iterable[Trial]) -> Trial | None:
     return max(trials, key=lambda t: t.batch, default=None)
 
 
-def fullest(name: str, kind: type[Point] | type[Trial]) -> Path | None:
-    """Of the folders of all devices the one in whose file of this name the most contenders and settings are."""
+def fullest() -> Path | None:
+    """Of the folders of all devices the one with the most models, contenders and settings in its points and batches."""
 
-    def count(path: Path) -> int:
-        return len({(row.model, row.contender, row.setting) for row in read_rows(path, kind)})
+    def count(folder: Path) -> int:
+        points, trials = read_rows(folder / "points.csv", Point), read_rows(folder / "batches.csv", Trial)
+        return sum(len({(row.model, row.contender, row.setting) for row in rows}) for rows in (points, trials))
 
-    found = max(sorted(RESULTS.glob(f"*/{name}")), key=count, default=None)
-    return found.parent if found else None
+    return max((path.parent for path in sorted(RESULTS.glob("*/points.csv"))), key=count, default=None)
 
 
 @click.command()
-@click.option("--device", help="Folder in benchmarks/results; by default the one with the most points.")
+@click.option("--device", help="Folder in benchmarks/results; by default the one with the most rows.")
 @click.option("--write", type=click.Path(path_type=Path), help="Into this file, between its markers.")
 def main(device: str | None, write: Path | None) -> None:
     """Print the figures or write them."""
-    folder = RESULTS / device if device else fullest("points.csv", Point)
+    folder = RESULTS / device if device else fullest()
     if folder is None:
         raise click.ClickException("nothing was measured yet; measure with python -m benchmarks.run --suite cpu")
     try:
-        text = figures(folder, fullest("batches.csv", Trial) or folder)
+        text = figures(folder)
         if write is None:
             click.echo(text)
             return
