@@ -1,7 +1,7 @@
 """The README's figures from what `benchmarks.run` measured: python -m benchmarks.table [--write README.md]
 
 What is gained over all models; of every one the peak and the step of plain PyTorch, of others and of ours; where the plot
-is; how near the predictions were; and the largest batches under a limit: all of the device where the most was measured.
+is; how near the predictions were; and the largest batches under a limit: all of the device where the most models were measured.
 With ``--write`` they go between the file's two markers.
 """
 
@@ -172,17 +172,18 @@ def _largest(trials: Iterable[Trial]) -> Trial | None:
 
 
 def fullest() -> Path | None:
-    """Of the folders of all devices the one with the most models, contenders and settings in its points and batches."""
+    """Of the folders of all devices the one with points and largest batches of the most models, then with most of them."""
 
-    def count(folder: Path) -> int:
-        points, trials = read_rows(folder / "points.csv", Point), read_rows(folder / "batches.csv", Trial)
-        return sum(len({(row.model, row.contender, row.setting) for row in rows}) for rows in (points, trials))
+    def count(folder: Path) -> tuple[int, int]:
+        both = read_rows(folder / "points.csv", Point), read_rows(folder / "batches.csv", Trial)
+        models = sum(len({row.model for row in rows}) for rows in both)
+        return models, sum(len({(row.model, row.contender, row.setting) for row in rows}) for rows in both)
 
     return max((path.parent for path in sorted(RESULTS.glob("*/points.csv"))), key=count, default=None)
 
 
 @click.command()
-@click.option("--device", help="Folder in benchmarks/results; by default the one with the most rows.")
+@click.option("--device", help="Folder in benchmarks/results; by default the one with the most models.")
 @click.option("--write", type=click.Path(path_type=Path), help="Into this file, between its markers.")
 def main(device: str | None, write: Path | None) -> None:
     """Print the figures or write them."""
