@@ -1,8 +1,8 @@
 """The README's figures from what `benchmarks.run` measured: python -m benchmarks.table [--write README.md]
 
 What is gained over all models; of every one the peak and the step of plain PyTorch, of others and of ours; where the plot
-is; how near the predictions were; and the largest batches under a limit: all of the device where the most models were measured.
-With ``--write`` they go between the file's two markers.
+is; how near the predictions were; and the largest batches under a limit: all of the device where the most models were
+measured. With ``--write`` they go between the file's two markers.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ from .reuse import reuse_bytes
 #: Called with (what, done, total) as profiling goes on.
 Progress = Callable[[str, int, int], None]
 
-_Number = TypeVar("_Number", int, float)
+_Found = TypeVar("_Found")
 
 #: How often all operators are timed.
 PASSES = 3
@@ -102,8 +102,7 @@ def measure(
             `REFUSED` instead: libraries do not say before which they have.
     """
     passes = PASSES if timed else 0
-    costs, trials, seconds = dict[str, Cost](), dict[str, _Trial](), dict[str, float]()
-    total = (1 + passes) * len(tasks)
+    trials, seconds, total = dict[str, _Trial](), dict[str, float](), (1 + passes) * len(tasks)
 
     def report(done: int, task: Task | None = None) -> None:
         if progress:
@@ -111,19 +110,31 @@ def measure(
 
     for done, (key, task) in enumerate(tasks.items()):
         report(done, task)
-        try:
-            trials[key] = _Trial(task, maker)
-        except ProfileError:
-            if task.word != ALGORITHMS:
-                raise
-            costs[key] = REFUSED
+        trial = _unless_refused(task, partial(_Trial, task, maker))
+        if trial is not None:
+            trials[key] = trial
     for number in range(1, 1 + passes):
-        for done, (key, trial) in enumerate(trials.items(), number * len(tasks)):
+        for done, (key, trial) in enumerate(list(trials.items()), number * len(tasks)):
             report(done, trial.task)
-            seconds[key] = min(trial.seconds(), seconds.get(key, math.inf))
+            took = _unless_refused(trial.task, trial.seconds)
+            if took is None:
+                del trials[key]
+            else:
+                seconds[key] = min(took, seconds.get(key, math.inf))
     report(total)
-    costs.update((key, Cost(seconds.get(key, 0.0), trial.workspace_bytes)) for key, trial in trials.items())
-    return costs
+    return {
+        key: Cost(seconds.get(key, 0.0), trials[key].workspace_bytes) if key in trials else REFUSED for key in tasks
+    }
+
+
+def _unless_refused(task: Task, what: Callable[[], _Found]) -> _Found | None:
+    """What ``what`` returns; None where it fails and the task is an algorithm of a library's."""
+    try:
+        return what()
+    except ProfileError:
+        if task.word != ALGORITHMS:
+            raise
+        return None
 
 
 class _Trial:
@@ -175,7 +186,7 @@ class _Trial:
             before=self._maker.caches_before(self.task, inputs),
         )
 
-    def _by_itself(self, what: Callable[[Mapping[int, Any]], _Number]) -> _Number:
+    def _by_itself(self, what: Callable[[Mapping[int, Any]], _Found]) -> _Found:
         """``what`` of the task's inputs; where that fails, a `ProfileError` instead."""
         device, task = self._maker.device, self.task
         try:
