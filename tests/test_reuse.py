@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from monet_like.capture import capture
 from monet_like.compiler import Request, captured_for
+from monet_like.errors import ProfileError
 from monet_like.measure import CacheState, touches
 from monet_like.profiler import PASSES, Inputs, distinct_tasks, measure
+from monet_like.program import REFUSED
 from monet_like.reuse import NEVER, reuse_bytes
 
 
@@ -89,3 +94,26 @@ def test_what_is_not_timed_takes_no_time() -> None:
     captured = capture(nn.Sequential(nn.Linear(8, 8), nn.GELU()), (torch.randn(4, 8),))
     costs = measure(distinct_tasks(captured), Inputs(captured, torch.device("cpu")), timed=False)
     assert costs and all(cost.seconds == 0 for cost in costs.values())
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 1 + 2 * PASSES])
+def test_an_algorithm_that_fails_at_any_of_its_runs_is_refused(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries may run out of scratch memory after their first call too."""
+    captured = capture(nn.Sequential(nn.Linear(8, 8), nn.GELU()), (torch.randn(4, 8),))
+    tasks, runs = distinct_tasks(captured), list[int]()
+    (key,) = (key for key, task in tasks.items() if task.name == "gelu")
+
+    def gelu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        runs.append(len(runs) + 1)
+        if runs[-1] == fails_at:
+            raise RuntimeError("no scratch memory")
+        return torch.ops.aten.gelu(*args, **kwargs)
+
+    monkeypatch.setattr("monet_like.profiler.without_fallback", lambda: {"aten.gelu.default": gelu})
+    if fails_at > 1:  # what is no algorithm must not; its first failure may be the inputs'
+        with pytest.raises(ProfileError, match=r"profiling gelu failed: .*no scratch memory"):
+            measure(tasks, Inputs(captured, torch.device("cpu")))
+        runs.clear()
+    costs = measure({**tasks, key: replace(tasks[key], word="algorithms")}, Inputs(captured, torch.device("cpu")))
+    assert len(runs) == fails_at
+    assert {found for found, cost in costs.items() if cost == REFUSED} == {key}
