@@ -128,9 +128,17 @@ class CacheState:
             size = 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
         self._others = torch.zeros(size // 8, dtype=torch.int64, device=device)
 
-    def __call__(self, recent: Sequence[tuple[torch.Tensor, int]] = ()) -> None:
-        """Args: recent: tensors, and the bytes touched since they began to be, their own included."""
+    def __call__(
+        self, recent: Sequence[tuple[torch.Tensor, int]] = (), warm: Callable[[], object] = lambda: None
+    ) -> None:
+        """Leave the caches with others, then what ``warm`` leaves in them, then ``recent``.
+
+        Args:
+            recent: tensors, and the bytes touched since they began to be, their own included.
+            warm: runs the operator on other tensors: a step ran its code a moment ago.
+        """
         self._others.sum()
+        warm()
         sizes = [(tensor.untyped_storage().nbytes(), since) for tensor, since in recent]
         for index, others in touches(sizes, self._others.nbytes):
             storage = recent[index][0].untyped_storage()

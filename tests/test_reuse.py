@@ -96,7 +96,30 @@ def test_what_is_not_timed_takes_no_time() -> None:
     assert costs and all(cost.seconds == 0 for cost in costs.values())
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 1 + 2 * PASSES])
+@pytest.mark.parametrize(("short_seconds", "twins"), [(1.0, 2 * (PASSES - 1)), (0.0, 0)])
+def test_short_tasks_run_on_other_tensors_before_every_timed_run(
+    short_seconds: float, twins: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their code is then in the caches, and their inputs are not; the first pass tells which are short."""
+    captured = capture(nn.Sequential(nn.MaxPool2d(2), nn.GELU()), (torch.randn(2, 3, 8, 8, requires_grad=True),))
+    (key,) = (key for key, task in distinct_tasks(captured).items() if "max_pool2d_with_indices_backward" in key)
+    backward, seen = distinct_tasks(captured)[key], list[tuple[int, ...]]()
+    original = torch.ops.aten.max_pool2d_with_indices_backward.default
+
+    def pool(*args: Any) -> torch.Tensor:
+        seen.append(tuple(arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor)))
+        return original(*args)
+
+    monkeypatch.setattr("monet_like.profiler._SHORT", short_seconds)
+    monkeypatch.setattr("monet_like.profiler.without_fallback", lambda: {backward.calls[-1].op: pool})
+    measure({key: backward}, Inputs(captured, torch.device("cpu")))
+    timed, others = seen[0], [pointers for pointers in seen if pointers != seen[0]]
+    assert len(seen) == 1 + 2 * PASSES + twins and len(others) == twins
+    assert all(not {*timed} & {*pointers} for pointers in others)
+    assert others == seen[3::2][:twins] if twins else seen == [timed] * len(seen)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 4, 1 + 2 + 4 * (PASSES - 1)])
 def test_an_algorithm_that_fails_at_any_of_its_runs_is_refused(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries may run out of scratch memory after their first call too."""
     captured = capture(nn.Sequential(nn.Linear(8, 8), nn.GELU()), (torch.randn(4, 8),))
