@@ -259,9 +259,7 @@ class Inputs:
             alike[self.captured.metas[value]] += 1
         return found
 
-    def caches_before(
-        self, task: Task, inputs: Mapping[int, Any], warm: Callable[[], object] = lambda: None
-    ) -> Callable[[], None]:
+    def caches_before(self, task: Task, inputs: Mapping[int, Any], warm: Callable[[], object]) -> Callable[[], None]:
         """To be called before a task with a cost is timed: as much of its inputs is in the cache as in a step.
 
         ``warm`` is as of `CacheState`.
