@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,8 @@ from benchmarks.work import Job
 ROOT = Path(__file__).resolve().parents[1]
 #: Nothing that is measured here takes so long.
 PATIENCE_SECONDS = 900.0
+#: Turns that are always taken.
+FEWEST = 3
 
 
 class DiedError(Exception):
@@ -114,10 +117,18 @@ def last_words(errors: str) -> str:
     return re.sub(r"(?<![:/\w.])(/[\w.+-]+){2,}/", "", found)[:300]
 
 
-def take_turns(runs: Sequence[Running], steps: int) -> list[list[float] | DiedError]:
-    """Seconds of every step of each, one step each in turn, every other turn backwards; the first turn warms up."""
+def take_turns(
+    runs: Sequence[Running], steps: int, most_seconds: float = float("inf")
+) -> list[list[float] | DiedError]:
+    """Seconds of every step of each, one step each in turn, every other turn backwards; the first turn warms up.
+
+    Once ``most_seconds`` are over no further turn is taken, if `FEWEST` were.
+    """
     found: list[list[float] | DiedError] = [[] for _ in runs]
+    started = time.monotonic()
     for turn in range(steps + 1):
+        if turn > FEWEST and time.monotonic() - started > most_seconds:
+            break
         order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))
         for index in order:
             times = found[index]

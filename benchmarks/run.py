@@ -48,6 +48,8 @@ ESSENTIAL = (PLAIN, "checkpoint per block", "torch.compile budget", "monet_like"
 FURTHER = 3
 #: Batches that are tried, at most, for one contender.
 TRIALS = 12
+#: A trial's steps may take so long, or three turns: at the least memory of all a step can take 50 times plain PyTorch's.
+LONG_SECONDS = 60.0
 
 
 @dataclass
@@ -328,7 +330,7 @@ def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, li
         run.ask(f"limit {limit + max(0, run.ready['process_bytes'] - peak) + SLACK_BYTES}")
         if peak > limit:
             return replace(row, status="over", reason=f"its peak is {peak / MB:,.1f} MB")
-        times, others = take_turns([run, plain], suite.steps)
+        times, others = take_turns([run, plain], suite.steps, most_seconds=LONG_SECONDS)
     except DiedError as error:
         return replace(row, status="died", reason=error.reason)
     finally:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import run, table
 from benchmarks.contenders import CONTENDERS, Built, NotApplicableError
 from benchmarks.malloc import EXACT
-from benchmarks.processes import ROOT, DiedError, Running, last_words, take_turns
+from benchmarks.processes import FEWEST, ROOT, DiedError, Running, last_words, take_turns
 from benchmarks.report import behind, pareto, trusted, write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import WORK, Job
@@ -175,6 +175,8 @@ def test_turns_go_forth_and_back() -> None:
     assert first == [6.0, 7.0]
     assert isinstance(second, DiedError)
     assert third == [4.0, 8.0]
+    (few,) = take_turns([Fake("a")], 9, most_seconds=0)  # type: ignore[list-item]
+    assert len(few) == FEWEST
 
 
 def test_last_words_are_those_of_the_last_exception() -> None:
