@@ -23,7 +23,7 @@ from benchmarks import run, table
 from benchmarks.contenders import CONTENDERS, Built, NotApplicableError
 from benchmarks.malloc import EXACT
 from benchmarks.processes import FEWEST, ROOT, DiedError, Running, last_words, take_turns
-from benchmarks.report import behind, pareto, trusted, write_report
+from benchmarks.report import accuracy, behind, pareto, trusted, write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import WORK, Job
 from benchmarks.worker import Verdict, judge
@@ -378,6 +378,19 @@ def test_finite_differences_are_not_believed_against_the_net_of_dropout() -> Non
     assert [p.correct for p in trusted([compared, probe])] == [True, False]
 
 
+def test_times_are_told_apart_where_the_machine_was_not_as_profiled() -> None:
+    promised = {"predicted_bytes": 400 * MB, "predicted_seconds": 1.0, "predicted_plain_seconds": 1.0}
+    as_profiled = replace(point("monet_like", 400, 1.02, "60%", **promised), plain_seconds=1.04)
+    slower = replace(point("monet_like", 400, 1.3, "45%", **promised), plain_seconds=1.15)
+    told = accuracy([as_profiled, slower])
+    assert "Step time within 5.0 % for 1 of 2 points, at most 23.1 % off." in told
+    assert told.endswith(
+        "as profiled: Step time within 5.0 % for 1 of 1 points, at most 2.0 % off. "
+        "In units of plain PyTorch's step within 5.0 % for 1 of 1 points, at most 2.0 % off."
+    )
+    assert accuracy([slower]).endswith("as profiled: no point.")
+
+
 def test_a_report_has_every_part(tmp_path: Path) -> None:
     planned = {"predicted_bytes": 402 * MB, "predicted_seconds": 1.0, "predicted_plain_seconds": 1.0, "gap": 0.02}
     points = [
@@ -401,7 +414,9 @@ def test_a_report_has_every_part(tmp_path: Path) -> None:
         "eager: ours is on or below the front of all others everywhere",
         "their gradients being wrong: torch.compile budget 0.2.",
         "Peak within 1.0 % for 2 of 2 points, at most 0.5 % off. Step time within 5.0 % for 0 of 1 points, at "
-        "most 5.3 % off. In units of plain PyTorch's step within 5.0 % for 0 of 1 points, at most 5.3 % off.",
+        "most 5.3 % off. In units of plain PyTorch's step within 5.0 % for 0 of 1 points, at most 5.3 % off. "
+        "Where plain PyTorch's own step was within 5.0 % of its prediction, the machine as profiled: Step time within "
+        "5.0 % for 0 of 1 points",
         "| plain PyTorch | 12 | +0.0 % | 12 (+0.0 %) | 13 died: RuntimeError: no memory |",
         "3.0 times plain PyTorch's largest batch at no more than 10.0 % further time per sample, 4.0 times at any; "
         "the goal of 3 times is reached.",
