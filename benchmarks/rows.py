@@ -27,6 +27,7 @@ class Point:
         planning_seconds: planning and wrapping without profiling, and what a first step that compiles took longer.
         predicted_bytes, predicted_seconds, predicted_plain_seconds, gap: what the planner promised; 0: nothing.
         load: of the machine, a minute's average when the steps were over.
+        torch: its version.
     """
 
     model: str
@@ -51,6 +52,7 @@ class Point:
     predicted_plain_seconds: float = 0.0
     gap: float = -1.0
     load: float = 0.0
+    torch: str = ""
 
     @property
     def key(self) -> tuple[str, int, str, str]:
@@ -78,6 +80,7 @@ class Trial:
             more; refused: there is no schedule; not found: no schedule in the solver's time; failed before any limit.
         seconds, plain_seconds: of a step at this batch, and of plain PyTorch's at ``plain_batch``, taking turns.
         peak_bytes: of a step without the limit; 0: it never took one.
+        torch: its version.
     """
 
     model: str
@@ -92,6 +95,7 @@ class Trial:
     plain_batch: int = 0
     load: float = 0.0
     peak_bytes: int = 0
+    torch: str = ""
 
     @property
     def key(self) -> tuple[str, int, str, str, int]:

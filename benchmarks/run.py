@@ -189,7 +189,7 @@ def _failed(job: Job, error: DiedError) -> Point:
     status, reason = ("not applicable", told) if told else ("failed", error.reason)
     if "InfeasibleError" in reason:
         status = "refused"
-    return Point(job.model, job.batch, job.contender, job.setting, status, reason)
+    return Point(job.model, job.batch, job.contender, job.setting, status, reason, torch=str(torch.__version__))
 
 
 def ratio_of(times: Sequence[float], plain: Sequence[float]) -> float:
@@ -205,7 +205,8 @@ def _point(run: Running, times: list[float], plain: list[float], load: float) ->
         told["planning_seconds"] += max(0.0, ready["first_seconds"] - seconds)
     return Point(
         job.model, job.batch, job.contender, job.setting,
-        seconds=seconds, spread_seconds=(top - low) / 2, plain_seconds=seconds / ratio_of(times, plain), load=load, **told,
+        seconds=seconds, spread_seconds=(top - low) / 2, plain_seconds=seconds / ratio_of(times, plain), load=load,
+        torch=str(torch.__version__), **told,
     )  # fmt: skip
 
 
@@ -313,7 +314,7 @@ def _meeting(peaks: Mapping[int, int], limit: int) -> int:
 
 def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, limit: int) -> Trial:
     model, base = plain.job.model, plain.job.batch
-    row = Trial(model, name, setting, limit, batch, "failed", plain_batch=base)
+    row = Trial(model, name, setting, limit, batch, "failed", plain_batch=base, torch=str(torch.__version__))
     job = suite.job(model, base, name, "" if setting == "limit" else setting)
     job = replace(job, batch=batch, judged=False)
     if setting == "limit":

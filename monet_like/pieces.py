@@ -41,7 +41,6 @@ _FUSIBLE = frozenset(
         "_softmax.default",
         "_softmax_backward_data.default",
         "_to_copy.default",
-        "_unsafe_view.default",
         "amax.default",
         "amin.default",
         "arange.default",
@@ -368,7 +367,6 @@ def _batch_norm(call: Call, place: int) -> _Functional | None:
 def _operators(task: Task) -> int:
     """The calls of a task that are no views."""
     return sum(
-        call.op not in ("operator.getitem", "aten._unsafe_view.default")
-        and not (call.op.startswith("aten.") and overload(call.op).is_view)
+        call.op != "operator.getitem" and not (call.op.startswith("aten.") and overload(call.op).is_view)
         for call in task.calls
     )

@@ -170,6 +170,22 @@ def test_numbers_made_into_tensors_are_literals() -> None:
         capture(*example)
 
 
+class _Reshapes(nn.Linear):
+    """Reshapes that PyTorch traces as views which autograd does not know of, one of them the output."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1).reshape(12, 4).relu().matmul(self.weight.t()).view(3, 4, 4).matmul(self.weight)
+
+
+def test_reshapes_are_views() -> None:
+    example = (_Reshapes(4, 4).train(), (torch.randn(4, 3, 4, requires_grad=True),), {})
+    captured = admitted(capture(*example), "normal")
+    operators = {call.op for task in captured.every_task() for call in task.calls}
+    assert "aten.view.default" in operators and "aten._unsafe_view.default" not in operators
+    outcome = replayed(example, captured, store_all(captured.program), "normal")
+    assert worst(run(twin(example[0]), *example[1:]), outcome) == 0.0
+
+
 def test_no_tensor_out_and_opaque_results_are_refused() -> None:
     class Nothing(nn.Linear):
         def forward(self, x: torch.Tensor) -> int:  # type: ignore[override]

@@ -400,7 +400,8 @@ def test_a_report_has_every_part(tmp_path: Path) -> None:
         replace(point("torch.compile budget", 300, 1.1, "0.2"), correct=False),
         Point("resnet50", 12, "Rockmate", "hilp 45%", "failed", "NameError: a|b"),
     ]
-    trial = Trial("resnet50", "plain PyTorch", "", 525 * MB, 12, "fits", "", 1.0, 1.0, 12)
+    points = [replace(p, torch="2.15.0") for p in points]
+    trial = Trial("resnet50", "plain PyTorch", "", 525 * MB, 12, "fits", "", 1.0, 1.0, 12, torch="2.14.1")
     trials = [
         trial,
         replace(trial, batch=13, status="died", reason="RuntimeError: no memory"),
@@ -410,6 +411,7 @@ def test_a_report_has_every_part(tmp_path: Path) -> None:
     write_report(tmp_path, "cpu", points, trials)
     text = (tmp_path / "rivals.md").read_text()
     for expected in (
+        " torch 2.14.1 and 2.15.0, float32.",
         "| Rockmate hilp 45% | - | - | - | - | - | - | failed: NameError: a\\|b |",
         "eager: ours is on or below the front of all others everywhere",
         "their gradients being wrong: torch.compile budget 0.2.",

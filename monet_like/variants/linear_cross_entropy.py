@@ -24,7 +24,6 @@ from .editor import Editor
 
 #: Into how many parts the rows are cut; each is a variant of its own.
 PARTS = (4, 16)
-_RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 _PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default"})
 _BETWEEN = (["aten._log_softmax.default"], ["aten._to_copy.default", "aten._log_softmax.default"])
 _HALF = (torch.float16, torch.bfloat16)
@@ -164,7 +163,7 @@ def _origin(calls: Sequence[Call], ref: Any) -> int | None:
     made = {call.outs[0]: call for call in calls[:-1] if len(call.outs) == 1}
     while isinstance(ref, Ref) and isinstance(ref.name, str):
         call = made.get(ref)
-        if call is None or call.op not in _RESHAPES:
+        if call is None or call.op != "aten.view.default":
             return None
         ref = call.args[0]
     return ref.name if isinstance(ref, Ref) and isinstance(ref.name, int) else None
