@@ -35,6 +35,8 @@ from benchmarks.work import ASIDE, WORK, Job
 from monet_like.profiler import device_slug
 
 PLAIN, MB = "plain PyTorch", 10**6
+#: Told in each row. As text: what PyTorch has compares as versions do.
+TORCH = str(torch.__version__)
 #: Of the limit in the search for the largest batch, in units of plain PyTorch's peak at the work's own batch.
 LIMIT = 1.05
 #: Beyond what a process was seen to need for other things than tensors: pages, stacks, scratch memory of libraries.
@@ -189,7 +191,7 @@ def _failed(job: Job, error: DiedError) -> Point:
     status, reason = ("not applicable", told) if told else ("failed", error.reason)
     if "InfeasibleError" in reason:
         status = "refused"
-    return Point(job.model, job.batch, job.contender, job.setting, status, reason, torch=str(torch.__version__))
+    return Point(job.model, job.batch, job.contender, job.setting, status, reason, torch=TORCH)
 
 
 def ratio_of(times: Sequence[float], plain: Sequence[float]) -> float:
@@ -206,7 +208,7 @@ def _point(run: Running, times: list[float], plain: list[float], load: float) ->
     return Point(
         job.model, job.batch, job.contender, job.setting,
         seconds=seconds, spread_seconds=(top - low) / 2, plain_seconds=seconds / ratio_of(times, plain), load=load,
-        torch=str(torch.__version__), **told,
+        torch=TORCH, **told,
     )  # fmt: skip
 
 
@@ -314,7 +316,7 @@ def _meeting(peaks: Mapping[int, int], limit: int) -> int:
 
 def _trial(suite: Suite, plain: Running, batch: int, name: str, setting: str, limit: int) -> Trial:
     model, base = plain.job.model, plain.job.batch
-    row = Trial(model, name, setting, limit, batch, "failed", plain_batch=base, torch=str(torch.__version__))
+    row = Trial(model, name, setting, limit, batch, "failed", plain_batch=base, torch=TORCH)
     job = suite.job(model, base, name, "" if setting == "limit" else setting)
     job = replace(job, batch=batch, judged=False)
     if setting == "limit":

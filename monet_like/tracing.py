@@ -195,7 +195,7 @@ def _with_literals(module: fx.GraphModule) -> None:
 
 
 def _with_views(module: fx.GraphModule) -> None:
-    """A reshape is a view: PyTorch 2.15 traces some as ``_unsafe_view`` that 2.14 does not, which is none for autograd only.
+    """Views that autograd is not told of are views: PyTorch 2.15 traces some reshapes as those that 2.14 does not.
 
     So a model is the same program with both, and its reshapes are seen to move no bytes.
     """
