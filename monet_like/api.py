@@ -93,6 +93,7 @@ class AutoSchedule(ScheduleWrapper):
     """
 
     record: ScheduleRecord | None  # type: ignore[assignment]
+    _OWN = ScheduleWrapper._OWN | {"records", "settings"}
 
     def __init__(self, model: nn.Module, settings: _Settings, backend: str = "eager") -> None:
         nn.Module.__init__(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -25,7 +26,6 @@ from .precision import (
     LAYOUTS,
     autocast_as,
     autocast_name,
-    first_layout,
     in_layout,
     layout_of,
     weights_layout,
@@ -106,6 +106,9 @@ class ScheduleWrapper(nn.Module):
         CaptureError: the model cannot be captured.
     """
 
+    #: Attributes of the wrapper itself; all others are the model's.
+    _OWN = frozenset({"backend", "record", "training"})
+
     def __init__(
         self,
         model: nn.Module,
@@ -161,7 +164,10 @@ class ScheduleWrapper(nn.Module):
         return run_step(step, parameters, buffers, inputs)
 
     def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-        """Everything that capture bakes in; a call that differs in any of it gets a step of its own."""
+        """Everything that capture bakes in; a call that differs in any of it gets a step of its own.
+
+        Modules are held weakly: a module that was replaced equals no other, whatever its address was.
+        """
         described = tuple(
             (leaf.shape, leaf.dtype, leaf.device.type, leaf.stride(), leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
@@ -169,23 +175,40 @@ class ScheduleWrapper(nn.Module):
             for leaf in leaves
         )
         # As self.modules() and self.parameters(), which take several times as long: their names are made too.
-        modules: list[nn.Module | None] = [self]
-        seen: set[int] = set()
-        flags: list[Any] = []
-        parameters: list[torch.Tensor] = []
-        for module in modules:
-            if module is None or (identity := id(module)) in seen:
+        pending: list[nn.Module | None] = [self._model]
+        modules: dict[weakref.ref[nn.Module], bool] = {}
+        hooks: list[int] = []
+        first: dict[int, int] = {}
+        members: list[Any] = []
+        for module in pending:
+            if module is None or (reference := weakref.ref(module)) in modules:
                 continue
-            seen.add(identity)
-            modules += module._modules.values()
-            flags += (identity, module.training)
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    parameters.append(parameter)
-                    flags.append(parameter.requires_grad)
-        device = parameters[0].device if parameters else torch.device("cpu")
+            modules[reference] = module.training
+            pending += module._modules.values()
+            for hooked in (
+                module._forward_pre_hooks,
+                module._forward_hooks,
+                module._backward_pre_hooks,
+                module._backward_hooks,
+            ):
+                hooks += hooked
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is None:
+                    members.append(None)
+                    continue
+                place = first.setdefault(id(tensor), len(first))  # within this call: all of them are alive
+                members += (place, tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad)
+        device = device_of(self)
         group = world() if self._synchronised else None
-        return described, str(spec), tuple(flags[1:]), autocast_name(device), first_layout(parameters), group
+        structure = (tuple(modules.items()), tuple(hooks), tuple(members))
+        return structure, described, str(spec), device, autocast_name(device), group
+
+    def _forget_replaced(self) -> None:
+        """Drop the steps of modules that no longer exist."""
+        for key in list(self._steps):
+            (modules, _, _), *_ = key
+            if any(reference() is None for reference, _ in modules):
+                del self._steps[key]
 
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
         """Capture the model for these arguments and compile the schedule's decisions for it."""
@@ -198,6 +221,7 @@ class ScheduleWrapper(nn.Module):
         step.parameter_slots = [_slot(modules, name, "_parameters") for name, _ in captured.parameters]
         step.buffer_slots = [_slot(modules, name, "_buffers") for name, _ in captured.buffers]
         step.numbers = [_numbers(modules[name].__dict__, names) for name, names in captured.read.items()]
+        self._forget_replaced()
         self._steps.setdefault(key, []).append(step)
         if sum(map(len, self._steps.values())) == MANY_STEPS:
             warnings.warn(
@@ -225,6 +249,29 @@ class ScheduleWrapper(nn.Module):
         self._model.train(mode)
         self.training = mode
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether an attribute is the wrapper's, and not the model's.
+
+        Private names that the model does not have are the wrapper's too: libraries keep notes there, such as the
+        forward that they have replaced.
+        """
+        model = self.__dict__.get("_model")
+        if model is None or name in self.__dict__ or hasattr(type(self), name) or name in self.__class__._OWN:
+            return True
+        return name.startswith("_") and not hasattr(model, name)
 
     def __getattr__(self, name: str) -> Any:
         try:

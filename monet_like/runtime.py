@@ -6,8 +6,8 @@ ready, so they reach ``.grad`` (and a distributed wrapper's buckets) while the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,13 +16,19 @@ import torch.utils._pytree as pytree
 from .capture import Captured, Tensor, TensorMeta
 from .codegen import Block, compile_block, compile_chain
 from .errors import UsageError
+from .missing_gradients import without_missing
 from .pieces import Fused, fuse
-from .program import Call, Ref, Task
+from .program import RESIDENT_KINDS, Call, Ref, Task
 from .schedule import Schedule
 from .simulate import Free, simulate
 
 #: The backward is cut into at most about this many segments, balanced by the bytes of parameter gradients.
 SEGMENTS = 24
+
+#: From saved values and incoming gradients to the gradients of one segment after the other.
+Backward = Callable[[list[Any]], Iterator[list[Any]]]
+#: First slot, one past the last, and the gradients that are returned then: kind, index and tensor of each.
+_Stretch = tuple[int, int, list[tuple[str, int, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -32,14 +38,14 @@ class Segment:
     Attributes:
         parameters, inputs: whose gradients it returns, in that order: indices into the captured parameters,
             positions among the captured inputs.
-        tangents: for each of its gradients, the outputs whose incoming gradients it depends on.
         slots: first slot and one past the last.
+        reads: positions among the saved values, of the parameters, buffers and inputs that it reads.
     """
 
     parameters: tuple[int, ...]
     inputs: tuple[int, ...]
-    tangents: tuple[frozenset[int], ...]
     slots: tuple[int, int]
+    reads: tuple[int, ...]
 
 
 class Step:
@@ -79,9 +85,9 @@ class Step:
             *(v for _, v in captured.buffers),
             *captured.inputs,
         )
-        stretches = self._cut()
+        stretches = self._cut(schedule)
         runs = [_runs(captured, schedule, start, stop) for start, stop, _ in stretches]
-        live = self._live(runs)
+        live = self._live(runs, stretches)
         forward = tuple(program.tasks[i] for i in schedule.forward)
         outputs = _distinct(captured.outputs)
         self.saved = tuple(v for v in live[0] if v not in program.tangents)
@@ -90,22 +96,34 @@ class Step:
         blocks = [Block(self.residents, forward, tuple((t.calls, t.ref) for t in outputs), self.saved)]
         for (_, _, gradients), tasks, takes, carries in zip(stretches, runs, live, live[1:], strict=False):
             blocks.append(Block(takes, tasks, tuple((t.calls, t.ref) for _, _, t in gradients), carries))
+        self._blocks = tuple(blocks[1:])
+        self._partial: dict[frozenset[int], Backward] = {}
         functions: dict[str, Callable[..., Any]] = {}
         if fuse_within_bytes is not None:
             before, peak = _existing(captured, schedule)
             self.fused = fuse(captured, blocks, before, max(fuse_within_bytes, peak))
             blocks, functions = list(self.fused.blocks), self.fused.functions
         self.forward = compile_block(blocks[0], "forward", functions, watch)
-        self.backward = compile_chain(blocks[1:], "backward", functions, watch)
+        self.backward: Backward = compile_chain(blocks[1:], "backward", functions, watch)
+        place = {value: i for i, value in enumerate(self.saved) if program.values[value].kind in RESIDENT_KINDS}
         self.segments = tuple(
             Segment(
                 tuple(index for kind, index, _ in gradients if kind == "parameter"),
                 tuple(index for kind, index, _ in gradients if kind == "input"),
-                tuple(t.tangents for _, _, t in gradients),
                 (start, stop),
+                tuple(sorted({place[v] for task in tasks for v in task.reads if v in place})),
             )
-            for start, stop, gradients in stretches
+            for (start, stop, gradients), tasks in zip(stretches, runs, strict=True)
         )
+
+    def backward_without(self, missing: frozenset[int]) -> Backward:
+        """The backward where the incoming gradients ``missing`` (values) do not exist; it does not take them."""
+        if not missing:
+            return self.backward
+        if missing not in self._partial:
+            blocks = without_missing(self.captured, self._blocks, missing)
+            self._partial[missing] = compile_chain(blocks, "backward of some results")
+        return self._partial[missing]
 
     def holds(self) -> bool:
         """Whether the numbers that the model's forward reads are those with which it was captured."""
@@ -114,37 +132,49 @@ class Step:
         except KeyError:  # one was deleted
             return False
 
-    def _cut(self) -> list[tuple[int, int, list[tuple[str, int, Tensor]]]]:
-        """(first slot, one past the last, gradients that become ready) of every segment."""
-        captured = self.captured
-        made = {value: i for i, slot in enumerate(captured.program.slots) for value in slot[0].writes}
+    def _cut(self, schedule: Schedule) -> list[_Stretch]:
+        """(first slot, one past the last, gradients that become ready) of every segment.
+
+        A gradient is ready when nothing will read it, nor what it is the gradient of: whoever gets it, such as an
+        optimizer that steps in a hook, may change both.
+        """
+        captured, program = self.captured, self.captured.program
+        last: dict[int, int] = {}
+        for slot in range(len(program.slots)):
+            for task in _runs(captured, schedule, slot, slot + 1):
+                last.update(dict.fromkeys((*task.reads, *task.writes), slot))
         ready: dict[int, list[tuple[str, int, Tensor]]] = {}
-        for kind, found in (("parameter", captured.parameter_gradients), ("input", captured.input_gradients)):
+        parameters = [value for _, value in captured.parameters]
+        for kind, found, of in (
+            ("parameter", captured.parameter_gradients, parameters),
+            ("input", captured.input_gradients, captured.inputs),
+        ):
             for index, tensor in found:
-                ready.setdefault(made[tensor.value], []).append((kind, index, tensor))
+                slot = max(last[tensor.value], last.get(of[index], 0))
+                ready.setdefault(slot, []).append((kind, index, tensor))
         sizes = {slot: sum(captured.metas[t.value].storage_bytes for _, _, t in g) for slot, g in ready.items()}
         enough = sum(sizes.values()) / SEGMENTS
-        stretches: list[tuple[int, int, list[tuple[str, int, Tensor]]]] = []
+        stretches: list[_Stretch] = []
         gathered: list[tuple[str, int, Tensor]] = []
-        start, size = 0, 0
+        start, stop, size = 0, 0, 0
         for slot in sorted(ready):
             if gathered and size + sizes[slot] > enough:
-                previous = max(made[t.value] for _, _, t in gathered) + 1
-                stretches.append((start, previous, gathered))
-                start, gathered, size = previous, [], 0
+                stretches.append((start, stop, gathered))
+                start, gathered, size = stop, [], 0
             gathered = [*gathered, *ready[slot]]
+            stop = slot + 1
             size += sizes[slot]
         if gathered:
             stretches.append((start, len(captured.program.slots), gathered))
-        for index, (first, last, gradients) in enumerate(stretches):  # parameters first, then inputs
-            stretches[index] = (first, last, sorted(gradients, key=lambda g: g[0] == "input"))
-        return stretches
+        # Parameters first, then inputs.
+        return [(first, stop, sorted(found, key=lambda g: g[0] == "input")) for first, stop, found in stretches]
 
-    def _live(self, runs: Sequence[tuple[Task, ...]]) -> list[tuple[int, ...]]:
-        """Values alive at every boundary between segments: those read later before they are written anew."""
+    def _live(self, runs: Sequence[tuple[Task, ...]], stretches: Sequence[_Stretch]) -> list[tuple[int, ...]]:
+        """Values alive at every boundary between segments: those read or returned later before they are written anew."""
         live: list[tuple[int, ...]] = [()]
         alive: dict[int, None] = {}
-        for tasks in reversed(runs):
+        for tasks, (_, _, gradients) in zip(reversed(runs), reversed(stretches), strict=True):
+            alive.update((tensor.value, None) for _, _, tensor in gradients)
             for task in reversed(tasks):
                 for value in task.writes:
                     alive.pop(value, None)
@@ -189,12 +219,28 @@ class _Call:
 
     Attributes:
         segments: the backward that is under way.
-        given: the outputs whose gradients came in.
+        versions: of the saved parameters, buffers and inputs, by position: each and its version when the backward began.
     """
 
     step: Step
     segments: Iterator[list[Any]] | None = None
-    given: frozenset[int] = frozenset()
+    versions: Mapping[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+
+    def check_versions(self, segment: Segment) -> None:
+        """Whether a segment finds the parameters, buffers and inputs that it reads as the forward left them.
+
+        Raises:
+            RuntimeError: as autograd's for a saved tensor that was changed.
+        """
+        for place in segment.reads:
+            tensor, version = self.versions[place]
+            if tensor._version != version:
+                name = self.step.captured.program.values[self.step.saved[place]].name
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{name} is at version {tensor._version}; expected version {version} instead. It was changed while "
+                    "the backward ran, by a hook of another tensor, and the rest of the backward still reads it"
+                )
 
 
 class _Head(torch.autograd.Function):
@@ -223,9 +269,11 @@ class _Head(torch.autograd.Function):
         step = call.step
         given = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
-        call.given = frozenset(i for i, g in enumerate(grads) if g is not None)
-        given += [_tangent(grads[position], step.captured.metas[value]) for position, value in step.tangents]
-        call.segments = step.backward(given)
+        call.versions = {p: (given[p], given[p]._version) for segment in step.segments for p in segment.reads}
+        missing = frozenset(value for position, value in step.tangents if grads[position] is None)
+        there = ((grads[position], step.captured.metas[value]) for position, value in step.tangents)
+        given += [_tangent(grad, meta) for grad, meta in there if grad is not None]
+        call.segments = step.backward_without(missing)(given)
         return (None,) * len(ctx.needs_input_grad)
 
 
@@ -247,25 +295,17 @@ class _SegmentNode(torch.autograd.Function):
         segment: Segment = ctx.segment
         if call.segments is None:
             raise RuntimeError("a segment of the backward was reached before the one above it")
+        call.check_versions(segment)
         with torch._C._DisableAutocast():
             handed = next(call.segments)
-        given = call.given
-        if len(given) == len(call.step.captured.tangents) or all(needs & given for needs in segment.tangents):
-            gradients = (None, None, None, *handed)
-        else:  # an output took no part in the loss
-            gradients = (
-                *(None, None, None),
-                *(g if needs & given else None for g, needs in zip(handed, segment.tangents, strict=True)),
-            )
+        gradients = (None, None, None, *handed)
         handed.clear()  # or else a gradient would be copied when it becomes a parameter's
         return gradients
 
 
-def _tangent(grad: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
-    """The incoming gradient with the layout that the program was captured with; zeros where there is none."""
-    grad = None if grad is None else grad.resolve_conj().resolve_neg()
-    if grad is None:
-        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device).zero_()
+def _tangent(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """The incoming gradient with the layout that the program was captured with."""
+    grad = grad.resolve_conj().resolve_neg()
     if grad.stride() == meta.stride and grad.dtype == meta.dtype:
         return grad
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device).copy_(grad)
