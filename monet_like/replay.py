@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -164,50 +164,22 @@ class ScheduleWrapper(nn.Module):
         return run_step(step, parameters, buffers, inputs)
 
     def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-        """Everything that capture bakes in; a call that differs in any of it gets a step of its own.
-
-        Modules are held weakly: a module that was replaced equals no other, whatever its address was.
-        """
+        """Everything that capture bakes in; a call that differs in any of it gets a step of its own."""
         described = tuple(
             (leaf.shape, leaf.dtype, leaf.device.type, leaf.stride(), leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
             else (type(leaf), *_hashable(leaf))
             for leaf in leaves
         )
-        # As self.modules() and self.parameters(), which take several times as long: their names are made too.
-        pending: list[nn.Module | None] = [self._model]
-        modules: dict[weakref.ref[nn.Module], bool] = {}
-        hooks: list[int] = []
-        first: dict[int, int] = {}
-        members: list[Any] = []
-        for module in pending:
-            if module is None or (reference := weakref.ref(module)) in modules:
-                continue
-            modules[reference] = module.training
-            pending += module._modules.values()
-            for hooked in (
-                module._forward_pre_hooks,
-                module._forward_hooks,
-                module._backward_pre_hooks,
-                module._backward_hooks,
-            ):
-                hooks += hooked
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is None:
-                    members.append(None)
-                    continue
-                place = first.setdefault(id(tensor), len(first))  # within this call: all of them are alive
-                members += (place, tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad)
         device = device_of(self)
         group = world() if self._synchronised else None
-        structure = (tuple(modules.items()), tuple(hooks), tuple(members))
-        return structure, described, str(spec), device, autocast_name(device), group
+        return _structure(self._model), described, str(spec), device, autocast_name(device), group
 
     def _forget_replaced(self) -> None:
         """Drop the steps of modules that no longer exist."""
         for key in list(self._steps):
-            (modules, _, _), *_ = key
-            if any(reference() is None for reference, _ in modules):
+            (modules, *_), *_ = key
+            if any(reference() is None for reference in modules):
                 del self._steps[key]
 
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
@@ -253,7 +225,7 @@ class ScheduleWrapper(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
             super().__setattr__(name, value)
-        else:
+        if not self._is_own(name) or (name == "training" and "_model" in self.__dict__):
             setattr(self._model, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -289,6 +261,42 @@ class ScheduleWrapper(nn.Module):
         from .units import format_bytes
 
         return f"schedule: {self.record.mode}, peak {format_bytes(self.record.peak_bytes)}, backend: {self.backend}"
+
+
+_flags = attrgetter("training", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_looks = attrgetter("shape", "dtype", "requires_grad")
+
+
+def _structure(model: nn.Module) -> Any:
+    """What a model consists of: modules, held weakly, their flags and hooks, and what their tensors look like.
+
+    A module that was replaced equals no other one, whatever its address was. Read in every step, so that every line is
+    for speed: ``model.modules()`` and ``model.parameters()`` make names, too, and take several times as long.
+    """
+    modules: list[nn.Module] = [model]
+    seen = {id(model)}  # all are alive while this runs
+    tensors: list[torch.Tensor | None] = []
+    for module in modules:
+        for part in module._modules.values():
+            if part is not None and id(part) not in seen:
+                seen.add(id(part))
+                modules.append(part)
+        tensors += module._parameters.values()
+        tensors += module._buffers.values()
+    training: list[bool] = []
+    hooks: list[int] = []
+    for flag, *dicts in map(_flags, modules):
+        training.append(flag)
+        for hooked in dicts:
+            if hooked:
+                hooks += hooked
+    there = [tensor for tensor in tensors if tensor is not None]
+    absent = () if len(there) == len(tensors) else tuple(tensor is None for tensor in tensors)
+    first: dict[int, int] = {}
+    tied = () if len(set(map(id, there))) == len(there) else tuple(first.setdefault(id(t), len(first)) for t in there)
+    scattered = () if all(map(torch.Tensor.is_contiguous, there)) else tuple(tensor.stride() for tensor in there)
+    looks = tuple(map(_looks, there))
+    return tuple(map(weakref.ref, modules)), tuple(training), tuple(hooks), absent, tied, scattered, looks
 
 
 def _numbers(attributes: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Callable[..., Any], Any]:

@@ -210,6 +210,14 @@ def test_attributes_set_on_the_wrapper_are_the_models() -> None:
     assert not hasattr(mine._model, "note") and not hasattr(mine, "note")
 
 
+def test_the_training_flag_is_the_models_too() -> None:
+    mine = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), torch.randn(3, 4))
+    mine.training = False
+    assert not mine._model.training and mine._model.get_submodule("1").training
+    mine.train()
+    assert mine._model.training
+
+
 def test_the_wrappers_own_attributes_stay_its_own() -> None:
     mine = wrapped(Scaled(), torch.randn(3, 4))
     mine.backend = "eager"
