@@ -156,9 +156,11 @@ class ScheduleWrapper(nn.Module):
         if not self.training or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if inputs and not any(tensor.numel() for tensor in inputs):  # an empty batch has nothing to save
+            return self._model(*args, **kwargs)
         key = self._key(leaves, spec)
         step = next((s for s in self._steps.get(key, ()) if s.holds()), None) or self._step(key, args, kwargs)
-        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         parameters = [owner[name] for owner, name in step.parameter_slots]
         buffers = [owner[name] for owner, name in step.buffer_slots]
         return run_step(step, parameters, buffers, inputs)

@@ -245,3 +245,15 @@ def test_a_model_moved_to_another_precision_is_not_trained_in_the_old_one() -> N
     result.sum().backward()
     assert result.dtype == torch.float64
     assert all(p.grad.dtype == torch.float64 for p in mine.parameters())
+
+
+@pytest.mark.parametrize(("build", "shape"), [(Tied, (5, 8)), (convolutional, (4, 3, 12, 12))])
+def test_an_empty_batch_is_as_in_plain_pytorch(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    plain, x = build(), torch.randn(shape)
+    if build is convolutional:
+        plain[1], plain[4] = nn.GroupNorm(2, 8), nn.GroupNorm(2, 8)  # batch norm has no mean of nothing
+    mine = wrapped(plain, x)
+    for model in (plain, mine):
+        model(x[:0]).sum().backward()
+    names = dict(mine.named_parameters())
+    assert all(torch.equal(p.grad, names[n].grad) for n, p in plain.named_parameters())
