@@ -28,15 +28,8 @@ from torch import nn
 from benchmarks.contenders import CONTENDERS, Built
 from benchmarks.malloc import keep_freed
 from benchmarks.work import Job
-from monet_like.check import (
-    ROUNDING_FACTOR,
-    SHAKEN,
-    everything_after_a_step,
-    resident_bytes,
-    shaken,
-    step_peak,
-    train_step,
-)
+from monet_like.check import draws, everything_after_a_step, judged, resident_bytes, shaken, step_peak, train_step
+from monet_like.comparison import Tensors
 from monet_like.compiler import Example
 from monet_like.measure import resident_peak, status_bytes
 
@@ -44,8 +37,6 @@ from monet_like.measure import resident_peak, status_bytes
 #: own gradients are up to 0.7 % off in float32 (MobileNetV2; moved by 0.3 % 1.6, by 0.003 % 2.1), those of other masks
 #: more than 10.
 MOVED, MOST_OFF = {torch.float32: 1e-3, torch.float64: 1e-6}, {torch.float32: 2e-2, torch.float64: 1e-4}
-#: Relative difference that is rounding, whatever the model.
-ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
@@ -54,9 +45,9 @@ class Verdict:
 
     Attributes:
         gradient_error: of all gradients together, relative, in the 2-norm; or that of the change of the loss.
-        rounding: what it may be, by a factor: see `Job`.
+        rounding: the same for plain PyTorch, with weights changed in the last places: see `Job`.
         checked: against what: plain, or finite differences where random masks are not plain PyTorch's.
-        correct: it is no more than rounding does to plain PyTorch itself.
+        correct: every gradient is plain PyTorch's but for rounding: see `monet_like.comparison`.
         first_seconds: of the first step, which compiles.
     """
 
@@ -87,13 +78,16 @@ class Ready(Verdict):
     gap: float
 
 
-def apart(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> float:
-    """Relative difference in the 2-norm of all tensors whose names start with ``kind``, taken as one vector."""
+def gradients_of(model: nn.Module, example: Example) -> Tensors:
+    """All gradients after a step, by name, without torch.compile's prefix."""
+    found = everything_after_a_step(model, example)
+    return {name.replace("_orig_mod.", ""): t for name, t in found.items() if name.startswith("gradient")}
+
+
+def apart(mine: Tensors, theirs: Tensors) -> float:
+    """Relative difference in the 2-norm of all gradients, taken as one vector: a figure for tables, no judgement."""
     squares = [0.0, 0.0]
-    theirs = {name.replace("_orig_mod.", ""): tensor for name, tensor in theirs.items()}  # torch.compile's prefix
     for name, tensor in mine.items():
-        if not name.startswith(kind):
-            continue
         other = theirs.get(name)
         if tensor is None or other is None:
             if tensor is not other:
@@ -133,35 +127,22 @@ def slope_error(model: nn.Module, example: Example) -> float:
     return abs((found[0] - found[1]) / (2 * length * steepness) - 1)
 
 
-def rounding_of(model: nn.Module, example: Example, gradients: dict[str, Any]) -> float:
+def rounding_of(model: nn.Module, example: Example, gradients: Tensors) -> float:
     """How far ``gradients`` are from those of weights that are changed in the last places, relative."""
-    others = (everything_after_a_step(shaken(model, seed), example) for seed in range(SHAKEN))
-    return max(apart(gradients, other, "gradient") for other in others)
-
-
-def tolerated(rounding: float) -> float:
-    """How far from each other gradients may be whose rounding errors alone put them ``rounding`` apart."""
-    return max(ROUNDING, ROUNDING_FACTOR * rounding)
-
-
-def draws(model: nn.Module, example: Example, gradients: dict[str, Any], rounding: float) -> bool:
-    """Whether ``gradients`` are those of random masks: another seed gives others."""
-    model.zero_grad(set_to_none=True)
-    other = everything_after_a_step(model, example, seed=2)
-    return apart(gradients, other, "gradient") > tolerated(rounding)
+    return apart(gradients, gradients_of(shaken(model, 0), example))
 
 
 def judge(plain: nn.Module, built: Built, example: Example, rounding: float) -> Verdict:
     """Whether a first step leaves plain PyTorch's gradients, or, where it draws masks of its own, those of its loss."""
-    mine = everything_after_a_step(plain, example)
+    mine = gradients_of(plain, example)
     plain.zero_grad(set_to_none=True)
     rounding = rounding or rounding_of(plain, example, mine)
     started = time.perf_counter()
-    theirs = everything_after_a_step(built.module, example)
+    theirs = gradients_of(built.module, example)
     first = time.perf_counter() - started
-    error = apart(mine, theirs, "gradient")
-    good = error <= tolerated(rounding)
-    if good or not draws(plain, example, mine, rounding):
+    error = apart(mine, theirs)
+    good = all(verdict.right for verdict in judged(plain, example, mine, theirs))
+    if good or not draws(plain, example, mine):
         return Verdict(error, rounding, "plain PyTorch", good, first)
     error = slope_error(built.module, example)
     return Verdict(error, rounding, "finite differences", error <= MOST_OFF[next(plain.parameters()).dtype], first)

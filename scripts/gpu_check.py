@@ -14,13 +14,13 @@ from typing import Any
 
 import click
 import torch
-from torch import nn
 
 from benchmarks.rows import write_rows
-from benchmarks.worker import ROUNDING, apart
+from benchmarks.worker import apart, gradients_of, rounding_of
 from monet_like.allocator import reserve
 from monet_like.capture import Captured
-from monet_like.check import ROUNDING_FACTOR, everything_after_a_step, shaken, step_peak, step_seconds
+from monet_like.check import judged, step_peak, step_seconds
+from monet_like.comparison import Tensors
 from monet_like.compiler import Example, Request, captured_for, measured_costs
 from monet_like.elsewhere import known_limits, machine_at
 from monet_like.errors import MonetError
@@ -52,7 +52,8 @@ class Replay:
     Attributes:
         profile: device the costs are from, on which predictions depend.
         gradient_error: of all gradients together, relative, in the 2-norm; ``rounding``: that of plain PyTorch with
-            weights changed in the last places.
+            weights changed in the last places. ``wrong``: the gradients that are not plain PyTorch's, by
+            `monet_like.comparison`.
         reserved_bytes: by the caching allocator, which had one block to begin with.
     """
 
@@ -72,6 +73,7 @@ class Replay:
     predicted_seconds: float = 0.0
     gradient_error: float = 0.0
     rounding: float = 0.0
+    wrong: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -100,11 +102,9 @@ def emptied(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def gradients_of(model: nn.Module, example: Example) -> dict[str, torch.Tensor | None]:
-    """All gradients after a step, on the CPU."""
-    found = everything_after_a_step(model, example)
-    model.zero_grad(set_to_none=True)
-    return {name: t.cpu() if t is not None else None for name, t in found.items() if name.startswith("gradient")}
+def on_cpu(gradients: Tensors) -> Tensors:
+    """The same, where they take no memory of the device."""
+    return {name: tensor.cpu() if tensor is not None else None for name, tensor in gradients.items()}
 
 
 class Plain:
@@ -114,8 +114,11 @@ class Plain:
         torch.manual_seed(0)
         self.device, self.model = device, build_model(record.model).module.to(device)
         self.example = example_of(record.inputs, device)
-        self.gradients = gradients_of(self.model, self.example)
-        self.rounding = apart(self.gradients, gradients_of(shaken(self.model, 0), self.example), "gradient")
+        gradients = gradients_of(self.model, self.example)
+        self.model.zero_grad(set_to_none=True)
+        self.rounding = rounding_of(self.model, self.example, gradients)
+        self.gradients = on_cpu(gradients)
+        del gradients
         emptied(device)
         self.peak_bytes = step_peak(self.model, self.example, device)
         self.model.zero_grad(set_to_none=True)
@@ -136,15 +139,19 @@ def replay(path: Path, record: ScheduleRecord, plain: Plain, steps: int) -> Repl
     wrapped = ScheduleWrapper(copy.deepcopy(plain.model), record, example=example, captured=plain.captured(record))
     emptied(device)
     reserve(record, device)
-    error = apart(plain.gradients, gradients_of(wrapped, example), "gradient")
+    gradients = on_cpu(gradients_of(wrapped, example))
+    wrapped.zero_grad(set_to_none=True)
+    error = apart(plain.gradients, gradients)
     peak = step_peak(wrapped, example, device)
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     seconds = step_seconds([(plain.model, example), (wrapped, example)], device, steps)
     plain.model.zero_grad(set_to_none=True)
+    verdicts = judged(plain.model, example, plain.gradients, gradients)
+    wrong = "; ".join(f"{verdict.name} {verdict.reason}" for verdict in verdicts if not verdict.right)
     return Replay(
         path.name, "measured", record.model, record.inputs[0].shape[0], record.budget_bytes, record.device,
         plain.peak_bytes, peak, record.peak_bytes, reserved, seconds[0], seconds[1], record.plain_seconds, record.seconds,
-        error, plain.rounding,
+        error, plain.rounding, wrong,
     )  # fmt: skip
 
 
@@ -273,11 +280,7 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
     profiled(f"{FULL}_{ALGORITHMS}", deadline - seconds / 10, "algorithms: ")
     report()
     assert "cvxpy" not in sys.modules, "a solver was imported"
-    wrong = [
-        row.file
-        for row in rows
-        if row.status == "measured" and row.gradient_error > max(ROUNDING, ROUNDING_FACTOR * row.rounding)
-    ]
+    wrong = [f"{row.file} ({row.wrong})" for row in rows if row.wrong]
     if wrong:
         sys.exit(f"wrong gradients: {', '.join(wrong)}")
 

@@ -13,8 +13,8 @@ from torch import nn
 from training import Outcome, run, twin
 
 from monet_like.capture import Captured, capture
-from monet_like.check import difference
 from monet_like.codegen import Block
+from monet_like.comparison import compare
 from monet_like.errors import UsageError
 from monet_like.pieces import fuse, runs_of
 from monet_like.plan import store_all
@@ -89,6 +89,11 @@ def peak_of(captured: Captured, outcome: Outcome) -> int:
 
 def worst(one: Outcome, other: Outcome) -> float:
     return max(one.differences(other).values())
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    (verdict,) = compare({"output": one}, {"output": other})
+    return verdict.error
 
 
 def train(model: nn.Module, x: torch.Tensor, steps: int) -> list[torch.Tensor]:

@@ -1,0 +1,179 @@
+"""Judges whether a training step left what plain PyTorch's leaves, tensor by tensor.
+
+Two steps that compute the same in another order differ by rounding. How much that may be is known for no tensor in
+advance: the gradient of a bias before a batch norm is zero, so that all of it is rounding, and one ReLU whose input is
+near zero moves every gradient before it. So the judgement has three limits:
+
+1. Up to `TOLERANCE`, relative to the tensor itself, a difference is right.
+2. Beyond that it may be `ROUNDING_FACTOR` times the difference that rounding alone makes **to this tensor** in plain
+   PyTorch. The caller measures it, by steps of plain PyTorch in float64 or with weights changed in the last places.
+3. In the mean it may never be more than `MOST` relative to the tensor itself, however much rounding there is. The
+   exception is a tensor that is zero but for rounding. It is known by its size: it may differ by `MOST_UNITS` units in
+   the last place of the largest tensor of its kind, and no more.
+
+A difference is taken in two norms, the root of the mean square and the largest absolute value, and must pass in both:
+the first finds what is spread over a tensor, the second what is wrong in one row of an embedding. Neither depends on
+how many elements a tensor has. Limit 3 is for the first alone, since rounding may move a single element by any amount.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+#: What a step left, by name. The first word of a name is its kind: ``output``, ``gradient`` or ``buffer``.
+Tensors = Mapping[str, "torch.Tensor | None"]
+
+#: Relative difference that changed arithmetic may cause, by bytes per real number.
+TOLERANCE = {8: 1e-10, 4: 1e-4, 2: 2e-2}
+#: So many times what rounding does to plain PyTorch may the difference be.
+ROUNDING_FACTOR = 4.0
+#: Relative difference that no rounding excuses. (Plain ResNet-18 under autocast to bfloat16 is 0.5 from float64.)
+MOST = 0.75
+#: The same for tensors that are zero but for rounding: in units in the last place of the largest tensor of their kind
+#: (`torch.finfo.eps`, of the dtype that was computed in), but no more than `MOST` of it.
+MOST_UNITS = 32.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one tensor compares with plain PyTorch's.
+
+    Attributes:
+        name: such as ``gradient of conv1.weight``.
+        error: relative difference, the larger of the two norms; 0 for equal bits, infinite for what cannot be compared.
+        rounding: the same between plain PyTorch and the steps that differ from it by rounding alone.
+        allowed: what ``error`` may be.
+        reason: why it is wrong, in words; "" if it is right.
+    """
+
+    name: str
+    error: float
+    rounding: float = 0.0
+    allowed: float = 0.0
+    reason: str = ""
+
+    @property
+    def right(self) -> bool:
+        """Whether the tensor is plain PyTorch's, but for rounding."""
+        return not self.reason
+
+
+def compare(
+    plain: Tensors, found: Tensors, rounded: Iterable[Tensors] = (), *, eps: float = 0.0
+) -> tuple[Verdict, ...]:
+    """Compare what a step left with what plain PyTorch's leaves.
+
+    Args:
+        plain: what plain PyTorch's step left.
+        found: what the step in question left.
+        rounded: what steps of plain PyTorch left that differ from ``plain`` by rounding alone, such as in float64.
+        eps: `torch.finfo.eps` of the dtype that was computed in, where that is not the tensors' own (autocast).
+
+    Returns:
+        A verdict for every name in either.
+    """
+    rounded = tuple(rounded)
+    scales = {name: _norms(tensor) for name, tensor in plain.items() if _is_real(tensor)}
+    largest = {
+        kind: tuple(map(max, zip(*(scale for name, scale in scales.items() if _kind(name) == kind), strict=True)))
+        for kind in map(_kind, scales)
+    }
+    verdicts = []
+    for name in (*plain, *(name for name in found if name not in plain)):
+        if name not in plain or name not in found:
+            where = "plain PyTorch" if name in found else "this step"
+            verdicts.append(Verdict(name, math.inf, reason=f"{where} leaves no {name}"))
+            continue
+        mine = plain[name]
+        if reason := _incomparable(mine, found[name]):
+            verdicts.append(Verdict(name, math.inf, reason=reason))
+        elif mine is None or same_bits(mine, found[name]):
+            verdicts.append(Verdict(name, 0.0))
+        elif name not in scales:
+            verdicts.append(Verdict(name, math.inf, reason="is of whole numbers and differs"))
+        else:
+            others = [other[name] for other in rounded if other.get(name) is not None]
+            verdicts.append(_judge(name, mine, found[name], others, scales[name], largest[_kind(name)], eps))
+    return tuple(verdicts)
+
+
+def _judge(
+    name: str,
+    plain: torch.Tensor,
+    found: torch.Tensor | None,
+    rounded: list[torch.Tensor | None],
+    scales: tuple[float, ...],
+    largest: tuple[float, ...],
+    eps: float,
+) -> Verdict:
+    """The verdict on a tensor of real numbers that differs; of the two norms, the one with less to spare."""
+    eps = max(eps, torch.finfo(plain.dtype).eps)
+    tolerance = TOLERANCE.get(plain.dtype.to_real().itemsize, 0.0)
+    errors = _apart(plain, found)
+    roundings = tuple(map(max, zip((0.0, 0.0), *(_apart(plain, other) for other in rounded), strict=True)))
+    most_in_mean = max(MOST * scales[0], min(MOST, MOST_UNITS * eps) * largest[0])
+    verdicts = []
+    for error, rounding, own, top, most in zip(
+        errors, roundings, scales, largest, (most_in_mean, math.inf), strict=True
+    ):
+        allowed = max(tolerance * own, min(ROUNDING_FACTOR * rounding, most))
+        unit = own or top or 1.0
+        reason = "" if error <= allowed else f"differs by {error / unit:.2e}, {allowed / unit:.2e} is allowed"
+        verdicts.append(Verdict(name, error / unit, rounding / unit, allowed / unit, reason))
+    return max(verdicts, key=lambda verdict: (not verdict.right, verdict.error / (verdict.allowed or 1e-300)))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two tensors are equal, NaN at the same places included; of another dtype or shape they are not."""
+    if other is None or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if torch.equal(one, other):
+        return True
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _incomparable(mine: torch.Tensor | None, other: torch.Tensor | None) -> str:
+    """Why two results cannot be compared as numbers; "" if they can."""
+    if mine is None or other is None:
+        return "" if mine is other else "is missing" if other is None else "exists, and plain PyTorch makes none"
+    if mine.shape != other.shape:
+        return f"has shape {list(other.shape)}, not {list(mine.shape)}"
+    if mine.dtype != other.dtype:
+        return f"has dtype {other.dtype}, not {mine.dtype}"
+    if _is_real(mine):
+        finite = mine.isfinite()
+        if not torch.equal(finite, other.isfinite()):
+            return "has NaN or infinity where plain PyTorch has a number, or the reverse"
+        if not same_bits(mine[~finite], other[~finite]):
+            return "has another infinity or NaN than plain PyTorch"
+    return ""
+
+
+def _is_real(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _kind(name: str) -> str:
+    return name.partition(" ")[0]
+
+
+def _apart(mine: torch.Tensor, other: torch.Tensor | None) -> tuple[float, ...]:
+    """Norms of a difference, over what is finite in both; nothing, if the other one is of another shape."""
+    if other is None or mine.shape != other.shape:
+        return 0.0, 0.0
+    wide = torch.complex128 if mine.is_complex() else torch.float64
+    return _norms(mine.to(wide) - other.to(mine.device, wide))
+
+
+def _norms(tensor: torch.Tensor | None) -> tuple[float, ...]:
+    """Root of the mean square and largest absolute value of what is finite; 0 for nothing."""
+    assert tensor is not None
+    numbers = tensor[tensor.isfinite()].abs().double()
+    if not numbers.numel():
+        return 0.0, 0.0
+    most = float(numbers.max())
+    return most * float((numbers / (most or 1.0)).square().mean().sqrt()), most
