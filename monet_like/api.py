@@ -21,9 +21,9 @@ from .files import cache_folder
 from .precision import autocast_name
 from .profile_data import Profile
 from .profiler import device_name, device_slug, versions
-from .replay import ScheduleWrapper, device_of, mismatch
+from .replay import ScheduleWrapper, device_of, exceeds, mismatch
 from .schedule_file import ScheduleRecord
-from .units import parse_bytes
+from .units import MOST_BYTES, parse_bytes
 
 #: Everything that is exact.
 ALL_VARIANTS = "inplace_conv_multiway_newnode"
@@ -128,11 +128,11 @@ class AutoSchedule(ScheduleWrapper):
             found = captured
             if record.made_last != captured.made_last:  # what pays at its own, larger batch
                 found = captured_for(replace(request, made_last=record.made_last), request.example)
-            if record.fingerprint == found.program.fingerprint:
+            if _is_of(record, found, device):
                 return record, found
         if self.records:
             warnings.warn(
-                f"planning {type(self._model).__name__} anew: {reason or 'other parameters are frozen, or other parts in eval mode'}",
+                f"planning {type(self._model).__name__} anew: {reason or 'other parameters are frozen, other parts in eval mode, or results larger'}",
                 stacklevel=5,
             )
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -142,6 +142,12 @@ class AutoSchedule(ScheduleWrapper):
         return record, captured
 
 
+def _is_of(record: ScheduleRecord, captured: Captured, device: torch.device) -> bool:
+    """Whether a schedule is of this program, at no larger sizes."""
+    program = captured.program
+    return record.fingerprint == program.fingerprint and not exceeds(record, program, record.model, device)
+
+
 def _record(request: Request, settings: _Settings, device: torch.device, captured: Captured) -> ScheduleRecord:
     """The schedule, from the cache or planned now."""
     folder = cache_folder()
@@ -149,7 +155,7 @@ def _record(request: Request, settings: _Settings, device: torch.device, capture
     if place.exists():
         with contextlib.suppress(ScheduleFileError):  # a damaged one is planned anew
             record = ScheduleRecord.load(place)
-            if record.fingerprint == captured.program.fingerprint:
+            if _is_of(record, captured, device):
                 return record
     store = folder / f"profile_{device_slug(device)}_{torch.__version__}.json"
     budget = settings.budget
@@ -172,13 +178,15 @@ def _budget(memory_budget: str | int) -> int | float:
     if isinstance(memory_budget, int):
         if memory_budget < 1:
             raise UsageError(f"memory_budget {memory_budget} bytes must be more than 0")
+        if memory_budget > MOST_BYTES:
+            raise UsageError(f"memory_budget must be at most {MOST_BYTES} bytes, which no memory has; give less")
         return memory_budget
     percent = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", memory_budget)
     if percent is None:
         return parse_bytes(memory_budget)
     share = float(percent.group(1)) / 100
-    if share <= 0:
-        raise UsageError(f"memory_budget {memory_budget!r} must be more than 0 %")
+    if not 0 < share <= 10:
+        raise UsageError(f"memory_budget {memory_budget[:40]!r} must be more than 0 % and at most 1000 %")
     return share
 
 

@@ -556,7 +556,9 @@ def zoo_verify_command(**options: Any) -> None:
 )
 @click.option("--again", is_flag=True, help="Make what is there, too.  [default: off]")
 @click.option(
-    "--evaluations", type=click.IntRange(0), help="Of the local search for each plan, such as 60000.  [default: 25000]"
+    "--evaluations",
+    type=click.IntRange(0, 10**12),
+    help="Of the local search for each plan, such as 60000.  [default: 25000]",
 )
 def zoo_build_command(**options: Any) -> None:
     """Make the zoo, or the models NAMES of it, from datasheet rates; what is there and unchanged is left alone.

@@ -405,12 +405,16 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
 
 
 def summary_counts(program: Program, found: Plan) -> dict[str, int]:
-    """What a schedule does, in numbers: values kept for the backward, tasks run again, variants chosen."""
+    """What a schedule is of and does, in numbers: parameters, values kept for the backward, tasks run again, variants chosen."""
     schedule = found.schedule
     again = Counter(index for tasks in schedule.again for index in tasks)
     made = {v for i in schedule.forward for v in program.tasks[i].writes if program.values[v].bytes}
     kept = kept_values(program, schedule)
+    parameters, parameter_bytes = program.parameters
     counts = {
+        "parameters": parameters,
+        "parameter_bytes": parameter_bytes,
+        "slots": len(program.slots),
         "kept": len(kept),
         "dropped": len(made - kept),
         "recomputed": len(again),

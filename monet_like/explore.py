@@ -30,6 +30,10 @@ def _prepared(terminal: Terminal, profile_file: Path | None, options: dict[str, 
         return problem, prepare_with(profile, store, problem, progress)
 
 
+#: Budgets of a front.
+MOST_POINTS = 1000
+
+
 def read_budgets(text: str, plain_peak_bytes: int) -> list[int]:
     """``10,8,6.5`` in GB, or ``80%,50%`` of plain PyTorch's peak.
 
@@ -156,6 +160,8 @@ def front(
     terminal = terminal or Terminal()
     if points < 2:
         raise UsageError(f"--points {points} must be at least 2")
+    if points > MOST_POINTS:
+        raise UsageError(f"--points must be at most {MOST_POINTS}, each of which is a plan; give fewer, or --budgets")
     check_results(plot, csv_file)
     problem, ready = _prepared(terminal, profile_file, options)
     program, costs, request = ready.captured.program, ready.costs, problem.request

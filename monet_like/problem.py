@@ -16,7 +16,10 @@ from .models import ModelSpec, build_model, told
 from .precision import AUTOCASTS, LAYOUTS, in_layout
 from .sync_batch_norm import is_synchronised
 from .tracing import fake_mode
-from .units import parse_bytes
+from .units import MOST_SECONDS, parse_bytes
+
+#: Of a solver, and that share statistics: more than any machine has.
+MOST_THREADS, MOST_PROCESSES = 4096, 2**20
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,15 @@ def read_problem(
         raise UsageError(f"--profile-batch {profile_batch} must be at least 1")
     if not time_limit > 0:
         raise UsageError(f"--time-limit {time_limit} must be more than 0 seconds")
+    if time_limit > MOST_SECONDS:
+        raise UsageError(f"--time-limit {time_limit} must be at most {MOST_SECONDS:g} seconds")
     if not 0 <= gap < 1:
         raise UsageError(f"--gap {gap} must be at least 0 and less than 1, such as 0.01 for 1 %")
-    if threads < 1:
-        raise UsageError(f"--threads {threads} must be at least 1")
-    if processes is not None and processes < 1:
-        raise UsageError(f"--processes {processes} must be at least 1")
+    for name, count, most in (("threads", threads, MOST_THREADS), ("processes", processes, MOST_PROCESSES)):
+        if count is not None and count < 1:
+            raise UsageError(f"--{name} {count} must be at least 1")
+        if count is not None and count > most:
+            raise UsageError(f"--{name} {_shortened(count)} must be at most {most}")
     check_solver(solver)
     check_strategy(strategy)
     if autocast not in AUTOCASTS:
@@ -202,6 +208,12 @@ def parse_batch(text: str) -> int:
     return int(text)
 
 
+def _shortened(count: int) -> str:
+    """A number of which nobody wants to read a hundred digits."""
+    text = str(count)
+    return text if len(text) <= 20 else f"{text[:12]}… ({len(text)} digits)"
+
+
 def parse_shape(text: str | None) -> tuple[int, ...] | None:
     """``3,224,224`` or ``3x224x224``; None stays None.
 
@@ -211,6 +223,8 @@ def parse_shape(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = text.replace("x", ",").strip("()[] ").split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"input shape {text!r} must be positive whole numbers without the batch, such as 3,224,224")
+    if not all(part.strip().isdecimal() and len(part) < 300 and int(part) > 0 for part in parts):
+        raise UsageError(
+            f"input shape {text[:60]!r} must be positive whole numbers without the batch, such as 3,224,224"
+        )
     return tuple(int(part) for part in parts)

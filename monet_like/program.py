@@ -37,7 +37,7 @@ class Value:
         bytes: size of the storage as the device's allocator counts it.
         kind: ``parameter``, ``buffer`` and ``input`` are resident throughout; ``forward`` values are written
             by forward tasks, ``backward`` values (gradients) by slots.
-        spec: dtype and shape for people, such as ``float32[184, 64, 112, 112]``.
+        spec: dtype, shape and, where they are not row-major, strides, such as ``float32[184, 64, 112, 112]``.
         host_bytes: what it takes of the host's memory, which no budget counts.
     """
 
@@ -164,6 +164,12 @@ class Program:
         return sum(value.bytes for value in self.values if value.kind in RESIDENT_KINDS)
 
     @cached_property
+    def parameters(self) -> tuple[int, int]:
+        """How many parameters there are, and their bytes."""
+        found = [value.bytes for value in self.values if value.kind == "parameter"]
+        return len(found), sum(found)
+
+    @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
         """For every value, the forward tasks that write it, in order."""
         found: list[list[int]] = [[] for _ in self.values]
@@ -197,10 +203,14 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over names, reads, writes and operators, but no sizes: equal for the same model at another batch."""
+        """sha256 over names, reads, writes, operators, and what parameters and buffers look like.
+
+        Sizes of activations are not in it, so it is equal for the same model at another batch.
+        """
         digest = hashlib.sha256()
         for value in self.values:
-            digest.update(f"{value.name}:{value.kind};".encode())
+            own = value.spec if value.kind in ("parameter", "buffer") else ""
+            digest.update(f"{value.name}:{value.kind}:{own};".encode())
         for group in (self.tasks, *self.slots):
             for task in group:
                 calls = ",".join(call.op for call in task.calls)

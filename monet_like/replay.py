@@ -16,8 +16,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .capture import Captured, capture, check_initialized
-from .elsewhere import known_limits, machine_at, warn_elsewhere
+from .capture import CUDA_GRANULARITY_BYTES, Captured, capture, check_initialized
+from .elsewhere import known_limits, machine_at, planned_for, warn_elsewhere
 from .errors import ScheduleError, ScheduleFileError, UsageError
 from .inductor import check_inductor
 from .mode import parse_mode
@@ -36,6 +36,7 @@ from .schedule_file import InputSpec, ScheduleRecord
 from .simulate import Free, simulate
 from .sync_batch_norm import among, is_synchronised, world
 from .tracing import fake_mode
+from .units import format_bytes
 from .variants import with_variants
 from .variants.compared import bitwise_where_compared
 from .variants.marked import obeying_marks
@@ -215,7 +216,7 @@ class ScheduleWrapper(nn.Module):
         if captured is None:
             captured = capture(self._model, args, kwargs, made_last=record.made_last)
             captured = admitted(captured, record.mode, ablation=record.ablation)
-        check_program(record, captured.program, type(self._model).__name__)
+        check_program(record, captured.program, type(self._model).__name__, device_of(self._model))
         return record, captured
 
     def train(self, mode: bool = True) -> ScheduleWrapper:
@@ -260,8 +261,6 @@ class ScheduleWrapper(nn.Module):
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""
-        from .units import format_bytes
-
         return f"schedule: {self.record.mode}, peak {format_bytes(self.record.peak_bytes)}, backend: {self.backend}"
 
 
@@ -367,8 +366,11 @@ def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
         raise ScheduleFileError(f"the schedule's input has dtype {spec.dtype!r}, which this PyTorch does not know")
     if spec.layout and spec.layout not in LAYOUTS:
         raise ScheduleFileError(f"the schedule's input has layout {spec.layout!r}, which this version does not know")
-    made = in_layout(torch.empty(spec.shape, dtype=dtype, device=device), spec.layout)
-    return made.requires_grad_(spec.requires_grad)
+    try:
+        made = in_layout(torch.empty(spec.shape, dtype=dtype, device=device), spec.layout)
+        return made.requires_grad_(spec.requires_grad)
+    except (RuntimeError, TypeError, ValueError) as error:  # a gradient of integers, a dtype without an empty tensor
+        raise ScheduleFileError(f"the schedule's input {_listed((spec,))} cannot be made: {error}") from None
 
 
 def described(tensor: torch.Tensor) -> InputSpec:
@@ -446,23 +448,72 @@ def _under(autocast: str) -> str:
     return f"under autocast to {autocast}" if autocast else "without autocast"
 
 
-def check_program(record: ScheduleRecord, program: Program, name: str) -> None:
+def check_program(record: ScheduleRecord, program: Program, name: str, device: torch.device) -> None:
     """Whether a schedule is of this program, and can be followed, before a single operator runs.
 
+    Args:
+        name: of the model, for people.
+        device: that the model is on.
+
     Raises:
-        ScheduleFileError: it is of another one, or breaks its rules.
+        ScheduleFileError: it is of another one, breaks its rules, or needs more memory than it promises.
     """
     if program.fingerprint != record.fingerprint:
-        made = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
         raise ScheduleFileError(
-            f"the schedule was made for another program: solved for {record.model} ({made}; for {record.device}), given "
-            f"{name} with PyTorch {torch.__version__}; use the same model, frozen parameters, train/eval flags, precision and "
-            f"version, or solve again{_about_processes(record.counts.get('processes', 1), among(program))}"
+            f"this schedule does not match the model: it was planned for {record.model}{_counted(record)}, {name} has "
+            f"{_sized(*program.parameters, len(program.slots))}; {_what_else(record, program)}use the model that it was "
+            f"planned for, or plan again with monet-like solve{_about_processes(record.counts.get('processes', 1), among(program))}"
         )
+    if reason := exceeds(record, program, name, device):
+        raise ScheduleFileError(reason)
+
+
+def exceeds(record: ScheduleRecord, program: Program, name: str, device: torch.device) -> str:
+    """Why a schedule of this program cannot keep what it promises, in words; "" if it can.
+
+    Operators are the same at any size: a model may upsample four times instead of twice. Without workspace, which
+    depends on the device, a step needs at most the peak that was predicted with it.
+
+    Raises:
+        ScheduleFileError: the schedule breaks the program's rules.
+    """
     try:
-        simulate(program, record.schedule, Free())
+        needed = simulate(program, record.schedule, Free()).peak_bytes
     except ScheduleError as error:
         raise ScheduleFileError(f"the schedule does not fit the program it names: {error}; solve again") from None
+    promised = record.peak_bytes - record.optimizer_bytes
+    # A GPU's allocator rounds sizes up.
+    rounded = CUDA_GRANULARITY_BYTES * len(program.values) if device.type != planned_for(record.device).kind else 0
+    if not record.peak_bytes or needed <= promised + rounded:
+        return ""
+    return (
+        f"this schedule does not match the model: it promises {record.model} a peak of {format_bytes(promised)} ({promised} "
+        f"bytes), and {name} needs {format_bytes(needed)} ({needed} bytes) with the same operators, whose results are "
+        "larger; plan again with monet-like solve"
+    )
+
+
+def _counted(record: ScheduleRecord) -> str:
+    """What the model of a schedule has, as far as its file says."""
+    try:
+        counts = [record.counts[name] for name in ("parameters", "parameter_bytes", "slots")]
+    except KeyError:
+        return ""
+    return f" with {_sized(*counts)}"
+
+
+def _sized(parameters: int, parameter_bytes: int, slots: int) -> str:
+    return f"{parameters} parameters in {format_bytes(parameter_bytes)} and {slots} operators in its backward"
+
+
+def _what_else(record: ScheduleRecord, program: Program) -> str:
+    """What may tell two programs apart whose parameters are the same."""
+    if (record.counts.get("parameters"), record.counts.get("parameter_bytes")) != program.parameters:
+        return ""
+    planned, here = record.versions.get("torch", ""), torch.__version__
+    if planned and planned != here:
+        return f"it was planned with PyTorch {planned}, and this is {here}; "
+    return "other parameters may be frozen, parts be in eval mode, shapes or the precision differ; "
 
 
 def _about_processes(solved: int, here: int) -> str:

@@ -13,7 +13,8 @@ from .files import dump_plain, load_plain, read_bytes, write_atomically
 from .schedule import Schedule
 
 FORMAT = "monet_like schedule"
-VERSION = 2
+#: 3: the fingerprint knows the sizes of parameters and buffers.
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ScheduleRecord:
         autocast: the autocast dtype the model was captured under, or "".
         layout: of the model's weights, as `InputSpec.layout`.
         made_last: names of the parameters whose gradients are made after all others.
-        peak_bytes, seconds: predicted for this schedule.
+        peak_bytes, seconds: predicted for this schedule; no ``peak_bytes``: nothing is promised.
         plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
         solver, status, bound_seconds, gap, solve_seconds: how it was found; ``bound_seconds`` and ``gap`` are
             None where nothing is proven.
@@ -116,8 +117,10 @@ class ScheduleRecord:
         version = content.get("version")
         if type(version) is not int or version != VERSION:
             found = version if type(version) is int else f"of type {type(version).__name__}"
+            age = "an earlier" if type(version) is int and version < VERSION else "another"
             raise ScheduleFileError(
-                f"{path} has format version {found}, this package reads version {VERSION}; solve again"
+                f"{path} was made by {age} version of monet_like: it has format version {found}, this one reads "
+                f"{VERSION}; solve again"
             )
         try:
             schedule = Schedule(
@@ -125,7 +128,7 @@ class ScheduleRecord:
             )
             inputs = tuple(
                 InputSpec(
-                    _ints(i["shape"]),
+                    _shape(i["shape"]),
                     _typed(i["dtype"], str),
                     _typed(i["requires_grad"], bool),
                     _typed(i["layout"], str),
@@ -142,6 +145,9 @@ class ScheduleRecord:
             raise ScheduleFileError(f"{path} is damaged: {error}; solve again") from None
         return ScheduleRecord(schedule=schedule, inputs=inputs, made_last=made_last, **scalars)
 
+
+#: Elements of an input: more, PyTorch cannot count the bytes of.
+_MOST_ELEMENTS = 2**53
 
 _NUMBER = (float, int)
 _OPTIONAL = (float, int, type(None))
@@ -191,6 +197,13 @@ def _typed(value: Any, kinds: Any) -> Any:
 
 def _listed(values: Any) -> Sequence[Any]:
     return _typed(values, (list, tuple))
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+    extents = _ints(values)
+    if math.prod(max(extent, 1) for extent in extents) >= _MOST_ELEMENTS:
+        raise TypeError("an input has more elements than a tensor can have")
+    return extents
 
 
 def _ints(values: Any) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ The field writes GB for 2**30 bytes (CUDA tools, MONeT's tables), so this packag
 
 from __future__ import annotations
 
-import math
 import re
 
 from .errors import UsageError
@@ -13,6 +12,11 @@ from .errors import UsageError
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
+
+#: No memory is larger, and no number of the operating system's holds more.
+MOST_BYTES = 2**63 - 1
+#: Wall seconds that anything may be limited to: 30 years. Clocks and solvers count no further.
+MOST_SECONDS = 1e9
 
 _FACTORS = {
     "": GIB,
@@ -33,7 +37,7 @@ def parse_bytes(text: str | float) -> int:
     """Bytes from ``"10"``, ``10`` or ``10.5`` (GiB), ``"565 MB"``, ``"8 GiB"``.
 
     Raises:
-        UsageError: not a positive, finite amount.
+        UsageError: not a positive amount that a memory may have.
     """
     match = _SIZE.fullmatch(str(text))
     unit = match.group(2).lower() if match else None
@@ -43,8 +47,10 @@ def parse_bytes(text: str | float) -> int:
             'or an amount with its unit ("565 MB", "8 GB")'
         )
     amount = float(match.group(1)) * _FACTORS[unit]
-    if not math.isfinite(amount) or amount < 1:
+    if amount < 1:
         raise UsageError(f"memory budget {text!r} must be more than 0; give GB as a number, such as 10")
+    if amount >= MOST_BYTES:
+        raise UsageError(f"memory budget {str(text)[:40]!r} is more than any memory; give GB as a number, such as 10")
     return int(amount)
 
 

@@ -98,7 +98,7 @@ def test_the_file_says_which_and_a_smaller_batch_has_the_same(tmp_path: Path) ->
     assert content.pop("made_last") == ["large.weight"]
     path.write_bytes(pickle.dumps(content, protocol=4))  # as files were before there was this
     assert ScheduleRecord.load(path) == replace(record, made_last=())
-    with pytest.raises(ScheduleFileError, match="another program"):
+    with pytest.raises(ScheduleFileError, match="does not match the model"):
         ScheduleWrapper(Net(), path)
     path.write_bytes(pickle.dumps(content | {"made_last": [1]}, protocol=4))
     with pytest.raises(ScheduleFileError, match="damaged"):

@@ -122,7 +122,7 @@ def test_a_module_is_marked_for_good() -> None:
     other = net("", "").train()
     other.load_state_dict(model.state_dict())
     record = record_for(captured, store_all(captured.program), FULL, (model, (x,), {}))
-    with pytest.raises(monet_like.errors.ScheduleFileError, match="made for another program"):
+    with pytest.raises(monet_like.errors.ScheduleFileError, match="does not match the model"):
         ScheduleWrapper(other, record)
     monet_like.mark("together", other[1])
     ScheduleWrapper(other, record)

@@ -150,6 +150,9 @@ def test_batch_and_shape_as_numbers() -> None:
     [
         ("0", "memory budget '0' must be more than 0; give GB as a number, such as 10"),
         ("0 MB", "memory budget '0 MB' must be more than 0; give GB as a number, such as 10"),
+        ("1e300", "memory budget '1e300' is more than any memory; give GB as a number, such as 10"),
+        ("1e400", "memory budget '1e400' is more than any memory; give GB as a number, such as 10"),
+        ("9e9", "memory budget '9e9' is more than any memory; give GB as a number, such as 10"),
         (
             "-1",
             "memory budget '-1' is not an amount of memory; give GB as a number (10, 5.5) or an amount with its unit "
@@ -251,7 +254,17 @@ def test_missing_arguments(count: int, missing: str) -> None:
         (("--time-limit", "0"), "--time-limit 0.0 must be more than 0 seconds"),
         (("--time-limit", "-5"), "--time-limit -5.0 must be more than 0 seconds"),
         (("--time-limit", "nan"), "--time-limit nan must be more than 0 seconds"),
+        (("--time-limit", "inf"), "--time-limit inf must be at most 1e+09 seconds"),
+        (("--time-limit", "1e300"), "--time-limit 1e+300 must be at most 1e+09 seconds"),
         (("--threads", "0"), "--threads 0 must be at least 1"),
+        (("--threads", "9" * 40), "--threads 999999999999… (40 digits) must be at most 4096"),
+        (("--threads", "5000"), "--threads 5000 must be at most 4096"),
+        (("--processes", "9" * 40), "--processes 999999999999… (40 digits) must be at most 1048576"),
+        (
+            ("--input-shape", "3," + "9" * 5000),
+            f"input shape '3,{'9' * 58}' must be positive whole numbers without the batch, such as 3,224,224",
+        ),
+        (("--gap", "inf"), "--gap inf must be at least 0 and less than 1, such as 0.01 for 1 %"),
         (("--gap", "2"), "--gap 2.0 must be at least 0 and less than 1, such as 0.01 for 1 %"),
         (("--gap", "-0.1"), "--gap -0.1 must be at least 0 and less than 1, such as 0.01 for 1 %"),
         (("--gap", "nan"), "--gap nan must be at least 0 and less than 1, such as 0.01 for 1 %"),
@@ -399,8 +412,8 @@ def test_a_schedule_of_another_shape() -> None:
 def test_a_schedule_of_another_program(solved: ScheduleRecord) -> None:
     replace(solved, model="another.py:make", fingerprint="0" * 64).save(Path("other.pkl"))
     message = error(schedule("--run-bs", "--solution-file", "other.pkl"))
-    assert message.startswith("the schedule was made for another program: solved for another.py:make (")
-    assert message.endswith("or solve again")
+    assert message.startswith("this schedule does not match the model: it was planned for another.py:make with ")
+    assert message.endswith("or plan again with monet-like solve")
 
 
 def test_a_step_that_does_not_fit_is_told_by_the_exit_code(solved: ScheduleRecord) -> None:

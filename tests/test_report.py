@@ -369,7 +369,9 @@ def test_another_model_is_refused(folder: Path) -> None:
     Path("other.py").write_text(NETWORK.replace("range(4)", "range(3)"))
     common = ("report", "net.pkl", "--front", "off", "--profile", "roofline:cpu")
     result = run(*common, "--model", "other.py:make_model", exit_code=2)
-    assert result.stderr.startswith("error: the schedule was made for another program: solved for net.py:make_model")
+    assert result.stderr.startswith(
+        "error: this schedule does not match the model: it was planned for net.py:make_model"
+    )
     assert not Path("net.html").exists()
 
 

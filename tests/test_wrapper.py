@@ -154,7 +154,9 @@ def test_a_larger_batch_another_size_or_another_model_is_refused() -> None:
         wrapped(torch.cat((x, x)))
     with pytest.raises(ScheduleFileError, match="input_shape is \\[3, 32, 32\\]"):
         ScheduleWrapper(model, record, (3, 32, 32))
-    with pytest.raises(ScheduleFileError, match="made for another program: solved for test"):
+    with pytest.raises(
+        ScheduleFileError, match="does not match the model: it was planned for test, ResNet has 110 parameters"
+    ):
         ScheduleWrapper(torchvision.models.resnet34().train(), record)
     with pytest.raises(UsageError, match="already wrapped"):
         ScheduleWrapper(wrapped, record)

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import SolverError, UsageError
 from ..program import Cost, Program
 from ..simulate import simulate
-from ..units import format_bytes
+from ..units import MOST_BYTES, MOST_SECONDS, format_bytes
 from .copies import PRICES, has_beside, plan_copies
 from .refused import about_the_rest
 from .result import Plan
@@ -60,10 +60,10 @@ def plan(
         ProfileError: ``costs`` lacks a task.
     """
     check_strategy(strategy)
-    if budget_bytes <= 0 or time_limit_seconds <= 0 or not 0 <= gap < 1:
+    if not (0 < budget_bytes <= MOST_BYTES and 0 < time_limit_seconds <= MOST_SECONDS and 0 <= gap < 1):
         raise UsageError(
-            f"budget_bytes ({budget_bytes}) and time_limit_seconds ({time_limit_seconds}) must be more than 0, "
-            f"and gap ({gap}) at least 0 and less than 1"
+            f"budget_bytes ({budget_bytes:.4g}) and time_limit_seconds ({time_limit_seconds}) must be more than 0 and at "
+            f"most {MOST_BYTES:.4g} and {MOST_SECONDS:g}, and gap ({gap}) at least 0 and less than 1"
         )
     if has_beside(program):
         prices = PRICES if strategy in ("milp", "heuristic") else (None,)  # the others keep and run again

@@ -1,0 +1,166 @@
+"""A schedule runs only with the model that it was planned for: the same operators, at sizes that keep its promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from training import run, twin
+
+import monet_like
+from monet_like import ScheduleWrapper
+from monet_like.capture import capture
+from monet_like.compiler import Request, captured_for, compile_schedule
+from monet_like.errors import ScheduleFileError, UsageError
+from monet_like.roofline import DEVICES
+from monet_like.schedule_file import ScheduleRecord
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """A net whose activations grow by a literal; its classes and its buffer by arguments."""
+
+    def __init__(self, classes: int = 10, factor: int = 3, entries: int = 3) -> None:
+        super().__init__()
+        self.factor = factor
+        self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, classes)
+        self.register_buffer("scale", torch.ones(entries))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x).relu().repeat_interleave(self.factor, dim=2)
+        return self.head(x.sigmoid().mean((2, 3))) * self.scale.mean()
+
+
+def planned(model: nn.Module, optimizer: str = "none") -> ScheduleRecord:
+    example = ((torch.randn(4, 3, 16, 16),), {})
+    request = Request(model, example, "normal", "net", strategy="store_all", optimizer=optimizer)
+    return compile_schedule(request, 2**40, CPU, profile=DEVICES["cpu"]).record
+
+
+@pytest.fixture(scope="module")
+def record() -> ScheduleRecord:
+    return planned(Net().train())
+
+
+@pytest.mark.parametrize(
+    "changed", [Net(classes=50_000), Net(entries=4), Net().double(), Net().to(memory_format=torch.channels_last)]
+)
+def test_the_fingerprint_knows_parameters_and_buffers(changed: nn.Module) -> None:
+    x = torch.randn(4, 3, 16, 16)
+    other = capture(changed.train(), (x.to(next(changed.parameters()).dtype),)).program
+    assert capture(Net().train(), (x,)).program.fingerprint != other.fingerprint
+
+
+def test_a_head_of_another_size_is_refused(record: ScheduleRecord) -> None:
+    with pytest.raises(ScheduleFileError) as caught:
+        ScheduleWrapper(Net(classes=200_000).train(), record)
+    assert str(caught.value) == (
+        "this schedule does not match the model: it was planned for net with 4 parameters in 1.2 KB and 9 operators in its "
+        "backward, Net has 4 parameters in 6.9 MB and 9 operators in its backward; use the model that it was planned for, or "
+        "plan again with monet-like solve"
+    )
+
+
+def test_equal_parameters_and_another_program(record: ScheduleRecord) -> None:
+    model = Net()
+    model.conv.requires_grad_(False)
+    with pytest.raises(ScheduleFileError, match="other parameters may be frozen, parts be in eval mode"):
+        ScheduleWrapper(model.train(), record)
+    earlier = replace(record, versions={"torch": "2.1.0"})
+    with pytest.raises(ScheduleFileError, match=r"it was planned with PyTorch 2\.1\.0, and this is "):
+        ScheduleWrapper(model.train(), earlier)
+
+
+@pytest.mark.parametrize("optimizer", ["none", "adam"])
+def test_a_literal_that_makes_results_larger_is_refused(optimizer: str) -> None:
+    record = planned(Net().train(), optimizer)
+    larger = Net(factor=9).train()
+    promised = record.peak_bytes - record.optimizer_bytes
+    with pytest.raises(ScheduleFileError) as caught:
+        ScheduleWrapper(larger, record)
+    assert str(caught.value).startswith(
+        "this schedule does not match the model: it promises net a peak of "
+        f"{promised / 1024:.1f} KB ({promised} bytes), and Net needs "
+    )
+    assert str(caught.value).endswith(
+        "with the same operators, whose results are larger; plan again with monet-like solve"
+    )
+
+
+def test_smaller_results_are_replayed_exactly(record: ScheduleRecord) -> None:
+    """A smaller batch, and a smaller literal: they need less than was promised."""
+    for model, batch in ((Net(), 3), (Net(factor=2), 4)):
+        torch.manual_seed(1)
+        model, x = model.train(), torch.randn(batch, 3, 16, 16)
+        plain = run(twin(model), (x,), {})
+        assert set(plain.differences(run(ScheduleWrapper(model, record), (x,), {})).values()) == {0.0}
+
+
+def test_a_schedule_planned_for_a_gpu_runs_on_a_cpu_and_one_without_a_promise_runs(record: ScheduleRecord) -> None:
+    model = Net().train()
+    with pytest.warns(UserWarning, match="a GPU and a CPU differ"):
+        ScheduleWrapper(model, replace(record, device="cuda: NVIDIA H100 80GB HBM3"))
+    ScheduleWrapper(model, replace(record, peak_bytes=0))
+    with pytest.raises(ScheduleFileError, match="it promises net a peak of"):
+        ScheduleWrapper(model, replace(record, peak_bytes=record.optimizer_bytes + 1))
+
+
+def test_auto_schedule_plans_anew_for_larger_results(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
+    model = Net().train()
+    wrapped = monet_like.auto_schedule(model, memory_budget="100 MB", time_limit_seconds=1.0)
+    x = torch.randn(4, 3, 16, 16)
+    wrapped(x).sum().backward()
+    model.factor = 9
+    with pytest.warns(UserWarning, match="planning Net anew"):
+        wrapped(x).sum().backward()
+    assert len(wrapped.records) == 2
+    assert wrapped.records[1].peak_bytes > wrapped.records[0].peak_bytes
+
+
+def test_a_fingerprint_is_that_of_every_batch() -> None:
+    model = Net().train()
+    found = {
+        captured_for(Request(model, example, "normal"), example).program.fingerprint
+        for example in (((torch.randn(n, 3, 16, 16),), {}) for n in (2, 5, 7))
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "quint8"},
+        {"dtype": "int64", "requires_grad": True},
+        {"shape": (2**70,)},
+        {"shape": (4, 2**62)},
+    ],
+)
+def test_an_input_that_cannot_be_made(record: ScheduleRecord, changes: dict[str, object]) -> None:
+    (spec,) = record.inputs
+    with pytest.raises(
+        ScheduleFileError, match=r"the schedule's input .* cannot be made: |the schedule was solved for "
+    ):
+        ScheduleWrapper(Net().train(), replace(record, inputs=(replace(spec, **changes),)))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"time_limit_seconds": float("inf")}, "time_limit_seconds (inf) must be more than 0 and at most"),
+        ({"time_limit_seconds": float("nan")}, "time_limit_seconds (nan) must be more than 0 and at most"),
+        ({"memory_budget": 10**400}, "memory_budget must be at most 9223372036854775807 bytes"),
+        ({"memory_budget": "9" * 400 + "%"}, "must be more than 0 % and at most 1000 %"),
+        ({"memory_budget": "9" * 400}, "is more than any memory"),
+    ],
+)
+def test_numbers_beyond_any_machine(
+    options: dict[str, object], expected: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
+    with pytest.raises(UsageError) as caught:
+        monet_like.auto_schedule(Net().train(), torch.randn(2, 3, 8, 8), **options)
+    assert expected in str(caught.value)
