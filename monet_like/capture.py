@@ -31,6 +31,7 @@ from .layers import layer_of
 from .made_last import in_order, worth_moving
 from .marks import Mark, mark_of
 from .program import Call, Program, Ref, Runs, Task, Value, refs
+from .reads import Reads
 from .tracing import FlatModule, trace_joint
 
 #: The CUDA caching allocator hands out multiples of this.
@@ -140,8 +141,7 @@ class Captured:
         as_called: plain PyTorch's program, where that is not ``program``: before variants, in autograd's order, and in
             place where the model's own calls are. Its values come first in ``metas``.
         made_last: names of the parameters whose gradients ``program`` makes after all others, see `made_last`.
-        read: of every module, by qualified name, the attributes whose values the program has as they were: numbers, such as
-            a dropout's ``p``.
+        reads: what the model reads beside tensors, such as a dropout's ``p``: the program has it as it was.
     """
 
     program: Program
@@ -162,7 +162,7 @@ class Captured:
     layers: Mapping[int, str] = field(default_factory=dict)
     as_called: Program | None = None
     made_last: tuple[str, ...] = ()
-    read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    reads: Reads | None = None
 
     @property
     def plain(self) -> Program:
@@ -733,7 +733,7 @@ class _Builder:
             layers=self.layers,
             as_called=self._as_called(plain) or (plain if late else None),
             made_last=tuple(movable[slot] for slot in late),
-            read={name: tuple(sorted(attributes)) for name, attributes in self.flat.read.items()},
+            reads=self.flat.reads,
         )
 
     def _program(self, outputs: Sequence[Tensor], gradients: Sequence[int]) -> Program:

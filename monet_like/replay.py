@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -56,6 +56,9 @@ def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captur
 
 #: After so many captures of one model, a warning.
 MANY_STEPS = 16
+
+#: So many steps are kept, the newest: a number that changes in every step would fill the memory.
+KEPT_STEPS = 32
 
 
 class _SignedAsModel:
@@ -161,7 +164,7 @@ class ScheduleWrapper(nn.Module):
         if inputs and not any(tensor.numel() for tensor in inputs):  # an empty batch has nothing to save
             return self._model(*args, **kwargs)
         key = self._key(leaves, spec)
-        step = next((s for s in self._steps.get(key, ()) if s.holds()), None) or self._step(key, args, kwargs)
+        step = self._steps_with(key) or self._step(key, args, kwargs)
         parameters = [owner[name] for owner, name in step.parameter_slots]
         buffers = [owner[name] for owner, name in step.buffer_slots]
         return run_step(step, parameters, buffers, inputs)
@@ -185,8 +188,16 @@ class ScheduleWrapper(nn.Module):
             if any(reference() is None for reference in modules):
                 del self._steps[key]
 
+    def _steps_with(self, key: Any) -> Step | None:
+        """The step for calls with this key, if what the model reads beside tensors is as when one was captured."""
+        return next((step for step in reversed(self._steps.get(key, ())) if step.change() is None), None)
+
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
         """Capture the model for these arguments and compile the schedule's decisions for it."""
+        if captured is not None and captured.reads is not None and captured.reads.of(self._model).change():
+            captured = None  # the model has been changed since
+        earlier = self._steps.get(key)
+        change = earlier[-1].change() if earlier else None
         record, captured = self._planned(args, kwargs, captured)
         within = None
         if self.backend == "inductor" and _described_all(args, kwargs) == record.inputs:
@@ -195,16 +206,26 @@ class ScheduleWrapper(nn.Module):
         modules = dict(self._model.named_modules())
         step.parameter_slots = [_slot(modules, name, "_parameters") for name, _ in captured.parameters]
         step.buffer_slots = [_slot(modules, name, "_buffers") for name, _ in captured.buffers]
-        step.numbers = [_numbers(modules[name].__dict__, names) for name, names in captured.read.items()]
+        step.reads = captured.reads.of(self._model) if captured.reads is not None else None
         self._forget_replaced()
-        self._steps.setdefault(key, []).append(step)
+        self._keep(key, step)
         if sum(map(len, self._steps.values())) == MANY_STEPS:
+            last = f" (the last time, {change})" if change else ""
             warnings.warn(
-                f"{type(self._model).__name__} was captured for {MANY_STEPS} different calls, which takes time and memory; "
-                "pad inputs to few shapes, and pass numbers that change, attributes of modules among them, as tensors",
+                f"{type(self._model).__name__} was captured for {MANY_STEPS} different calls{last}, which takes time and "
+                "memory; pad inputs to few shapes, and pass numbers that change, attributes of modules among them, as tensors",
                 stacklevel=4,
             )
         return step
+
+    def _keep(self, key: Any, step: Step) -> None:
+        """Keep a step for later calls; where there are too many, one of the key with the most of them goes."""
+        self._steps.setdefault(key, []).append(step)
+        if sum(map(len, self._steps.values())) > KEPT_STEPS:
+            key = max(self._steps, key=lambda key: len(self._steps[key]))  # the first of those with the most steps
+            del self._steps[key][0]
+            if not self._steps[key]:
+                del self._steps[key]
 
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None
@@ -298,13 +319,6 @@ def _structure(model: nn.Module) -> Any:
     scattered = () if all(map(torch.Tensor.is_contiguous, there)) else tuple(tensor.stride() for tensor in there)
     looks = tuple(map(_looks, there))
     return tuple(map(weakref.ref, modules)), tuple(training), tuple(hooks), absent, tied, scattered, looks
-
-
-def _numbers(attributes: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Callable[..., Any], Any]:
-    """How to see whether attributes of a module are still what they are now; those that only the trace saw left out."""
-    present = [name for name in names if name in attributes]
-    read = itemgetter(*present) if present else len
-    return attributes, read, read(attributes)
 
 
 def _hashable(leaf: Any) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from .errors import UsageError
 from .missing_gradients import without_missing
 from .pieces import Fused, fuse
 from .program import RESIDENT_KINDS, Call, Ref, Task
+from .reads import Change, Reads
 from .schedule import Schedule
 from .simulate import Free, simulate
 
@@ -63,13 +64,13 @@ class Step:
         saved: values that the backward reads.
         tangents: (position among the outputs, value) of the incoming gradients that it reads.
         fused: what Inductor compiled.
-        numbers: (attributes of a module, a function that reads some of them, what it read when the model was captured).
+        reads: what the model reads beside tensors, as it was when the model was captured; None: nothing is known.
     """
 
     parameter_slots: Sequence[tuple[dict[str, Any], str]] = ()
     buffer_slots: Sequence[tuple[dict[str, Any], str]] = ()
     fused: Fused | None = None
-    numbers: Sequence[tuple[dict[str, Any], Callable[[dict[str, Any]], Any], Any]] = ()
+    reads: Reads | None = None
 
     def __init__(
         self,
@@ -125,12 +126,9 @@ class Step:
             self._partial[missing] = compile_chain(blocks, "backward of some results")
         return self._partial[missing]
 
-    def holds(self) -> bool:
-        """Whether the numbers that the model's forward reads are those with which it was captured."""
-        try:
-            return all(read(attributes) == then for attributes, read, then in self.numbers)
-        except KeyError:  # one was deleted
-            return False
+    def change(self) -> Change | None:
+        """A value that the model reads, beside tensors, and that is not as it was when the model was captured."""
+        return self.reads.change() if self.reads is not None else None
 
     def _cut(self, schedule: Schedule) -> list[_Stretch]:
         """(first slot, one past the last, gradients that become ready) of every segment.
@@ -267,6 +265,11 @@ class _Head(torch.autograd.Function):
             )
         call: _Call = ctx.call
         step = call.step
+        if step.reads is not None and (change := step.reads.late_change()):
+            raise UsageError(
+                f"{change}: this was set between a forward and its backward, which reads it, and the schedule is of the value "
+                "in the forward; set it before the forward"
+            )
         given = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         call.versions = {p: (given[p], given[p]._version) for segment in step.segments for p in segment.reads}

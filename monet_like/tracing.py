@@ -29,7 +29,9 @@ from .eager_calls import InPlaceCalls, changes_its_first
 from .errors import CaptureError
 from .layers import named_layers
 from .marks import marked_modules
-from .side_effects import reads_of, without_side_effects
+from .reads import Reads
+from .recorder import Recorder
+from .side_effects import keeping_generators, keeping_tensors
 
 #: Integer and boolean constants up to this size are followed, so that conditions on them can be decided.
 _CONSTANT_ELEMENTS = 2**20
@@ -49,7 +51,8 @@ class FlatModule(nn.Module):
         self.out_spec: pytree.TreeSpec | None = None
         self.out_positions: list[int] = []
         self.told: dict[str, None] = {}
-        self.read: dict[str, set[str]] = {}
+        self.reads: Reads | None = None
+        self.recorder: Recorder | None = None
         self.tracing_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     # The tracer puts its own tensors in the place of the model's, name by name, and takes them out in the same order. In a
@@ -72,8 +75,10 @@ class FlatModule(nn.Module):
         leaves = [next(supply) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(without_side_effects(self.model, self.told))
-            stack.enter_context(reads_of(self.model, self.read))
+            if self.recorder is not None:
+                stack.enter_context(self.recorder.forward())
+            stack.enter_context(keeping_generators(f"{type(self.model).__name__}.forward"))
+            stack.enter_context(keeping_tensors(self.model))
             for context in (self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules()):
                 stack.enter_context(context)
             result = self.model(*args, **kwargs)
@@ -161,11 +166,22 @@ def _export(
         flat.tracing_mode = _Constants()
         stack.enter_context(_attention_of(target))
         stack.enter_context(sync_batch_norm.traced(processes))
-        joint = aot_export_joint_with_descriptors(stack, flat, fakes)
+        with keeping_generators(f"a hook or a custom function of {type(flat.model).__name__}, in the backward,"):
+            joint = _recorded(stack, flat, fakes)
         _with_literals(joint.graph_module)
         _with_views(joint.graph_module)
         graph: fx.Graph = joint.graph_module.graph
         return graph
+
+
+def _recorded(stack: contextlib.ExitStack, flat: FlatModule, fakes: tuple[torch.Tensor, ...]) -> Any:
+    """PyTorch's joint export, with what the model reads beside tensors in ``flat.reads``."""
+    leaves = [leaf for leaf in flat.leaves if not isinstance(leaf, torch.Tensor)]
+    with Recorder(flat.model, leaves, flat.told) as flat.recorder:
+        joint = aot_export_joint_with_descriptors(stack, flat, fakes)
+        flat.recorder.check_backward()
+    flat.reads = flat.recorder.reads()
+    return joint
 
 
 def _with_literals(module: fx.GraphModule) -> None:

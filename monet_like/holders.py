@@ -1,0 +1,480 @@
+"""Python objects that can change: what each one holds, whether that changed, and how to put it back.
+
+`holders_of` looks into containers, functions, small NumPy arrays, and objects and classes that are defined outside of
+libraries. Everything else, tensors and modules among it, is told apart by identity.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import enum
+import functools
+import itertools
+import operator
+import random
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+#: Larger NumPy arrays are told apart by identity.
+ARRAY_BYTES = 2**20
+
+#: Code in which one of these names occurs may read all attributes of an object.
+_READ_ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})
+
+_LIBRARIES = frozenset(
+    "torch torchgen functorch triton numpy sympy mpmath monet_like _pytest pluggy coverage pydevd _pydevd_bundle".split()
+)
+_ABSENT = object()
+
+#: Keys that stand for themselves in a path.
+_NAMED = frozenset({str, int, bool})
+
+
+@functools.cache
+def is_library(module: str | None) -> bool:
+    """Whether a Python module is of PyTorch, NumPy, the standard library or this package, by its name."""
+    top = (module or "builtins").partition(".")[0]
+    if top in _LIBRARIES or top.startswith("namedtuple_"):
+        return True
+    if top not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(top), "__file__", None)  # a user's own module may have such a name, too
+    return file is None or Path(file).is_relative_to(sysconfig.get_paths()["stdlib"])
+
+
+def same_objects(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
+    """Whether all elements are the same objects."""
+    return len(now) == len(then) and all(map(operator.is_, now, then))
+
+
+class Holder:
+    """An object that can change.
+
+    Attributes:
+        held: the object.
+        own_path: the path of what is not named after the place where it is found.
+        compared: whether ``flat`` is to be compared before every step.
+        drawn: what the forward takes from it is new every time, and cannot be put back.
+    """
+
+    own_path = ""
+    compared = True
+    drawn = False
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        """What it holds, by label; of attributes those that code with these names may read."""
+        return dict(enumerate(self.flat()))
+
+    def flat(self) -> tuple[Any, ...]:
+        """What it holds: unchanged where all elements are the same objects as before."""
+        return ()
+
+    def part(self, path: str, label: Any) -> str:
+        """The path of what it holds under ``label``."""
+        return f"{path}[{label!r}]"
+
+    def copy(self) -> Any:
+        """What it holds, to compare and to put back."""
+        return self.flat()
+
+    def changed(self, path: str, then: Any) -> list[str]:
+        """Paths of what differs from a copy."""
+        return [] if same_objects(self.flat(), then) else [path]
+
+    def put_back(self, then: Any) -> None:
+        """Have it hold what it held when the copy was made."""
+
+
+class Attributes(Holder):
+    """The attributes of an object.
+
+    Args:
+        mapping: the object's own dict of them.
+        only: the names of those that are looked at; None: those that code reads by name.
+    """
+
+    def __init__(self, held: Any, mapping: Any, own_path: str = "", only: Set[str] | None = None) -> None:
+        super().__init__(held)
+        self.mapping, self.own_path, self.only = mapping, own_path, only
+
+    def now(self) -> Mapping[str, Any]:
+        """All attributes that are set."""
+        found: Mapping[str, Any] = self.mapping
+        return found
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        now, names = self.now(), names if self.only is None else self.only
+        every = self.only is None and not names.isdisjoint(_READ_ALL)
+        return {name: now[name] for name in list(now) if every or name in names}
+
+    def part(self, path: str, label: Any) -> str:
+        return f"{path}.{label}"
+
+    def copy(self) -> Any:
+        return dict(self.now())
+
+    def changed(self, path: str, then: Any) -> list[str]:
+        return [self.part(path, name) for name in self._differing(then)]
+
+    def put_back(self, then: Any) -> None:
+        for name in self._differing(then):
+            self._set(name, then.get(name, _ABSENT))
+
+    def _differing(self, then: Mapping[str, Any]) -> list[str]:
+        now = self.now()
+        return [name for name in {**then, **now} if now.get(name, _ABSENT) is not then.get(name, _ABSENT)]
+
+    def _set(self, name: str, value: Any) -> None:
+        if value is _ABSENT:
+            del self.mapping[name]
+        else:
+            self.mapping[name] = value
+
+
+class Variables(Attributes):
+    """Global variables, or the attributes of a class or of a Python module: others than those that are read are not ours."""
+
+    def _differing(self, then: Mapping[str, Any]) -> list[str]:
+        imported = (type, types.ModuleType, types.FunctionType)  # by the forward, which would not import it again
+        named = [name for name in super()._differing(then) if self.only is not None and name in self.only]
+        return [name for name in named if not isinstance(self.mapping.get(name), imported)]
+
+    def _set(self, name: str, value: Any) -> None:
+        if not isinstance(self.held, type):
+            super()._set(name, value)
+        elif value is _ABSENT:
+            delattr(self.held, name)
+        else:
+            setattr(self.held, name, value)
+
+
+class Slots(Attributes):
+    """The attributes of an object whose class names them in ``__slots__``."""
+
+    def __init__(self, held: Any, slots: list[str]) -> None:
+        super().__init__(held, None)
+        self.slots = slots
+
+    def now(self) -> Mapping[str, Any]:
+        found = {name: getattr(self.held, name, _ABSENT) for name in self.slots}
+        return {name: value for name, value in found.items() if value is not _ABSENT}
+
+    def flat(self) -> tuple[Any, ...]:
+        return tuple(getattr(self.held, name, _ABSENT) for name in self.slots)
+
+    def _set(self, name: str, value: Any) -> None:  # as a frozen dataclass does it
+        if value is _ABSENT:
+            object.__delattr__(self.held, name)
+        else:
+            object.__setattr__(self.held, name, value)
+
+
+class Entries(Holder):
+    """The entries of a dict; of hooks the functions alone, whose numbers are given anew at each registration."""
+
+    def __init__(self, held: Any, *, hooks: bool = False) -> None:
+        super().__init__(held)
+        self.kind: Any = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
+        self.hooks = hooks
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        if self.hooks:
+            return dict(enumerate(self.kind.values(self.held)))
+        items = enumerate(self.kind.items(self.held))
+        return {key if type(key) in _NAMED else f"key {i}": value for i, (key, value) in items}
+
+    def keys(self) -> tuple[Any, ...]:
+        """Those that are more than numbers of hooks."""
+        return () if self.hooks else tuple(self.kind.keys(self.held))
+
+    def flat(self) -> tuple[Any, ...]:
+        return (*self.kind.keys(self.held), *self.kind.values(self.held))
+
+    def put_back(self, then: Any) -> None:
+        if not same_objects(self.flat(), then):
+            half = len(then) // 2
+            self.kind.clear(self.held)
+            for key, value in zip(then[:half], then[half:], strict=True):
+                self.kind.__setitem__(self.held, key, value)
+
+
+class ReadOnlyEntries(Holder):
+    """What a mapping proxy shows."""
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        return dict(self.held)
+
+    def flat(self) -> tuple[Any, ...]:
+        return (*self.held.keys(), *self.held.values())
+
+
+class Items(Holder):
+    """The items of a list or a deque."""
+
+    def flat(self) -> tuple[Any, ...]:
+        return tuple(self.held)
+
+    def put_back(self, then: Any) -> None:
+        if not same_objects(self.flat(), then):
+            self.held.clear()
+            self.held.extend(then)
+
+
+class Members(Holder):
+    """The members of a set."""
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        return {member if type(member) in _NAMED else f"member {i}": member for i, member in enumerate(self.held)}
+
+    def flat(self) -> tuple[Any, ...]:
+        return tuple(self.held)
+
+    def put_back(self, then: Any) -> None:
+        if not same_objects(self.flat(), then):
+            self.held.clear()
+            self.held.update(then)
+
+
+class Variable(Holder):
+    """A variable that functions share with the function around them."""
+
+    def flat(self) -> tuple[Any, ...]:
+        try:
+            return (self.held.cell_contents,)
+        except ValueError:  # not set yet
+            return ()
+
+    def part(self, path: str, label: Any) -> str:
+        return path
+
+    def put_back(self, then: Any) -> None:
+        if then:
+            self.held.cell_contents = then[0]
+        elif self.flat():
+            del self.held.cell_contents
+
+
+class Context(Holder):
+    """A ``ContextVar``."""
+
+    def flat(self) -> tuple[Any, ...]:
+        return (self.held.get(None),)
+
+    def part(self, path: str, label: Any) -> str:
+        return path
+
+    def put_back(self, then: Any) -> None:
+        if not same_objects(self.flat(), then):
+            self.held.set(then[0])
+
+
+class Function(Holder):
+    """What a Python function has of its own: code, defaults, and variables of the functions around it."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(held)
+        self.own_path = f"{held.__module__}.{held.__qualname__}"
+        self.compared = bool(held.__defaults__ or held.__kwdefaults__)
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        code, defaults = self.held.__code__, self.held.__defaults__ or ()
+        positional = code.co_varnames[: code.co_argcount]
+        return {
+            **dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=False)),
+            **(self.held.__kwdefaults__ or {}),
+            **{f"{name}()": cell for name, cell in zip(code.co_freevars, self.held.__closure__ or (), strict=True)},
+        }
+
+    def flat(self) -> tuple[Any, ...]:
+        return (self.held.__code__, self.held.__defaults__, *(self.held.__kwdefaults__ or {}).values())
+
+    def part(self, path: str, label: str) -> str:
+        return f"{path}(variable {label[:-2]})" if label.endswith("()") else f"{path}(default of {label})"
+
+
+class Parts(Holder):
+    """What a method, a partial or a decorated function consists of; that cannot change."""
+
+    compared = False
+
+    def __init__(self, held: Any, *parts: Any) -> None:
+        super().__init__(held)
+        self.parts = parts
+
+    def flat(self) -> tuple[Any, ...]:
+        return self.parts
+
+
+class Cache(Parts):
+    """A function with an ``lru_cache``: emptied after a trace that added to it."""
+
+    def copy(self) -> Any:
+        return self.held.cache_info().misses
+
+    def changed(self, path: str, then: Any) -> list[str]:
+        return []
+
+    def put_back(self, then: Any) -> None:
+        if self.held.cache_info().misses != then:
+            self.held.cache_clear()
+
+
+class Elements(Holder):
+    """The elements of a NumPy array or a bytearray."""
+
+    last: tuple[Any, ...] = ()
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        return {"": self.flat()}
+
+    def flat(self) -> tuple[Any, ...]:
+        held = self.held
+        now = (bytes(held),) if isinstance(held, bytearray) else (str(held.dtype), held.shape, held.tobytes())
+        self.last = self.last if now == self.last else now
+        return self.last
+
+    def part(self, path: str, label: Any) -> str:
+        return path
+
+    def put_back(self, then: Any) -> None:
+        if isinstance(self.held, bytearray):
+            self.held[:] = then[0]
+        elif not same_objects(self.flat(), then):
+            self.held.reshape(-1).view("u1")[:] = memoryview(then[2])
+
+
+class Drawn(Holder):
+    """A generator, an iterator or a source of random numbers: each draw changes it for good."""
+
+    compared = False
+    drawn = True
+
+    def __init__(self, held: Any, state: Callable[[], Any]) -> None:
+        super().__init__(held)
+        self.state = state
+
+    def copy(self) -> Any:
+        return self.state()
+
+    def changed(self, path: str, then: Any) -> list[str]:
+        return [] if self.state() == then else [path]
+
+
+def holders_of(value: Any, names: Set[str], *, hooks: bool = False) -> list[Holder]:
+    """Which parts of an object can change; none for what is told apart by identity.
+
+    Args:
+        names: that occur in the code that may read it.
+        hooks: it is a dict of a module's hooks.
+    """
+    if isinstance(value, torch.Tensor | nn.Module | enum.Enum):
+        return []
+    if isinstance(value, types.FunctionType):
+        own = not is_library(value.__globals__.get("__name__")) or hasattr(value, "__wrapped__")
+        return [Function(value), *([Attributes(value, value.__dict__)] if value.__dict__ else [])] if own else []
+    for kind, make in _KINDS:
+        if isinstance(value, kind):
+            return [make(value)]
+    if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+        return [Drawn(value, lambda: _numpy_state(value))]
+    found: list[Holder] = list(_container(value, hooks=hooks))
+    if isinstance(value, type):
+        return class_holders(value, names)
+    if isinstance(value, types.ModuleType):
+        if not is_library(value.__name__):
+            found.append(Variables(value, vars(value), value.__name__, names))
+    elif not is_library(type(value).__module__) or isinstance(value, _OPEN):
+        found += _instance(value, names)
+    return found
+
+
+#: Objects of the standard library's classes that are looked into as those of a user's.
+_OPEN = (types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap)
+
+
+def _container(value: Any, *, hooks: bool) -> Iterator[Holder]:
+    if isinstance(value, dict):
+        yield Entries(value, hooks=hooks)
+    elif isinstance(value, list | collections.deque):
+        yield Items(value)
+    elif isinstance(value, set):
+        yield Members(value)
+    elif isinstance(value, bytearray) or _is_small_array(value):
+        yield Elements(value)
+
+
+def _is_small_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return False
+    return bool(value.nbytes <= ARRAY_BYTES and not value.dtype.hasobject)
+
+
+def _instance(value: Any, names: Set[str]) -> Iterator[Holder]:
+    """The attributes of an object and of its class."""
+    with_dict = getattr(type(value), "__dictoffset__", 0) != 0
+    if with_dict:
+        only = None if not isinstance(value, _OPEN[1:]) else frozenset({"data", "maps"}) | names
+        yield Attributes(value, object.__getattribute__(value, "__dict__"), only=only)
+    slots = [name for base in type(value).__mro__ for name in _slots_of(base)]
+    if slots:
+        yield Slots(value, slots)
+    if with_dict or slots:
+        yield from class_holders(type(value), names)
+
+
+def _slots_of(base: type) -> list[str]:
+    return [name for name, member in vars(base).items() if isinstance(member, types.MemberDescriptorType)]
+
+
+def class_holders(value: type, names: Set[str]) -> list[Holder]:
+    """The attributes of a class and of its bases, as far as they are no library's."""
+    own = [base for base in value.__mro__ if not is_library(base.__module__)]
+    return [Variables(base, vars(base), f"{base.__module__}.{base.__qualname__}", names) for base in own]
+
+
+def _generator_state(generator: Any) -> Any:
+    frame = generator.gi_frame
+    return None if frame is None else (frame.f_lasti, {name: repr(value) for name, value in frame.f_locals.items()})
+
+
+def _torch_generator_state(generator: torch.Generator) -> bytes:
+    with _disable_current_modes():
+        return generator.get_state().numpy().tobytes()
+
+
+def _numpy_state(generator: Any) -> str:
+    return repr(generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state)
+
+
+_KINDS: list[tuple[Any, Callable[[Any], Holder]]] = [
+    (types.MethodType, lambda it: Parts(it, it.__func__, it.__self__)),
+    (functools.partial, lambda it: Parts(it, it.func, it.args, it.keywords)),
+    ((staticmethod, classmethod), lambda it: Parts(it, it.__func__)),
+    (property, lambda it: Parts(it, it.fget)),
+    (functools.cached_property, lambda it: Parts(it, it.func)),
+    (functools._lru_cache_wrapper, lambda it: Cache(it, it.__wrapped__)),
+    (types.CellType, Variable),
+    (types.MappingProxyType, ReadOnlyEntries),
+    (contextvars.ContextVar, Context),
+    (itertools.count, lambda it: Drawn(it, lambda: repr(it))),
+    (types.GeneratorType, lambda it: Drawn(it, lambda: _generator_state(it))),
+    (random.Random, lambda it: Drawn(it, it.getstate)),
+    (torch.Generator, lambda it: Drawn(it, lambda: _torch_generator_state(it))),
+    (
+        (type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(iter("")), type(iter({}))),
+        lambda it: Drawn(it, lambda: operator.length_hint(it)),
+    ),
+]
