@@ -204,9 +204,12 @@ def capture(
     _check_distributed(model)
     check_initialized(model)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
-    flat = FlatModule(model, leaves, spec)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    flat = FlatModule(model, leaves, spec)
     graph, mode = trace_joint(flat, tensors, target, processes)
+    if _adds_under_names(graph, model):
+        flat = FlatModule(model, leaves, spec, tied_as_one=True)
+        graph, mode = trace_joint(flat, tensors, target, processes)
     if flat.told:
         warnings.warn(
             f"{type(model).__name__}.forward sets {', '.join(flat.told)}, and a schedule does not: they stay as they are; "
@@ -216,6 +219,29 @@ def capture(
     if target is not None:
         _move(graph, mode, target)
     return _without_dropit(_Builder(flat, graph, mode, made_last).build(), model)
+
+
+def _adds_under_names(graph: fx.Graph, model: nn.Module) -> bool:
+    """Whether a parameter with several names has gradients that are added up, or cast, under each name apart.
+
+    Plain PyTorch adds up the gradients of all uses in the order in which they come. Under the names apart that is another
+    order, unless each is of one use; and where autocast casts the parameter once, they are added before the cast back.
+    """
+    output = next(iter(reversed(graph.nodes)))
+    found: dict[int, list[fx.Node]] = {}
+    for node, desc in zip(_args(output)[0], output.meta["desc"], strict=True):
+        if node is not None and type(desc).__name__ == "GradAOTOutput" and hasattr(desc.grad_of, "target"):
+            parameter = model.get_parameter(desc.grad_of.target.removeprefix("model."))
+            found.setdefault(id(parameter), []).append(_viewed(node))
+    apart = (torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default)
+    return any(len(nodes) > 1 and any(node.target in apart for node in nodes) for nodes in found.values())
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The node that a chain of views begins with."""
+    while getattr(node.target, "is_view", False):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _move(graph: fx.Graph, mode: FakeTensorMode, target: torch.device) -> None:
@@ -312,6 +338,7 @@ class _Builder:
         self.inputs: dict[int, int] = {}
         self.tangent_of: dict[int, int] = {}  # output position -> value
         self.effects: list[int] = []
+        self.drawn: set[int] = set()  # by slots: noise, whose order counts
         self.noises: dict[fx.Node, int] = {}  # CPU dropout: node -> the value that replaces its mask
         self.in_backward = False
         self.marks: dict[int, Mark] = {}
@@ -414,7 +441,8 @@ class _Builder:
     def _call_unmarked(self, node: fx.Node) -> None:
         parents = [self.nodes[n] for n in node.all_input_nodes]
         tangents = frozenset().union(*(p.tangents for p in parents)) if parents else frozenset()
-        backward = any(p.backward for p in parents)
+        # Noise that the backward draws is drawn once, in its place among the slots, whatever it depends on.
+        backward = any(p.backward for p in parents) or (_of_the_backward(node) and _is_random(node))
         self.in_backward |= backward
         if node.target is operator.getitem:
             source, index = _args(node)
@@ -429,7 +457,7 @@ class _Builder:
                 f"`with torch.backends.{library}.flags(enabled=False):`, where PyTorch's own operators do the same"
             )
         if _is_dropout(node, self.nodes):
-            self._dropout(node)
+            self._dropout(node, tangents, backward)
             return
         if node.target is torch.ops.aten.native_dropout_backward.default and _args(node)[1] in self.noises:
             self._dropout_backward(node, tangents)
@@ -516,6 +544,8 @@ class _Builder:
             self._convolution_backward(node, calls, call)
         elif info.backward:
             self.slots.append(self._make(node.name, (*calls, call), writes))
+            if _is_random(node):
+                self.drawn.update(writes)
         elif self.in_backward:
             self.late.append(self._make(node.name, (*calls, call), writes, runs="again"))
         elif _is_random(node):
@@ -590,7 +620,7 @@ class _Builder:
         self.tasks.append(self._make(node.name, (get, *calls), (*writes, state), runs="first"))
         self.tasks.append(self._make(f"{node.name}.again", (now, rewind, *calls, restore), writes, runs="again"))
 
-    def _dropout(self, node: fx.Node) -> None:
+    def _dropout(self, node: fx.Node, tangents: frozenset[int], backward: bool) -> None:
         """Dropout on a CPU as eager mode does it: x * noise, where noise is 0 or 1 / (1 - p).
 
         The trace has ``native_dropout`` (the CUDA kernel, with a boolean mask) instead, whose scaling rounds
@@ -601,26 +631,34 @@ class _Builder:
         like = self.nodes[x].result
         keep = 1.0 - p
         meta = TensorMeta.of(like)
+        draw: tuple[Call, ...]
         options = (("dtype", meta.dtype), ("device", meta.device))
-        noise = self._value(f"{node.name}.noise", "forward", torch.empty_like(like) if keep else like.new_empty(()))
+        kind = "backward" if backward else "forward"
+        noise = self._value(f"{node.name}.noise", kind, torch.empty_like(like) if keep else like.new_empty(()))
         if keep:
             draw = (
                 Call("aten.empty_strided.default", (meta.shape, self.metas[noise].stride), options, (Ref(noise),)),
                 Call("aten.bernoulli_.float", (Ref(noise), keep), (), ()),
                 Call("aten.div_.Scalar", (Ref(noise), keep), (), ()),
             )
+        else:
+            draw = (Call("aten.zeros.default", ((),), options, (Ref(noise),)),)
+        if backward:
+            self.slots.append(self._make(f"{node.name}.noise", draw, (noise,)))
+        elif keep:
             self._random(node, draw, (noise,))
         else:
-            zero = Call("aten.zeros.default", ((),), options, (Ref(noise),))
-            self.tasks.append(self._make(f"{node.name}.noise", (zero,), (noise,)))
+            self.tasks.append(self._make(f"{node.name}.noise", draw, (noise,)))
         calls: list[Call] = []
         source = self._emit(x, calls)
         result = torch.empty_like(like)
-        value = self._value(f"{node.name}.0", "forward", result)
+        value = self._value(f"{node.name}.0", kind, result)
         multiply = Call("aten.mul.Tensor", (source, Ref(noise)), (), (Ref(value),))
-        self.tasks.append(self._make(f"{node.name}.scale", (*calls, multiply), (value,)))
+        (self.slots if backward else self.tasks).append(
+            self._make(f"{node.name}.scale", (*calls, multiply), (value,))
+        )
         mask = torch.empty_like(like, dtype=torch.bool)
-        self.nodes[node] = _Node((result, mask), False, frozenset())
+        self.nodes[node] = _Node((result, mask), backward, tangents)
         self.noises.update((user, noise) for user in node.users if _args(user)[1] == 1)
 
     def _dropout_backward(self, node: fx.Node, tangents: frozenset[int]) -> None:
@@ -754,13 +792,13 @@ class _Builder:
 
     def _movable(self, gradients: Sequence[tuple[int, Tensor]]) -> dict[int, str]:
         """Slots after which nothing reads what they write: the whole gradient of a parameter, whose name this is."""
-        read = {value for slot in self.slots for value in slot.reads}
+        fixed = {value for slot in self.slots for value in slot.reads} | self.drawn
         writer = {value: index for index, slot in enumerate(self.slots) for value in slot.writes}
         uses = Counter(index for index, _ in gradients)
         return {
             writer[tensor.value]: self.parameters[index][0]
             for index, tensor in gradients
-            if uses[index] == 1 and tensor.value not in read and len(self.slots[writer[tensor.value]].writes) == 1
+            if uses[index] == 1 and tensor.value not in fixed and len(self.slots[writer[tensor.value]].writes) == 1
         }
 
     def _as_called(self, program: Program) -> Program | None:
@@ -943,7 +981,15 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
+def _of_the_backward(node: fx.Node) -> bool:
+    """Whether a node was traced while the backward ran, whatever it depends on."""
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
+
+
 def _is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
     if torch.Tag.nondeterministic_seeded not in _op(node).tags:
         return False
     dropout = next((i for i, a in enumerate(_op(node)._schema.arguments) if a.name == "dropout_p"), None)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,14 +36,18 @@ from .side_effects import keeping_generators, keeping_tensors
 #: Integer and boolean constants up to this size are followed, so that conditions on them can be decided.
 _CONSTANT_ELEMENTS = 2**20
 
+#: What autocast casts with, and where it is implemented.
+_TO, _COMPOSITE = torch.ops.aten.to.dtype, torch._C.DispatchKey.CompositeImplicitAutograd
+
 _T = TypeVar("_T")
 
 
 class FlatModule(nn.Module):
     """The model as aot_export wants it: tensors in, tensors out; everything else is a constant."""
 
-    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, *, tied_as_one: bool = False) -> None:
         super().__init__()
+        self.autocast = _Autocast()
         self.training = model.training
         self.model = model
         self.leaves, self.spec = leaves, spec
@@ -54,17 +58,24 @@ class FlatModule(nn.Module):
         self.reads: Reads | None = None
         self.recorder: Recorder | None = None
         self.tracing_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        modules = [module for _, module in self.named_modules()]
+        self._parameters_as_one = tied_as_one
+        self._tied = _further_places([m._buffers for m in modules])
+        if tied_as_one:
+            self._tied += _further_places([m._parameters for m in modules])
 
     # The tracer puts its own tensors in the place of the model's, name by name, and takes them out in the same order. In a
     # module that has two names the second would put back the tracer's tensor that it found: only first names are told.
+    # A buffer that two modules hold is one tensor in the trace as well: what one of them writes the other reads.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's, those of a module with several names under the first."""
-        return self._in_first_names(super().named_parameters(*args, **kwargs))
+        members = self._in_first_names(super().named_parameters(*args, **kwargs))
+        return _first_of_each(members) if self._parameters_as_one else members
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's, those of a module with several names under the first."""
-        return self._in_first_names(super().named_buffers(*args, **kwargs))
+        """The model's, each under its first name."""
+        return _first_of_each(self._in_first_names(super().named_buffers(*args, **kwargs)))
 
     def _in_first_names(self, members: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
         first = {name for name, _ in self.named_modules()}
@@ -75,6 +86,8 @@ class FlatModule(nn.Module):
         leaves = [next(supply) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_as_one(self._tied))
+            stack.enter_context(self.autocast.in_forward([*self.model.parameters(), *self._leaf_inputs(tensors)]))
             if self.recorder is not None:
                 stack.enter_context(self.recorder.forward())
             stack.enter_context(keeping_generators(f"{type(self.model).__name__}.forward"))
@@ -96,6 +109,11 @@ class FlatModule(nn.Module):
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return tuple(flat[i] for i in self.out_positions)
 
+    def _leaf_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of ``tensors`` that no operator has made, as the example inputs were given."""
+        given = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+        return [tensor for tensor, example in zip(tensors, given, strict=True) if example.is_leaf]
+
     def _apart(self, results: list[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
         """The results, each with a storage of its own where it has a gradient: a copy of what is also something else.
 
@@ -112,6 +130,45 @@ class FlatModule(nn.Module):
 
 def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
+
+
+#: A dict of a module's tensors and a name in it, and where the same tensor is found first.
+_Place = tuple[dict[str, Any], str, dict[str, Any], str]
+
+
+def _further_places(members: Iterable[dict[str, Any]]) -> list[_Place]:
+    """Where modules hold tensors that an earlier place holds too."""
+    first: dict[int, tuple[dict[str, Any], str]] = {}
+    places: list[_Place] = []
+    for held in members:
+        for name, tensor in held.items():
+            if tensor is not None:
+                found = first.setdefault(id(tensor), (held, name))
+                if (found[0] is not held or found[1] != name):
+                    places.append((held, name, *found))
+    return places
+
+
+def _first_of_each(members: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
+    """Named tensors, each under its first name alone."""
+    seen: set[int] = set()
+    for name, member in members:
+        if id(member) not in seen:
+            seen.add(id(member))
+            yield name, member
+
+
+@contextlib.contextmanager
+def _as_one(places: Sequence[_Place]) -> Iterator[None]:
+    """Further places hold what the first place holds now: the tensor that the tracer has put there."""
+    before = [held[name] for held, name, *_ in places]
+    for held, name, first, first_name in places:
+        held[name] = first[first_name]
+    try:
+        yield
+    finally:
+        for (held, name, *_), tensor in zip(places, before, strict=True):
+            held[name] = tensor
 
 
 def fake_mode() -> FakeTensorMode:
@@ -166,6 +223,7 @@ def _export(
         flat.tracing_mode = _Constants()
         stack.enter_context(_attention_of(target))
         stack.enter_context(sync_batch_norm.traced(processes))
+        stack.enter_context(flat.autocast.outside_forward())
         with keeping_generators(f"a hook or a custom function of {type(flat.model).__name__}, in the backward,"):
             joint = _recorded(stack, flat, fakes)
         _with_literals(joint.graph_module)
@@ -276,6 +334,124 @@ def _eager_operators() -> Iterator[None]:
         for op, key, kernel in removed:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
+
+
+class _Autocast:
+    """The caller's autocast while a model is traced: active in the forward, as it is in a call, and not in the backward.
+
+    Plain PyTorch runs the backward without autocast, where the loss calls it; a custom function that wants autocast there
+    restores it itself (``custom_bwd``). The tracer would run both under the same. It also switches off autocast's cache,
+    with which a parameter is cast once however often it is used, so that its gradients are added up in 16 bits.
+    """
+
+    def __init__(self) -> None:
+        self.active = _active_autocasts()
+        self.caches = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def outside_forward(self) -> Iterator[None]:
+        """Without autocast, on any device."""
+        with contextlib.ExitStack() as stack:
+            for device, dtype in self.active:
+                stack.enter_context(torch.autocast(device, dtype, enabled=False))
+            yield
+
+    @contextlib.contextmanager
+    def in_forward(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """The caller's, with a cache that is empty at the beginning.
+
+        Args:
+            leaves: the tensors of the trace that are leaves of autograd's graph in a call: their casts are cached.
+        """
+        with contextlib.ExitStack() as stack:
+            if not self.active:  # then regions inside the forward are outermost ones, and empty the cache where they end
+                depth = _autocast_depth()
+                stack.callback(_nest_autocast, depth)
+                _nest_autocast(-depth)
+            stack.enter_context(_CachedCasts(leaves).active())
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(self.caches)
+            for device, dtype in self.active:
+                stack.enter_context(torch.autocast(device, dtype))
+            yield
+
+
+class _CachedCasts(TorchFunctionMode):
+    """What autocast's own cache does (``cached_cast`` in PyTorch's autocast_mode.cpp) for tensors of a trace.
+
+    They are no leaves of autograd's graph, so that PyTorch would cast them anew for every use.
+    """
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.casts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.leaves = WeakTensorKeyDictionary(
+            {t: None for t in leaves if t.dtype == torch.float32 and t.requires_grad}  # which autocast casts
+        )
+        self.autocast_dtypes: dict[str, torch.dtype] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # Deeper, where autocast calls operators itself, it is off.
+        self.autocast_dtypes = dict(_active_autocasts()) if torch.is_autocast_cache_enabled() else {}
+        return func(*args, **(kwargs or {}))
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        """The kernel of ``aten.to.dtype`` while this is active."""
+        cached = tensor in self.leaves and self._is_autocasts_own(tensor.device.type, dtype)
+        if cached and tensor in self.casts:
+            return self.casts[tensor]
+        result = _TO._op_dk(_COMPOSITE, tensor, dtype, *args, **kwargs)
+        if cached:
+            self.casts[tensor] = result
+        return result
+
+    def _is_autocasts_own(self, device: str, dtype: torch.dtype) -> bool:
+        key = getattr(torch._C.DispatchKey, f"Autocast{device.upper()}", None)
+        switched_off = key is not None and torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+        return switched_off and self.autocast_dtypes.get(device) == dtype
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Casts are cached, until a region of autocast ends that is in no other."""
+        clear, own = torch.clear_autocast_cache, _TO.py_kernels.get(_COMPOSITE)
+
+        def clear_both() -> None:
+            clear()
+            self.casts.clear()
+
+        _TO.py_kernels[_COMPOSITE] = self.cast
+        _TO._dispatch_cache.clear()
+        torch.clear_autocast_cache = clear_both
+        try:
+            with self:
+                yield
+        finally:
+            torch.clear_autocast_cache = clear
+            del _TO.py_kernels[_COMPOSITE]
+            if own is not None:
+                _TO.py_kernels[_COMPOSITE] = own
+            _TO._dispatch_cache.clear()
+
+
+def _active_autocasts() -> list[tuple[str, torch.dtype]]:
+    """The devices for which autocast is active, and to what."""
+    devices = [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)]
+    return [(device, torch.get_autocast_dtype(device)) for device in devices]
+
+
+def _autocast_depth() -> int:
+    """How many regions of autocast, active or not, this is inside of."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def _nest_autocast(levels: int) -> None:
+    """Enter so many regions, or, for a negative number, leave them."""
+    for _ in range(abs(levels)):
+        (torch.autocast_increment_nesting if levels > 0 else torch.autocast_decrement_nesting)()
 
 
 class _Constants(TorchFunctionMode):
