@@ -129,7 +129,7 @@ class Captured:
         outputs: the tensors among the flattened results.
         output_spec, output_leaves: how the results were nested, and the flattened results with ``None`` in
             place of tensors.
-        output_positions: for each of ``outputs``, its position in ``output_leaves``.
+        output_positions: for each of ``outputs``, its position in ``output_leaves``; several if it is returned more than once.
         tangents: for every output, the backward value its incoming gradient is, or None.
         parameter_gradients: (index into ``parameters``, tensor), in the order in which they become ready; several for
             one that has several names, each by the uses under one of them: autograd adds them up.
@@ -152,7 +152,7 @@ class Captured:
     outputs: tuple[Tensor, ...]
     output_spec: pytree.TreeSpec
     output_leaves: tuple[Any, ...]
-    output_positions: tuple[int, ...]
+    output_positions: tuple[tuple[int, ...], ...]
     tangents: tuple[int | None, ...]
     parameter_gradients: tuple[tuple[int, Tensor], ...]
     input_gradients: tuple[tuple[int, Tensor], ...]

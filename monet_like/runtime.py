@@ -330,6 +330,7 @@ def run_step(
         token = _SegmentNode.apply(call, segment, token, *leaves)
     outputs = _Head.apply(call, token, [*parameters, *buffers, *inputs])
     leaves_out = list(captured.output_leaves)
-    for position, output in zip(captured.output_positions, outputs, strict=True):
-        leaves_out[position] = output
+    for positions, output in zip(captured.output_positions, outputs, strict=True):
+        for position in positions:
+            leaves_out[position] = output
     return pytree.tree_unflatten(leaves_out, captured.output_spec)

@@ -53,7 +53,7 @@ class FlatModule(nn.Module):
         self.leaves, self.spec = leaves, spec
         self.out_leaves: list[Any] = []
         self.out_spec: pytree.TreeSpec | None = None
-        self.out_positions: list[int] = []
+        self.out_positions: list[tuple[int, ...]] = []
         self.told: dict[str, None] = {}
         self.reads: Reads | None = None
         self.recorder: Recorder | None = None
@@ -96,8 +96,11 @@ class FlatModule(nn.Module):
                 stack.enter_context(context)
             result = self.model(*args, **kwargs)
         flat, self.out_spec = pytree.tree_flatten(result)
-        flat = self._apart(flat, tensors)
-        self.out_positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+        positions: dict[int, list[int]] = {}  # of each tensor, which is alive here: one that is returned twice is one result
+        for position, leaf in enumerate(flat):
+            if isinstance(leaf, torch.Tensor):
+                positions.setdefault(id(leaf), []).append(position)
+        self.out_positions = [tuple(found) for found in positions.values()]
         if not self.out_positions:
             raise CaptureError(f"{type(self.model).__name__} returned no tensor, so there is nothing to train")
         for leaf in flat:
@@ -107,21 +110,21 @@ class FlatModule(nn.Module):
                     "return tensors in tuples, lists, dicts or registered dataclasses (for Hugging Face models: use_cache=False)"
                 )
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-        return tuple(flat[i] for i in self.out_positions)
+        return tuple(self._apart([flat[first] for first, *_ in self.out_positions], tensors))
 
     def _leaf_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``tensors`` that no operator has made, as the example inputs were given."""
         given = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
         return [tensor for tensor, example in zip(tensors, given, strict=True) if example.is_leaf]
 
-    def _apart(self, results: list[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def _apart(self, results: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results, each with a storage of its own where it has a gradient: a copy of what is also something else.
 
         A tracer gives no gradient to results that are views of each other, of inputs, or of parameters.
         """
         known = {_storage_of(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
         for position, leaf in enumerate(results):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if leaf.requires_grad:
                 if _storage_of(leaf) in known:
                     results[position] = leaf.clone()
                 known.add(_storage_of(leaf))
