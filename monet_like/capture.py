@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
-from .eager_calls import called_in_place, in_place_form
+from .eager_calls import called_in_place, eager_layouts, in_place_form
 from .errors import CaptureError, UsageError
 from .kernels.sync_batch_norm import COMMUNICATING
 from .layers import layer_of
@@ -520,6 +520,7 @@ class _Builder:
         """The task of a node that makes new storages."""
         kind = "backward" if info.backward else "forward"
         calls, args, kwargs = self._emit_args(node)
+        args = self._laid_out(node, calls, args)
         unpack = not isinstance(info.result, torch.Tensor)
         outs: list[Ref | None] = []
         writes: list[int] = []
@@ -697,6 +698,18 @@ class _Builder:
         calls: list[Call] = []
         args, kwargs = _map((_args(node), dict(node.kwargs)), lambda n: self._emit(n, calls))
         return calls, tuple(args), tuple(kwargs.items())
+
+    def _laid_out(self, node: fx.Node, calls: list[Call], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, those in the layout of plain PyTorch that the trace has in another."""
+        layouts = {} if self.in_backward else eager_layouts(node)
+        found = list(args)
+        for position, strides in layouts.items():
+            meta, copy = TensorMeta.of(self.nodes[_args(node)[position]].result), Ref(f"t_{node.name}_laid_out_{position}")
+            options = (("dtype", meta.dtype), ("device", meta.device))
+            calls.append(Call("aten.empty_strided.default", (meta.shape, strides), options, (copy,)))
+            calls.append(Call("aten.copy_.default", (copy, args[position]), (), ()))
+            found[position] = copy
+        return tuple(found)
 
     def _emit(self, node: fx.Node, calls: list[Call]) -> Ref:
         """A ref to the tensor of ``node``, after appending to ``calls`` the views that lead to it."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx.traceback
 from torch import fx
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import CaptureError
 from .program import Call, Program, Ref, Task, refs
@@ -18,6 +21,11 @@ if TYPE_CHECKING:
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _KEY = "monet_like_in_place"
+_LAYOUTS = "monet_like_layouts"
+#: Functions that write in place into parts of a tensor which are no views of it (``unsafe_chunk``).
+_OVERLAPPING = frozenset({"gru", "gru_cell"})
+#: Operators of which every element is rounded alike, wherever it lies.
+_EXACT = frozenset({"add", "sub", "mul", "clone"})
 _AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"))
 
 
@@ -32,10 +40,39 @@ class InPlaceCalls(TorchFunctionMode):
             raise CaptureError(
                 "the forward assigns a tensor's .data, and a schedule cannot; write into it: tensor.copy_(...)"
             )
+        if getattr(func, "__name__", "") in _OVERLAPPING:
+            with _Layouts():
+                return func(*args, **kwargs)
         if not changes_its_first(func, kwargs):
             return func(*args, **kwargs)
         with torch.fx.traceback.annotate({_KEY: True}):
             return func(*args, **kwargs)
+
+
+class _Layouts(TorchDispatchMode):
+    """Nodes that read a tensor which plain PyTorch has in another layout, since it wrote into a part of another, tell so.
+
+    Elementwise operators take a tensor without gaps as one row, and round the ends of rows in another way than the rest.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        layouts = {i: a.stride() for i, a in enumerate(args) if isinstance(a, FunctionalTensor) and _laid_out_anew(a)}
+        with torch.fx.traceback.annotate({_LAYOUTS: layouts}) if layouts else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+def _laid_out_anew(tensor: FunctionalTensor) -> bool:
+    """Whether the trace has a tensor, after it was changed, in another layout."""
+    torch._sync(tensor)
+    return bool(torch._from_functional_tensor(tensor.elem).stride() != tensor.stride())
+
+
+def eager_layouts(node: fx.Node) -> dict[int, tuple[int, ...]]:
+    """The strides that some arguments of a node have in plain PyTorch and not in the trace, by position."""
+    found = (node.meta.get("custom") or {}).get(_LAYOUTS, {})
+    return found if str(node.target).split(".")[1] not in _EXACT else {}
 
 
 def changes_its_first(func: Any, kwargs: Mapping[str, Any]) -> bool:
