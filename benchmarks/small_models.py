@@ -1,0 +1,97 @@
+"""Thousands of small models from a grammar against plain PyTorch: ``python -m benchmarks.small_models --count 5000``."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import click
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+if TYPE_CHECKING:
+    from small_models import Case, Verdict
+
+#: Cases that a process judges before it says so.
+CHUNK = 10
+
+
+def _judged(seeds: Iterable[int]) -> list[tuple[Case, Verdict]]:
+    import torch
+    from small_models import draw, judge
+
+    torch.set_num_threads(1)
+    found = []
+    for seed in seeds:
+        case = draw(seed)
+        found.append((case, judge(case)))
+    return found
+
+
+def _all(seeds: range, processes: int) -> Iterator[tuple[Case, Verdict]]:
+    chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
+    if processes == 1:
+        for chunk in chunks:
+            yield from _judged(chunk)
+        return
+    with ProcessPoolExecutor(processes) as pool:
+        for done in as_completed([pool.submit(_judged, chunk) for chunk in chunks]):
+            yield from done.result()
+
+
+def _sentence(verdict: Verdict) -> str:
+    """A refusal's sentence without numbers and names, so that the same ones are counted together."""
+    return re.sub(r"'[^']*'|\d+(\.\d+)?", "…", verdict.detail)[:160]
+
+
+def _summary(found: list[tuple[Case, Verdict]], seconds: float) -> Table:
+    count = Counter(verdict.status for _, verdict in found)
+    table = Table(title=f"{len(found)} small models in {seconds:.0f} s", show_lines=False)
+    table.add_column("verdict")
+    table.add_column("models", justify="right")
+    for status in ("right", "wrong", "crashed", "invalid", "refused"):
+        table.add_row(status, str(count[status]))
+    for sentence, number in Counter(_sentence(v) for _, v in found if v.status == "refused").most_common():
+        table.add_row(f"  {sentence}", str(number), style="dim")
+    return table
+
+
+@click.command()
+@click.option("--count", default=5000, show_default=True, help="Models.")
+@click.option("--seed", default=0, show_default=True, help="Of the first model; the others follow.")
+@click.option("--processes", default=1, show_default=True, help="That judge models.")
+@click.option("--seconds", default=60.0, show_default=True, help="To make each failure smaller.")
+@click.option("--show", default=20, show_default=True, help="Failures, made smaller, to print at most.")
+def main(count: int, seed: int, processes: int, seconds: float, show: int) -> None:
+    """Compare models with plain PyTorch; exit code 1 if one is wrong or crashed."""
+    from small_models import minimise, reproduction
+
+    console = Console()
+    started = time.monotonic()
+    results = _all(range(seed, seed + count), processes)
+    found = sorted(track(results, "models", count, console=console), key=lambda pair: pair[0].seed)
+    console.print(_summary(found, time.monotonic() - started))
+    failed = [(case, verdict) for case, verdict in found if verdict.failed]
+    for case, verdict in failed[:show]:
+        console.rule(f"seed {case.seed}")
+        console.print(reproduction(*minimise(case, verdict, seconds=seconds)), markup=False, highlight=False)
+    if len(failed) > show:
+        console.print(f"further failures: seeds {', '.join(str(case.seed) for case, _ in failed[show:])}")
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
