@@ -610,7 +610,15 @@ class _Builder:
             self.slots.append(self._make(f"{node.name}.{name}", (*calls, part), writes))
 
     def _random(self, node: fx.Node, calls: Sequence[Call], writes: Sequence[int]) -> None:
-        """A random operator draws once. Run again, it starts from the generator state of the first time."""
+        """A random operator draws once. Run again, it starts from the generator state of the first time.
+
+        What nothing reads is drawn all the same: what is drawn after it depends on that.
+        """
+        if node not in self._read_nodes:
+            effect = self._pseudo_value(f"{node.name}.drawn", 0)
+            self.effects.append(effect)
+            self.tasks.append(self._make(node.name, calls, (*writes, effect), runs="first"))
+            return
         device = str(self.metas[writes[0]].device)
         bytes_ = 5056 if device == "cpu" else 0  # the CPU generator's state; CUDA's is a few bytes on the host
         state = self._pseudo_value(f"{node.name}.rng_state", bytes_)
@@ -679,6 +687,17 @@ class _Builder:
             for n in node.all_input_nodes
             for t in _tensors(self.nodes[n].result)
         )
+
+    @cached_property
+    def _read_nodes(self) -> set[fx.Node]:
+        """Nodes that results, gradients or updates of buffers are made from."""
+        pending = [next(iter(reversed(self.graph.nodes)))]
+        found = set(pending)
+        while pending:
+            fresh = set(pending.pop().all_input_nodes) - found
+            found |= fresh
+            pending += fresh
+        return found
 
     @cached_property
     def _updated_buffers(self) -> set[int]:

@@ -74,6 +74,14 @@ def written_constant(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return layer(x) * (2 if flags.any() else 1) * (int(counts.sum()) + 1)
 
 
+def unread_noise(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = layer(x)
+    _unread = nn.functional.dropout(y, 0.5), torch.rand(3), nn.functional.rrelu(y, training=True)
+    with torch.no_grad():
+        _logged = nn.functional.dropout(y, 0.5) * torch.randn_like(y)
+    return nn.functional.dropout(y, 0.5)
+
+
 CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "rotary": lambda: (Net(rotary, linear()), rows()),
     "power": lambda: (Net(power, linear()), rows()),
@@ -86,6 +94,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
         rows(4, 3, 8, 8),
     ),
     "all_dropped": lambda: (nn.Sequential(linear(), nn.Dropout(1.0), linear(), nn.Dropout(0.5)), rows()),
+    "unread_noise": lambda: (Net(unread_noise, linear()), rows()),
     "written_constant": lambda: (Net(written_constant, linear()), rows()),
 }
 
