@@ -35,6 +35,9 @@ variants of one operation. In one stage only one of them is of use. M(v) are the
 (9) is written for stage 0 from the start, and for other stages only once a solved schedule breaks it: most never
 bind. Without the missing rows the program is a relaxation, so its bound holds.
 
+With ``above_bytes`` the objective is the peak: every row (8) and (9) may exceed B by one and the same share ``over`` of
+these bytes, and (1) is min above_bytes over.
+
 Why this is exact. A carried value costs memory in (8) and (9) at least as long as `simulate` counts it, so a
 solution's schedule never has a higher peak than its rows. Conversely a schedule that passes `simulate`, with its useless runs
 removed and dominated variants replaced (`dominated_tasks`, `useful_ways`), satisfies every row with K[v,t] = "v is read in a later stage before it is made anew", and then each row's left
@@ -50,7 +53,7 @@ side is the simulated memory. Four things make the program smaller and are *not*
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..program import Cost, Program, Task
 from ..schedule import Schedule
@@ -101,12 +104,22 @@ class Formulation:
         extra_bytes: int = 0,
         options: Options = Options(),
         admit: Schedule | None = None,
+        above_bytes: int = 0,
     ) -> None:
-        """Build it; ``admit`` is a schedule whose runs get columns whatever the options say, to start from it."""
+        """Build it.
+
+        Args:
+            admit: a schedule whose runs get columns whatever the options say, to start from it.
+            above_bytes: if not 0, the peak may be above the budget, by at most so many bytes, and the objective is by
+                how many bytes, instead of seconds.
+        """
         self.program, self.costs, self.budget, self.options = program, costs, budget_bytes, options
         self.needs: Needs = find_needs(program)
         self.backward: BackwardBytes = find_backward_bytes(program)
         self.builder = Builder()
+        self.above_bytes = above_bytes
+        #: The share of ``above_bytes`` by which the peak is above the budget.
+        self.over: Expr = self.builder.column(integral=False) if above_bytes else ZERO
         self.admitted = {(p, slot + 1) for slot, tasks in enumerate(admit.again if admit else ()) for p in tasks}
         self.outputs = frozenset(program.outputs)
         self.dominated = dominated_tasks(program, costs, self.needs.groups)
@@ -389,7 +402,7 @@ class Formulation:
             alive = self._alive_at_slot(v, t) if at_slot else self.K.get((v, t), ZERO)
             if not alive.is_zero:
                 parts.append(alive * self.program.values[v].bytes)
-        self.builder.fits(parts, self.budget)
+        self._fits(parts)
 
     def add_run_row(self, t: int, group: int) -> bool:
         """Row (9) for the tasks of a group in stage t; False if it stands already."""
@@ -417,8 +430,11 @@ class Formulation:
                 alive = self._alive_between(v, group, t)
             if not alive.is_zero:
                 parts.append(alive * values[v].bytes)
-        self.builder.fits(parts, self.budget)
+        self._fits(parts)
         return True
+
+    def _fits(self, parts: list[Expr]) -> None:
+        self.builder.fits([*parts, self.over * -self.above_bytes], self.budget)
 
     def big_runs(self, share: float) -> list[tuple[int, int]]:
         """(stage, group) for reruns that take at least ``share`` of the budget: their rows (9) bind most often."""
@@ -432,7 +448,17 @@ class Formulation:
 
     def matrix(self) -> MatrixProgram:
         """The matrix form of all rows so far."""
-        return self.builder.finish(self.seconds_per_unit)
+        matrix = self.builder.finish(self.seconds_per_unit)
+        if not self.above_bytes:
+            return matrix
+        cost = 0.0 * matrix.cost
+        cost[self.over_column] = 1.0
+        return replace(matrix, cost=cost, offset=0.0, seconds_per_unit=float(self.above_bytes))
+
+    @property
+    def over_column(self) -> int:
+        """The place of `over`, which is there with ``above_bytes`` only."""
+        return self.over.terms[0][0]
 
 
 def estimated_columns(program: Program, needs: Needs, options: Options = Options()) -> int:

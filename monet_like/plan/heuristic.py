@@ -76,6 +76,11 @@ class Searcher:
         except ScheduleError:  # classes of one stage may stand between each other's tasks: not a plan
             return None
 
+    def fitting(self, policy: Policy, budget_bytes: int) -> Schedule | None:
+        """A policy's schedule if it fits."""
+        planned = self.plan(policy, budget_bytes)
+        return planned[0] if planned is not None and planned[1].peak_bytes <= budget_bytes else None
+
     def keeping(self, keep: Iterable[int]) -> Policy:
         """Keep these forward values and what cannot be made again; everything else is made again once."""
         kept = {*keep, *self._single()}
@@ -98,6 +103,12 @@ class Searcher:
         if copies != single:
             policies += [self.tables.policy(copies, True, smallest) for smallest in (False, True)]
         return [found for policy in policies if (found := self.judge(policy, budget_bytes)) is not None]
+
+    def cut_starts(self, budget_bytes: int) -> list[Found]:
+        """`starts` and what greedy cuts make of two of them, the best first."""
+        starts = self.starts(budget_bytes)
+        starts += [self.greedy(found, budget_bytes) for found in starts[:4:3]]
+        return sorted(starts, key=lambda f: f.score(budget_bytes))
 
     def greedy(self, found: Found, budget_bytes: int) -> Found:
         """Stop keeping values, cheapest to make per byte first, until the peak fits."""
@@ -214,8 +225,13 @@ def find_start(
     searcher = Searcher(program, costs, extra_bytes, pin_bytes)
     given = None if start is None else searcher.judge(to_policy(program, searcher.tables, start), budget_bytes)
     found = _search(searcher, budget_bytes, seed, evaluations, rounds, given, effort, enough)
-    planned = None if found is None else searcher.plan(found.policy, budget_bytes)
-    return planned[0] if planned is not None and planned[1].peak_bytes <= budget_bytes else None
+    if found is None:
+        return None
+    fitting = searcher.fitting(found.policy, budget_bytes)
+    if fitting is None and found.judgement.peak_bytes <= budget_bytes:  # not a plan: what it began with may be one
+        begun = searcher.cut_starts(budget_bytes)
+        fitting = next(filter(None, (searcher.fitting(f.policy, budget_bytes) for f in begun)), None)
+    return fitting
 
 
 def smallest_known(
@@ -232,8 +248,10 @@ def smallest_known(
     if not starts:
         return None
     count = evaluations if evaluations is not None else EVALUATIONS[searcher.engine.name] // 10
-    best = _shrink(searcher, min(starts, key=lambda f: f.judgement.peak_bytes), 0, count, seed)
-    return searcher.plan(best.policy, best.judgement.peak_bytes)
+    starts.sort(key=lambda f: f.judgement.peak_bytes)
+    best = _shrink(searcher, starts[0], 0, count, seed)
+    planned = (searcher.plan(f.policy, f.judgement.peak_bytes) for f in (best, *starts))
+    return next(filter(None, planned), None)
 
 
 def _shrink(
@@ -278,11 +296,9 @@ def _search(
     if given is not None:
         best = given
     else:
-        starts = searcher.starts(budget_bytes)
+        starts = searcher.cut_starts(budget_bytes)
         if not starts:
             return None
-        starts += [searcher.greedy(found, budget_bytes) for found in starts[:4:3]]
-        starts.sort(key=lambda f: f.score(budget_bytes))
         if not count:
             return starts[0]
         best = searcher.improve(starts[:2], budget_bytes, count, seed)

@@ -13,13 +13,11 @@ from ..schedule import Schedule
 from ..simulate import Report
 from . import plan
 from .copies import has_beside, numbered, waiting
-from .heuristic import find_start, smallest_known
+from .heuristic import smallest_known
+from .lowest import Lowest, find_lowest, find_quickly, floor_bytes
 from .refused import about_the_rest
 from .result import Plan
-from .search import Search, floor_bytes
-
-#: `smallest_budget` stops when its two answers are this close.
-CLOSE = 0.01
+from .search import ask
 
 
 @dataclass(frozen=True)
@@ -49,41 +47,34 @@ def smallest_budget(
 ) -> Smallest:
     """The lowest peak that any schedule has, from both sides: a schedule, and a bound.
 
-    The local search goes down as far as it gets; then the integer program is asked halfway between that and what a
-    single slot needs, again and again, until the two meet or the time is over.
+    The local search goes down as far as it gets. From there an integer program gives the lowest peak of a small program
+    to the byte; of a larger one it is asked for a schedule halfway between that and what a single slot needs, again and
+    again, until the two meet or the time is over. `plan` does the same where nothing else fits, so it finds this schedule.
 
     Raises:
         SolverError: not even one schedule was found.
     """
-    started = time.monotonic()
     if has_beside(program):  # what runs beside the rest holds more, not less
         small, indices = waiting(program)
-        found = smallest_budget(
+        smallest = smallest_budget(
             small, costs, extra_bytes=extra_bytes, solver=solver, time_limit_seconds=time_limit_seconds
         )
-        return replace(found, schedule=numbered(found.schedule, indices))
+        return replace(smallest, schedule=numbered(smallest.schedule, indices))
+    started = time.monotonic()
     known = smallest_known(program, costs, extra_bytes=extra_bytes)
     if known is None:
         raise SolverError("the search found no schedule of this program at all")
-    schedule, report = known
     proven, _ = floor_bytes(program, costs, extra_bytes)
-    low = proven  # not proven, but not worth asking again
-    while report.peak_bytes - low > CLOSE * report.peak_bytes:
-        seconds = time_limit_seconds - (time.monotonic() - started)
-        if seconds < 1:
-            break
-        target = (low + report.peak_bytes) // 2
-        search = Search(program, costs, target, solver, seconds / 2, gap=0.99, extra_bytes=extra_bytes)
-        try:
-            lower = search.run()
-            schedule, report = lower.schedule, lower.report
-        except InfeasibleError as error:
-            low = target
-            if error.proven:
-                proven = target
-        except SolverError:
-            low = target
-    return Smallest(schedule, report, proven, report.peak_step.task)
+    found = find_lowest(
+        program,
+        costs,
+        Lowest(*known, proven),
+        lambda budget, seconds: ask(program, costs, budget, seconds, solver, extra_bytes),
+        extra_bytes=extra_bytes,
+        solver=solver,
+        seconds=time_limit_seconds - (time.monotonic() - started),
+    )
+    return Smallest(found.schedule, found.report, found.proven_bytes, found.report.peak_step.task)
 
 
 @dataclass(frozen=True)
@@ -151,15 +142,10 @@ def seconds_per_gigabyte(points: Sequence[Point]) -> tuple[float | None, ...]:
 
 @about_the_rest
 def fits(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule | None:
-    """A schedule within the budget if the local search finds one, however slow: the quick answer."""
+    """A schedule within the budget if one is found quickly, however slow it is itself; see `find_quickly`."""
     if has_beside(program):
         small, indices = waiting(program)
         quick = fits(small, costs, budget_bytes, extra_bytes=extra_bytes)
         return None if quick is None else numbered(quick, indices)
-    schedule = find_start(program, costs, budget_bytes, extra_bytes=extra_bytes)
-    if schedule is not None:
-        return schedule
-    known = smallest_known(program, costs, extra_bytes=extra_bytes)
-    if known is None or known[1].peak_bytes > budget_bytes:
-        return None
-    return known[0]
+    found = find_quickly(program, costs, budget_bytes, extra_bytes=extra_bytes)
+    return found.schedule if found is not None and found.report.peak_bytes <= budget_bytes else None

@@ -12,14 +12,15 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import InfeasibleError, SolverError
-from ..program import Cost, Program, Task
+from ..program import Cost, Program
 from ..schedule import Schedule
 from ..simulate import Report, simulate
 from ..units import format_bytes, format_seconds
 from .decode import decode, encode, neighbourhood
 from .formulation import Formulation, Options, estimated_columns
 from .heuristic import Searcher, find_start, smallest_known
-from .needs import default_pin_bytes, find_backward_bytes, find_needs, net_workspace
+from .lowest import Ask, Lowest, find_lowest, floor_bytes, is_small
+from .needs import default_pin_bytes, find_needs
 from .parts import Parts, compose
 from .pool import Pool
 from .refine import Refinement
@@ -59,21 +60,21 @@ POLL_SECONDS = 0.2
 FIRST_SHARE = 0.4
 
 
-def floor_bytes(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> tuple[int, str]:
-    """Bytes below which no schedule can be, and the task that takes them: the hungriest slot by itself."""
-    backward = find_backward_bytes(program)
-    outputs = set(program.outputs)
-    base = program.resident_bytes + extra_bytes + sum(program.values[v].bytes for v in outputs)
-
-    def needs(way: Task) -> int:
-        read = sum(program.values[v].bytes for v in set(program.forward_reads(way)) - outputs)
-        return read + net_workspace(program, costs, way)
-
-    found = (base, "")
-    for slot, ways in enumerate(program.slots):
-        least = base + backward.during[slot] + min(needs(ways[k]) for k in backward.possible[slot])
-        found = max(found, (least, ways[0].name), key=lambda item: item[0])
-    return found
+def ask(
+    program: Program,
+    costs: Mapping[str, Cost],
+    budget_bytes: int,
+    seconds: float,
+    solver: str,
+    extra_bytes: int = 0,
+    **options: Any,
+) -> tuple[Schedule, Report]:
+    """Any schedule within a budget, and its report; see `Ask` and `Search`."""
+    search = Search(
+        program, costs, budget_bytes, solver, seconds, gap=0.99, extra_bytes=extra_bytes, resort=False, **options
+    )
+    plan = search.run()
+    return plan.schedule, plan.report
 
 
 @dataclass
@@ -88,6 +89,7 @@ class Search:
         allowed: a further condition on plans, such as another system's rules; what it refuses is not a plan.
         evaluations: of each annealing; 0: none; None: a second or two's worth.
         start: a schedule that is known.
+        resort: where nothing fits, whether to look for the lowest peak, for as long again as the time limit says.
         seconds: wall seconds of every stage so far.
         best: the fastest plan so far, its report, and what found it.
         bounds: by kind, the best so far.
@@ -107,6 +109,7 @@ class Search:
     allowed: Callable[[Schedule], bool] = lambda schedule: True
     evaluations: int | None = None
     start: Schedule | None = None
+    resort: bool = True
     seconds: dict[str, float] = field(
         init=False,
         default_factory=lambda: {"parts": 0.0, "heuristic": 0.0, "bound": 0.0, "build": 0.0, "solve": 0.0},
@@ -143,13 +146,17 @@ class Search:
                     ),
                     "greedy",
                 )
+                if self.best is None and is_small(self.program):  # where annealing would try for long
+                    self._lower(None)
             composed = self._compose()
             rounds = 1 + int(self.time_limit_seconds / SECONDS_PER_ROUND)
             if too_large:
                 if not self._closed():
                     self._heuristic(rounds, composed)
                 if self.best is None:
-                    raise self._infeasible("not proven")
+                    self._lower(self._ask)
+                if self.best is None:
+                    raise self._infeasible(proven=False)
                 return self._plan(None, "", interrupted)
             annealing = 0.0
             if composed is None:
@@ -184,7 +191,7 @@ class Search:
         self._check_floor()
         self._heuristic(1)
         if self.best is None:
-            raise self._infeasible("not proven")
+            raise self._infeasible(proven=False)
         self._refine(self._closed, time.monotonic() + 0.25 * self.time_limit_seconds, plans=False)
         return self._plan(None, "", False)
 
@@ -203,12 +210,17 @@ class Search:
             formulation = self._build(Options())
             verdict = self._solve(formulation, solver)
             restricted = False
-        if self.best is None and verdict == "infeasible":
-            raise self._infeasible("not proven" if restricted else "proven")
+        if self.best is None and verdict == "infeasible" and not restricted:
+            raise self._infeasible(proven=True)
         if self.best is None:
+            self._lower(self._ask)
+        if self.best is None and verdict == "infeasible":
+            raise self._infeasible(proven=False)
+        if self.best is None:
+            smallest = f"; {self._known_to_do(self.lowest)}" if self.lowest else ""
             raise SolverError(
                 f"{solver} found no plan within {format_bytes(self.budget_bytes)} in {self.time_limit_seconds:g} s"
-                f" ({verdict}); allow more time or more memory"
+                f" ({verdict}){smallest}; allow more time or more memory"
             )
         return formulation
 
@@ -261,23 +273,55 @@ class Search:
 
     def _check_floor(self) -> None:
         """A slot that does not fit by itself, in any of its ways, needs no solver to be refused."""
-        floor, step = floor_bytes(self.program, self.costs, self.extra_bytes)
-        if floor > self.budget_bytes:
-            raise self._infeasible("proven", (floor, step))
+        self.floor = floor_bytes(self.program, self.costs, self.extra_bytes)
+        if self.floor[0] > self.budget_bytes:
+            raise self._infeasible(proven=True, floor=self.floor)
 
-    def _infeasible(self, how: str, floor: tuple[int, str] | None = None) -> InfeasibleError:
-        known = self.lowest
-        message = f"no schedule fits into {format_bytes(self.budget_bytes)} ({how})"
+    def _infeasible(self, proven: bool, floor: tuple[int, str] | None = None) -> InfeasibleError:
+        """Nothing fits: ``proven`` for all schedules, or only not found."""
+        known, budget = self.lowest, format_bytes(self.budget_bytes)
+        message = f"no schedule fits into {budget} (proven)" if proven else f"found no schedule that fits into {budget}"
         step = floor[1] if floor else ""
         if floor:
             message += f": {floor[1]} alone needs {format_bytes(floor[0])}"
         smallest = None
         if known is not None:
             smallest, step = known[1].peak_bytes, step or known[1].peak_step.task
-            message += f"; {format_bytes(smallest)} ({smallest} bytes) is known to do, where {known[1].peak_step.task} needs the most"
-        return InfeasibleError(
-            message + "; give more memory or a smaller batch", smallest, step, proven=how == "proven"
-        )
+            message += f"; {self._known_to_do(known)}, where {known[1].peak_step.task} needs the most"
+        return InfeasibleError(message + "; give more memory or a smaller batch", smallest, step, proven=proven)
+
+    @staticmethod
+    def _known_to_do(known: tuple[Schedule, Report]) -> str:
+        return f"{format_bytes(known[1].peak_bytes)} ({known[1].peak_bytes} bytes) is known to do"
+
+    def _ask(self, budget_bytes: int, seconds: float) -> tuple[Schedule, Report]:
+        """Any schedule within another budget."""
+        return ask(self.program, self.costs, budget_bytes, seconds, self.solver, self.extra_bytes, allowed=self.allowed)
+
+    def _lower(self, ask: Ask | None) -> None:
+        """Look for the lowest peak, as `smallest_budget` does, till it fits; and anneal from there.
+
+        Args:
+            ask: of `find_lowest`; None: small programs only.
+
+        Raises:
+            InfeasibleError: proven on the way.
+        """
+        if not self.resort or self.lowest is None:
+            return
+        begin = time.monotonic()
+        found = find_lowest(
+            self.program, self.costs, Lowest(*self.lowest, self.floor[0]), ask, enough_bytes=self.budget_bytes,
+            extra_bytes=self.extra_bytes, solver=self.solver, seconds=self.left + self.time_limit_seconds,
+        )  # fmt: skip
+        self.lowest = found.schedule, found.report
+        self.seconds["solve"] += time.monotonic() - begin
+        if found.proven_bytes > self.budget_bytes:
+            raise self._infeasible(proven=True)
+        if self._accept(found.schedule, "lowest peak") and self.evaluations != 0 and self.left > 0:
+            begin = time.monotonic()
+            self._accept(self._annealed(30_000, 1, found.schedule), "heuristic")
+            self.seconds["heuristic"] += time.monotonic() - begin
 
     def _compose(self) -> Schedule | None:
         """A bound and a schedule from the parts of the program; see parts.py."""

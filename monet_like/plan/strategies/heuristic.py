@@ -1,31 +1,42 @@
-"""The planner's local search alone: no solver, seconds at most."""
+"""The planner's local search: seconds at most. Only where it finds nothing, small programs are asked for their lowest peak."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import SolverError
+from ...errors import InfeasibleError, SolverError
 from ...program import Cost, Program
 from ...schedule import Schedule
 from ...units import format_bytes
 from ..heuristic import find_start
+from ..lowest import find_quickly
 
 
 def heuristic(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **options: Any) -> Schedule:
-    """What `find_start` finds; options are its own: ``extra_bytes``, ``seed``, ``evaluations``.
+    """What `find_quickly` finds; options are its own: ``extra_bytes``, ``seed``, ``evaluations``.
 
     Raises:
+        InfeasibleError: nothing fits.
         SolverError: it found nothing that fits.
     """
     try:
-        schedule = find_start(program, costs, budget_bytes, **options)
+        found = find_quickly(program, costs, budget_bytes, **options)
     except KeyboardInterrupt:  # at once what needs no annealing, as other solvers end with what they have
         schedule = find_start(program, costs, budget_bytes, **{**options, "evaluations": 0})
         if schedule is None:
             raise
-    if schedule is None:
-        raise SolverError(
-            f"the heuristic found no schedule within {format_bytes(budget_bytes)}; allow more memory or use strategy milp"
-        )
-    return schedule
+        return schedule
+    if found is not None and found.report.peak_bytes <= budget_bytes:
+        return found.schedule
+    budget, known = format_bytes(budget_bytes), ""
+    if found is not None:
+        known = f"; {format_bytes(found.report.peak_bytes)} ({found.report.peak_bytes} bytes) is known to do"
+        if found.proven_bytes > budget_bytes:
+            raise InfeasibleError(
+                f"no schedule fits into {budget} (proven){known}; give more memory or a smaller batch",
+                found.report.peak_bytes,
+                found.report.peak_step.task,
+                proven=True,
+            )
+    raise SolverError(f"the heuristic found no schedule within {budget}{known}; allow more memory or use strategy milp")
