@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from .constants import Constants, constant_name
 from .eager_calls import called_in_place, eager_layouts, in_place_form
 from .errors import CaptureError, UsageError
 from .kernels.sync_batch_norm import COMMUNICATING
@@ -32,7 +33,7 @@ from .made_last import in_order, worth_moving
 from .marks import Mark, mark_of
 from .program import Call, Program, Ref, Runs, Task, Value, refs
 from .reads import Reads
-from .tracing import FlatModule, trace_joint
+from .tracing import HELD, FlatModule, reaches_output, trace_joint
 
 #: The CUDA caching allocator hands out multiples of this.
 CUDA_GRANULARITY_BYTES = 512
@@ -142,6 +143,7 @@ class Captured:
             place where the model's own calls are. Its values come first in ``metas``.
         made_last: names of the parameters whose gradients ``program`` makes after all others, see `made_last`.
         reads: what the model reads beside tensors, such as a dropout's ``p``: the program has it as it was.
+        constants: the tensors among ``parameters`` and ``buffers`` that the model has not registered.
     """
 
     program: Program
@@ -163,6 +165,7 @@ class Captured:
     as_called: Program | None = None
     made_last: tuple[str, ...] = ()
     reads: Reads | None = None
+    constants: Constants = field(default_factory=Constants)
 
     @property
     def plain(self) -> Program:
@@ -252,7 +255,7 @@ def _move(graph: fx.Graph, mode: FakeTensorMode, target: torch.device) -> None:
 
     with mode:
         for node in graph.nodes:
-            if node.op == "placeholder" and isinstance(fake := node.meta["val"], torch.Tensor):
+            if node.op in ("placeholder", "get_attr") and isinstance(fake := node.meta["val"], torch.Tensor):
                 elements = fake.untyped_storage().nbytes() // fake.dtype.itemsize
                 storage = torch.empty(elements, dtype=fake.dtype, device=target)
                 node.meta["val"] = storage.as_strided(fake.shape, fake.stride(), fake.storage_offset())
@@ -268,7 +271,8 @@ def _without_dropit(captured: Captured, model: nn.Module) -> Captured:
     exact = {id(p) for m in model.modules() if getattr(m, "no_dropit", False) for p in m.parameters()}
     if not exact:
         return captured
-    values = frozenset(v for name, v in captured.parameters if id(model.get_parameter(name)) in exact)
+    registered = (p for p in captured.parameters if p[0] not in captured.constants.tensors)
+    values = frozenset(v for name, v in registered if id(model.get_parameter(name)) in exact)
     return replace(captured, no_dropit=values)
 
 
@@ -334,7 +338,9 @@ class _Builder:
         self.parameters: list[tuple[str, int]] = []
         self.buffers: list[tuple[str, int]] = []
         self.named: dict[int, tuple[str, _Node]] = {}  # identity of a parameter or buffer -> its first name, its node
-        self.first_name: dict[str, str] = {}  # of the tensor that has this name, perhaps among others
+        self.first_name: dict[str, str] = {}  # of the tensor that the tracer calls so, perhaps among others
+        self.constants: dict[str, torch.Tensor] = {}
+        self.attributes: dict[str, fx.Node] = {}  # the first node of each tensor that the graph has as an attribute
         self.inputs: dict[int, int] = {}
         self.tangent_of: dict[int, int] = {}  # output position -> value
         self.effects: list[int] = []
@@ -357,10 +363,7 @@ class _Builder:
                 elif node.op == "output":
                     return self._finish(node)
                 else:
-                    raise CaptureError(
-                        f"the forward makes a tensor from numbers ({node.op} {node.target}); register it as a buffer of the "
-                        "module, or make it of operators such as torch.arange"
-                    )
+                    self._constant(node)
         raise AssertionError("the traced graph has no output")
 
     # Values ---------------------------------------------------------------------------------------------------
@@ -388,7 +391,7 @@ class _Builder:
         if not isinstance(fake, torch.Tensor):
             raise CaptureError(f"input {node.name} is a {type(fake).__name__}; only tensors may vary between steps")
         if kind in ("ParamAOTInput", "BufferAOTInput"):
-            self.nodes[node] = self._resident(desc.target.removeprefix("model."), kind == "ParamAOTInput", fake)
+            self.nodes[node] = self._resident(desc.target, kind == "ParamAOTInput", fake)
         elif kind == "PlainAOTInput":
             value = self._value(f"input{desc.idx}", "input", fake)
             self.inputs[desc.idx] = value
@@ -411,16 +414,36 @@ class _Builder:
         else:
             raise CaptureError(f"the traced graph has an input of a kind that is not supported: {desc}")
 
-    def _resident(self, name: str, parameter: bool, fake: torch.Tensor) -> _Node:
+    def _resident(self, target: str, parameter: bool, fake: torch.Tensor) -> _Node:
         """A parameter or buffer; one that has several names, as tied weights have, is one value."""
-        model = self.flat.model
-        tensor = model.get_parameter(name) if parameter else model.get_buffer(name)
+        name, tensor = self.flat.tensor(target)
         first, known = self.named.setdefault(id(tensor), (name, _Node(fake, False, frozenset())))
-        self.first_name[name] = first
+        self.first_name[target] = first
         if first == name:
             known.value = self._value(name, "parameter" if parameter else "buffer", fake)
             (self.parameters if parameter else self.buffers).append((name, known.value))
+            if target.startswith(HELD):
+                self.constants[name] = tensor
         return known
+
+    def _constant(self, node: fx.Node) -> None:
+        """A tensor that the graph has as an attribute: made in the forward from numbers, or read in the backward only."""
+        tensor = getattr(self.graph.owning_module, str(node.target))
+        if node.target in self.attributes:
+            self.nodes[node] = self.nodes[self.attributes[str(node.target)]]
+            return
+        if not isinstance(tensor, torch.Tensor) or (tensor.requires_grad and not self.in_backward):
+            raise CaptureError(
+                f"{type(self.flat.model).__name__}.forward reads a {type(tensor).__name__} that is not registered and requires a "
+                "gradient; register it: nn.Parameter as an attribute, nn.ModuleList or nn.ParameterList in place of a list"
+            )
+        self.attributes[str(node.target)] = node
+        fake = node.meta["val"]
+        name = constant_name(len(self.flat.held._parameters) + len(self.flat.held._buffers) + len(self.attributes) - 1)
+        value = self._value(name, "buffer", fake)
+        self.buffers.append((name, value))
+        self.constants[name] = tensor
+        self.nodes[node] = _Node(fake, False, frozenset(), value)
 
     # Calls ----------------------------------------------------------------------------------------------------
 
@@ -483,7 +506,7 @@ class _Builder:
         if node.target is not torch.ops.aten.clone.default or node.kwargs:
             return False
         source = self.nodes[_args(node)[0]]
-        return source.value is not None and self.values[source.value].kind == "forward" and not _reaches_output(node)
+        return source.value is not None and self.values[source.value].kind == "forward" and not reaches_output(node)
 
     def _is_idle_cast(self, node: fx.Node) -> bool:
         """Whether a node casts new statistics of a batch norm to what they are where they live."""
@@ -704,7 +727,7 @@ class _Builder:
         """Buffers that the step changes; all inputs must have been seen."""
         output = next(iter(reversed(self.graph.nodes)))
         names = {
-            self.first_name[d.mutated_input.target.removeprefix("model.")]
+            self.first_name[d.mutated_input.target]
             for d in output.meta["desc"]
             if type(d).__name__ == "InputMutationAOTOutput" and hasattr(d.mutated_input, "target")
         }
@@ -804,6 +827,7 @@ class _Builder:
             as_called=self._as_called(plain) or (plain if late else None),
             made_last=tuple(movable[slot] for slot in late),
             reads=self.flat.reads,
+            constants=Constants.of(self.constants, self.flat.model),
         )
 
     def _program(self, outputs: Sequence[Tensor], gradients: Sequence[int]) -> Program:
@@ -849,7 +873,7 @@ class _Builder:
         """A buffer's new contents, copied in when the forward ends."""
         if type(target).__name__ != "BufferAOTInput":
             raise CaptureError(f"the model changes {target} in place; only its buffers may change in a forward")
-        name = self.first_name[target.target.removeprefix("model.")]
+        name = self.first_name[target.target]
         buffer = dict(self.buffers)[name]
         tensor = self._tensor(node)
         if tensor.ref == Ref(buffer):
@@ -892,7 +916,7 @@ class _Builder:
                 tensor = self._cloned(node, tensor)
             owned.add(tensor.value)
             if type(target).__name__ == "ParamAOTInput":
-                parameters.append((position[self.first_name[target.target.removeprefix("model.")]], tensor))
+                parameters.append((position[self.first_name[target.target]], tensor))
             else:
                 inputs.append((target.idx, tensor))
         return self._in_order(parameters), self._in_order(inputs)
@@ -1036,18 +1060,6 @@ def _is_dropout(node: fx.Node, nodes: Mapping[fx.Node, _Node]) -> bool:
         return False
     x, p, train = _args(node)
     return bool(train and (p == 1.0 or (nodes[x].result.device.type == "cpu" and p > 0.0)))
-
-
-def _reaches_output(node: fx.Node) -> bool:
-    """Whether the caller gets to see a node's storage: through itself or through views of it."""
-    pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output":
-                return True
-            if user.target is operator.getitem or getattr(user.target, "is_view", False):
-                pending.append(user)
-    return False
 
 
 def _user_line(node: fx.Node) -> str:

@@ -204,8 +204,9 @@ class ScheduleWrapper(nn.Module):
             within = record.peak_bytes - record.optimizer_bytes
         step = Step(captured, record.schedule, within)
         modules = dict(self._model.named_modules())
-        step.parameter_slots = [_slot(modules, name, "_parameters") for name, _ in captured.parameters]
-        step.buffer_slots = [_slot(modules, name, "_buffers") for name, _ in captured.buffers]
+        constants = captured.constants.tensors
+        step.parameter_slots = [_slot(modules, constants, name, "_parameters") for name, _ in captured.parameters]
+        step.buffer_slots = [_slot(modules, constants, name, "_buffers") for name, _ in captured.buffers]
         step.reads = captured.reads.of(self._model) if captured.reads is not None else None
         self._forget_replaced()
         self._keep(key, step)
@@ -234,7 +235,7 @@ class ScheduleWrapper(nn.Module):
         record = self.record
         if reason := mismatch(record, self._model, args, kwargs):
             raise ScheduleFileError(reason)
-        if captured is None:
+        if captured is None or not captured.constants.are_of(self._model):
             captured = capture(self._model, args, kwargs, made_last=record.made_last)
             captured = admitted(captured, record.mode, ablation=record.ablation)
         check_program(record, captured.program, type(self._model).__name__, device_of(self._model))
@@ -397,8 +398,12 @@ def _described_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Input
     return tuple(described(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
 
 
-def _slot(modules: dict[str, nn.Module], name: str, kind: str) -> tuple[dict[str, Any], str]:
+def _slot(
+    modules: dict[str, nn.Module], constants: dict[str, torch.Tensor], name: str, kind: str
+) -> tuple[dict[str, Any], str]:
     """Where a tensor lives: the dict that holds it, so that ``.to()`` and assignments are followed."""
+    if name in constants:
+        return constants, name
     owner, _, leaf = name.rpartition(".")
     return getattr(modules[owner], kind), leaf
 

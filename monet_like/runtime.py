@@ -127,7 +127,9 @@ class Step:
         return self._partial[missing]
 
     def change(self) -> Change | None:
-        """A value that the model reads, beside tensors, and that is not as it was when the model was captured."""
+        """What the model reads, beside its own tensors, and what is not as it was when the model was captured."""
+        if not self.captured.constants.hold():
+            return Change("a tensor that the model holds", "the one that was captured", "another")
         return self.reads.change() if self.reads is not None else None
 
     def _cut(self, schedule: Schedule) -> list[_Stretch]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import sync_batch_norm
-from .eager_calls import InPlaceCalls, changes_its_first
+from .constants import ConstantsFound, HeldTensors, constant_name, foreign_memory
+from .eager_calls import InPlaceCalls, called_in_place, changes_its_first
 from .errors import CaptureError
 from .layers import named_layers
 from .marks import marked_modules
@@ -38,6 +40,12 @@ _CONSTANT_ELEMENTS = 2**20
 
 #: What autocast casts with, and where it is implemented.
 _TO, _COMPOSITE = torch.ops.aten.to.dtype, torch._C.DispatchKey.CompositeImplicitAutograd
+
+#: Where a `FlatModule` keeps the tensors that the model has not registered.
+HELD = "held."
+
+#: A forward that fails is traced anew so often, each time with the constants that the last trace met as inputs.
+_TRIES = 16
 
 _T = TypeVar("_T")
 
@@ -57,12 +65,28 @@ class FlatModule(nn.Module):
         self.told: dict[str, None] = {}
         self.reads: Reads | None = None
         self.recorder: Recorder | None = None
+        self.held, self.tries = nn.Module(), _TRIES
+        self.before: dict[str, torch.Tensor] = {}
         self.tracing_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         modules = [module for _, module in self.named_modules()]
         self._parameters_as_one = tied_as_one
         self._tied = _further_places([m._buffers for m in modules])
         if tied_as_one:
             self._tied += _further_places([m._parameters for m in modules])
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have the tracer take tensors that live in the user's objects for parameters and buffers."""
+        for tensor in tensors:
+            members = self.held._parameters if tensor.requires_grad else self.held._buffers
+            members[str(len(self.held._parameters) + len(self.held._buffers))] = tensor  # type: ignore[assignment]
+
+    def tensor(self, target: str) -> tuple[str, torch.Tensor]:
+        """The name of what the tracer calls ``target``, and the tensor itself."""
+        owner, _, name = target.rpartition(".")
+        module = self.get_submodule(owner)
+        tensor = {**module._parameters, **module._buffers}[name]
+        assert tensor is not None
+        return (constant_name(int(name)) if module is self.held else target.removeprefix("model.")), tensor
 
     # The tracer puts its own tensors in the place of the model's, name by name, and takes them out in the same order. In a
     # module that has two names the second would put back the tracer's tensor that it found: only first names are told.
@@ -94,7 +118,7 @@ class FlatModule(nn.Module):
             stack.enter_context(keeping_tensors(self.model))
             for context in (self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules()):
                 stack.enter_context(context)
-            result = self.model(*args, **kwargs)
+            result = self._called(args, kwargs)
         flat, self.out_spec = pytree.tree_flatten(result)
         positions: dict[int, list[int]] = {}  # of each tensor, which is alive here: one that is returned twice is one result
         for position, leaf in enumerate(flat):
@@ -116,6 +140,24 @@ class FlatModule(nn.Module):
         """Those of ``tensors`` that no operator has made, as the example inputs were given."""
         given = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
         return [tensor for tensor, example in zip(tensors, given, strict=True) if example.is_leaf]
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's result, with the tracer's tensors in the place of those that the user's objects hold."""
+        own = WeakTensorKeyDictionary()
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if (before := self.before.get(name)) is not None:
+                own[before] = tensor
+        mode = HeldTensors(own, looking=self.tries > 0)
+        try:
+            with mode, mode.in_custom_functions():
+                result = self.model(*args, **kwargs)
+        except Exception:
+            if mode.found:
+                raise ConstantsFound(mode.found, self.tries - 1) from None
+            raise
+        if mode.found:
+            raise ConstantsFound(mode.found, 0)
+        return result
 
     def _apart(self, results: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results, each with a storage of its own where it has a gradient: a copy of what is also something else.
@@ -197,14 +239,26 @@ def trace_joint(
     modes = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
     mode = modes[0] if modes else fake_mode()
     fakes = tuple(t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors)
+    while True:
+        try:
+            return _traced(flat, fakes, target, processes), mode
+        except ConstantsFound as found:
+            flat.hold(found.tensors)
+            flat.tries = found.tries
+
+
+def _traced(
+    flat: FlatModule, fakes: tuple[torch.Tensor, ...], target: torch.device | None, processes: int | None
+) -> fx.Graph:
+    flat.before = dict((*flat.named_parameters(), *flat.named_buffers()))
     try:
         try:
-            return _export(flat, fakes, target, processes, compiling=False), mode
+            return _export(flat, fakes, target, processes, compiling=False)
         except Exception as error:
             if not _data_dependent(error):
                 raise
         # Libraries check torch.compiler.is_compiling() before they look at values, and then take the general path.
-        return _export(flat, fakes, target, processes, compiling=True), mode
+        return _export(flat, fakes, target, processes, compiling=True)
     except CaptureError:
         raise
     except Exception as error:  # whatever the user's forward or the tracer raises: say where, keep the cause
@@ -253,7 +307,10 @@ def _with_literals(module: fx.GraphModule) -> None:
     aten = torch.ops.aten
     for node in module.graph.find_nodes(op="get_attr"):
         constant = getattr(module, node.target)
-        if not isinstance(constant, torch.Tensor) or constant.dim():
+        if not isinstance(constant, torch.Tensor):
+            continue
+        if constant.dim():
+            _without_copies(node, constant)
             continue
         with _disable_current_modes():
             number = constant.item()
@@ -269,6 +326,31 @@ def _with_literals(module: fx.GraphModule) -> None:
             module.graph.erase_node(copied)
         if not node.users:
             module.graph.erase_node(node)
+
+
+def _without_copies(node: fx.Node, constant: torch.Tensor) -> None:
+    """A tensor that the forward makes from numbers is made once, and copied where the caller gets to see it."""
+    for copied in [user for user in node.users if user.target is torch.ops.aten.lift_fresh_copy.default]:
+        foreign = not constant.untyped_storage().resizable()
+        if foreign and any(called_in_place(user) and user.args[0] is copied for user in copied.users):
+            raise foreign_memory()
+        if reaches_output(copied):
+            copied.target = torch.ops.aten.clone.default
+        else:
+            copied.replace_all_uses_with(node)
+            node.graph.erase_node(copied)
+
+
+def reaches_output(node: fx.Node) -> bool:
+    """Whether the caller gets to see a node's storage: through itself or through views of it."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                return True
+            if user.target is operator.getitem or getattr(user.target, "is_view", False):
+                pending.append(user)
+    return False
 
 
 def _with_views(module: fx.GraphModule) -> None:
@@ -564,7 +646,13 @@ def _data_dependent(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     """The user's line, or the operator, that stopped the trace."""
     message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    internal = ("/torch/", "/monet_like/tracing.py", "/monet_like/eager_calls.py", "/contextlib.py")
+    internal = (
+        "/torch/",
+        "/monet_like/tracing.py",
+        "/monet_like/eager_calls.py",
+        "/monet_like/constants.py",
+        "/contextlib.py",
+    )
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in internal)]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
     if _data_dependent(error) or "aten._local_scalar_dense" in str(error) or "aten.nonzero" in str(error):

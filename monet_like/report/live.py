@@ -44,9 +44,11 @@ def live_step(
         extra_bytes: counted on top, such as optimizer state, which no step allocates.
     """
     model.zero_grad(set_to_none=True)
-    parameters: list[torch.Tensor] = [model.get_parameter(name) for name, _ in captured.parameters]
-    buffers = [model.get_buffer(name) for name, _ in captured.buffers]
-    before = resident_bytes(model, example) + extra_bytes
+    known: dict[str, torch.Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}
+    known |= dict(model.named_buffers(remove_duplicate=False))
+    known |= captured.constants.tensors
+    parameters, buffers = ([known[name] for name, _ in found] for found in (captured.parameters, captured.buffers))
+    before = resident_bytes(model, example) + captured.constants.bytes + extra_bytes
 
     def step(mark: Callable[[], None]) -> None:
         compiled = Step(captured, schedule, watch=mark)
