@@ -144,6 +144,9 @@ class Captured:
         made_last: names of the parameters whose gradients ``program`` makes after all others, see `made_last`.
         reads: what the model reads beside tensors, such as a dropout's ``p``: the program has it as it was.
         constants: the tensors among ``parameters`` and ``buffers`` that the model has not registered.
+        written: positions among ``inputs`` of those that the forward changes in place and that gradients flow through then:
+            their new contents are the last of ``outputs``.
+        changed: residents whose contents are others when the forward has ended.
     """
 
     program: Program
@@ -166,6 +169,8 @@ class Captured:
     made_last: tuple[str, ...] = ()
     reads: Reads | None = None
     constants: Constants = field(default_factory=Constants)
+    written: tuple[int, ...] = ()
+    changed: frozenset[int] = frozenset()
 
     @property
     def plain(self) -> Program:
@@ -343,6 +348,8 @@ class _Builder:
         self.attributes: dict[str, fx.Node] = {}  # the first node of each tensor that the graph has as an attribute
         self.inputs: dict[int, int] = {}
         self.tangent_of: dict[int, int] = {}  # output position -> value
+        self.written: dict[int, int] = {}  # position of an input that the forward changes -> that among the outputs
+        self.changed: set[int] = set()  # residents that have other contents when the forward has ended
         self.effects: list[int] = []
         self.drawn: set[int] = set()  # by slots: noise, whose order counts
         self.noises: dict[fx.Node, int] = {}  # CPU dropout: node -> the value that replaces its mask
@@ -402,10 +409,7 @@ class _Builder:
             self.tangent_of[position] = value
             self.nodes[node] = _Node(fake, True, frozenset({position}), value)
         elif kind == "TangentAOTInput":
-            raise CaptureError(
-                f"the model changes {getattr(desc.output, 'mutated_input', desc.output)} in place, and gradients flow through what "
-                "it becomes (Embedding's max_norm does so); only buffers without gradients may change in a forward"
-            )
+            self._tangent_of_changed(node, desc.output)
         elif "Token" in kind:
             raise CaptureError(
                 "the model calls an operator that must run in order, such as torch.linalg.inv, solve or cholesky, which look at "
@@ -413,6 +417,31 @@ class _Builder:
             )
         else:
             raise CaptureError(f"the traced graph has an input of a kind that is not supported: {desc}")
+
+    def _tangent_of_changed(self, node: fx.Node, output: Any) -> None:
+        """The incoming gradient of what an input becomes that the forward changes in place."""
+        if not node.users:
+            return
+        changed = getattr(output, "mutated_input", output)
+        key = changed.idx if hasattr(changed, "idx") else getattr(changed, "target", None)
+        if key in self.flat.changed_without_gradient and _without_tangent(node):
+            return  # what the caller has is the same tensor for autograd, before and after
+        if type(changed).__name__ != "PlainAOTInput":
+            name = self.flat.tensor(changed.target)[0] if hasattr(changed, "target") else changed
+            raise CaptureError(
+                f"{type(self.flat.model).__name__}.forward changes {name} in place, and gradients flow through what it becomes; "
+                "compute it anew instead (x = x.relu(), not x.relu_()), or change it under torch.no_grad() (for an Embedding: "
+                "max_norm=None)"
+            )
+        position = sum(type(d).__name__ == "PlainAOTOutput" for d in self._output.meta["desc"]) + len(self.written)
+        fake = node.meta["val"]
+        self.written[changed.idx] = position
+        self.tangent_of[position] = value = self._value(f"tangent{position}", "backward", fake)
+        self.nodes[node] = _Node(fake, True, frozenset({position}), value)
+
+    @cached_property
+    def _output(self) -> fx.Node:
+        return next(iter(reversed(self.graph.nodes)))
 
     def _resident(self, target: str, parameter: bool, fake: torch.Tensor) -> _Node:
         """A parameter or buffer; one that has several names, as tied weights have, is one value."""
@@ -704,9 +733,9 @@ class _Builder:
         self.slots.append(self._make(node.name, (*calls, multiply), (value,)))
 
     def _reads_updated_buffer(self, node: fx.Node) -> bool:
-        """Whether a node reads a buffer that the step changes: such a node must not run a second time."""
+        """Whether a node reads a resident that the step changes: such a node must not run a second time."""
         return any(
-            self.storages.get(_storage(t)) in self._updated_buffers
+            self.storages.get(_storage(t)) in self._updated
             for n in node.all_input_nodes
             for t in _tensors(self.nodes[n].result)
         )
@@ -723,15 +752,31 @@ class _Builder:
         return found
 
     @cached_property
-    def _updated_buffers(self) -> set[int]:
-        """Buffers that the step changes; all inputs must have been seen."""
-        output = next(iter(reversed(self.graph.nodes)))
-        names = {
-            self.first_name[d.mutated_input.target]
-            for d in output.meta["desc"]
-            if type(d).__name__ == "InputMutationAOTOutput" and hasattr(d.mutated_input, "target")
-        }
-        return {value for name, value in self.buffers if name in names}
+    def _updated(self) -> set[int]:
+        """Residents that the step changes; all inputs must have been seen."""
+        found = (d.mutated_input for d in self._output.meta["desc"] if type(d).__name__ == "InputMutationAOTOutput")
+        return {value for changed in found if (value := self._value_of(changed)) is not None}
+
+    def _value_of(self, changed: Any) -> int | None:
+        """The value of an input as the tracer describes it."""
+        if hasattr(changed, "idx"):
+            return self.inputs.get(changed.idx)
+        return dict((*self.parameters, *self.buffers)).get(self.first_name.get(getattr(changed, "target", ""), ""))
+
+    def _read_changed_once(self) -> None:
+        """Nothing runs again that reads what has other contents when the forward has ended."""
+        for task in (*self.late, *self.slots):
+            if not self.changed.isdisjoint(task.reads):
+                names = ", ".join(self.values[v].name for v in task.reads if v in self.changed)
+                raise CaptureError(
+                    f"{type(self.flat.model).__name__}.forward changes {names} in place after {task.name} has read it, whose "
+                    "gradient needs it as it was; change a clone"
+                )
+        self.tasks = [
+            replace(task, runs="first") if not self.changed.isdisjoint(task.reads) else task
+            for task in self.tasks
+            if task.runs != "again" or self.changed.isdisjoint(task.reads)
+        ]
 
     # Views ----------------------------------------------------------------------------------------------------
 
@@ -783,12 +828,16 @@ class _Builder:
 
     def _finish(self, node: fx.Node) -> Captured:
         outputs: list[Tensor] = []
+        written: dict[int, Tensor] = {}
         gradients: list[tuple[Any, fx.Node]] = []
         for target, desc in zip(_args(node)[0], node.meta["desc"], strict=True):
             kind = type(desc).__name__
             if target is None:
                 continue  # no gradient is wanted there
-            if kind == "InputMutationAOTOutput":
+            if kind == "InputMutationAOTOutput" and getattr(desc.mutated_input, "idx", None) in self.written:
+                written[self.written[desc.mutated_input.idx]] = self._tensor(target)
+                self.changed.add(self.inputs[desc.mutated_input.idx])
+            elif kind == "InputMutationAOTOutput":
                 self._update(desc.mutated_input, target)
             elif kind == "PlainAOTOutput":
                 outputs.append(self._tensor(target))
@@ -796,7 +845,9 @@ class _Builder:
                 gradients.append((desc.grad_of, target))
             else:
                 raise CaptureError(f"the traced graph has an output of a kind that is not supported: {desc}")
+        outputs += (written[position] for position in sorted(written))
         parameter_gradients, input_gradients = self._gradients(gradients)
+        self._read_changed_once()
         program = plain = self._program(outputs, [t.value for _, t in (*parameter_gradients, *input_gradients)])
         movable = self._movable(parameter_gradients)
         if self.made_last is None:
@@ -828,6 +879,8 @@ class _Builder:
             made_last=tuple(movable[slot] for slot in late),
             reads=self.flat.reads,
             constants=Constants.of(self.constants, self.flat.model),
+            written=tuple(sorted(self.written, key=self.written.__getitem__)),
+            changed=frozenset(self.changed),
         )
 
     def _program(self, outputs: Sequence[Tensor], gradients: Sequence[int]) -> Program:
@@ -870,14 +923,17 @@ class _Builder:
         return replace(program, tasks=tuple(tasks)) if tasks != list(program.tasks) else None
 
     def _update(self, target: Any, node: fx.Node) -> None:
-        """A buffer's new contents, copied in when the forward ends."""
-        if type(target).__name__ != "BufferAOTInput":
-            raise CaptureError(f"the model changes {target} in place; only its buffers may change in a forward")
-        name = self.first_name[target.target]
-        buffer = dict(self.buffers)[name]
+        """New contents of a buffer or an input, copied in when the forward ends."""
+        buffer = self._value_of(target)
+        if buffer is None:
+            raise CaptureError(
+                f"{type(self.flat.model).__name__}.forward changes {target} in place, which is not supported"
+            )
+        name = self.values[buffer].name
         tensor = self._tensor(node)
         if tensor.ref == Ref(buffer):
             return  # batch-norm statistics: updated where they live
+        self.changed.add(buffer)
         effect = self._pseudo_value(f"{name}.update", 0)
         self.effects.append(effect)
         counted = self._counted(tensor.value, buffer)
@@ -1060,6 +1116,17 @@ def _is_dropout(node: fx.Node, nodes: Mapping[fx.Node, _Node]) -> bool:
         return False
     x, p, train = _args(node)
     return bool(train and (p == 1.0 or (nodes[x].result.device.type == "cpu" and p > 0.0)))
+
+
+def _without_tangent(node: fx.Node) -> bool:
+    """Take an incoming gradient out of the sums that it is added in; False: it is used otherwise."""
+    if any(user.target is not torch.ops.aten.add.Tensor or len(_args(user)) != 2 for user in node.users):
+        return False
+    for user in list(node.users):
+        (other,) = (arg for arg in _args(user) if arg is not node)
+        user.replace_all_uses_with(cast(fx.Node, other))
+        user.graph.erase_node(user)
+    return True
 
 
 def _user_line(node: fx.Node) -> str:

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture import CUDA_GRANULARITY_BYTES, Captured, capture, check_initialized
+from .changed_inputs import reading_once
 from .elsewhere import known_limits, machine_at, planned_for, warn_elsewhere
 from .errors import ScheduleError, ScheduleFileError, UsageError
 from .inductor import check_inductor
@@ -48,7 +49,7 @@ BACKENDS = ("eager", "inductor")
 def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captured:
     """``captured`` with the variants that ``mode`` admits; with ``ablation``, nothing may be run again."""
     words = parse_mode(mode)
-    full = with_variants(captured, words)
+    full = reading_once(with_variants(captured, words))
     return obeying_marks(
         replace(full, program=bitwise_where_compared(full.program.restrict(words, rerun=not ablation)))
     )

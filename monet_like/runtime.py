@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from .capture import Captured, Tensor, TensorMeta
+from .changed_inputs import check_changeable
 from .codegen import Block, compile_block, compile_chain
 from .errors import UsageError
 from .missing_gradients import without_missing
@@ -326,13 +327,17 @@ def run_step(
     """
     captured = step.captured
     call = _Call(step)
+    if captured.changed:
+        check_changeable(captured, [*parameters, *buffers, *inputs], inputs)
     token = None
     for segment in reversed(step.segments):
         leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]
         token = _SegmentNode.apply(call, segment, token, *leaves)
     outputs = _Head.apply(call, token, [*parameters, *buffers, *inputs])
     leaves_out = list(captured.output_leaves)
-    for positions, output in zip(captured.output_positions, outputs, strict=True):
+    for positions, output in zip(captured.output_positions, outputs, strict=False):
         for position in positions:
             leaves_out[position] = output
+    for position, output in zip(captured.written, outputs[len(captured.output_positions) :], strict=True):
+        inputs[position].copy_(output)  # so that gradients of what the caller makes of it reach the model
     return pytree.tree_unflatten(leaves_out, captured.output_spec)

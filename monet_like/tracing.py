@@ -18,6 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -67,6 +68,7 @@ class FlatModule(nn.Module):
         self.recorder: Recorder | None = None
         self.held, self.tries = nn.Module(), _TRIES
         self.before: dict[str, torch.Tensor] = {}
+        self.changed_without_gradient: set[int | str] = set()  # inputs and names of what is changed under no_grad alone
         self.tracing_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         modules = [module for _, module in self.named_modules()]
         self._parameters_as_one = tied_as_one
@@ -118,7 +120,7 @@ class FlatModule(nn.Module):
             stack.enter_context(keeping_tensors(self.model))
             for context in (self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules()):
                 stack.enter_context(context)
-            result = self._called(args, kwargs)
+            result = self._called(args, kwargs, tensors)
         flat, self.out_spec = pytree.tree_flatten(result)
         positions: dict[int, list[int]] = {}  # of each tensor, which is alive here: one that is returned twice is one result
         for position, leaf in enumerate(flat):
@@ -141,7 +143,7 @@ class FlatModule(nn.Module):
         given = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
         return [tensor for tensor, example in zip(tensors, given, strict=True) if example.is_leaf]
 
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
         """The model's result, with the tracer's tensors in the place of those that the user's objects hold."""
         own = WeakTensorKeyDictionary()
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
@@ -157,6 +159,12 @@ class FlatModule(nn.Module):
             raise
         if mode.found:
             raise ConstantsFound(mode.found, 0)
+        self.changed_without_gradient = {
+            key
+            for key, tensor in (*enumerate(tensors), *self.named_parameters(), *self.named_buffers())
+            if isinstance(tensor, FunctionalTensor)
+            and torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(tensor.elem)
+        }
         return result
 
     def _apart(self, results: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
