@@ -215,7 +215,7 @@ def capture(
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     flat = FlatModule(model, leaves, spec)
     graph, mode = trace_joint(flat, tensors, target, processes)
-    if _adds_under_names(graph, model):
+    if _adds_under_names(graph, flat):
         flat = FlatModule(model, leaves, spec, tied_as_one=True)
         graph, mode = trace_joint(flat, tensors, target, processes)
     if flat.told:
@@ -229,7 +229,7 @@ def capture(
     return _without_dropit(_Builder(flat, graph, mode, made_last).build(), model)
 
 
-def _adds_under_names(graph: fx.Graph, model: nn.Module) -> bool:
+def _adds_under_names(graph: fx.Graph, flat: FlatModule) -> bool:
     """Whether a parameter with several names has gradients that are added up, or cast, under each name apart.
 
     Plain PyTorch adds up the gradients of all uses in the order in which they come. Under the names apart that is another
@@ -239,7 +239,7 @@ def _adds_under_names(graph: fx.Graph, model: nn.Module) -> bool:
     found: dict[int, list[fx.Node]] = {}
     for node, desc in zip(_args(output)[0], output.meta["desc"], strict=True):
         if node is not None and type(desc).__name__ == "GradAOTOutput" and hasattr(desc.grad_of, "target"):
-            parameter = model.get_parameter(desc.grad_of.target.removeprefix("model."))
+            _, parameter = flat.tensor(desc.grad_of.target)
             found.setdefault(id(parameter), []).append(_viewed(node))
     apart = (torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default)
     return any(len(nodes) > 1 and any(node.target in apart for node in nodes) for nodes in found.values())
