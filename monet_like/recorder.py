@@ -9,11 +9,12 @@ import contextlib
 import inspect
 import sys
 import types
-from collections.abc import Iterator, MutableMapping, Sequence, Set
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .errors import CaptureError
 from .holders import Attributes, Variables, class_holders, is_library
@@ -25,6 +26,10 @@ _NOT_READ = frozenset(
     {*MEMBERS, "training", "_non_persistent_buffers_set", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"}
     | {"_forward_pre_hooks_with_kwargs", "_is_full_backward_hook", "_flat_weights", "_flat_weight_refs", "__class__"}
 )
+
+#: Where a forward sees to it that Python code runs in its backward; or else that is not traced, which is slow.
+_FOR_BACKWARD = frozenset({"torch.autograd.function", "torch.autograd.graph", "torch.utils.checkpoint"})
+_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 
 
 class Recorder:
@@ -45,8 +50,11 @@ class Recorder:
         self.absent: dict[str, set[str]] = {}
         self.others: dict[int, tuple[nn.Module, set[str]]] = {}
         self.variables: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
-        self.in_backward = False
-        self._codes: tuple[dict[int, types.CodeType], ...] = ({}, {})  # seen in the forward, in the backward
+        self.in_backward = self._python_in_backward = False
+        self._codes: dict[int, types.CodeType] = {}  # entered, by identity
+        self._entered: set[int] = set()  # those that were entered in this forward, or in this backward
+        self._attributes_read: dict[int, set[str]] = {}  # likewise, by identity of a module
+        self._modules: dict[int, nn.Module] = {}
         self._copies: list[tuple[Place, Any]] = []  # as it was before the trace
         self._after_forward: dict[int, Any] = {}  # by position among the copies
         self._walk = Walk(self.names, self.known, lambda module: frozenset(), self._found)
@@ -59,7 +67,6 @@ class Recorder:
         self._walk.run()
         self._tracer = sys.gettrace()
         nn.Module.__getattribute__ = self._patched()  # type: ignore[method-assign]
-        sys.settrace(self._entered)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -85,8 +92,11 @@ class Recorder:
         if self.in_backward:
             self.check_backward()
         self._put_back()
-        self.in_backward = False
-        yield
+        self._begin(backward=False)
+        sys.settrace(self._trace_function(self._tracer))
+        with _Untraced() as untraced:
+            yield
+        self._python_in_backward |= untraced.hooked
         for place, path in self._set_since(dict(enumerate(copy for _, copy in self._copies))):
             if place.holder.drawn:
                 raise CaptureError(
@@ -95,7 +105,14 @@ class Recorder:
                 )
             self.told[path.removeprefix("self.")] = None
         self._after_forward = {i: place.holder.copy() for i, (place, _) in enumerate(self._copies)}
-        self.in_backward = True
+        self._begin(backward=True)
+        if not self._python_in_backward:
+            sys.settrace(self._tracer)
+
+    def _begin(self, *, backward: bool) -> None:
+        self.in_backward = backward
+        self._entered.clear()
+        self._attributes_read.clear()
 
     def check_backward(self) -> None:
         """Whether hooks and custom functions have set nothing in the backward.
@@ -134,7 +151,7 @@ class Recorder:
         return type(module).__name__ if name is None else f"self.{name}".rstrip(".")
 
     def _patched(self) -> Any:
-        own = object.__getattribute__
+        own, known = object.__getattribute__, self._attributes_read
 
         def read(module: Any, attribute: str) -> Any:
             try:
@@ -142,7 +159,12 @@ class Recorder:
             except AttributeError:
                 self._read_absent(module, own(module, "__dict__"), attribute)
                 raise
-            if attribute not in _NOT_READ:
+            if (names := known.get(id(module))) is None:
+                self._modules[id(module)] = module  # one that lives no more would share its identity
+                names = known[id(module)] = set(_NOT_READ)
+            if attribute not in names:
+                if attribute != "__dict__":
+                    names.add(attribute)
                 self._read(module, own(module, "__dict__"), attribute, value)
             return value
 
@@ -167,7 +189,10 @@ class Recorder:
             if not is_library(sys._getframe(2).f_globals.get("__name__")):  # a user's vars(self)
                 for each in [each for each in attributes if each not in _NOT_READ]:
                     self._read(module, attributes, each, attributes[each])
-        elif not is_library(type(module).__module__):  # of the class
+        elif is_library(type(module).__module__):
+            found.add(attribute)  # of the class, until the module has one
+        else:
+            found.add(attribute)
             self._add_names({attribute})
             for holder in class_holders(type(module), self.names):
                 self._walk.add(holder, "")
@@ -182,24 +207,31 @@ class Recorder:
         if form_of_plain(value) is None and not isinstance(value, torch.Tensor | nn.Module):
             self._walk.follow(value, path, hooks=hooks)
 
-    def _entered(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        """Called by Python for every function that is entered."""
-        code = frame.f_code
-        if id(code) not in self._codes[self.in_backward]:
-            self._new_code(frame, code)
-        if self._tracer is None:
-            return None
-        local = self._tracer(frame, event, argument)  # a debugger's, or of a measure of coverage
-        if sys.gettrace() is not self._entered:
-            sys.settrace(self._entered)
-        return local
+    def _trace_function(self, others: Any) -> Any:
+        """What Python calls for every function that is entered."""
+        entered = self._entered
+
+        def alone(frame: types.FrameType, event: str, argument: Any) -> Any:
+            if id(frame.f_code) not in entered:
+                self._new_code(frame, frame.f_code)
+
+        def beside_others(frame: types.FrameType, event: str, argument: Any) -> Any:
+            alone(frame, event, argument)
+            local = others(frame, event, argument)  # a debugger, or a measure of coverage
+            if sys.gettrace() is not beside_others:
+                sys.settrace(beside_others)
+            return local
+
+        return alone if others is None else beside_others
 
     def _new_code(self, frame: types.FrameType, code: types.CodeType) -> None:
         python_module = frame.f_globals.get("__name__")
         if not is_library(python_module) and _importing(frame):
             return
-        self._codes[self.in_backward][id(code)] = code
+        self._codes[id(code)] = code
+        self._entered.add(id(code))
         if is_library(python_module):
+            self._python_in_backward |= python_module in _FOR_BACKWARD
             return
         names = {*code.co_names, *code.co_freevars, code.co_name, *_words(code.co_consts)}
         if self.in_backward:
@@ -229,6 +261,29 @@ class Recorder:
                 for name, value in found.items():
                     self._walk.form(value, holder.part(place.path, name))
         self._walk.run()
+
+
+class _Untraced(TorchFunctionMode):
+    """What PyTorch calls in its own functions is not looked at: Python traces slowly.
+
+    Attributes:
+        hooked: whether a hook may have been registered, which runs in the backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.hooked |= getattr(func, "__name__", "") == "register_hook" or func is _GRAD_FN
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.settrace(tracer)
 
 
 def _set_by_pytorch(module: nn.Module) -> set[str]:

@@ -114,12 +114,12 @@ class FlatModule(nn.Module):
         with contextlib.ExitStack() as stack:
             stack.enter_context(_as_one(self._tied))
             stack.enter_context(self.autocast.in_forward([*self.model.parameters(), *self._leaf_inputs(tensors)]))
-            if self.recorder is not None:
-                stack.enter_context(self.recorder.forward())
             stack.enter_context(keeping_generators(f"{type(self.model).__name__}.forward"))
             stack.enter_context(keeping_tensors(self.model))
             for context in (self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules()):
                 stack.enter_context(context)
+            if self.recorder is not None:
+                stack.enter_context(self.recorder.forward())
             result = self._called(args, kwargs, tensors)
         flat, self.out_spec = pytree.tree_flatten(result)
         positions: dict[int, list[int]] = {}  # of each tensor, which is alive here: one that is returned twice is one result

@@ -1,0 +1,513 @@
+"""Values that a model reads beside tensors: a change between steps means another capture, never another result."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import functools
+import itertools
+import random
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from monet_like import auto_schedule
+from monet_like.capture import capture
+from monet_like.errors import CaptureError, UsageError
+from monet_like.replay import KEPT_STEPS, ScheduleWrapper
+
+SCALE = 0.5
+TABLE = {"scale": 0.5, "other": [0.5]}
+CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("scale")
+CALLS: list[Any] = []
+COUNTER = 0
+
+
+@dataclass
+class Config:
+    scale: float = 0.5
+    inner: list[float] = field(default_factory=lambda: [0.5])
+    kind = 0.5
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.scale
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 0.5
+
+
+@dataclass(frozen=True)
+class Frozen:
+    scale: float = 0.5
+
+
+class Table:
+    """An object that is indexed and called."""
+
+    def __init__(self) -> None:
+        self.entries = {"scale": 0.5}
+
+    def __getitem__(self, name: str) -> float:
+        return self.entries[name]
+
+    def __call__(self) -> float:
+        return self.entries["scale"]
+
+
+class Reader(nn.Module):
+    """A linear layer, its result changed by ``function(self, result)``."""
+
+    kind = 0.5
+
+    def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor, *more: Any) -> Any:
+        return self.function(self, self.layer(x), *more)
+
+
+def half(scale: float = 0.5) -> float:
+    return scale
+
+
+def closure() -> tuple[Callable[..., Any], Callable[[float], None]]:
+    scale = 0.5
+
+    def forward(net: Reader, y: torch.Tensor) -> torch.Tensor:
+        return y * scale
+
+    def change(to: float) -> None:
+        nonlocal scale
+        scale = to
+
+    return forward, change
+
+
+class Reverse(torch.autograd.Function):
+    """A gradient reversal whose factor is a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return -ctx.factor * grad, None
+
+
+def hooked(hook: Callable[[Reader], Callable[[torch.Tensor], Any]]) -> Callable[..., Any]:
+    def forward(net: Reader, y: torch.Tensor) -> torch.Tensor:
+        z = y * 1.0
+        z.register_hook(hook(net))
+        return z
+
+    return forward
+
+
+def set_global(name: str) -> Callable[[Reader, float], None]:
+    return lambda net, to: globals().__setitem__(name, to)
+
+
+def into(path: str) -> Callable[[Reader, Any], None]:
+    """Sets an attribute, item or entry of the module by a path such as ``config.scale`` or ``items[0]``."""
+    target = compile(f"net.{path} = to", "<change>", "exec")
+
+    def change(net: Reader, to: Any) -> None:
+        exec(target, {"net": net, "to": to, "np": np})  # noqa: S102
+
+    return change
+
+
+#: What the forward computes, attributes, and how the value is changed.
+HOLDERS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]], Callable[[Reader, float], None]]] = {
+    "attribute": (lambda net, y: y * net.scale, {"scale": lambda: 0.5}, into("scale")),
+    "dataclass": (lambda net, y: y * net.config.scale, {"config": Config}, into("config.scale")),
+    "property": (lambda net, y: y * net.config.doubled, {"config": Config}, into("config.scale")),
+    "list in a dataclass": (lambda net, y: y * net.config.inner[0], {"config": Config}, into("config.inner[0]")),
+    "frozen dataclass": (lambda net, y: y * net.config.scale, {"config": Frozen}, lambda net, to: setattr(net, "config", Frozen(to))),
+    "slots": (lambda net, y: y * net.config.scale, {"config": Slotted}, into("config.scale")),
+    "class attribute by an instance": (lambda net, y: y * net.config.kind, {"config": Config}, into("config.kind")),
+    "namespace": (
+        lambda net, y: y * net.config.scale,
+        {"config": lambda: types.SimpleNamespace(scale=0.5)},
+        into("config.scale"),
+    ),
+    "vars": (lambda net, y: y * vars(net.config)["sc" + "ale"], {"config": Config}, into("config.scale")),
+    "getattr": (lambda net, y: y * getattr(net.config, "scale"), {"config": Config}, into("config.scale")),  # noqa: B009
+    "list": (lambda net, y: y * net.items[0], {"items": lambda: [0.5]}, into("items[0]")),
+    "longer list": (lambda net, y: y * len(net.items), {"items": lambda: [1]}, lambda net, to: net.items.append(to)),
+    "nested": (lambda net, y: y * net.items[0]["a"][0], {"items": lambda: [{"a": (0.5,)}]}, lambda net, to: net.items[0].update(a=(to,))),
+    "list in a tuple": (lambda net, y: y * net.items[0][0], {"items": lambda: ([0.5],)}, into("items[0][0]")),
+    "deque": (lambda net, y: y * net.items[0], {"items": lambda: collections.deque([0.5])}, into("items[0]")),
+    "dict": (lambda net, y: y * net.items["a"], {"items": lambda: {"a": 0.5}}, into("items['a']")),
+    "ordered dict": (
+        lambda net, y: y * next(iter(net.items.values())),
+        {"items": lambda: collections.OrderedDict(a=0.5, b=2.0)},
+        lambda net, to: net.items.move_to_end("a"),
+    ),
+    "default dict": (lambda net, y: y * net.items["a"], {"items": lambda: collections.defaultdict(float, a=0.5)}, into("items['a']")),
+    "user dict": (lambda net, y: y * net.items["a"], {"items": lambda: collections.UserDict(a=0.5)}, into("items['a']")),
+    "mapping proxy": (
+        lambda net, y: y * net.view["a"],
+        {"items": lambda: {"a": 0.5}, "view": lambda: None},
+        lambda net, to: net.items.update(a=to),
+    ),
+    "set": (lambda net, y: y * len(net.items), {"items": lambda: {1.0}}, lambda net, to: net.items.add(to)),
+    "object with []": (lambda net, y: y * net.table["scale"], {"table": Table}, into("table.entries['scale']")),
+    "object that is called": (lambda net, y: y * net.table(), {"table": Table}, into("table.entries['scale']")),
+    "numpy scalar": (lambda net, y: y * float(net.scale), {"scale": lambda: np.float64(0.5)}, into("scale")),
+    "numpy array": (lambda net, y: y * float(net.scale[1]), {"scale": lambda: np.full(2, 0.5)}, into("scale[1]")),
+    "int, then float": (lambda net, y: y * (2 if isinstance(net.scale, int) else 3), {"scale": lambda: 2}, lambda net, to: setattr(net, "scale", 2.0)),
+    "-0.0": (lambda net, y: y * (2.0 if str(net.scale) == "0.0" else 3.0), {"scale": lambda: 0.0}, lambda net, to: setattr(net, "scale", -0.0)),
+    "size": (lambda net, y: y * net.size.numel(), {"size": lambda: torch.Size([2])}, lambda net, to: setattr(net, "size", torch.Size([3]))),
+    "range": (lambda net, y: y * len(net.times), {"times": lambda: range(2)}, lambda net, to: setattr(net, "times", range(3))),
+    "function": (lambda net, y: net.act(y), {"act": lambda: torch.tanh}, lambda net, to: setattr(net, "act", torch.sigmoid)),
+    "lambda": (lambda net, y: net.act(y), {"act": lambda: (lambda y: y * 2)}, lambda net, to: setattr(net, "act", lambda y: y * 3)),
+    "partial": (
+        lambda net, y: net.act(y),
+        {"act": lambda: functools.partial(torch.mul, other=0.5)},
+        lambda net, to: setattr(net, "act", functools.partial(torch.mul, other=to)),
+    ),
+    "bound method": (lambda net, y: y * net.act("scale"), {"act": lambda: Table().__getitem__}, into("act.__self__.entries['scale']")),
+    "default of getattr": (lambda net, y: y * getattr(net, "later", 0.5), {}, into("later")),
+    "default of getattr, object": (lambda net, y: y * getattr(net.config, "later", 0.5), {"config": Config}, into("config.later")),
+    "class attribute of the module": (lambda net, y: y * net.kind, {}, into("kind")),
+    "class attribute": (lambda net, y: y * net.kind, {}, lambda net, to: setattr(type(net), "kind", to)),
+    "type(self)": (lambda net, y: y * type(net).kind, {}, lambda net, to: setattr(type(net), "kind", to)),
+    "global": (lambda net, y: y * SCALE, {}, set_global("SCALE")),
+    "global dict": (lambda net, y: y * TABLE["scale"], {}, lambda net, to: TABLE.update(scale=to)),
+    "global class": (lambda net, y: y * Config.kind, {}, lambda net, to: setattr(Config, "kind", to)),
+    "default": (lambda net, y: y * half(), {}, lambda net, to: setattr(half, "__defaults__", (to,))),
+    "function attribute": (lambda net, y: y * half.scale, {}, lambda net, to: setattr(half, "scale", to)),
+    "context variable": (lambda net, y: y * CONTEXT.get(0.5), {}, lambda net, to: CONTEXT.set(to) and None),
+    "replaced forward": (lambda net, y: y, {}, lambda net, to: setattr(net, "forward", lambda x: net.layer(x) * to)),
+    "forward hook": (lambda net, y: y, {}, lambda net, to: net.layer.register_forward_hook(lambda m, x, y: y * to) and None),
+    "reversal": (lambda net, y: Reverse.apply(y, net.scale), {"scale": lambda: 0.5}, into("scale")),
+    "hook, attribute": (hooked(lambda net: lambda g: -net.scale * g), {"scale": lambda: 0.5}, into("scale")),
+    "hook, object": (hooked(lambda net: lambda g: -net.config.scale * g), {"config": Config}, into("config.scale")),
+    "hook, global": (hooked(lambda net: lambda g: -SCALE * g), {}, set_global("SCALE")),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _globals_as_before() -> Iterator[None]:
+    kinds = Reader.kind, Config.kind
+    yield
+    globals().update(SCALE=0.5, COUNTER=0)
+    TABLE.update(scale=0.5)
+    Reader.kind, Config.kind = kinds
+    half.__defaults__ = (0.5,)
+    half.scale = 0.5  # type: ignore[attr-defined]
+    CALLS.clear()
+
+
+half.scale = 0.5  # type: ignore[attr-defined]
+
+
+def rows(count: int = 3) -> torch.Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
+
+
+def scheduled(model: nn.Module, *example: Any) -> ScheduleWrapper:
+    return auto_schedule(model, example or (rows(),), memory_budget="300%", time_limit_seconds=1)
+
+
+def step(model: nn.Module, *args: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    result = model(*(args or (rows(),)))
+    result.square().sum().backward()
+    return [result.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def captures(wrapper: ScheduleWrapper) -> int:
+    return sum(map(len, wrapper._steps.values()))
+
+
+def follows(model: nn.Module, change: Callable[[], None]) -> None:
+    """Two steps, a change, and two more: all as the model's own, and captured twice."""
+    wrapped, counts = scheduled(model), []
+    for number in range(4):
+        if number == 2:
+            before = step(model)
+            change()
+            assert not all(map(torch.equal, before, step(model)))  # it does change something
+        assert all(map(torch.equal, step(model), step(wrapped))), number
+        counts.append(captures(wrapped))
+    assert counts == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_value_that_changes_is_followed(kind: str) -> None:
+    function, attributes, change = HOLDERS[kind]
+    model = Reader(function, **{name: make() for name, make in attributes.items()})
+    if "view" in attributes:
+        model.view = types.MappingProxyType(model.items)
+    follows(model, lambda: change(model, 0.25))
+
+
+def test_a_variable_of_the_function_around_is_followed() -> None:
+    forward, change = closure()
+    follows(Reader(forward), lambda: change(0.25))
+
+
+def test_a_variable_that_a_hook_reads_is_followed() -> None:
+    box, scale = types.SimpleNamespace(scale=0.5), 0.5
+
+    def change() -> None:
+        nonlocal scale
+        scale = box.scale = 0.25
+
+    follows(Reader(hooked(lambda net: lambda g: -scale * box.scale * g)), change)
+
+
+def test_an_object_that_is_an_argument_is_followed() -> None:
+    config = Table()
+    model = Reader(lambda net, y, config: y * config())
+    wrapped = scheduled(model, rows(), config)
+    for scale in (0.5, 0.5, 0.25):
+        config.entries["scale"] = scale
+        assert all(map(torch.equal, step(model, rows(), config), step(wrapped, rows(), config)))
+    assert captures(wrapped) == 2
+
+
+def test_equal_values_and_values_that_are_not_read_need_no_capture() -> None:
+    config = Config()
+    model = Reader(lambda net, y: y * net.config.scale * net.items[0] * net.nan, config=config, items=[0.5], nan=float("nan"))
+    wrapped = scheduled(model)
+    for number in range(3):
+        model.config = config = Config(scale=float("0.5"))
+        model.items, model.nan = [float("0.5")], float("nan")
+        config.steps = number  # type: ignore[attr-defined]
+        config.inner.append(number)
+        model.eval()(rows()), model.train()
+        model.unread = number
+        TABLE["scale"] = float(number)
+        wrapped(rows())
+    assert captures(wrapped) == 1
+
+
+def test_values_that_come_again_are_captured_once_and_the_oldest_are_dropped() -> None:
+    model = Reader(lambda net, y: y * net.scale, scale=0.0)
+    wrapped = scheduled(model)
+    with pytest.warns(UserWarning, match=r"16 different calls \(the last time, self.scale was 14.0, is 15.0\), which takes"):
+        for number in [*range(KEPT_STEPS + 4), *range(KEPT_STEPS, KEPT_STEPS + 4)]:
+            model.scale = float(number)
+            wrapped(rows())
+    assert captures(wrapped) == len(wrapped._kept) == KEPT_STEPS
+
+
+def test_a_captured_model_that_was_changed_since_is_captured_anew() -> None:
+    model = Reader(lambda net, y: y * net.config.scale, config=Config())
+    record, captured = scheduled(model).record, capture(model, (rows(),))
+    model.config.scale = 0.25
+    wrapped = ScheduleWrapper(model, record, captured=captured)
+    assert all(map(torch.equal, step(model), step(wrapped)))
+
+
+# What the backward reads, sets and draws ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["hook, attribute", "hook, object", "hook, global"])
+def test_what_a_hook_reads_may_not_change_before_the_backward(kind: str) -> None:
+    function, attributes, change = HOLDERS[kind]
+    model = Reader(function, **{name: make() for name, make in attributes.items()})
+    wrapped = scheduled(model)
+    result = wrapped(rows())
+    change(model, 0.25)
+    with pytest.raises(UsageError, match=r"(scale|SCALE) was 0.5, is 0.25: this was set between a forward and its backward"):
+        result.sum().backward()
+    assert all(map(torch.equal, step(model), step(wrapped)))
+
+
+def test_what_only_the_forward_reads_may_change_before_the_backward() -> None:
+    model = Reader(lambda net, y: Reverse.apply(y, net.scale), scale=0.5)
+    wrapped, results = scheduled(model), []
+    for module in (model, wrapped):
+        model.scale = 0.5
+        module.zero_grad()
+        result = module(rows())
+        model.scale = 0.25
+        result.square().sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+def saves(net: Reader, save: Callable[[torch.Tensor], Any], y: torch.Tensor) -> torch.Tensor:
+    z = y * 2
+    z.register_hook(lambda g: save(g) and None)  # type: ignore[func-returns-value]
+    return z
+
+
+def nonlocally() -> Callable[..., Any]:
+    kept = None
+
+    def save(g: torch.Tensor) -> None:
+        nonlocal kept
+        kept = g
+
+    return lambda net, y: saves(net, save, y)
+
+
+class Noisy(torch.autograd.Function):
+    """Draws in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, draw: Callable[[], float]) -> torch.Tensor:
+        ctx.draw = draw
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.draw(), None
+
+
+IN_BACKWARD: dict[str, tuple[Callable[..., Any], str]] = {
+    "attribute": (lambda net, y: saves(net, lambda g: setattr(net, "kept", g), y), "sets self.kept in the backward"),
+    "list": (lambda net, y: saves(net, net.calls.append, y), "sets self.calls in the backward"),
+    "dict": (lambda net, y: saves(net, lambda g: net.items.update(g=g), y), "sets self.items in the backward"),
+    "global": (lambda net, y: saves(net, CALLS.append, y), r"sets test_reads.CALLS in the backward"),
+    "variable": (nonlocally(), r"sets test_reads.*variable kept\) in the backward"),
+    "python": (lambda net, y: Noisy.apply(y, random.random), "in the backward, draws Python's random numbers"),
+    "numpy": (lambda net, y: Noisy.apply(y, np.random.rand), "in the backward, draws NumPy's random numbers"),
+    "seed": (lambda net, y: Noisy.apply(y, lambda: torch.manual_seed(0) and 1.0), "in the backward, seeds PyTorch's"),
+    "own generator": (lambda net, y: Noisy.apply(y, net.rng.random), "sets self.rng in the backward"),
+}
+
+
+@pytest.mark.parametrize("kind", IN_BACKWARD)
+def test_what_a_backward_sets_or_draws_is_refused(kind: str) -> None:
+    function, said = IN_BACKWARD[kind]
+    model = Reader(function, calls=[], items={}, rng=np.random.default_rng(0))
+    states = torch.get_rng_state(), random.getstate()
+    with pytest.raises(CaptureError, match=said):
+        capture(model, (rows(),))
+    assert (model.calls, model.items, CALLS, hasattr(model, "kept")) == ([], {}, [], False)
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+
+
+def test_a_hook_registered_in_the_forward_does_what_it_does_in_plain_pytorch() -> None:
+    model = Reader(hooked(lambda net: lambda g: g.clamp(-0.1, 0.1)))
+    wrapped = scheduled(model)
+    assert all(map(torch.equal, step(model), step(wrapped)))
+
+
+# What the forward sets ------------------------------------------------------------------------------------------
+
+
+def counts(net: Reader, y: torch.Tensor) -> torch.Tensor:
+    global COUNTER
+    COUNTER += 1
+    net.config.scale += 1
+    net.items["y"] = y
+    net.calls.append(y)
+    net.members.add(1)
+    net.queue.append(y)
+    net.array[0] = 7
+    CALLS.append(y)
+    type(net).kind = 3.0
+    net.layer.register_forward_hook(lambda *_: None)
+    return y * net.config.scale * COUNTER * len(net.calls) * float(net.array[0])
+
+
+def test_what_a_forward_sets_is_put_back_and_told() -> None:
+    attributes: dict[str, Any] = {
+        "config": Config(), "items": {"a": 1}, "calls": [], "members": set(), "queue": collections.deque(),
+        "array": np.zeros(2),
+    }  # fmt: skip
+    model = Reader(counts, **attributes)
+    with pytest.warns(UserWarning, match="sets .*, and a schedule does not") as said:
+        capture(model, (rows(),))
+    assert (COUNTER, CALLS, Reader.kind, model.config.scale, model.items) == (0, [], 0.5, 0.5, {"a": 1})
+    assert (model.calls, model.members, len(model.queue), model.array.tolist()) == ([], set(), 0, [0.0, 0.0])
+    assert not model.layer._forward_hooks
+    (message,) = [str(each.message) for each in said if "a schedule does not" in str(each.message)]
+    for path in ("test_reads.COUNTER", "config.scale", "items", "calls", "members", "queue", "array", "test_reads.CALLS"):
+        assert path in message, path
+    assert "test_reads.Reader.kind" in message and "layer._forward_hooks" in message
+
+
+def test_a_function_with_a_cache_keeps_no_tensor_of_the_trace() -> None:
+    @functools.lru_cache
+    def positions(count: int) -> torch.Tensor:
+        return torch.arange(count)
+
+    model = Reader(lambda net, y: y * positions(4))
+    capture(model, (rows(),))
+    assert type(positions(4)) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        lambda: itertools.count(),
+        lambda: iter([1.0, 2.0, 3.0, 4.0]),
+        lambda: (number / 2 for number in range(9)),
+    ],
+)
+def test_what_a_forward_draws_is_refused(source: Callable[[], Iterator[float]]) -> None:
+    model = Reader(lambda net, y: y * next(net.source), source=source())
+    with pytest.raises(CaptureError, match=r"draws from self.source, .*pass the number as an argument"):
+        capture(model, (rows(),))
+
+
+@pytest.mark.parametrize("source", [random.Random, np.random.default_rng, np.random.RandomState])
+def test_random_generators_of_the_model_are_refused(source: Callable[[int], Any]) -> None:
+    model = Reader(lambda net, y: y * net.source.uniform(0, 1), source=source(0))
+    with pytest.raises(CaptureError, match="draws from self.source"):
+        capture(model, (rows(),))
+
+
+# Real models ----------------------------------------------------------------------------------------------------
+
+
+def resnet() -> tuple[nn.Module, Any]:
+    import torchvision
+
+    return torchvision.models.resnet18(num_classes=4), torch.randn(2, 3, 32, 32)
+
+
+def rotary() -> tuple[nn.Module, Any]:
+    import timm
+
+    model = timm.create_model("vit_small_patch16_dinov3", num_classes=4, img_size=32, embed_dim=48, depth=2, num_heads=3)
+    return model, torch.randn(2, 3, 32, 32)
+
+
+def language_model(name: str) -> tuple[nn.Module, Any]:
+    import transformers
+
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16} if name == "GPT2" else {}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32} if not sizes else {}
+    config = getattr(transformers, f"{name}Config")(vocab_size=50, use_cache=False, **sizes)
+    return getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(config), torch.arange(8)[None]
+
+
+@pytest.mark.parametrize("make", [resnet, rotary, lambda: language_model("GPT2"), lambda: language_model("Llama")])
+def test_real_models_are_captured_once(make: Callable[[], tuple[nn.Module, Any]]) -> None:
+    model, x = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        wrapped = scheduled(model, x)
+        for _ in range(3):
+            result = wrapped(x)
+            (result if isinstance(result, torch.Tensor) else result.logits).sum().backward()
+            wrapped.eval()(x), wrapped.train()
+    assert captures(wrapped) == 1
+    assert "__getattribute__" not in vars(nn.Module)
