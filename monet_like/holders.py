@@ -31,7 +31,21 @@ ARRAY_BYTES = 2**20
 _READ_ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})
 
 _LIBRARIES = frozenset(
-    "torch torchgen functorch triton numpy sympy mpmath monet_like _pytest pluggy coverage pydevd _pydevd_bundle".split()
+    [
+        "torch",
+        "torchgen",
+        "functorch",
+        "triton",
+        "numpy",
+        "sympy",
+        "mpmath",
+        "monet_like",
+        "_pytest",
+        "pluggy",
+        "coverage",
+        "pydevd",
+        "_pydevd_bundle",
+    ]
 )
 _ABSENT = object()
 
@@ -195,7 +209,7 @@ class Entries(Holder):
         items = enumerate(self.kind.items(self.held))
         return {key if type(key) in _NAMED else f"key {i}": value for i, (key, value) in items}
 
-    def keys(self) -> tuple[Any, ...]:
+    def own_keys(self) -> tuple[Any, ...]:
         """Those that are more than numbers of hooks."""
         return () if self.hooks else tuple(self.kind.keys(self.held))
 

@@ -217,9 +217,7 @@ def _as_before(other: tuple[Holder, tuple[Any, ...]]) -> bool:
     now = holder.flat()
     return same_objects(now, before) or (
         len(now) == len(before)
-        and all(
-            value is (was.of() if isinstance(was, Same) else was) for value, was in zip(now, before, strict=True)
-        )
+        and all(value is (was.of() if isinstance(was, Same) else was) for value, was in zip(now, before, strict=True))
     )
 
 

@@ -29,7 +29,7 @@ _NOT_READ = frozenset(
 
 #: Where a forward sees to it that Python code runs in its backward; or else that is not traced, which is slow.
 _FOR_BACKWARD = frozenset({"torch.autograd.function", "torch.autograd.graph", "torch.utils.checkpoint"})
-_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
 class Recorder:
@@ -277,7 +277,7 @@ class _Untraced(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.hooked |= getattr(func, "__name__", "") == "register_hook" or func is _GRAD_FN
+        self.hooked |= getattr(func, "__name__", "") == "register_hook" or func == _GRAD_FN
         tracer = sys.gettrace()
         sys.settrace(None)
         try:

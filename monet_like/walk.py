@@ -154,7 +154,7 @@ class Walk:
     def _look_into(self, place: Place) -> None:
         holder, path = place
         if isinstance(holder, Entries):
-            self.forms[f"{path}.keys()"] = tuple([self.form(key, path) for key in holder.keys()])
+            self.forms[f"{path}.keys()"] = tuple([self.form(key, path) for key in holder.own_keys()])
         elif isinstance(holder, Items):
             self.forms[f"len({path})"] = int, len(holder.held)
         of_module = isinstance(holder.held, nn.Module)
