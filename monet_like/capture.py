@@ -177,6 +177,11 @@ class Captured:
         """The program of PyTorch's own operators alone, called as the model calls them."""
         return self.as_called or self.program
 
+    @property
+    def gradients_in_rows(self) -> bool:
+        """Whether all gradients that come in lie in row-major order; they lie as the results do, if not captured otherwise."""
+        return all(self.metas[value].contiguous for value in self.tangents if value is not None)
+
     def every_task(self) -> list[Task]:
         """Forward tasks and ways, those of plain PyTorch that variants have replaced included."""
         programs = (self.program,) if self.as_called is None else (self.program, self.as_called)
@@ -191,6 +196,7 @@ def capture(
     target: torch.device | None = None,
     processes: int | None = None,
     made_last: Collection[str] | None = (),
+    row_major_gradients: bool = False,
 ) -> Captured:
     """Trace one training step of ``model(*args, **kwargs)`` into a `Captured` program.
 
@@ -205,6 +211,7 @@ def capture(
             its process group, and without one SyncBatchNorm is batch norm.
         made_last: names of the parameters whose gradients the program makes after all others, where that can be; None:
             those with which it needs less memory.
+        row_major_gradients: the gradients that come in lie so, as most losses make them, and not as the results do.
 
     Raises:
         CaptureError: what cannot be captured, with the operator or line that is the reason.
@@ -214,10 +221,10 @@ def capture(
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     flat = FlatModule(model, leaves, spec)
-    graph, mode = trace_joint(flat, tensors, target, processes)
+    graph, mode = trace_joint(flat, tensors, target, processes, row_major_gradients=row_major_gradients)
     if _adds_under_names(graph, flat):
         flat = FlatModule(model, leaves, spec, tied_as_one=True)
-        graph, mode = trace_joint(flat, tensors, target, processes)
+        graph, mode = trace_joint(flat, tensors, target, processes, row_major_gradients=row_major_gradients)
     if flat.told:
         warnings.warn(
             f"{type(model).__name__}.forward sets {', '.join(flat.told)}, and a schedule does not: they stay as they are; "

@@ -31,8 +31,9 @@ from .precision import (
     layout_of,
     weights_layout,
 )
-from .program import Program
+from .program import Program, Task
 from .runtime import Step, run_step
+from .schedule import Schedule
 from .schedule_file import InputSpec, ScheduleRecord
 from .simulate import Free, simulate
 from .sync_batch_norm import among, is_synchronised, world
@@ -204,6 +205,8 @@ class ScheduleWrapper(nn.Module):
         if self.backend == "inductor" and _described_all(args, kwargs) == record.inputs:
             within = record.peak_bytes - record.optimizer_bytes
         step = Step(captured, record.schedule, within)
+        if within is None and not captured.gradients_in_rows:
+            step.for_row_major = self._for_row_major(record, step, args, kwargs)
         modules = dict(self._model.named_modules())
         constants = captured.constants.tensors
         step.parameter_slots = [_slot(modules, constants, name, "_parameters") for name, _ in captured.parameters]
@@ -228,6 +231,17 @@ class ScheduleWrapper(nn.Module):
             del self._steps[key][0]
             if not self._steps[key]:
                 del self._steps[key]
+
+    def _for_row_major(
+        self, record: ScheduleRecord, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Step | None:
+        """The same decisions for incoming gradients in row-major order; None where that is another program."""
+        captured = capture(self._model, args, kwargs, made_last=record.made_last, row_major_gradients=True)
+        captured = admitted(captured, record.mode, ablation=record.ablation)
+        schedule = _carried_over(record.schedule, step.captured.program, captured.program)
+        other = None if schedule is None else Step(captured, schedule)
+        same = other is not None and (other.saved, other.segments) == (step.saved, step.segments)
+        return other if same else None
 
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None
@@ -285,6 +299,25 @@ class ScheduleWrapper(nn.Module):
     def extra_repr(self) -> str:
         """Shown by ``print``."""
         return f"schedule: {self.record.mode}, peak {format_bytes(self.record.peak_bytes)}, backend: {self.backend}"
+
+
+def _carried_over(schedule: Schedule, program: Program, other: Program) -> Schedule | None:
+    """A schedule for a program whose forward is the same, and whose slots may have other ways; None if it has not its ways."""
+
+    def outline(task: Task) -> tuple[Any, ...]:
+        return task.variant, task.reads, task.writes, task.overwrites, [call.op for call in task.calls]
+
+    slots = list(zip(program.slots, other.slots, strict=False))
+    if len(program.slots) != len(other.slots) or list(map(outline, program.tasks)) != list(map(outline, other.tasks)):
+        return None
+    ways: list[int] = []
+    for (mine, theirs), way in zip(slots, schedule.ways, strict=True):
+        wanted = outline(mine[way])
+        found = next((i for i, task in enumerate(theirs) if outline(task) == wanted), None)
+        if found is None:
+            return None
+        ways.append(found)
+    return replace(schedule, ways=tuple(ways))
 
 
 _flags = attrgetter("training", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -528,7 +561,7 @@ def _sized(parameters: int, parameter_bytes: int, slots: int) -> str:
 
 def _what_else(record: ScheduleRecord, program: Program) -> str:
     """What may tell two programs apart whose parameters are the same."""
-    if (record.counts.get("parameters"), record.counts.get("parameter_bytes")) != program.parameters:
+    if (record.counts.get("parameters"), record.counts.get("parameter_bytes")) not in (program.parameters, (None, None)):
         return ""
     planned, here = record.versions.get("torch", ""), torch.__version__
     if planned and planned != here:

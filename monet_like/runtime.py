@@ -66,12 +66,15 @@ class Step:
         tangents: (position among the outputs, value) of the incoming gradients that it reads.
         fused: what Inductor compiled.
         reads: what the model reads beside tensors, as it was when the model was captured; None: nothing is known.
+        for_row_major: the same step, whose backward takes incoming gradients in row-major order, where the model's results lie
+            in another: plain PyTorch's kernels round differently for another layout. None: it takes copies.
     """
 
     parameter_slots: Sequence[tuple[dict[str, Any], str]] = ()
     buffer_slots: Sequence[tuple[dict[str, Any], str]] = ()
     fused: Fused | None = None
     reads: Reads | None = None
+    for_row_major: Step | None = None
 
     def __init__(
         self,
@@ -117,6 +120,15 @@ class Step:
             )
             for (start, stop, gradients), tasks in zip(stretches, runs, strict=True)
         )
+
+    def for_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Step:
+        """The step whose backward takes incoming gradients as they lie, if there is one."""
+        other = self.for_row_major
+        if other is None:
+            return self
+        there = [(g, v) for g, v in zip(gradients, self.captured.tangents, strict=True) if g is not None and v is not None]
+        as_results = all(g.stride() == self.captured.metas[v].stride for g, v in there)
+        return other if not as_results and all(g.stride() == other.captured.metas[v].stride for g, v in there) else self
 
     def backward_without(self, missing: frozenset[int]) -> Backward:
         """The backward where the incoming gradients ``missing`` (values) do not exist; it does not take them."""
@@ -267,12 +279,13 @@ class _Head(torch.autograd.Function):
                 "them on the model that the schedule wraps"
             )
         call: _Call = ctx.call
-        step = call.step
-        if step.reads is not None and (change := step.reads.late_change()):
+        reads = call.step.reads
+        if reads is not None and (change := reads.late_change()):
             raise UsageError(
                 f"{change}: this was set between a forward and its backward, which reads it, and the schedule is of the value "
                 "in the forward; set it before the forward"
             )
+        step = call.step.for_gradients(grads)
         given = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         call.versions = {p: (given[p], given[p]._version) for segment in step.segments for p in segment.reads}

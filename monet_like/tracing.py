@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
@@ -234,12 +235,15 @@ def trace_joint(
     tensors: tuple[torch.Tensor, ...],
     target: torch.device | None = None,
     processes: int | None = None,
+    *,
+    row_major_gradients: bool = False,
 ) -> tuple[fx.Graph, FakeTensorMode]:
     """The joint graph of ``flat(*tensors)``, and the mode its fake tensors belong to.
 
     Args:
         target: a device that may not be here: choices that PyTorch makes by the device are made as there.
         processes: that share SyncBatchNorm's statistics; None: those of its process group.
+        row_major_gradients: the gradients that come in lie so, not as the results do.
 
     Raises:
         CaptureError: what cannot be traced, with the operator or line that is the reason.
@@ -249,7 +253,8 @@ def trace_joint(
     fakes = tuple(t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors)
     while True:
         try:
-            return _traced(flat, fakes, target, processes), mode
+            with _tangents_in_rows() if row_major_gradients else contextlib.nullcontext():
+                return _traced(flat, fakes, target, processes), mode
         except ConstantsFound as found:
             flat.hold(found.tensors)
             flat.tries = found.tries
@@ -305,6 +310,22 @@ def _recorded(stack: contextlib.ExitStack, flat: FlatModule, fakes: tuple[torch.
         flat.recorder.check_backward()
     flat.reads = flat.recorder.reads()
     return joint
+
+
+@contextlib.contextmanager
+def _tangents_in_rows() -> Iterator[None]:
+    """Have the tracer lay out the gradients that come in in row-major order; it lays them out as the results."""
+    name = "coerce_tangent_and_suggest_memory_format"
+    own = getattr(collect_metadata_analysis, name)
+
+    def in_rows(tangent: Any) -> Any:
+        return own(tangent.new_empty(tangent.shape) if isinstance(tangent, torch.Tensor) else tangent)
+
+    setattr(collect_metadata_analysis, name, in_rows)
+    try:
+        yield
+    finally:
+        setattr(collect_metadata_analysis, name, own)
 
 
 def _with_literals(module: fx.GraphModule) -> None:

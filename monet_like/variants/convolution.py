@@ -1,9 +1,11 @@
 """Convolution by other algorithms, and its two gradients, each by itself.
 
-The input's gradient is a transposed convolution (and that of a transposed one a plain one): the same kernels and the
-same bits as PyTorch's own, without the convolution's input, which PyTorch reads for its shape alone.
+PyTorch reads a convolution's input for the shape of its gradient alone. On a CPU a number that is expanded to that shape
+serves as well, where all lies in row-major order: the same operator, the same bits. The gradient is also a transposed
+convolution (and that of a transposed one a plain one), in any layout: on CUDA by the same kernels; on a CPU oneDNN, or
+PyTorch in its place, may add in another order, so that there it takes the word ``conv``.
 
-``conv`` admits forwards that add in another order and agree to rounding, not to the bit: a 1x1 convolution as a
+``conv`` also admits forwards that add in another order and agree to rounding, not to the bit: a 1x1 convolution as a
 matrix product over each image's pixels, and im2col.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..program import Call, Ref, Task
@@ -25,9 +28,12 @@ def offer(editor: Editor) -> None:
     for slot, way, call in list(editor.find_slots(_BACKWARD)):
         if call.args[-1] == [True, False, False]:
             (out,) = way.writes
-            turned = input_gradient(editor, way.calls[:-1], call, out)
-            if turned is not None:
-                editor.add_way(slot, (*way.calls[:-1], turned), "conv.transposed")
+            by_shape = _by_shape(editor, way.calls[:-1], call, out)
+            if by_shape is not None:
+                editor.add_way(slot, (*way.calls[:-1], *by_shape), "conv.shape_only")
+            elif (turned := input_gradient(editor, way.calls[:-1], call, out)) is not None:
+                word = "" if editor.device.type == "cuda" else "conv"
+                editor.add_way(slot, (*way.calls[:-1], turned), "conv.transposed", word=word)
     for task, call in list(editor.find(_CONVOLUTION)):
         _forward(editor, task, call)
 
@@ -47,6 +53,24 @@ def _forward(editor: Editor, task: Task, call: Call) -> None:
             "aten._slow_conv2d_forward.default", (x, weight, size[2:], bias, stride, padding), (), (Ref(out),)
         )
         editor.add(task, (im2col,), (out,), "conv.im2col", word="conv", runs=task.runs)
+
+
+def _by_shape(editor: Editor, before: Sequence[Call], call: Call, out: int) -> tuple[Call, ...] | None:
+    """The gradient for the input with an expanded number in the input's place; None if that might be another kernel.
+
+    In other layouts PyTorch looks at the input's strides to choose one.
+    """
+    grad, x, weight, *_ = call.args
+    x_meta, known = editor.meta_of(x), (editor.meta_of(weight), editor.metas[out])
+    if editor.device.type != "cpu" or x_meta is None or not all(m and m.contiguous for m in (x_meta, *known)):
+        return None
+    number, shape = Ref("number"), Ref("shape")
+    made = (
+        Call("aten.new_zeros.default", (grad, (1,)), (("dtype", x_meta.dtype),), (number,)),
+        Call("aten.expand.default", (number, x_meta.shape), (), (shape,)),
+        replace(call, args=(grad, shape, weight, *call.args[3:])),
+    )
+    return made if editor.results((*before, *made))[Ref(out)] == editor.metas[out] else None
 
 
 def input_gradient(editor: Editor, before: Sequence[Call], call: Call, out: int) -> Call | None:
