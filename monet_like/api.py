@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -152,23 +153,41 @@ def _record(request: Request, settings: _Settings, device: torch.device, capture
     """The schedule, from the cache or planned now."""
     folder = cache_folder()
     place = folder / f"schedule_{_digest(request, settings.budget, device)}.pkl"
-    if place.exists():
-        with contextlib.suppress(ScheduleFileError):  # a damaged one is planned anew
-            record = ScheduleRecord.load(place)
-            if _is_of(record, captured, device):
-                return record
+    with contextlib.suppress(ScheduleFileError):  # none is there, or a damaged one
+        record = ScheduleRecord.load(place)
+        if _is_of(record, captured, device):
+            return record
     store = folder / f"profile_{device_slug(device)}_{torch.__version__}.json"
+    profile = None
+    with contextlib.suppress(ScheduleFileError):
+        profile = Profile.load(store)
     budget = settings.budget
     compiled = compile_schedule(
         request,
         budget if isinstance(budget, int) else lambda plain_peak_bytes: int(budget * plain_peak_bytes),
         device,
-        profile=Profile.load(store) if store.exists() else None,
-        save_profile=lambda found: found.save(store),
+        profile=profile,
+        save_profile=lambda found: _keep(found, store),
         captured=captured,
     )
-    compiled.record.save(place)
+    _keep(compiled.record, place)
     return compiled.record
+
+
+#: Cache folders that could not be written to; each is said once.
+_unwritable: set[Path] = set()
+
+
+def _keep(found: Profile | ScheduleRecord, path: Path) -> None:
+    """Put what was found into the cache; where that cannot be, say so, and training goes on without."""
+    try:
+        found.save(path)
+    except UsageError as error:
+        if path.parent not in _unwritable:
+            _unwritable.add(path.parent)
+            warnings.warn(
+                f"plans are not kept, and every process plans anew: {error}, with $MONET_LIKE_CACHE", stacklevel=2
+            )
 
 
 def _budget(memory_budget: str | int) -> int | float:

@@ -12,6 +12,7 @@ import click
 
 from . import __version__
 from .errors import MonetError
+from .interrupts import raised
 
 if TYPE_CHECKING:
     from .show import Terminal
@@ -38,12 +39,13 @@ class _Command(click.Command):
 
 def _guarded(function: Callable[[], Any]) -> Any:
     try:
-        return function()
+        with raised():
+            return function()
     except MonetError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        click.echo("interrupted; no schedule was written", err=True)
+        click.echo("interrupted; files are as they were, or whole", err=True)
         sys.exit(130)
 
 
@@ -610,18 +612,3 @@ def zoo_table_command(**options: Any) -> None:
     from .zoo.commands import table
 
     table(**options)
-
-
-def solve_main() -> None:
-    """``python solve.py``: the solve command."""
-    solve_command(prog_name="solve.py")
-
-
-def schedule_main() -> None:
-    """``python scripts/schedule.py``: the schedule command."""
-    schedule_command(prog_name="scripts/schedule.py")
-
-
-def benchmark_main() -> None:
-    """``python scripts/benchmark.py``: the benchmark command."""
-    benchmark_command(prog_name="scripts/benchmark.py")

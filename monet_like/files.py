@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import numbers
 import os
 import pickle
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from .errors import ScheduleFileError, UsageError
+from .interrupts import put_off
 
 #: No schedule or profile is near this; a larger file is not read into memory.
 LARGEST_BYTES = 256 * 2**20
@@ -37,23 +40,68 @@ def check_writable(path: Path) -> None:
         UsageError: names the directory and the reason.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):  # as `write_atomically` will
-            pass
-        is_directory = path.is_dir()
+        kind = _kind(path)
+        if _is_stream(kind):
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        elif kind in (None, stat.S_IFREG):
+            target = _followed(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with put_off(), tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+                pass  # as `write_atomically` will
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another place") from None
-    if is_directory:
-        raise UsageError(f"cannot write {path}: it is a directory; give the name of a file")
+    if kind not in (None, stat.S_IFREG) and not _is_stream(kind):
+        what = {stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket"}.get(kind or 0, "a device with blocks")
+        raise UsageError(f"cannot write {path}: it is {what}; give the name of a file")
+
+
+def _kind(path: Path) -> int | None:
+    """What kind of thing a path leads to (`stat.S_IFREG` and so on); None: nothing is there."""
+    try:
+        return stat.S_IFMT(path.stat().st_mode)
+    except FileNotFoundError:
+        return None
+
+
+def _is_stream(kind: int | None) -> bool:
+    """Whether it takes what is written as it comes, such as ``/dev/null`` or a pipe; to replace it would destroy it."""
+    return kind in (stat.S_IFCHR, stat.S_IFIFO)
+
+
+def _followed(path: Path) -> Path:
+    """The file itself, where ``path`` is a link to it, which stays."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write to a temporary file beside ``path``, then rename: readers see the old file or the new one.
 
+    A link is followed. A character device or a pipe is written to as it is. Ctrl-C waits until the file is whole.
+
     Raises:
-        UsageError: it cannot be written, the disk is full.
+        UsageError: it cannot be written, the disk is full, nobody reads the pipe.
     """
     check_writable(path)
+    with put_off():
+        if _is_stream(_kind(path)):
+            _write_to_stream(path, content)
+        else:
+            _replace(_followed(path), content)
+
+
+def _write_to_stream(path: Path, content: bytes) -> None:
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # a pipe that nobody reads would block for ever
+        with os.fdopen(handle, "wb") as file:
+            os.set_blocking(handle, True)
+            file.write(content)
+    except OSError as error:
+        reason = "nobody reads from it" if error.errno == errno.ENXIO else error.strerror or error
+        raise UsageError(f"cannot write {path}: {reason}") from None
+
+
+def _replace(path: Path, content: bytes) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

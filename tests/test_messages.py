@@ -558,7 +558,7 @@ def test_ctrl_c_while_profiling_writes_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("monet_like.profiler.allocated_peak", interrupt)
     result = solve(profile=())
-    assert (result.exit_code, result.stderr.strip()) == (130, "interrupted; no schedule was written")
+    assert (result.exit_code, result.stderr.strip()) == (130, "interrupted; files are as they were, or whole")
     assert written() == []
 
 

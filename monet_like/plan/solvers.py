@@ -6,6 +6,7 @@ Whatever status it reports, its values count only after rounding and a check of 
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import re
@@ -23,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from .. import solver_process
 from ..errors import SolverError, UsageError
+from ..interrupts import put_off
 from .matrix import MatrixProgram
 from .solver_table import DIALECTS, MEANING
 
@@ -229,25 +231,39 @@ def start_worker(threads: int = 1, output: int = subprocess.DEVNULL) -> tuple[su
         OMP_NUM_THREADS=str(threads),
         PYTHONPATH=os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
     )
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", solver_process.__name__, str(writing)],
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        pass_fds=(writing,),
-        env=environment,
-        start_new_session=True,  # Ctrl-C is ours to handle: the child is stopped by who started it
-    )
+    with put_off():
+        child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", solver_process.__name__, str(writing)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(writing,),
+            env=environment,
+            start_new_session=True,  # Ctrl-C is ours to handle: the child is stopped by who started it
+        )
+        _running.add(child)
     os.close(writing)
     return child, reading
 
 
+#: Workers that are not stopped yet. Ctrl-C may come just before who started one has come to where it is stopped.
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for child in list(_running):
+        stop_worker(child)
+
+
 def stop_worker(child: subprocess.Popen[bytes]) -> bool:
     """End it if it still runs; whether it did."""
-    running = child.poll() is None
-    if running:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    with put_off():
+        running = child.poll() is None
+        if running:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        _running.discard(child)
     return running
 
 

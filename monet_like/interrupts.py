@@ -1,0 +1,72 @@
+"""Ctrl-C, at any moment: the command ends in one line, without a traceback, and nothing is left half done."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+#: Seconds after which an interrupt that was lost is sent again.
+_AGAIN_SECONDS = 0.02
+
+
+def die_silently() -> None:
+    """Until a command begins, and after it: Ctrl-C ends the process, as the system does it, without a word."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, or somebody's
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Within, Ctrl-C is a KeyboardInterrupt, and one that Python loses is raised again.
+
+    Python prints exceptions that it cannot raise, as in a finaliser, and goes on.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    ours = (signal.SIG_DFL, signal.default_int_handler)
+    if threading.current_thread() is not threading.main_thread() or before not in ours:
+        yield
+        return
+    hook = sys.unraisablehook
+
+    def again(lost: Any) -> None:
+        if isinstance(lost.exc_value, KeyboardInterrupt):
+            _thread.start_new_thread(_press_again, ())  # without a wait, in which the next one would be lost
+        else:
+            hook(lost)
+
+    sys.unraisablehook = again
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = hook
+
+
+def _press_again() -> None:
+    time.sleep(_AGAIN_SECONDS)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextlib.contextmanager
+def put_off() -> Iterator[None]:
+    """Within, which must be short, Ctrl-C waits; afterwards it comes."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    pressed: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *event: pressed.append(event))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pressed:
+            handler(*pressed[0])
