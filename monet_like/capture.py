@@ -40,6 +40,10 @@ CUDA_GRANULARITY_BYTES = 512
 
 _SYNC_BATCH_NORM_GATHER = "monet_like.sync_batch_norm_gather_functional.default"
 _WITH_UNKNOWN_WORKSPACE = (torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default)
+#: Losses whose kernels, for a mean or a sum, leave the number in a storage as large as their input.
+_IN_LARGE_STORAGE = frozenset(
+    f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+)
 _SKIPPED_VIEWS = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
 
 
@@ -597,6 +601,10 @@ class _Builder:
         if op == "aten._native_batch_norm_legit_functional.default" and len(_tensors(info.result)) == 5:
             self._batch_norm(node, calls, args, outs, writes)
             return
+        if op in _IN_LARGE_STORAGE and not info.result.dim():
+            whole = Ref(f"{node.name}_whole")
+            calls.append(Call(op, args, kwargs, (whole,)))
+            op, args, kwargs = "aten.clone.default", (whole,), ()
         call = Call(op, args, kwargs, tuple(outs), unpack)
         if op == _SYNC_BATCH_NORM_GATHER:
             self._gather(node, (*calls, call), writes)

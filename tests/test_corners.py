@@ -7,21 +7,26 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from random_schedules import random_schedule
-from test_replay import replayed, worst
+from test_replay import record_for, replayed, worst
 from torch import nn
 from training import run, twin
 
 from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture import capture
+from monet_like.check import step_peak
+from monet_like.compiler import Request, measured_costs
 from monet_like.errors import CaptureError, UsageError
 from monet_like.files import cache_folder
+from monet_like.plan import store_all
 from monet_like.replay import admitted
+from monet_like.simulate import simulate
 
 FULL = "inplace_conv_multiway_newnode"
 
@@ -110,6 +115,35 @@ def test_a_step_is_plain_pytorchs_to_the_bit(name: str) -> None:
         for seed, drop in enumerate((0.0, 0.9)):
             schedule = random_schedule(captured.program, seed, drop=drop, others=others)
             assert worst(plain, replayed(example, captured, schedule, mode, measured=False)) == 0.0, (mode, drop)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.functional.mse_loss,
+        nn.functional.smooth_l1_loss,
+        nn.functional.soft_margin_loss,
+        lambda x, y: nn.functional.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+    ],
+)
+def test_a_loss_that_the_model_computes_takes_a_numbers_memory(loss: Callable[..., torch.Tensor]) -> None:
+    """PyTorch's kernels leave one number in memory that is as large as their input."""
+
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+        parts = [loss(layer(x + number), x) for number in range(8)]
+        return torch.stack(parts).sum()
+
+    model, example = Net(forward, linear()), ((rows(64, 8),), {})
+    captured = admitted(capture(model, *example), "normal")
+    request = Request(model, example, "normal", profile_batch=64)
+    costs, _ = measured_costs(request, captured, torch.device("cpu"), timed=False)
+    report = simulate(captured.program, store_all(captured.program), costs)
+    record = replace(
+        record_for(captured, store_all(captured.program), "normal", (model, *example)), peak_bytes=report.peak_bytes
+    )
+    wrapped = ScheduleWrapper(twin(model), record, example=example, captured=captured)
+    assert max(run(twin(model), *example).differences(run(wrapped, *example)).values()) == 0.0
+    assert step_peak(wrapped, example, torch.device("cpu")) <= report.peak_bytes
 
 
 def test_what_is_compared_is_made_anew_as_it_was() -> None:

@@ -45,7 +45,11 @@ REFUSED = (
     _refusal("changes PlainAOTInput", "activation dropout written hooked", "the model overwrites its input"),
     _refusal("Embedding's max_norm does so", "embedding", "the forward changes a parameter"),
     _refusal("mkldnn.flags", "recurrent", "the workspace of an LSTM on a CPU is not known before"),
-    _refusal("returned no tensor|which PyTorch's pytree cannot look into", "result.form", "a dataclass that is not registered"),
+    _refusal(
+        "returned no tensor|which PyTorch's pytree cannot look into",
+        "result.form",
+        "a dataclass that is not registered",
+    ),
 )
 
 #: Seeds that fail, by the number of the item that mends them.

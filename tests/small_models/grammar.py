@@ -217,7 +217,14 @@ RESULTS = {
 @kind(reads=1, weight=0)
 def result(a: Arguments, *values: Value) -> Text:
     """What the model returns; the loss uses those whose number is not in ``ignored``."""
-    form = a.pick("form", "one", *["one"] * 8, *["tuple", "list", "dict", "named", "nested", "twice"] * 3, "with input", "dataclass")
+    form = a.pick(
+        "form",
+        "one",
+        *["one"] * 8,
+        *["tuple", "list", "dict", "named", "nested", "twice"] * 3,
+        "with input",
+        "dataclass",
+    )
     if len(values) > 1 and form == "one":
         form = "tuple"
     names = [v.name for v in values]
@@ -332,7 +339,9 @@ def attention(a: Arguments, x: Value) -> Text:
     options = f"batch_first={a.pick('batch_first', True, False)}, dropout={a.pick('dropout', 0.0, 0.2)}"
     options += f", bias={a.pick('bias', True, False)}"
     asked = f"need_weights={a.pick('need_weights', False, True)}"
-    return Text((f"{{out}} = {{m}}({x}, {x}, {x}, {asked})[0]",), f"nn.MultiheadAttention({x.shape[2]}, {heads}, {options})")
+    return Text(
+        (f"{{out}} = {{m}}({x}, {x}, {x}, {asked})[0]",), f"nn.MultiheadAttention({x.shape[2]}, {heads}, {options})"
+    )
 
 
 @kind(weight=0.6)
@@ -355,9 +364,18 @@ def dot_product_attention(a: Arguments, x: Value) -> Text:
 def own_parameter(a: Arguments, x: Value) -> Text:
     """A parameter that the model itself has."""
     need(x.is_float and x.dim >= 1)
-    use = a.pick("use", "{x} * {p}", "{x} + {p}", "{x} * {p}.softmax(0)", "{x} * {p}.view(1, -1)[0]", "torch.addcmul({p}, {x}, {p})")
+    use = a.pick(
+        "use",
+        "{x} * {p}",
+        "{x} + {p}",
+        "{x} * {p}.softmax(0)",
+        "{x} * {p}.view(1, -1)[0]",
+        "torch.addcmul({p}, {x}, {p})",
+    )
     text = use.format(x=x.name, p="self.{out}_p")
-    return Text((f"{{out}} = {text}",), init=(f"self.{{out}}_p = nn.Parameter(torch.linspace(0.5, 1.5, {x.shape[-1]}))",))
+    return Text(
+        (f"{{out}} = {text}",), init=(f"self.{{out}}_p = nn.Parameter(torch.linspace(0.5, 1.5, {x.shape[-1]}))",)
+    )
 
 
 # Normalisations
@@ -503,7 +521,12 @@ def pool(a: Arguments, x: Value) -> Text:
 def unpooled(a: Arguments, x: Value) -> Text:
     """Max-pooling with indices, and back."""
     need(x.is_float and x.dim == 4 and min(x.shape[2:]) >= 2)
-    return Text((f"{{out}}_p, {{out}}_i = F.max_pool2d({x}, 2, return_indices=True)", "{out} = F.max_unpool2d({out}_p, {out}_i, 2)"))
+    return Text(
+        (
+            f"{{out}}_p, {{out}}_i = F.max_pool2d({x}, 2, return_indices=True)",
+            "{out} = F.max_unpool2d({out}_p, {out}_i, 2)",
+        )
+    )
 
 
 @kind(weight=1)
@@ -681,7 +704,14 @@ def written(a: Arguments, x: Value) -> Text:
 @kind(weight=2)
 def custom(a: Arguments, x: Value) -> Text:
     need(x.is_float and x.dim >= 1)
-    options = ("Cubed.apply({x}, 0.3)", "Noisy.apply({x})", "Reversed.apply({x}, 0.5)", "Straight.apply({x})", "Doubled.apply({x} * 1)", "NoisyBackward.apply({x}, {x} + 1)")
+    options = (
+        "Cubed.apply({x}, 0.3)",
+        "Noisy.apply({x})",
+        "Reversed.apply({x}, 0.5)",
+        "Straight.apply({x})",
+        "Doubled.apply({x} * 1)",
+        "NoisyBackward.apply({x}, {x} + 1)",
+    )
     return line(a.pick("function", *options).format(x=x))
 
 
@@ -696,7 +726,13 @@ def custom_pair(a: Arguments, x: Value) -> Text:
 def hooked(a: Arguments, x: Value) -> Text:
     """A tensor's hook, registered in the forward."""
     need(x.is_float and x.requires_grad)
-    hooks = ("lambda g: 2 * g", "add_tenth", "lambda g: g.clamp(-0.1, 0.1)", "lambda g: None", "lambda g: g * torch.sigmoid({out}.detach())")
+    hooks = (
+        "lambda g: 2 * g",
+        "add_tenth",
+        "lambda g: g.clamp(-0.1, 0.1)",
+        "lambda g: None",
+        "lambda g: g * torch.sigmoid({out}.detach())",
+    )
     return Text((f"{{out}} = {x} * 1", f"{{out}}.register_hook({a.pick('hook', *hooks)})"))
 
 
@@ -714,7 +750,9 @@ def buffered(a: Arguments, x: Value) -> Text:
         f"self.{{out}}_b = 0.9 * self.{{out}}_b + {mean}",
     )  # fmt: skip
     update, use = a.pick("update", *updates[:4], *updates), f"{{out}} = {x} - self.{{out}}_b"
-    lines = (update, use) if a.pick("reads", "after", "before") == "after" else (use.replace("_b", "_b.clone()"), update)
+    lines = (
+        (update, use) if a.pick("reads", "after", "before") == "after" else (use.replace("_b", "_b.clone()"), update)
+    )
     return Text(lines, init=(start,))
 
 
@@ -728,7 +766,11 @@ def scaled(a: Arguments, x: Value) -> Text:
         "dict": ("self.{out}_d['n']", "self.{out}_d = {'n': 0.5}", "model.{out}_d['n'] = 0.5 + step"),
         "list": ("self.{out}_l[0]", "self.{out}_l = [0.5]", "model.{out}_l[0] = 0.5 + step"),
         "default": ("getattr(self, '{out}_g', 0.5)", "pass", "model.{out}_g = 0.5 + step"),
-        "class": ("type(self).{out}_k", "type(self).{out}_k = 0.5", "type(getattr(model, '_model', model)).{out}_k = 0.5 + step"),
+        "class": (
+            "type(self).{out}_k",
+            "type(self).{out}_k = 0.5",
+            "type(getattr(model, '_model', model)).{out}_k = 0.5 + step",
+        ),
     }
     read, init, change = places[a.pick("place", *places)]
     return Text((f"{{out}} = {x} * {read}",), init=(init,), between=(change,) if a.seldom("changes", 0.4) else ())
@@ -738,7 +780,16 @@ def scaled(a: Arguments, x: Value) -> Text:
 def branched(a: Arguments, x: Value) -> Text:
     """Python decides."""
     need(x.is_float and x.dim >= 1)
-    tests = ("self.training", "{x}.shape[0] > 2", "torch.is_grad_enabled()", "self.{out}_f", "random.random() < 0.5", "{x}.requires_grad", "{x}.sum() > 0", "{x}.is_contiguous()")
+    tests = (
+        "self.training",
+        "{x}.shape[0] > 2",
+        "torch.is_grad_enabled()",
+        "self.{out}_f",
+        "random.random() < 0.5",
+        "{x}.requires_grad",
+        "{x}.sum() > 0",
+        "{x}.is_contiguous()",
+    )
     test = a.pick("test", *tests[:4], *tests).replace("{x}", x.name)
     between = ("model.{out}_f = bool(step % 2)",) if "_f" in test and a.seldom("changes", 0.4) else ()
     return Text((f"{{out}} = {x} * 2 if {test} else {x} + 1",), init=("self.{out}_f = True",), between=between)
@@ -749,7 +800,14 @@ def constant(a: Arguments, x: Value) -> Text:
     """A tensor that is neither a parameter nor a buffer."""
     need(x.is_float and x.dim >= 2)
     numbers = [0.5 + 0.25 * i for i in range(x.shape[-1])]
-    options = ("torch.tensor({n})", "self.{out}_t", "self.{out}_h[0]", "torch.tensor({n}).exp()", "torch.as_tensor({n})", "{x}.new_tensor({n})")
+    options = (
+        "torch.tensor({n})",
+        "self.{out}_t",
+        "self.{out}_h[0]",
+        "torch.tensor({n}).exp()",
+        "torch.as_tensor({n})",
+        "{x}.new_tensor({n})",
+    )
     read = a.pick("made", *options).replace("{n}", str(numbers)).replace("{x}", x.name)
     init = ()
     if "self" in read:
@@ -761,7 +819,12 @@ def constant(a: Arguments, x: Value) -> Text:
 def aside(a: Arguments, x: Value) -> Text:
     """Something that a forward does beside computing."""
     need(x.is_float)
-    options = ("self.{out}_s = {x}.detach()", "self.{out}_s = {x}.shape[0]", "with torch.no_grad(): {x}.mean()", "assert {x}.dim() >= 0")
+    options = (
+        "self.{out}_s = {x}.detach()",
+        "self.{out}_s = {x}.shape[0]",
+        "with torch.no_grad(): {x}.mean()",
+        "assert {x}.dim() >= 0",
+    )
     statement = a.pick("statement", *options).replace("{x}", x.name)
     return Text((statement, f"{{out}} = {x} + 0.25"))
 

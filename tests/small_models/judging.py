@@ -207,7 +207,7 @@ def peak_of(case: Case, model: nn.Module) -> int:
     def step() -> None:
         with _autocast(case):
             result = _call(model, example)
-        _Loss.apply(*(t for t in _results(result) if t.requires_grad)).backward()
+        _Loss.apply(*{id(t): t for t in _results(result) if t.requires_grad}.values()).backward()
 
     return resident_bytes(model, example) + allocated_peak(step, CPU) - loss_bytes
 
@@ -315,14 +315,17 @@ def _call(model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]]) -> 
 
 
 def _loss(case: Case, result: Any) -> torch.Tensor:
-    """A number that depends on every result that the case does not leave out, each element with a weight of its own."""
+    """A number that depends on every result that the case does not leave out, each element with a weight of its own.
+
+    Elementwise, so that gradients come in the layout of the results, as a schedule takes them.
+    """
     ignored = case.ops[-1].arguments.get("ignored", ())
     losses = []
     for number, tensor in enumerate(_results(result)):
         if number not in ignored and tensor.requires_grad and tensor.is_floating_point():
-            flat = tensor.double().flatten()
-            weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64)
-            losses.append((weights * (flat + 0.5 * flat.square())).mean())
+            weights = torch.empty_like(tensor, dtype=torch.float64)
+            weights.copy_(torch.linspace(0.5, 1.5, tensor.numel(), dtype=torch.float64).view(tensor.shape))
+            losses.append((weights * (tensor + 0.5 * tensor.double().square())).mean())
     return torch.stack(losses).sum()
 
 
@@ -398,7 +401,11 @@ def difference(case: Case, plain: dict[str, Any], ours: dict[str, Any], rounding
 
 
 def _same_with_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.is_floating_point() and torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return (
+        one.is_floating_point()
+        and torch.equal(one.isnan(), other.isnan())
+        and torch.equal(one.nan_to_num(), other.nan_to_num())
+    )
 
 
 def _group(name: str) -> str:
@@ -408,5 +415,3 @@ def _group(name: str) -> str:
 
 def _brief(thing: Any) -> str:
     return f"{thing.dtype}{list(thing.shape)}" if isinstance(thing, torch.Tensor) else str(thing)
-
-

@@ -59,7 +59,9 @@ def _smaller(case: Case) -> Iterator[Case]:
     for position in range(1, len(result.reads)):
         reads = (*result.reads[:position], *result.reads[position + 1 :])
         ignored = tuple(i - (i > position) for i in result.arguments.get("ignored", ()) if i != position)
-        yield replace(case, ops=(*ops, replace(result, reads=reads, arguments={**result.arguments, "ignored": ignored})))
+        yield replace(
+            case, ops=(*ops, replace(result, reads=reads, arguments={**result.arguments, "ignored": ignored}))
+        )
     for index, op in enumerate(case.ops):
         for name in op.arguments:
             if name != "shape":
@@ -102,7 +104,11 @@ def _without(ops: tuple[Op, ...], index: int) -> tuple[Op, ...] | None:
         return instead if re.fullmatch(gone.name + "[a-z]?", name) else name
 
     return tuple(
-        replace(op, reads=tuple(map(other, op.reads)), arguments={k: v for k, v in op.arguments.items() if v != gone.name or k not in ("like", "tie")})
+        replace(
+            op,
+            reads=tuple(map(other, op.reads)),
+            arguments={k: v for k, v in op.arguments.items() if v != gone.name or k not in ("like", "tie")},
+        )
         for op in left
     )
 
