@@ -45,8 +45,8 @@ def plan(
         budget_bytes: the limit on everything the step allocates. A plan that does not fit is refused, whatever the
             strategy.
         solver: a cvxpy solver's name, in any case of letters.
-        time_limit_seconds: wall seconds for the whole search; where nothing fits by then, up to as many again. An
-            annealing that has begun is not cut short.
+        time_limit_seconds: wall seconds for the whole search; where nothing fits by then, up to as many again, or five
+            for small programs. An annealing that has begun is not cut short.
         gap: relative distance from the bound at which the search stops.
         strategy: a name in `STRATEGIES`.
         extra_bytes: resident memory beyond the program's, such as optimizer state.

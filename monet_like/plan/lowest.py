@@ -28,6 +28,8 @@ from .needs import find_backward_bytes, find_needs, net_workspace
 MOST_COLUMNS = 3000
 #: Wall seconds for that program where no other limit is given; it takes far less than one, most of it for its start.
 SECONDS = 10.0
+#: And where a limit is given, at least so many: its start takes seconds where others use the processors.
+LEAST_SECONDS = 5.0
 #: Programs with at most so many (stage, group, value) have all their memory rows from the start.
 MOST_ROW_PARTS = 100_000
 #: The two sides are close enough at this share of the peak; nothing is asked halfway between them any more.
@@ -92,14 +94,13 @@ def find_lowest(
         enough_bytes: a peak of at most this ends the search.
         extra_bytes: resident memory beyond the program's.
         solver: for small programs, where HiGHS is not installed.
-        seconds: wall seconds for all.
+        seconds: wall seconds for all; small programs may have `LEAST_SECONDS`.
     """
     ends = time.monotonic() + seconds
     best = known
     if best.report.peak_bytes > max(best.proven_bytes, enough_bytes) and is_small(program):
-        best = minimise_peak(
-            program, costs, best, enough_bytes, extra_bytes=extra_bytes, solver=solver, seconds=seconds
-        )
+        most = max(seconds, LEAST_SECONDS)
+        best = minimise_peak(program, costs, best, enough_bytes, extra_bytes=extra_bytes, solver=solver, seconds=most)
     low = best.proven_bytes  # not proven, but not worth asking again
     while ask is not None and (peak := best.report.peak_bytes) > max(low, enough_bytes):
         close = peak - low <= CLOSE * peak
@@ -134,7 +135,9 @@ def find_quickly(
 
     def start(**more: Any) -> Lowest | None:
         found = find_start(program, costs, budget_bytes, extra_bytes=extra_bytes, **{**options, **more})
-        return found and Lowest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
+        if found is None:
+            return None
+        return Lowest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
 
     if floor <= budget_bytes and is_small(program) and start(evaluations=0) is None:  # annealing would try for long
         known = smallest_known(program, costs, extra_bytes=extra_bytes)
@@ -147,7 +150,7 @@ def find_quickly(
     if floor <= budget_bytes and (found := start()) is not None:
         return found
     known = known or smallest_known(program, costs, extra_bytes=extra_bytes)
-    return known and Lowest(*known, floor)
+    return None if known is None else Lowest(*known, floor)
 
 
 def minimise_peak(

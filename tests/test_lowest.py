@@ -1,0 +1,197 @@
+"""What `smallest` knows to do is found by everything that plans, and what is refused as proven does not exist."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from least_memory import least_peak
+from random_programs import best_seconds, random_program
+from torch import nn
+
+from monet_like.compiler import Prepared, Request, prepare
+from monet_like.errors import InfeasibleError, MonetError, SolverError
+from monet_like.plan import lowest, plan
+from monet_like.plan.heuristic import find_start, smallest_known
+from monet_like.plan.lowest import Lowest, find_lowest, floor_bytes, minimise_peak
+from monet_like.plan.questions import fits, pareto, smallest_budget
+from monet_like.plan.search import Search
+from monet_like.plan.solvers import installed_solvers
+from monet_like.program import Cost, Program
+from monet_like.roofline import DEVICES
+from monet_like.simulate import simulate
+
+#: Programs of eight tasks whose lowest peak the local search does not find.
+HARD = (189, 215, 430, 456, 536)
+NAMES = ("HIGHS", "CBC", "heuristic")
+
+
+def program_of(seed: int, most_tasks: int = 8) -> tuple[Program, dict[str, Cost]]:
+    return random_program(random.Random(seed), most_tasks)
+
+
+def planned_peak(program: Program, costs: Any, budget: int, name: str) -> int:
+    """Peak of a plan by a solver, or by the local search."""
+    options: dict[str, Any] = {"strategy": "heuristic"} if name == "heuristic" else {"solver": name}
+    return plan(program, costs, budget, gap=0.9, time_limit_seconds=10, **options).report.peak_bytes
+
+
+def test_the_judge_finds_what_trying_all_schedules_finds() -> None:
+    for seed in range(20):
+        program, costs = program_of(seed, 4)
+        least = least_peak(program, costs)
+        assert best_seconds(program, costs, least, anywhere=True) is not None, seed
+        assert best_seconds(program, costs, least - 1, anywhere=True) is None, seed
+
+
+def test_the_lowest_peak_is_found_and_proven_to_the_byte() -> None:
+    lower = 0
+    for seed in (*HARD, *range(6)):
+        program, costs = program_of(seed)
+        known = smallest_known(program, costs)
+        assert known is not None
+        least = least_peak(program, costs)
+        found = minimise_peak(program, costs, Lowest(*known, 0)) if least else Lowest(*known, 0)
+        assert found.report == simulate(program, found.schedule, costs)
+        assert (found.report.peak_bytes, found.proven_bytes) == (least, least), seed
+        lower += found.report.peak_bytes < known[1].peak_bytes
+    assert lower >= 4
+
+
+@pytest.mark.parametrize("seed", HARD)
+def test_every_question_has_the_same_answer(seed: int) -> None:
+    program, costs = program_of(seed)
+    least = least_peak(program, costs)
+    smallest = smallest_budget(program, costs, time_limit_seconds=10)
+    assert (smallest.report.peak_bytes, smallest.proven_bytes) == (least, least)
+    assert fits(program, costs, least) is not None
+    assert fits(program, costs, least - 1) is None
+    names = NAMES if seed == HARD[0] else ("HIGHS", "heuristic")
+    for name in names:
+        if name != "CBC" or name in installed_solvers():
+            assert planned_peak(program, costs, least, name) == least
+            with pytest.raises(InfeasibleError, match=r"\(proven\).* bytes\) is known to do") as caught:
+                planned_peak(program, costs, least - 1, name)
+            assert caught.value.proven
+            if floor_bytes(program, costs)[0] < least:  # else it is refused at once, without a solver
+                assert caught.value.smallest_bytes == least
+    points = pareto(program, costs, [least - 1, least], time_limit_seconds=10, gap=0.9)
+    assert [point.plan is not None for point in points] == [False, True]
+
+
+class Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x) * torch.sigmoid(x)
+
+
+class TwoResults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.other = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = x + torch.relu(self.one(self.norm(x)))
+        return torch.tanh(hidden), self.other(nn.functional.silu(hidden))
+
+
+def convolutions() -> nn.Module:
+    layers = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5))
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 8), Noise(), nn.ReLU(), nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Tanh()
+    )
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolutions": (convolutions, (2, 2, 8, 8)),
+    "noise": (noisy, (16, 8)),
+    "two results": (TwoResults, (16, 8)),
+}
+
+
+def prepared(name: str, mode: str) -> Prepared:
+    make, shape = NETS[name]
+    request = Request(make(), ((torch.zeros(shape),), {}), mode, name)
+    return prepare(request, torch.device("cpu"), profile=DEVICES["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "inplace_conv_multiway_newnode") for name in NETS), ("noise", "normal")]
+)
+def test_tiny_nets_at_their_smallest_budget_and_above(name: str, mode: str) -> None:
+    ready = prepared(name, mode)
+    program, costs = ready.captured.program, ready.costs
+    smallest = smallest_budget(program, costs, time_limit_seconds=10)
+    least = smallest.report.peak_bytes
+    assert smallest.proven_bytes == least
+    for budget in (least, least + 1, (least + ready.plain.peak_bytes) // 2, ready.plain.peak_bytes):
+        assert planned_peak(program, costs, budget, "heuristic") <= budget
+    for solver in ("HIGHS", "CBC"):
+        if solver in installed_solvers():
+            assert planned_peak(program, costs, least, solver) == least
+    for solver in ("HIGHS", "heuristic"):
+        with pytest.raises(InfeasibleError, match="proven"):
+            planned_peak(program, costs, least - 1, solver)
+
+
+def test_a_start_that_fits_is_not_lost_to_a_faster_one_that_is_no_plan() -> None:
+    """What annealing ends with cannot be carried out here; greedy cuts fit."""
+    program, costs = program_of(456)
+    assert find_start(program, costs, 23, evaluations=0) is not None
+    assert find_start(program, costs, 23) is not None
+
+
+def test_larger_programs_are_asked_halfway_and_never_below_what_is_enough() -> None:
+    program, costs = program_of(215)
+    known = smallest_known(program, costs)
+    assert known is not None
+    large = Lowest(known[0], simulate(program, known[0], costs, extra_bytes=1000), 400)
+    asked: list[int] = []
+
+    def ask(budget: int, seconds: float) -> Any:
+        asked.append(budget)
+        if budget < 600:
+            raise InfeasibleError("", proven=budget < 550)
+        return known[0], simulate(program, known[0], costs, extra_bytes=budget - known[1].peak_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowest, "is_small", lambda _: False)
+        found = find_lowest(program, costs, large, ask)
+        assert asked[0] == (400 + large.report.peak_bytes) // 2 == 708
+        assert asked[1:4] == [554, 631, 592]  # 554 is not proven, so what is proven stays
+        assert found.proven_bytes == 400
+        assert 600 <= found.report.peak_bytes <= 606
+        asked.clear()
+        assert find_lowest(program, costs, Lowest(large.schedule, large.report, 40), ask).proven_bytes == 529
+        asked.clear()
+        found = find_lowest(program, costs, large, ask, enough_bytes=650)
+        assert min(asked) == found.report.peak_bytes == 650
+        asked.clear()
+        found = find_lowest(program, costs, large, ask, enough_bytes=590)
+        assert found.report.peak_bytes > 590
+        assert min(asked) >= 590
+
+
+def test_where_nothing_is_found_the_smallest_that_is_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, costs = program_of(215)
+    for place in ("lowest", "search"):
+        monkeypatch.setattr(f"monet_like.plan.{place}.is_small", lambda _: False)
+    monkeypatch.setattr(Search, "_solve", lambda *_: "no_incumbent")
+    monkeypatch.setattr(Search, "_refine", lambda *_, **__: None)
+    known = smallest_known(program, costs)
+    assert known is not None
+    bytes_ = known[1].peak_bytes
+    assert least_peak(program, costs) < bytes_
+    with pytest.raises(SolverError, match=rf"found no plan within .*; .*\({bytes_} bytes\) is known to do; allow more"):
+        plan(program, costs, bytes_ - 1, solver="HIGHS", time_limit_seconds=2)
+    with pytest.raises(SolverError, match=rf"heuristic found no schedule within .*\({bytes_} bytes\) is known to do"):
+        plan(program, costs, bytes_ - 1, strategy="heuristic")
+    with pytest.raises(MonetError) as caught:
+        plan(program, costs, floor_bytes(program, costs)[0] - 1, strategy="heuristic")
+    assert getattr(caught.value, "proven", False)
