@@ -33,13 +33,14 @@ from .made_last import in_order, worth_moving
 from .marks import Mark, mark_of
 from .program import Call, Program, Ref, Runs, Task, Value, refs
 from .reads import Reads
+from .recurrent import ONEDNN_LAYER, with_workspace
 from .tracing import HELD, FlatModule, reaches_output, trace_joint
 
 #: The CUDA caching allocator hands out multiples of this.
 CUDA_GRANULARITY_BYTES = 512
 
 _SYNC_BATCH_NORM_GATHER = "monet_like.sync_batch_norm_gather_functional.default"
-_WITH_UNKNOWN_WORKSPACE = (torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default)
+_CUDNN_LAYERS = torch.ops.aten._cudnn_rnn.default
 #: Losses whose kernels, for a mean or a sum, leave the number in a storage as large as their input.
 _IN_LARGE_STORAGE = frozenset(
     f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
@@ -513,11 +514,10 @@ class _Builder:
             return
         if not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(f"{node.target} at {_user_line(node)} is not an ATen operator and cannot be scheduled")
-        if node.target in _WITH_UNKNOWN_WORKSPACE:
-            library = "mkldnn" if "mkldnn" in str(node.target) else "cudnn"
+        if node.target is _CUDNN_LAYERS:
             raise CaptureError(
-                f"{node.target} keeps a workspace for its backward that only {library} knows the size of; plan and train inside "
-                f"`with torch.backends.{library}.flags(enabled=False):`, where PyTorch's own operators do the same"
+                "a recurrent layer runs by cuDNN, whose workspace for the backward only cuDNN knows the size of; plan and train "
+                "inside `with torch.backends.cudnn.flags(enabled=False):`, where PyTorch's own operators do the same"
             )
         if _is_dropout(node, self.nodes):
             self._dropout(node, tangents, backward)
@@ -533,6 +533,8 @@ class _Builder:
             if self._owns(_args(node)[3], "buffer"):
                 # The statistics are updated where they live, as in eager mode: the new ones are the buffers.
                 result = (*result[:3], args[3], args[4])
+        elif node.target is ONEDNN_LAYER:
+            result = with_workspace(args, result)
         elif str(node.target) == _SYNC_BATCH_NORM_GATHER and self._is_buffer(args[1]) and self._is_buffer(args[2]):
             result = (*result[:3], args[1], args[2])  # likewise
         self.nodes[node] = info = _Node(result, backward, tangents)

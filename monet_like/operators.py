@@ -13,6 +13,7 @@ from . import host
 from .errors import CaptureError
 from .kernels import reference
 from .kernels.schemas import CUDNN, NAMESPACE
+from .recurrent import onednn_layer
 
 #: Operators that cuDNN may refuse, and what csrc/cudnn says then.
 BY_ALGORITHM = frozenset(f"{NAMESPACE}.{name}.default" for name in CUDNN)
@@ -36,6 +37,7 @@ def set_rng_state(device: str, state: torch.Tensor) -> None:
 
 _OURS: dict[str, Callable[..., Any]] = {
     "operator.getitem": operator.getitem,
+    "aten.mkldnn_rnn_layer.default": onednn_layer,
     "monet_like.get_rng_state": get_rng_state,
     "monet_like.set_rng_state": set_rng_state,
     **{f"monet_like.{f.__name__}": f for f in (host.send, host.send_start, host.send_end)},

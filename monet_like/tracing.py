@@ -19,8 +19,8 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.traceback import preserve_node_meta
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -160,9 +160,14 @@ class FlatModule(nn.Module):
             raise
         if mode.found:
             raise ConstantsFound(mode.found, 0)
+        keyed: list[tuple[int | str, torch.Tensor]] = [
+            *enumerate(tensors),
+            *self.named_parameters(),
+            *self.named_buffers(),
+        ]
         self.changed_without_gradient = {
             key
-            for key, tensor in (*enumerate(tensors), *self.named_parameters(), *self.named_buffers())
+            for key, tensor in keyed
             if isinstance(tensor, FunctionalTensor)
             and torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(tensor.elem)
         }

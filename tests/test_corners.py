@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from random_schedules import random_schedule
-from test_replay import record_for, replayed, worst
+from test_replay import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import nn
 from training import run, twin
 
@@ -162,14 +162,31 @@ def test_what_is_compared_is_made_anew_as_it_was() -> None:
         assert worst(plain, replayed((model, (x,), {}), captured, schedule, FULL, measured=False)) < 1e-5, seed
 
 
-def test_lstms_run_where_their_workspace_is_known() -> None:
-    model, x = nn.LSTM(8, 8, 2, dropout=0.5), rows(4, 3, 8)
-    with pytest.raises(CaptureError, match=r"mkldnn.flags\(enabled=False\)"):
-        capture(model, (x,))
-    with torch.backends.mkldnn.flags(enabled=False):
-        plain, captured = run(twin(model), (x,), {}), capture(model, (x,))
-        schedule = random_schedule(captured.program, 1, drop=0.5, others=0.0)
-        assert worst(plain, replayed((model, (x,), {}), captured, schedule, "normal", measured=False)) == 0.0
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.LSTM(8, 8, 2, dropout=0.5),
+        lambda: nn.LSTM(8, 8, 2, bidirectional=True, batch_first=True, bias=False),
+        lambda: nn.LSTM(8, 4, proj_size=2),
+    ],
+)
+@pytest.mark.parametrize("onednn", [True, False])
+def test_lstms_are_plain_pytorchs(model: Callable[[], nn.Module], onednn: bool) -> None:
+    """By oneDNN the operator is kept whole, with a workspace of the size that the library gives it."""
+    torch.manual_seed(0)
+    net, x = model(), rows(4, 3, 8).requires_grad_()
+    with torch.backends.mkldnn.flags(enabled=onednn):
+        plain, raw = run(twin(net), (x,), {}), capture(net, (x,))
+        whole = any(c.op == "aten.mkldnn_rnn_layer.default" for t in raw.program.tasks for c in t.calls)
+        assert whole == (onednn and not net.proj_size)
+        for seed, drop in enumerate((0.0, 0.9)):
+            captured = admitted(raw, "multiway_newnode")
+            costs = costs_of(captured, (net, (x,), {}), "multiway_newnode", timed=False)
+            schedule = random_schedule(captured.program, seed, drop=drop, others=0.5)
+            outcome = replayed((net, (x,), {}), captured, schedule, "multiway_newnode")
+            assert worst(plain, outcome) == 0.0
+            peak = simulate(captured.program, schedule, costs).peak_bytes
+            assert captured.program.resident_bytes + outcome.rise_bytes - LOSS_BYTES <= peak
 
 
 def test_operators_that_want_probabilities_are_measured() -> None:

@@ -123,13 +123,12 @@ def test_inputs_change_as_in_plain_pytorch(function: Callable[..., Any], kind: s
     wrapped = wrap(net, made()[1])
     for _ in range(2):
         (leaf, x), (other, y) = made(), made()
-        try:
-            expected = [*step(plain, plain, y, used=used), other.grad if kind != "data" else None]
-        except RuntimeError as error:
-            assert "leaf Variable that requires grad" in str(error)
-            with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-                step(wrapped, net, x, used=used)
+        if kind == "leaf" and function not in (without_gradient, weights):
+            for model, owner, given in ((plain, plain, y), (wrapped, net, x)):
+                with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+                    step(model, owner, given, used=used)
             return
+        expected = [*step(plain, plain, y, used=used), other.grad if kind != "data" else None]
         assert_same([*step(wrapped, net, x, used=used), leaf.grad if kind != "data" else None], expected)
 
 
@@ -142,7 +141,7 @@ def test_memory_that_two_inputs_share_is_not_changed() -> None:
     record = record_for(captured, random_schedule(captured.program, 0, drop=0.0), "normal", (net, (rows(), rows()), {}))
     wrapped = ScheduleWrapper(net, record, captured=captured)
     x = rows()
-    with pytest.raises(UsageError, match="input0 in place.*shares its memory; give a clone"):
+    with pytest.raises(UsageError, match=r"input0 in place.*shares its memory; give a clone"):
         wrapped(x, x)
     assert torch.equal(x, rows())
     assert wrapped(x, rows()).requires_grad
