@@ -39,6 +39,7 @@ from .tracing import HELD, FlatModule, reaches_output, trace_joint
 #: The CUDA caching allocator hands out multiples of this.
 CUDA_GRANULARITY_BYTES = 512
 
+_FAKE_QUANTIZE = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default
 _SYNC_BATCH_NORM_GATHER = "monet_like.sync_batch_norm_gather_functional.default"
 _CUDNN_LAYERS = torch.ops.aten._cudnn_rnn.default
 #: Losses whose kernels, for a mean or a sum, leave the number in a storage as large as their input.
@@ -533,6 +534,8 @@ class _Builder:
             if self._owns(_args(node)[3], "buffer"):
                 # The statistics are updated where they live, as in eager mode: the new ones are the buffers.
                 result = (*result[:3], args[3], args[4])
+        elif self._observes_in_place(node):
+            result = (*result[:2], *args[3:7])  # likewise; in eager mode the observer even resizes them
         elif node.target is ONEDNN_LAYER:
             result = with_workspace(args, result)
         elif str(node.target) == _SYNC_BATCH_NORM_GATHER and self._is_buffer(args[1]) and self._is_buffer(args[2]):
@@ -542,6 +545,10 @@ class _Builder:
         if not fresh:
             return  # a view, or a list of views: re-emitted by each task that uses it
         self._task(node, info)
+
+    def _observes_in_place(self, node: fx.Node) -> bool:
+        """Whether a node is a fake quantisation whose observer updates buffers."""
+        return node.target is _FAKE_QUANTIZE and all(self._owns(arg, "buffer") for arg in _args(node)[3:7])
 
     def _is_idle_clone(self, node: fx.Node) -> bool:
         """Whether a node copies a value that nothing will overwrite, as in-place activations do with what they save."""
@@ -608,7 +615,9 @@ class _Builder:
             calls.append(Call(op, args, kwargs, (whole,)))
             op, args, kwargs = "aten.clone.default", (whole,), ()
         call = Call(op, args, kwargs, tuple(outs), unpack)
-        if op == _SYNC_BATCH_NORM_GATHER:
+        if self._observes_in_place(node):
+            self._observe(node, calls, call, writes)
+        elif op == _SYNC_BATCH_NORM_GATHER:
             self._gather(node, (*calls, call), writes)
         elif op == "aten.convolution_backward.default" and outs[0] is not None and len(writes) > 1:
             self._convolution_backward(node, calls, call)
@@ -665,6 +674,13 @@ class _Builder:
         if call.outs[3] is None and call.outs[4] is None:  # the running ones move where they live, if there are any
             call = replace(call, op="monet_like.sync_batch_norm_gather.default", outs=call.outs[:3])
         self.tasks.append(self._make(node.name, (*views, call), (*writes, effect), runs="first"))
+
+    def _observe(self, node: fx.Node, calls: Sequence[Call], call: Call, writes: list[int]) -> None:
+        """Fake quantisation: its observer sees the tensor once, in the forward, and updates buffers where they live."""
+        effect = self._pseudo_value(f"{node.name}.observer", 0)
+        self.effects.append(effect)
+        call = replace(call, op="aten._fused_moving_avg_obs_fq_helper.default", outs=call.outs[:2])
+        self.tasks.append(self._make(node.name, (*calls, call), (*writes, effect), runs="first"))
 
     def _convolution_backward(self, node: fx.Node, calls: Sequence[Call], call: Call) -> None:
         """The gradients of weight and bias, then that of the input: PyTorch computes them apart, one after the other.

@@ -378,3 +378,35 @@ def test_a_cached_plan_is_of_its_solver_and_time_and_whole() -> None:
     for path in cache_folder().glob("schedule_*.pkl"):
         path.write_bytes(path.read_bytes()[:20])
     assert plans(time_limit_seconds=2) == 2
+
+
+def quantised(backend: str) -> nn.Module:
+    quantisation = torch.ao.quantization
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+    net = nn.Sequential(quantisation.QuantStub(), *layers, quantisation.DeQuantStub()).train()
+    net.qconfig = quantisation.get_default_qat_qconfig(backend)
+    return quantisation.prepare_qat(net)
+
+
+@pytest.mark.parametrize("backend", ["fbgemm", "qnnpack"])
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:Please use quant_min", "ignore:_aminmax")
+def test_quantisation_aware_training_is_plain_pytorchs(backend: str) -> None:
+    """Observers update, and first resize, buffers in the forward; each sees every tensor once."""
+    torch.manual_seed(0)
+    net, x = quantised(backend), rows(2, 3, 8, 8)
+    plain = twin(net)
+    wrapped = auto_schedule(net, x, memory_budget="1 MB", mode="inplace_multiway_newnode", time_limit_seconds=5)
+    for scale in (1.0, 3.0, 0.5):
+        for model in (plain, net):
+            model.zero_grad()
+        assert worst(run(plain, (x * scale,), {}), run(wrapped, (x * scale,), {})) == 0.0
+    captured = admitted(capture(net, (x,)), "inplace_multiway_newnode")
+    schedule = random_schedule(captured.program, 1, drop=0.9)
+    other = replayed((net, (x,), {}), captured, schedule, "inplace_multiway_newnode", measured=False)
+    plain.zero_grad()
+    assert worst(run(plain, (x,), {}), other) == 0.0
+    for model in (plain, net):
+        model.apply(torch.ao.quantization.disable_observer)
+        model.zero_grad()
+    plain = twin(net)
+    assert worst(run(plain, (x * 9,), {}), run(wrapped, (x * 9,), {})) == 0.0
