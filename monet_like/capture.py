@@ -40,6 +40,7 @@ from .tracing import HELD, FlatModule, reaches_output, trace_joint
 CUDA_GRANULARITY_BYTES = 512
 
 _FAKE_QUANTIZE = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default
+_NORMALISATIONS = (torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default)
 _SYNC_BATCH_NORM_GATHER = "monet_like.sync_batch_norm_gather_functional.default"
 _CUDNN_LAYERS = torch.ops.aten._cudnn_rnn.default
 #: Losses whose kernels, for a mean or a sum, leave the number in a storage as large as their input.
@@ -329,7 +330,7 @@ class _Node:
 
 
 def _as_computed(args: Sequence[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Results of batch norm with the dtype that its kernels give the statistics: on a CPU that of the parameters.
+    """Results of a normalisation with the dtype that its kernels give the statistics: on a CPU that of the parameters.
 
     Tensors without storage claim the input's, which differs where 16-bit inputs meet float32 parameters.
     """
@@ -534,6 +535,8 @@ class _Builder:
             if self._owns(_args(node)[3], "buffer"):
                 # The statistics are updated where they live, as in eager mode: the new ones are the buffers.
                 result = (*result[:3], args[3], args[4])
+        elif node.target in _NORMALISATIONS:
+            result = _as_computed(args, result)
         elif self._observes_in_place(node):
             result = (*result[:2], *args[3:7])  # likewise; in eager mode the observer even resizes them
         elif node.target is ONEDNN_LAYER:
@@ -724,6 +727,9 @@ class _Builder:
         x, p, _ = _args(node)
         like = self.nodes[x].result
         keep = 1.0 - p
+        if self.nodes[x].backward:
+            self._dropout_of_gradient(node, x, keep)
+            return
         meta = TensorMeta.of(like)
         draw: tuple[Call, ...]
         options = (("dtype", meta.dtype), ("device", meta.device))
@@ -754,6 +760,28 @@ class _Builder:
         mask = torch.empty_like(like, dtype=torch.bool)
         self.nodes[node] = _Node((result, mask), backward, tangents)
         self.noises.update((user, noise) for user in node.users if _args(user)[1] == 1)
+
+    def _dropout_of_gradient(self, node: fx.Node, x: fx.Node, keep: float) -> None:
+        """Dropout that a backward does, by a hook or a custom function: every slot runs once, so noise is drawn there."""
+        like, tangents = self.nodes[x].result, self.nodes[x].tangents
+        calls: list[Call] = []
+        source = self._emit(x, calls)
+        result = torch.empty_like(like)
+        value = self._value(f"{node.name}.0", "backward", result)
+        meta = self.metas[value]
+        noise = Ref("noise")
+        options = (("dtype", meta.dtype), ("device", meta.device))
+        if keep:
+            calls += (
+                Call("aten.empty_strided.default", (meta.shape, meta.stride), options, (noise,)),
+                Call("aten.bernoulli_.float", (noise, keep), (), ()),
+                Call("aten.div_.Scalar", (noise, keep), (), ()),
+            )
+        else:
+            calls.append(Call("aten.zeros.default", ((),), options, (noise,)))
+        calls.append(Call("aten.mul.Tensor", (source, noise), (), (Ref(value),)))
+        self.slots.append(self._make(f"{node.name}.scale", calls, (value,)))
+        self.nodes[node] = _Node((result, torch.empty_like(like, dtype=torch.bool)), True, tangents)
 
     def _dropout_backward(self, node: fx.Node, tangents: frozenset[int]) -> None:
         grad, mask, _ = _args(node)

@@ -35,6 +35,7 @@ from .layers import named_layers
 from .marks import marked_modules
 from .reads import Reads
 from .recorder import Recorder
+from .results import without_dataclasses
 from .side_effects import keeping_generators, keeping_tensors
 
 #: Integer and boolean constants up to this size are followed, so that conditions on them can be decided.
@@ -122,7 +123,7 @@ class FlatModule(nn.Module):
             if self.recorder is not None:
                 stack.enter_context(self.recorder.forward())
             result = self._called(args, kwargs, tensors)
-        flat, self.out_spec = pytree.tree_flatten(result)
+        flat, self.out_spec = pytree.tree_flatten(without_dataclasses(result))
         positions: dict[int, list[int]] = {}  # of each tensor, which is alive here: one that is returned twice is one result
         for position, leaf in enumerate(flat):
             if isinstance(leaf, torch.Tensor):
@@ -134,7 +135,7 @@ class FlatModule(nn.Module):
             if not isinstance(leaf, torch.Tensor | int | float | bool | str | type(None)):
                 raise CaptureError(
                     f"{type(self.model).__name__} returned a {type(leaf).__name__}, which PyTorch's pytree cannot look into; "
-                    "return tensors in tuples, lists, dicts or registered dataclasses (for Hugging Face models: use_cache=False)"
+                    "return tensors in tuples, lists, dicts or dataclasses (for Hugging Face models: use_cache=False)"
                 )
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return tuple(self._apart([flat[first] for first, *_ in self.out_positions], tensors))
@@ -178,7 +179,7 @@ class FlatModule(nn.Module):
 
         A tracer gives no gradient to results that are views of each other, of inputs, or of parameters.
         """
-        known = {_storage_of(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
+        known = {_storage_of(t) for t in (*tensors, *self.parameters(), *self.buffers())}
         for position, leaf in enumerate(results):
             if leaf.requires_grad:
                 if _storage_of(leaf) in known:
@@ -298,6 +299,7 @@ def _export(
         flat.tracing_mode = _Constants()
         stack.enter_context(_attention_of(target))
         stack.enter_context(sync_batch_norm.traced(processes))
+        stack.enter_context(_unvalidated())
         stack.enter_context(flat.autocast.outside_forward())
         with keeping_generators(f"a hook or a custom function of {type(flat.model).__name__}, in the backward,"):
             joint = _recorded(stack, flat, fakes)
@@ -633,6 +635,18 @@ class _Constants(TorchFunctionMode):
                 return
         if small:
             self.values[result] = real
+
+
+@contextlib.contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Distributions do not look at their parameters' values, as they do by default to see whether they are valid."""
+    distribution = torch.distributions.Distribution
+    before = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(before)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ dropout, statistics that are no buffers, numbers that change between steps, and 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from random_schedules import random_schedule
 from test_replay import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import nn
@@ -410,3 +412,108 @@ def test_quantisation_aware_training_is_plain_pytorchs(backend: str) -> None:
         model.zero_grad()
     plain = twin(net)
     assert worst(run(plain, (x * 9,), {}), run(wrapped, (x * 9,), {})) == 0.0
+
+
+def normalised(net: Any, layer: nn.Module, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = layer(x.view(6, 8, 4).transpose(1, 2))
+    return norm(y) if isinstance(norm, nn.LayerNorm) else norm(y.transpose(1, 2))
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8)])
+def test_norms_under_autocast_are_measured_and_plain_pytorchs(norm: Callable[[], nn.Module]) -> None:
+    """Inputs in 16 bits and parameters in 32: on a CPU the statistics have 32, of which a trace knows nothing."""
+    torch.manual_seed(0)
+    net, x = Net(normalised, linear(), norm()), rows(6, 32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = run(twin(net), (x,), {})
+        wrapped = auto_schedule(net, x, memory_budget="1 MB", mode="inplace_multiway_newnode", time_limit_seconds=5)
+        assert worst(plain, run(wrapped, (x,), {})) == 0.0
+
+
+@dataclasses.dataclass
+class Inner:
+    logits: torch.Tensor
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    several: list[torch.Tensor]
+    nothing: None = None
+
+    def __post_init__(self) -> None:
+        assert self.several
+
+
+def test_dataclasses_come_back_as_they_were() -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+        y = layer(x)
+        return {"out": Outer(Inner(y, 3), [y.relu(), y.detach()])}
+
+    net, x = Net(forward, linear()), rows()
+    captured = admitted(capture(net, (x,)), "normal")
+    schedule = random_schedule(captured.program, 0, drop=0.9)
+    record = record_for(captured, schedule, "normal", (net, (x,), {}))
+    got, expected = ScheduleWrapper(net, record, captured=captured)(x)["out"], net(x)["out"]
+    assert type(got) is Outer and type(got.inner) is Inner and got.inner.count == 3 and got.nothing is None
+    assert torch.equal(got.inner.logits, expected.inner.logits)
+    assert all(map(torch.equal, got.several, expected.several))
+    gradients = []
+    for result in (got, expected):
+        net.zero_grad()
+        (result.inner.logits.sum() + result.several[0].square().sum()).backward()
+        gradients.append(net.layers[0].weight.grad)
+    assert torch.equal(*gradients)
+    assert isinstance(pytree.tree_leaves(expected)[0], Outer)  # the caller's own pytrees stay as they are
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_dropout_of_gradients_is_drawn_once(share: float) -> None:
+    class Dropped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(gradients[0], share)
+
+    def forward(_: Net, first: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(Dropped.apply(second(Dropped.apply(first(x))).relu()), 0.5)
+
+    example = Net(forward, linear(), linear()), (rows().requires_grad_(),), {}
+    plain, captured = run(twin(example[0]), *example[1:]), admitted(capture(*example), "multiway_newnode")
+    for seed in range(3):
+        schedule = random_schedule(captured.program, seed, drop=0.9)
+        assert worst(plain, replayed(example, captured, schedule, "multiway_newnode", measured=False)) == 0.0
+
+
+def gamma(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Gamma(layer(x).exp(), torch.ones(8)).rsample()
+
+
+def dirichlet(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Dirichlet(layer(x).exp()).rsample() * layer(x)
+
+
+def student(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.StudentT(layer(x).exp() + 1).rsample()
+
+
+def normal(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+    there = torch.distributions.Normal(layer(x), layer(x).exp())
+    drawn = there.rsample()
+    return drawn, there.log_prob(drawn.detach())
+
+
+@pytest.mark.parametrize("function", [gamma, dirichlet, student, normal])
+def test_distributions_are_sampled_as_in_plain_pytorch(function: Callable[..., Any]) -> None:
+    example = Net(function, linear()), (rows().requires_grad_(),), {}
+    plain, raw = run(twin(example[0]), *example[1:]), capture(*example)
+    for seed, drop in enumerate((0.0, 0.9)):
+        captured = admitted(raw, "multiway_newnode")
+        schedule = random_schedule(captured.program, seed, drop=drop)
+        assert worst(plain, replayed(example, captured, schedule, "multiway_newnode", measured=False)) == 0.0
+    wrapped = auto_schedule(twin(example[0]), example[1], memory_budget="1 MB", time_limit_seconds=5)
+    assert worst(plain, run(wrapped, *example[1:])) < 1e-5
