@@ -7,6 +7,7 @@ others that round differently, the operator itself is kept; conditions on consta
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import traceback
@@ -296,6 +297,7 @@ def _export(
         warnings.simplefilter("ignore")
         if compiling:
             stack.enter_context(_is_compiling())
+        _with_samplers_shapes()
         flat.tracing_mode = _Constants()
         stack.enter_context(_attention_of(target))
         stack.enter_context(sync_batch_norm.traced(processes))
@@ -635,6 +637,17 @@ class _Constants(TorchFunctionMode):
                 return
         if small:
             self.values[result] = real
+
+
+@functools.cache
+def _with_samplers_shapes() -> None:
+    """Tell PyTorch the shapes that its samplers of Gamma and Dirichlet distributions, and their gradients, give."""
+
+    def row_major(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return first.new_empty(first.shape)
+
+    for name in ("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad"):
+        torch.library.register_fake(f"aten::{name}", row_major, allow_override=True)
 
 
 @contextlib.contextmanager

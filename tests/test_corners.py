@@ -490,7 +490,7 @@ def test_dropout_of_gradients_is_drawn_once(share: float) -> None:
 
 
 def gamma(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return torch.distributions.Gamma(layer(x).exp(), torch.ones(8)).rsample()
+    return torch.distributions.Gamma(layer(x).exp().t(), torch.ones(6)).rsample().flatten()
 
 
 def dirichlet(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
