@@ -225,6 +225,7 @@ def capture(
     """
     _check_distributed(model)
     check_initialized(model)
+    _check_averages(model)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     flat = FlatModule(model, leaves, spec)
@@ -316,6 +317,19 @@ def _check_distributed(model: nn.Module) -> None:
             raise CaptureError(
                 f"{name or type(model).__name__} has sharded parameters, which are gathered while the step runs; shard "
                 "around it: fully_shard(ScheduleWrapper(model, ...))"
+            )
+
+
+def _check_averages(model: nn.Module) -> None:
+    """Batch norms average their statistics with a factor that is known before a step."""
+    for name, module in model.named_modules():
+        averaging = (
+            isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.track_running_stats
+        )
+        if averaging and module.momentum is None:
+            raise CaptureError(
+                f"{name or type(model).__name__} has momentum=None, so its average depends on how many steps there were; give "
+                "it a number, such as momentum=0.1"
             )
 
 

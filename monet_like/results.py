@@ -26,7 +26,7 @@ def _apart(found: _Fields) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
 def _together(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
     """An instance with these fields; its class's own ``__init__`` and ``__post_init__`` ran when the forward made it."""
     kind, names = context
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
     return made

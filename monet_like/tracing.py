@@ -7,7 +7,6 @@ others that round differently, the operator itself is kept; conditions on consta
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import operator
 import traceback
@@ -28,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import fakes as fakes_of_pytorchs
 from . import sync_batch_norm
 from .constants import ConstantsFound, HeldTensors, constant_name, foreign_memory
 from .eager_calls import InPlaceCalls, called_in_place, changes_its_first
@@ -44,6 +44,13 @@ _CONSTANT_ELEMENTS = 2**20
 
 #: What autocast casts with, and where it is implemented.
 _TO, _COMPOSITE = torch.ops.aten.to.dtype, torch._C.DispatchKey.CompositeImplicitAutograd
+#: What to do instead of calling operators whose results have sizes that depend on values.
+_ADVICE = {
+    "aten._ctc_loss": "CTC loss with lengths in tensors needs memory that depends on their values; give the lengths as lists of "
+    "numbers, or compute the loss outside the model",
+    "aten._pack_padded_sequence": "pack_padded_sequence makes a tensor whose size depends on the lengths' values; give the "
+    "recurrent layer the padded sequences, and mask its results",
+}
 
 #: Where a `FlatModule` keeps the tensors that the model has not registered.
 HELD = "held."
@@ -297,11 +304,12 @@ def _export(
         warnings.simplefilter("ignore")
         if compiling:
             stack.enter_context(_is_compiling())
-        _with_samplers_shapes()
+        fakes_of_pytorchs.register()
         flat.tracing_mode = _Constants()
         stack.enter_context(_attention_of(target))
         stack.enter_context(sync_batch_norm.traced(processes))
         stack.enter_context(_unvalidated())
+        stack.enter_context(fakes_of_pytorchs.ctc_loss_by_steps())
         stack.enter_context(flat.autocast.outside_forward())
         with keeping_generators(f"a hook or a custom function of {type(flat.model).__name__}, in the backward,"):
             joint = _recorded(stack, flat, fakes)
@@ -639,17 +647,6 @@ class _Constants(TorchFunctionMode):
             self.values[result] = real
 
 
-@functools.cache
-def _with_samplers_shapes() -> None:
-    """Tell PyTorch the shapes that its samplers of Gamma and Dirichlet distributions, and their gradients, give."""
-
-    def row_major(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return first.new_empty(first.shape)
-
-    for name in ("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad"):
-        torch.library.register_fake(f"aten::{name}", row_major, allow_override=True)
-
-
 @contextlib.contextmanager
 def _unvalidated() -> Iterator[None]:
     """Distributions do not look at their parameters' values, as they do by default to see whether they are valid."""
@@ -716,6 +713,9 @@ def _reason(error: BaseException) -> str:
     )
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in internal)]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    advice = next((said for operator_, said in _ADVICE.items() if operator_ in str(error)), "")
+    if advice:
+        return f"{advice}{where}"
     if _data_dependent(error) or "aten._local_scalar_dense" in str(error) or "aten.nonzero" in str(error):
         message = f"its computation depends on the values of a tensor, not only on shapes: {message}"
     elif "requires grad" in str(error) or "require grad" in str(error):

@@ -517,3 +517,42 @@ def test_distributions_are_sampled_as_in_plain_pytorch(function: Callable[..., A
         assert worst(plain, replayed(example, captured, schedule, "multiway_newnode", measured=False)) == 0.0
     wrapped = auto_schedule(twin(example[0]), example[1], memory_budget="1 MB", time_limit_seconds=5)
     assert worst(plain, run(wrapped, *example[1:])) < 1e-5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_ctc_loss_with_lengths_as_numbers(kind: type, reduction: str) -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scores = layer(x).log_softmax(-1)
+        lengths, wanted = kind([6, 5, 6]), kind([2, 3, 1])
+        return nn.functional.ctc_loss(scores, targets, lengths, wanted, reduction=reduction, zero_infinity=True)
+
+    example = Net(forward, linear()), (rows(6, 3, 8).requires_grad_(), torch.randint(1, 8, (3, 3))), {}
+    plain, raw = run(twin(example[0]), *example[1:]), capture(*example)
+    for seed, drop in enumerate((0.0, 0.9)):
+        captured = admitted(raw, "multiway_newnode")
+        costs_of(captured, example, "multiway_newnode", timed=False)
+        schedule = random_schedule(captured.program, seed, drop=drop)
+        assert worst(plain, replayed(example, captured, schedule, "multiway_newnode", measured=False)) == 0.0
+
+
+def lengths_in_tensors(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    lengths, wanted = torch.tensor([6, 5, 6]), torch.tensor([2, 3, 1])
+    return nn.functional.ctc_loss(layer(x).log_softmax(-1), torch.ones(3, 3, dtype=torch.long), lengths, wanted)
+
+
+def packed(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.utils.rnn.pack_padded_sequence(layer(x), [6, 4, 2]).data
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "said"),
+    [
+        (lambda: Net(lengths_in_tensors, linear()), (6, 3, 8), "CTC loss with lengths in tensors.*as lists of numbers"),
+        (lambda: Net(packed, linear()), (6, 3, 8), "pack_padded_sequence makes.*give the recurrent layer the padded"),
+        (lambda: nn.BatchNorm1d(8, momentum=None), (6, 8), "BatchNorm1d has momentum=None.*momentum=0.1"),
+    ],
+)
+def test_what_depends_on_values_is_said_in_the_models_words(model: Any, shape: tuple[int, ...], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        capture(model(), (rows(*shape),))

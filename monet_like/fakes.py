@@ -1,0 +1,67 @@
+"""Shapes of PyTorch's own operators that PyTorch does not tell a trace, or tells wrongly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _row_major(first: Tensor, *_: Any, **__: Any) -> Tensor:
+    return first.new_empty(first.shape)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[Tensor, Tensor]:
+    steps, batch = (log_probs.shape[0], log_probs.shape[1]) if log_probs.dim() == 3 else (log_probs.shape[0], 1)
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * max(target_lengths, default=0) + 1)
+
+
+def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+@cache
+def register() -> None:
+    """Tell PyTorch, once in a process: samplers of Gamma and Dirichlet distributions, CTC loss with lengths in lists."""
+    for name in ("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad"):
+        torch.library.register_fake(f"aten::{name}", _row_major, allow_override=True)
+    torch.library.register_fake("aten::_ctc_loss", _ctc_loss, allow_override=True)
+    torch.library.register_fake("aten::_ctc_loss_backward", _ctc_loss_backward, allow_override=True)
+
+
+@contextlib.contextmanager
+def ctc_loss_by_steps() -> Iterator[None]:
+    """For tracing: the mean of CTC losses as its operators, which PyTorch makes with a tensor that a trace cannot have."""
+    own = torch.ctc_loss
+
+    def ctc_loss(
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: int = 1,
+        zero_infinity: bool = False,
+    ) -> Tensor:
+        if reduction != 1 or isinstance(target_lengths, Tensor) or log_probs.dim() != 3:
+            return own(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+        losses = own(log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
+        lengths = torch.tensor(target_lengths, dtype=losses.dtype, device=losses.device)
+        return (losses / lengths.clamp_min(1)).mean()
+
+    torch.ctc_loss = ctc_loss
+    try:
+        yield
+    finally:
+        torch.ctc_loss = own
