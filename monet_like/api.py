@@ -22,6 +22,7 @@ from .files import cache_folder
 from .precision import autocast_name
 from .profile_data import Profile
 from .profiler import device_name, device_slug, versions
+from .reads import Change
 from .replay import ScheduleWrapper, device_of, exceeds, mismatch
 from .schedule_file import ScheduleRecord
 from .units import MOST_BYTES, parse_bytes
@@ -113,7 +114,7 @@ class AutoSchedule(ScheduleWrapper):
         self._step(self._key(leaves, spec), args, kwargs)
 
     def _planned(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None, change: Change | None
     ) -> tuple[ScheduleRecord, Captured]:
         settings, device = self.settings, device_of(self)
         request = Request(
@@ -132,8 +133,9 @@ class AutoSchedule(ScheduleWrapper):
             if _is_of(record, found, device):
                 return record, found
         if self.records:
+            reason = reason or (str(change) if change else "other parameters are frozen, other parts in eval mode, or results larger")
             warnings.warn(
-                f"planning {type(self._model).__name__} anew: {reason or 'other parameters are frozen, other parts in eval mode, or results larger'}",
+                f"planning {type(self._model).__name__} anew: {reason}",
                 stacklevel=5,
             )
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

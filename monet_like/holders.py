@@ -237,13 +237,17 @@ class ReadOnlyEntries(Holder):
 class Items(Holder):
     """The items of a list or a deque."""
 
+    def __init__(self, held: Any) -> None:
+        super().__init__(held)
+        self.kind: Any = list if isinstance(held, list) else collections.deque
+
     def flat(self) -> tuple[Any, ...]:
-        return tuple(self.held)
+        return tuple(self.kind.__iter__(self.held))
 
     def put_back(self, then: Any) -> None:
         if not same_objects(self.flat(), then):
-            self.held.clear()
-            self.held.extend(then)
+            self.kind.clear(self.held)
+            self.kind.extend(self.held, then)
 
 
 class Members(Holder):

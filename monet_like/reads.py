@@ -226,9 +226,12 @@ def _text(form: Any) -> str:
     if form is _ABSENT:
         return "not there"
     if isinstance(form, Same):
-        return f"a {type(form.of()).__name__}"
+        named = getattr(form.of(), "__name__", None)
+        return f"a {type(form.of()).__name__}" + (f" ({named})" if named else "")
     kind, value = form[:2] if isinstance(form, tuple) and len(form) > 1 else (None, form)
     if isinstance(kind, Same):
         return f"a {getattr(kind.of(), '__name__', 'value')}"
+    if kind == "function":
+        return f"a function ({value.co_name})"
     text = value if kind in (float, complex) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -161,7 +161,7 @@ class Recorder:
                 raise
             if (names := known.get(id(module))) is None:
                 self._modules[id(module)] = module  # one that lives no more would share its identity
-                names = known[id(module)] = set(_NOT_READ)
+                names = known[id(module)] = set(_NOT_READ if id(module) in self.known else _NOT_READ - {"training"})
             if attribute not in names:
                 if attribute != "__dict__":
                     names.add(attribute)

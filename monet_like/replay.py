@@ -32,6 +32,7 @@ from .precision import (
     weights_layout,
 )
 from .program import Program, Task
+from .reads import Change
 from .runtime import Step, run_step
 from .schedule import Schedule
 from .schedule_file import InputSpec, ScheduleRecord
@@ -200,7 +201,7 @@ class ScheduleWrapper(nn.Module):
             captured = None  # the model has been changed since
         earlier = self._steps.get(key)
         change = earlier[-1].change() if earlier else None
-        record, captured = self._planned(args, kwargs, captured)
+        record, captured = self._planned(args, kwargs, captured, change)
         within = None
         if self.backend == "inductor" and _described_all(args, kwargs) == record.inputs:
             within = record.peak_bytes - record.optimizer_bytes
@@ -244,16 +245,21 @@ class ScheduleWrapper(nn.Module):
         return other if same else None
 
     def _planned(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None, change: Change | None
     ) -> tuple[ScheduleRecord, Captured]:
-        """The schedule for these arguments and the program that it is of."""
+        """The schedule for these arguments and the program that it is of; ``change``: since an earlier one."""
         record = self.record
         if reason := mismatch(record, self._model, args, kwargs):
             raise ScheduleFileError(reason)
         if captured is None or not captured.constants.are_of(self._model):
             captured = capture(self._model, args, kwargs, made_last=record.made_last)
             captured = admitted(captured, record.mode, ablation=record.ablation)
-        check_program(record, captured.program, type(self._model).__name__, device_of(self._model))
+        try:
+            check_program(record, captured.program, type(self._model).__name__, device_of(self._model))
+        except ScheduleFileError as error:
+            if change is None:
+                raise
+            raise ScheduleFileError(f"{error}; since the last step, {change}") from None
         return record, captured
 
     def train(self, mode: bool = True) -> ScheduleWrapper:
