@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from .constants import Constants, constant_name
-from .eager_calls import called_in_place, eager_layouts, in_place_form
+from .eager_calls import called_in_place, eager_layouts, fills_with_noise, in_place_form
 from .errors import CaptureError, UsageError
 from .kernels.sync_batch_norm import COMMUNICATING
 from .layers import layer_of
@@ -542,8 +542,13 @@ class _Builder:
             self._dropout_backward(node, tangents)
             return
         args, kwargs = _map((_args(node), node.kwargs), lambda n: self.nodes[n].result)
-        idle = self._is_idle_clone(node) or self._is_idle_cast(node) or self._is_idle_copy(node)
-        result = args[0] if idle else node.target(*args, **kwargs)
+        result: Any
+        if self._is_idle_clone(node) or self._is_idle_cast(node) or self._is_idle_copy(node):
+            result = args[0]
+        elif fills_with_noise(node):
+            result = torch.empty_like(args[0])
+        else:
+            result = node.target(*args, **kwargs)
         if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
             result = _as_computed(args, result)
             if self._owns(_args(node)[3], "buffer"):
@@ -632,6 +637,11 @@ class _Builder:
             calls.append(Call(op, args, kwargs, (whole,)))
             op, args, kwargs = "aten.clone.default", (whole,), ()
         call = Call(op, args, kwargs, tuple(outs), unpack)
+        if fills_with_noise(node):
+            meta, noise = self.metas[writes[0]], Ref(writes[0])
+            options = (("dtype", meta.dtype), ("device", meta.device))
+            calls = [Call("aten.empty_strided.default", (meta.shape, meta.stride), options, (noise,))]
+            call = Call("aten.bernoulli_.float", (noise, *args[1:]), kwargs, ())
         if self._observes_in_place(node):
             self._observe(node, calls, call, writes)
         elif op == _SYNC_BATCH_NORM_GATHER:
@@ -768,9 +778,7 @@ class _Builder:
         result = torch.empty_like(like)
         value = self._value(f"{node.name}.0", kind, result)
         multiply = Call("aten.mul.Tensor", (source, Ref(noise)), (), (Ref(value),))
-        (self.slots if backward else self.tasks).append(
-            self._make(f"{node.name}.scale", (*calls, multiply), (value,))
-        )
+        (self.slots if backward else self.tasks).append(self._make(f"{node.name}.scale", (*calls, multiply), (value,)))
         mask = torch.empty_like(like, dtype=torch.bool)
         self.nodes[node] = _Node((result, mask), backward, tangents)
         self.noises.update((user, noise) for user in node.users if _args(user)[1] == 1)
@@ -866,7 +874,10 @@ class _Builder:
         layouts = {} if self.in_backward else eager_layouts(node)
         found = list(args)
         for position, strides in layouts.items():
-            meta, copy = TensorMeta.of(self.nodes[_args(node)[position]].result), Ref(f"t_{node.name}_laid_out_{position}")
+            meta, copy = (
+                TensorMeta.of(self.nodes[_args(node)[position]].result),
+                Ref(f"t_{node.name}_laid_out_{position}"),
+            )
             options = (("dtype", meta.dtype), ("device", meta.device))
             calls.append(Call("aten.empty_strided.default", (meta.shape, strides), options, (copy,)))
             calls.append(Call("aten.copy_.default", (copy, args[position]), (), ()))

@@ -24,6 +24,9 @@ _KEY = "monet_like_in_place"
 _LAYOUTS = "monet_like_layouts"
 #: Functions that write in place into parts of a tensor which are no views of it (``unsafe_chunk``).
 _OVERLAPPING = frozenset({"gru", "gru_cell"})
+_NOISE = "monet_like_noise"
+#: Functions that fill a tensor which lies like their argument with noise.
+_NOISY = frozenset({"alpha_dropout"})
 #: Operators of which every element is rounded alike, wherever it lies.
 _EXACT = frozenset({"add", "sub", "mul", "clone"})
 _AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"))
@@ -42,6 +45,9 @@ class InPlaceCalls(TorchFunctionMode):
             )
         if getattr(func, "__name__", "") in _OVERLAPPING:
             with _Layouts():
+                return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _NOISY:
+            with torch.fx.traceback.annotate({_NOISE: True}):
                 return func(*args, **kwargs)
         if not changes_its_first(func, kwargs):
             return func(*args, **kwargs)
@@ -84,6 +90,13 @@ def changes_its_first(func: Any, kwargs: Mapping[str, Any]) -> bool:
 def called_in_place(node: fx.Node) -> bool:
     """Whether a node was traced in such a call."""
     return bool((node.meta.get("custom") or {}).get(_KEY))
+
+
+def fills_with_noise(node: fx.Node) -> bool:
+    """Whether a node stands for ``bernoulli_(p)``, which draws in the order in which a tensor lies, as its trace does not."""
+    return node.target is torch.ops.aten.bernoulli.p and (
+        called_in_place(node) or bool((node.meta.get("custom") or {}).get(_NOISE))
+    )
 
 
 def in_place_form(

@@ -126,7 +126,9 @@ class Step:
         other = self.for_row_major
         if other is None:
             return self
-        there = [(g, v) for g, v in zip(gradients, self.captured.tangents, strict=True) if g is not None and v is not None]
+        there = [
+            (g, v) for g, v in zip(gradients, self.captured.tangents, strict=True) if g is not None and v is not None
+        ]
         as_results = all(g.stride() == self.captured.metas[v].stride for g, v in there)
         return other if not as_results and all(g.stride() == other.captured.metas[v].stride for g, v in there) else self
 

@@ -64,7 +64,9 @@ _T = TypeVar("_T")
 class FlatModule(nn.Module):
     """The model as aot_export wants it: tensors in, tensors out; everything else is a constant."""
 
-    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, *, tied_as_one: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, *, tied_as_one: bool = False
+    ) -> None:
         super().__init__()
         self.autocast = _Autocast()
         self.training = model.training
@@ -212,7 +214,7 @@ def _further_places(members: Iterable[dict[str, Any]]) -> list[_Place]:
         for name, tensor in held.items():
             if tensor is not None:
                 found = first.setdefault(id(tensor), (held, name))
-                if (found[0] is not held or found[1] != name):
+                if found[0] is not held or found[1] != name:
                     places.append((held, name, *found))
     return places
 
@@ -495,7 +497,9 @@ class _Autocast:
             leaves: the tensors of the trace that are leaves of autograd's graph in a call: their casts are cached.
         """
         with contextlib.ExitStack() as stack:
-            if not self.active:  # then regions inside the forward are outermost ones, and empty the cache where they end
+            if (
+                not self.active
+            ):  # then regions inside the forward are outermost ones, and empty the cache where they end
                 depth = _autocast_depth()
                 stack.callback(_nest_autocast, depth)
                 _nest_autocast(-depth)
@@ -530,7 +534,7 @@ class _CachedCasts(TorchFunctionMode):
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
         """The kernel of ``aten.to.dtype`` while this is active."""
-        cached = tensor in self.leaves and self._is_autocasts_own(tensor.device.type, dtype)
+        cached = torch.is_grad_enabled() and tensor in self.leaves and self._is_autocasts_own(tensor.device.type, dtype)
         if cached and tensor in self.casts:
             return self.casts[tensor]
         result = _TO._op_dk(_COMPOSITE, tensor, dtype, *args, **kwargs)

@@ -66,7 +66,7 @@ def trained(model: nn.Module, args: tuple[torch.Tensor, ...], autocast: str = ""
         weights = torch.Generator().manual_seed(9)
         trained_ones = [t for t in results if t.requires_grad]
         sum((t.float() * torch.randn(t.shape, generator=weights)).sum() for t in trained_ones).backward()  # type: ignore
-        found |= {f"{step} result {i}": t.detach() for i, t in enumerate(results)}
+        found |= {f"{step} result {i}": t.detach().clone() for i, t in enumerate(results)}
         found |= {f"{step} gradient of input {i}": t.grad for i, t in enumerate(args)}
         found |= {f"{step} gradient of {n}": p.grad for n, p in model.named_parameters()}
         found |= {f"{step} {n}": b.clone() for n, b in model.named_buffers()}
@@ -315,8 +315,12 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.Sequential(nn.BatchNorm2d(8), nn.ReLU6(True)),
     "instance norm": lambda: nn.InstanceNorm2d(8, affine=True),
     "group norm": lambda: nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(True)),
-    "activations": lambda: nn.Sequential(nn.GELU(), nn.Mish(), nn.Softplus(), nn.LogSigmoid()),
-    "dropout": lambda: nn.Sequential(nn.Dropout(0.4), nn.Dropout2d(0.4)),
+    "activations": lambda: nn.Sequential(nn.GELU(), nn.Mish(), nn.Softplus()),
+    "dropout": lambda: nn.Sequential(
+        nn.Dropout(0.4), nn.Dropout2d(0.4), nn.AlphaDropout(0.4), nn.FeatureAlphaDropout(0.4)
+    ),
+    "noise": lambda: Net(lambda x: x * torch.empty_like(x).bernoulli_(0.5) + torch.empty_like(x).uniform_() * x),
+    "drawn": lambda: Net(lambda x: x * torch.bernoulli(x.detach(), 0.5) + torch.rand_like(x)),
     "pools": lambda: nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.AvgPool2d(3, 1, 1)),
     "mean": lambda: Net(lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()),
     "upsampled": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
@@ -344,7 +348,12 @@ def test_layouts_are_plain_pytorchs(name: str, size: tuple[int, int], layout: st
 def test_squeeze_and_excite_is_bit_equal() -> None:
     """Widths and batch with which a transposed convolution, by oneDNN, is no more the gradient's bits."""
     excite = nn.Sequential(
-        nn.AdaptiveAvgPool2d(1), nn.Conv2d(1044, 87, 1), nn.BatchNorm2d(87), nn.ReLU(), nn.Conv2d(87, 1044, 1), nn.Sigmoid()
+        nn.AdaptiveAvgPool2d(1),
+        nn.Conv2d(1044, 87, 1),
+        nn.BatchNorm2d(87),
+        nn.ReLU(),
+        nn.Conv2d(87, 1044, 1),
+        nn.Sigmoid(),
     )
     model = Net(lambda first, excite, x: (lambda y: y * excite(y))(first(x)), nn.Conv2d(4, 1044, 1), excite)
     assert not differing((model, (rows(8, 4, 2, 2),)))

@@ -63,7 +63,7 @@ def test_every_place_is_found(name: str, wanted: dict[str, int]) -> None:
 
 def test_input_gradients_of_convolutions_need_no_input() -> None:
     captured = offered("unet")  # transposed convolutions among them
-    slots = [slot for slot in captured.program.slots if "conv.transposed" in {way.variant for way in slot}]
+    slots = [slot for slot in captured.program.slots if "conv.shape_only" in {way.variant for way in slot}]
     assert len(slots) == 18  # four more make their gradient in parts
     for plain, swapped in slots:
         assert captured.program.forward_reads(swapped) == ()

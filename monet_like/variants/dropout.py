@@ -12,7 +12,7 @@ def offer(editor: Editor) -> None:
     """newnode: for every dropout noise (0 or 1 / (1 - p)), a draw that also packs it, and the unpacking."""
     for task in editor.tasks:
         draw = next((call for call in task.calls if call.op == "aten.bernoulli_.float"), None)
-        if draw is None or task.runs != "first" or task.variant != "aten":
+        if draw is None or task.calls[-1].op != "aten.div_.Scalar" or task.runs != "first" or task.variant != "aten":
             continue
         noise, keep = draw.args
         meta = editor.metas[noise.name]
