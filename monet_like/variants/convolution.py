@@ -60,15 +60,16 @@ def _by_shape(editor: Editor, before: Sequence[Call], call: Call, out: int) -> t
 
     In other layouts PyTorch looks at the input's strides to choose one.
     """
-    grad, x, weight, *_ = call.args
+    grad, x, weight, *rest = call.args
     x_meta, known = editor.meta_of(x), (editor.meta_of(weight), editor.metas[out])
     if editor.device.type != "cpu" or x_meta is None or not all(m and m.contiguous for m in (x_meta, *known)):
         return None
     number, shape = Ref("number"), Ref("shape")
+    options = (("dtype", x_meta.dtype), ("device", x_meta.device))
     made = (
-        Call("aten.new_zeros.default", (grad, (1,)), (("dtype", x_meta.dtype),), (number,)),
+        Call("aten.empty.memory_format", ((1,),), options, (number,)),
         Call("aten.expand.default", (number, x_meta.shape), (), (shape,)),
-        replace(call, args=(grad, shape, weight, *call.args[3:])),
+        replace(call, args=(grad, shape, weight, *rest)),
     )
     return made if editor.results((*before, *made))[Ref(out)] == editor.metas[out] else None
 
