@@ -518,10 +518,13 @@ def check_program(record: ScheduleRecord, program: Program, name: str, device: t
         ScheduleFileError: it is of another one, breaks its rules, or needs more memory than it promises.
     """
     if program.fingerprint != record.fingerprint:
+        made = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
         raise ScheduleFileError(
             f"this schedule does not match the model: it was planned for {record.model}{_counted(record)}, {name} has "
-            f"{_sized(*program.parameters, len(program.slots))}; {_what_else(record, program)}use the model that it was "
-            f"planned for, or plan again with monet-like solve{_about_processes(record.counts.get('processes', 1), among(program))}"
+            f"{_sized(*program.parameters, len(program.slots))}; use the model that it was planned for, with the same frozen "
+            f"parameters, train/eval flags, precision and versions (planned with {made} for {record.device}; this is torch "
+            f"{torch.__version__}), or plan again with monet-like solve"
+            f"{_about_processes(record.counts.get('processes', 1), among(program))}"
         )
     if reason := exceeds(record, program, name, device):
         raise ScheduleFileError(reason)
@@ -563,16 +566,6 @@ def _counted(record: ScheduleRecord) -> str:
 
 def _sized(parameters: int, parameter_bytes: int, slots: int) -> str:
     return f"{parameters} parameters in {format_bytes(parameter_bytes)} and {slots} operators in its backward"
-
-
-def _what_else(record: ScheduleRecord, program: Program) -> str:
-    """What may tell two programs apart whose parameters are the same."""
-    if (record.counts.get("parameters"), record.counts.get("parameter_bytes")) not in (program.parameters, (None, None)):
-        return ""
-    planned, here = record.versions.get("torch", ""), torch.__version__
-    if planned and planned != here:
-        return f"it was planned with PyTorch {planned}, and this is {here}; "
-    return "other parameters may be frozen, parts be in eval mode, shapes or the precision differ; "
 
 
 def _about_processes(solved: int, here: int) -> str:

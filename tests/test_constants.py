@@ -195,7 +195,7 @@ def test_unregistered_parameters_that_change_are_followed() -> None:
     net.hidden[0].weight = nn.Parameter(torch.ones(8, 8))
     assert_same(everything(wrapped, net, x), everything(net, net, x))
     net.free.requires_grad_(False)  # as of a parameter that is frozen
-    with pytest.raises(ScheduleFileError, match="parameters may be frozen"):
+    with pytest.raises(ScheduleFileError, match="frozen parameters"):
         wrapped(x)
 
 

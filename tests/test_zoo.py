@@ -530,4 +530,4 @@ def test_tables(tmp_path: Path) -> None:
 
 def test_a_local_search_takes_no_less_than_nothing() -> None:
     result = command("build", "resnet50", "--evaluations", "-1")
-    assert result.exit_code == 2 and "-1 is not in the range x>=0" in result.output
+    assert result.exit_code == 2 and "-1 is not in the range 0<=x<=" in result.output
