@@ -80,6 +80,33 @@ def test_seeds_give_the_same_models_each_time() -> None:
     assert len({draw(seed).source for seed in range(8)}) == 8
 
 
+#: Cases that failed once, beside those of other tests.
+FOUND = {
+    "noise of AlphaDropout where the input is transposed": Case(
+        (
+            Op("x0", "input", (), {"shape": (2, 3), "requires_grad": True, "layout": "transposed"}),
+            Op("v0", "dropout", ("x0",), {"name": "AlphaDropout"}),
+            Op("result", "result", ("v0",)),
+        )
+    ),
+    "what attention reshapes after dropout": Case(
+        (
+            Op("x0", "input", (), {"shape": (2, 4, 4, 4), "layout": "transposed"}),
+            Op("v2", "binary", ("x0", "x0"), {"expression": "torch.cosine_similarity({x}, {y}, -1)"}),
+            Op("v3", "encoder", ("v2",), {"heads": 4, "dropout": 0.1, "norm_first": True}),
+            Op("v4", "attention", ("v3",), {"dropout": 0.2, "need_weights": True}),
+            Op("result", "result", ("v4",)),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_failed_once_is_right(name: str) -> None:
+    verdict = judge(FOUND[name])
+    assert verdict.status == "right", verdict
+
+
 # Planted faults: each is seen, and the case made smaller until little is left beside what the fault needs.
 
 
