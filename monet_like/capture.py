@@ -542,6 +542,9 @@ class _Builder:
             self._dropout_backward(node, tangents)
             return
         args, kwargs = _map((_args(node), node.kwargs), lambda n: self.nodes[n].result)
+        if node.target is torch.ops.aten.view.default and not _can_view(*args):
+            # What dropout makes lies as its input does, and the trace took it to be contiguous: eager mode's reshape copies.
+            node.target = torch.ops.aten.reshape.default
         result: Any
         if self._is_idle_clone(node) or self._is_idle_cast(node) or self._is_idle_copy(node):
             result = args[0]
@@ -1212,6 +1215,15 @@ def _without_tangent(node: fx.Node) -> bool:
         (other,) = (arg for arg in _args(user) if arg is not node)
         user.replace_all_uses_with(cast(fx.Node, other))
         user.graph.erase_node(user)
+    return True
+
+
+def _can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether a tensor of another shape can share its memory."""
+    try:
+        tensor.view(shape)
+    except (RuntimeError, ValueError):
+        return False
     return True
 
 

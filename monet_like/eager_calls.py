@@ -43,6 +43,11 @@ class InPlaceCalls(TorchFunctionMode):
             raise CaptureError(
                 "the forward assigns a tensor's .data, and a schedule cannot; write into it: tensor.copy_(...)"
             )
+        if func is torch.bilinear and torch.is_autocast_enabled(args[0].device.type):
+            raise CaptureError(
+                "the forward calls bilinear under autocast, which acts inside that operator, and a schedule cannot; call it inside "
+                "torch.autocast(device_type, enabled=False), on float32 inputs"
+            )
         if getattr(func, "__name__", "") in _OVERLAPPING:
             with _Layouts():
                 return func(*args, **kwargs)

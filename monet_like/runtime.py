@@ -7,7 +7,7 @@ ready, so they reach ``.grad`` (and a distributed wrapper's buckets) while the r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .codegen import Block, compile_block, compile_chain
 from .errors import UsageError
 from .missing_gradients import without_missing
 from .pieces import Fused, fuse
-from .program import RESIDENT_KINDS, Call, Ref, Task
+from .program import RESIDENT_KINDS, Call, Ref, Task, refs
 from .reads import Change, Reads
 from .schedule import Schedule
 from .simulate import Free, simulate
@@ -204,8 +204,25 @@ def _runs(captured: Captured, schedule: Schedule, start: int, stop: int) -> tupl
     tasks: list[Task] = []
     for slot in range(start, stop):
         tasks += [program.tasks[i] for i in schedule.again[slot]]
-        tasks.append(program.slots[slot][schedule.ways[slot]])
+        tasks.append(_without_statistics(program.slots[slot][schedule.ways[slot]]))
     return tuple(tasks)
+
+
+def _without_statistics(way: Task) -> Task:
+    """A way of a slot without the running statistics that batch norm's gradient takes and, in training, does not read.
+
+    They may have moved since, by another forward.
+    """
+    calls = tuple(
+        replace(call, args=(*call.args[:3], None, None, *call.args[5:]))
+        if call.op == "aten.native_batch_norm_backward.default" and call.args[7] is True
+        else call
+        for call in way.calls
+    )
+    if calls == way.calls:
+        return way
+    read = {ref.name for call in calls for ref in refs(call)}
+    return replace(way, calls=calls, reads=tuple(v for v in way.reads if v in read))
 
 
 def _existing(captured: Captured, schedule: Schedule) -> tuple[list[int], int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -722,6 +723,12 @@ def _reason(error: BaseException) -> str:
         return f"{advice}{where}"
     if _data_dependent(error) or "aten._local_scalar_dense" in str(error) or "aten.nonzero" in str(error):
         message = f"its computation depends on the values of a tensor, not only on shapes: {message}"
+    elif "modified by an inplace operation" in str(error):
+        told = re.search(r"\[torch\.\w+ \[[^]]*\]\](, which is output \d+ of \w+)?", message)
+        message = (
+            f"it overwrites in place what the gradient of one of its results reads ({told[0] if told else message}); plain PyTorch "
+            "has no gradient there either: detach() that result, if the loss does not use it, or do not write in place"
+        )
     elif "requires grad" in str(error) or "require grad" in str(error):
         message = f"nothing in it requires a gradient: {message}"
     return f"{type(error).__name__}: {message}{where}"

@@ -89,6 +89,18 @@ def unread_noise(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.dropout(y, 0.5)
 
 
+def noise_of_another_layout(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = nn.functional.alpha_dropout(layer(x).t(), 0.5, training=True)
+    y = nn.functional.feature_alpha_dropout(y.view(2, 4, 6).permute(2, 0, 1), 0.5, training=True).flatten(1)
+    written, drawn = y.t().detach().clone().bernoulli_(0.5), torch.bernoulli(y.t().detach(), 0.5)
+    return written * y.t() + drawn
+
+
+def reshaped_dropout(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    turned = layer(x).view(6, 2, 4).transpose(0, 1)
+    return nn.functional.dropout(turned, 0.5).reshape(12, 4)
+
+
 CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "rotary": lambda: (Net(rotary, linear()), rows()),
     "power": lambda: (Net(power, linear()), rows()),
@@ -102,6 +114,8 @@ CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     ),
     "all_dropped": lambda: (nn.Sequential(linear(), nn.Dropout(1.0), linear(), nn.Dropout(0.5)), rows()),
     "unread_noise": lambda: (Net(unread_noise, linear()), rows()),
+    "noise_of_another_layout": lambda: (Net(noise_of_another_layout, linear()), rows()),
+    "reshaped_dropout": lambda: (Net(reshaped_dropout, linear()), rows()),
     "written_constant": lambda: (Net(written_constant, linear()), rows()),
 }
 
@@ -117,6 +131,47 @@ def test_a_step_is_plain_pytorchs_to_the_bit(name: str) -> None:
         for seed, drop in enumerate((0.0, 0.9)):
             schedule = random_schedule(captured.program, seed, drop=drop, others=others)
             assert worst(plain, replayed(example, captured, schedule, mode, measured=False)) == 0.0, (mode, drop)
+
+
+def test_running_statistics_may_move_before_the_backward() -> None:
+    """As by a second forward; the gradient does not read them."""
+    model, inputs = nn.Sequential(linear(), nn.BatchNorm1d(8), linear()), (rows(), 2 * rows())
+    captured, plain = admitted(capture(model, inputs[:1]), FULL), twin(model)
+    sum(plain(x).square().sum() for x in inputs).backward()
+    variants = set()
+    for seed in range(8):
+        schedule = random_schedule(captured.program, seed, drop=0.0, others=1.0)
+        ways = [slot[way] for slot, way in zip(captured.program.slots, schedule.ways, strict=True)]
+        ours = [captured.program.tasks[i].calls[-1].op for i in schedule.forward]
+        variants.add(
+            any("monet_like" in op for op in ours) and any("native_batch_norm_b" in str(w.calls) for w in ways)
+        )
+        record = record_for(captured, schedule, FULL, (model, inputs[:1], {}))
+        wrapped = ScheduleWrapper(twin(model), record, example=(inputs[:1], {}), captured=captured)
+        sum(wrapped(x).square().sum() for x in inputs).backward()
+        for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    assert True in variants
+
+
+def test_bilinear_under_autocast_is_refused() -> None:
+    model = Net(lambda _, layer, x: layer(x, x), nn.Bilinear(8, 8, 4))
+    capture(model, (rows(),))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="calls bilinear under autocast"):
+        capture(model, (rows(),))
+
+
+def test_a_result_that_has_no_gradient_in_plain_pytorch_either_is_named() -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+        y = layer(x)
+        logged = y.sigmoid()
+        return y + 1, logged.relu_()
+
+    run(Net(lambda *a: forward(*a)[0], linear()), (rows(),), {})
+    with pytest.raises(
+        CaptureError, match=r"overwrites in place what the gradient of one of its results reads.*detach"
+    ):
+        capture(Net(forward, linear()), (rows(),))
 
 
 @pytest.mark.parametrize(
