@@ -41,6 +41,17 @@ def _refusal(sentence: str, kinds: str, reason: str) -> Refusal:
 REFUSED = (
     _refusal("makes a tensor from numbers", "constant rearranged", "a constant that no buffer holds"),
     _refusal("computation depends on the values of a tensor", "branched", "Python decides by a tensor's values"),
+    _refusal(
+        "computation depends on the values of a tensor", "batch_norm.momentum", "momentum=None reads a counter's value"
+    ),
+    _refusal("forward assigns v._b", "buffered.update", "a buffer is replaced instead of written into"),
+    _refusal("calls bilinear under autocast", "bilinear", "autocast acts inside the operator"),
+    _refusal(
+        "overwrites in place what the gradient of one of its results reads",
+        "",
+        "plain PyTorch has no gradient there either",
+    ),
+    _refusal("made for another program", "dropout.changes branched.changes", "what changed makes other operators"),
     _refusal("draws Python's random numbers", "branched", "Python decides at random"),
     _refusal("changes PlainAOTInput", "activation dropout written hooked", "the model overwrites its input"),
     _refusal("Embedding's max_norm does so", "embedding", "the forward changes a parameter"),
@@ -65,11 +76,12 @@ def expected(case: Case, sentence: str) -> bool:
 def test_a_small_model_is_trained_as_by_plain_pytorch(seed: int) -> None:
     case = draw(seed)
     verdict = judge(case)
+    good = verdict.status == "right" or (verdict.status == "refused" and expected(case, verdict.detail))
     if seed in KNOWN:
-        assert verdict.failed, f"seed {seed} is {verdict.status}: take it out of KNOWN"
+        assert not good, f"seed {seed} is {verdict.status}: take it out of KNOWN"
         pytest.xfail(f"{KNOWN[seed]}: {verdict.detail}")
     if verdict.status == "refused":
-        assert expected(case, verdict.detail), reproduction(case, verdict)
+        assert good, reproduction(case, verdict)
     elif verdict.status != "right":
         pytest.fail(reproduction(*minimise(case, verdict, seconds=PATIENCE)), pytrace=False)
 

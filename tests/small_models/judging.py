@@ -317,7 +317,8 @@ def _call(model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]]) -> 
 def _loss(case: Case, result: Any) -> torch.Tensor:
     """A number that depends on every result that the case does not leave out, each element with a weight of its own.
 
-    Elementwise, so that gradients come in the layout of the results, as a schedule takes them.
+    Elementwise, so that gradients come in the layout of the results, as a schedule takes them; and each result is used
+    once: where a loss uses it twice, its gradients are added up before those of its uses within the model.
     """
     ignored = case.ops[-1].arguments.get("ignored", ())
     losses = []
@@ -325,7 +326,8 @@ def _loss(case: Case, result: Any) -> torch.Tensor:
         if number not in ignored and tensor.requires_grad and tensor.is_floating_point():
             weights = torch.empty_like(tensor, dtype=torch.float64)
             weights.copy_(torch.linspace(0.5, 1.5, tensor.numel(), dtype=torch.float64).view(tensor.shape))
-            losses.append((weights * (tensor + 0.5 * tensor.double().square())).mean())
+            wide = tensor.double()
+            losses.append((weights * (wide + 0.5 * wide.square())).mean())
     return torch.stack(losses).sum()
 
 
