@@ -967,7 +967,7 @@ class _Builder:
             as_called=self._as_called(plain) or (plain if late else None),
             made_last=tuple(movable[slot] for slot in late),
             reads=self.flat.reads,
-            constants=Constants.of(self.constants, self.flat.model),
+            constants=Constants.of(self.constants, self.flat.model, self.flat.leaves),
             written=tuple(sorted(self.written, key=self.written.__getitem__)),
             changed=frozenset(self.changed),
         )

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from .errors import CaptureError
 
 #: Containers nested deeper than this are not searched for constants.
 _DEPTH = 4
+#: A container, a key or position in it, and what was there.
+Place = tuple[Any, Any, Any]
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 
@@ -153,16 +156,16 @@ class Constants:
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    places: tuple[tuple[Any, Any, Any], ...] = ()
+    places: tuple[Place, ...] = ()
     described: tuple[Any, ...] = ()
     model: weakref.ref[nn.Module] | None = None
 
     @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> Constants:
-        """Those of a program that was captured of ``model`` just now."""
+    def of(tensors: Mapping[str, torch.Tensor], model: nn.Module, arguments: Iterable[Any]) -> Constants:
+        """Those of a program that was captured of ``model`` just now, called with ``arguments``."""
         if not tensors:
             return Constants()
-        places = tuple(_places(model, tensors.values()))
+        places = tuple(_places(model, arguments, tensors.values()))
         return Constants(dict(tensors), places, _described(tensors.values()), weakref.ref(model))
 
     def are_of(self, model: nn.Module) -> bool:
@@ -191,26 +194,51 @@ def _described(tensors: Any) -> tuple[Any, ...]:
     return tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
 
 
-def _places(model: nn.Module, tensors: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Where attributes of the model's modules, and containers and modules in them, hold one of ``tensors``."""
-    wanted = WeakTensorKeyDictionary()
-    for tensor in tensors:
-        wanted[tensor] = True
+class _Search:
+    """Looks for places where objects hold one of some tensors."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.wanted = WeakTensorKeyDictionary()
+        for tensor in tensors:
+            self.wanted[tensor] = True
+        self.places: list[Place] = []
+        self.known: dict[int, bool] = {}  # whether a container, which is alive until the search ends, holds any
+
+    def within(self, container: Any, depth: int = _DEPTH, without: frozenset[str] = frozenset()) -> bool:
+        """Whether a container holds any, itself or in what it holds; the places are listed."""
+        if id(container) in self.known or not depth:
+            return self.known.get(id(container), False)
+        self.known[id(container)] = False
+        members = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, member in list(members):
+            if key in without:
+                continue
+            inner = members_of(member)
+            holds = (
+                member in self.wanted if isinstance(member, torch.Tensor) else inner and self.within(inner, depth - 1)
+            )
+            if holds:
+                self.places.append((container, key, member))
+                self.known[id(container)] = True
+        return self.known[id(container)]
+
+
+def members_of(member: Any) -> Any:
+    """What an object holds: itself if it is a dict, list or tuple, else its attributes; None of what is not looked into."""
+    if isinstance(member, dict | list | tuple):
+        return member
+    if isinstance(member, torch.Tensor | type | ModuleType | FunctionType | MethodType):
+        return None
+    attributes = getattr(member, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else None
+
+
+def _places(model: nn.Module, arguments: Iterable[Any], tensors: Iterable[torch.Tensor]) -> list[Place]:
+    """Where attributes of the model's modules, and of other objects that the model is given, hold one of ``tensors``."""
+    search = _Search(tensors)
     for module in model.modules():
-        for name, member in list(module.__dict__.items()):
-            if name not in _REGISTERED:
-                yield from _at(module.__dict__, name, member, wanted, _DEPTH)
-
-
-def _at(
-    container: Any, key: Any, member: Any, wanted: WeakTensorKeyDictionary, depth: int
-) -> list[tuple[Any, Any, Any]]:
-    """The places at and in one member of a container; none where it holds none of the wanted tensors."""
-    if isinstance(member, torch.Tensor):
-        return [(container, key, member)] if member in wanted else []
-    inner = member.__dict__ if isinstance(member, nn.Module) else member
-    if not depth or not isinstance(inner, dict | list | tuple):
-        return []
-    members = inner.items() if isinstance(inner, dict) else enumerate(inner)
-    found = [place for k, m in list(members) for place in _at(inner, k, m, wanted, depth - 1)]
-    return [(container, key, member), *found] if found else []
+        search.within(module.__dict__, without=_REGISTERED)
+    for argument in arguments:
+        if (inner := members_of(argument)) is not None:
+            search.within(inner)
+    return search.places

@@ -21,6 +21,7 @@ from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture import capture
 from monet_like.errors import CaptureError, ScheduleFileError
 from monet_like.replay import admitted
+from monet_like.tracing import fake_mode
 
 _GLOBAL = torch.linspace(0.5, 1.5, 8)
 
@@ -154,6 +155,10 @@ def replace_in_dict(net: Any) -> None:
     net.named["order"] = net.named["order"].flip(0)
 
 
+def replace_in_object(net: Any) -> None:
+    net.settings.weight = net.settings.weight * 2
+
+
 def write_into(net: Any) -> None:
     net.mask.logical_not_()
     net.several[1].mul_(3)
@@ -165,7 +170,15 @@ def write_as_numpy(net: Any) -> None:
     net.several[1].numpy()[3] = 5.0
 
 
-CHANGES = [replace_attribute, replace_in_list, replace_list, replace_in_dict, write_into, write_as_numpy]
+CHANGES = [
+    replace_attribute,
+    replace_in_list,
+    replace_list,
+    replace_in_dict,
+    replace_in_object,
+    write_into,
+    write_as_numpy,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -286,3 +299,31 @@ def test_memory_that_is_not_pytorchs(taken: Callable[[Any], torch.Tensor]) -> No
     with pytest.raises(CaptureError, match="memory that is not PyTorch's"):
         capture(build(writing), (x,))
     assert array[7] == 2
+
+
+class Batch:
+    """An argument that PyTorch's pytree does not look into."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale = scale
+
+
+def test_tensors_in_an_object_that_is_an_argument() -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return layer(x) * batch.scale
+
+    net, x, batch = build(forward), rows(), Batch(torch.ones(8))
+    captured = admitted(capture(net, (x, batch)), "normal")
+    record = record_for(captured, random_schedule(captured.program, 0, drop=0.0), "normal", (net, (x, batch), {}))
+    wrapped = ScheduleWrapper(net, record, example=((x, batch), {}), captured=captured)
+    for scale in (2.0, 3.0):
+        batch.scale = torch.full((8,), scale)
+        assert torch.equal(wrapped(x, batch), net(x, batch))
+    assert torch.equal(wrapped(x, Batch(torch.zeros(8))), torch.zeros(6, 8))
+
+
+def test_constants_of_a_model_without_storage() -> None:
+    with fake_mode():
+        for function in (literals, attributes, unregistered, counts):
+            captured = capture(build(function), (torch.empty(6, 8),))
+            assert captured.constants.tensors
