@@ -489,6 +489,9 @@ class _Builder:
         if node.target in self.attributes:
             self.nodes[node] = self.nodes[self.attributes[str(node.target)]]
             return
+        if id(tensor) in self.named:  # the backward reads it, by a checkpoint or a custom function, as the forward does
+            self.nodes[node] = self.named[id(tensor)][1]
+            return
         if not isinstance(tensor, torch.Tensor) or (tensor.requires_grad and not self.in_backward):
             raise CaptureError(
                 f"{type(self.flat.model).__name__}.forward reads a {type(tensor).__name__} that is not registered and requires a "

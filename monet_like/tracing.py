@@ -134,7 +134,7 @@ class FlatModule(nn.Module):
             if self.recorder is not None:
                 stack.enter_context(self.recorder.forward())
             result = self._called(args, kwargs, tensors)
-        flat, self.out_spec = pytree.tree_flatten(without_dataclasses(result))
+        flat, self.out_spec = pytree.tree_flatten(result)
         positions: dict[int, list[int]] = {}  # of each tensor, which is alive here: one that is returned twice is one result
         for position, leaf in enumerate(flat):
             if isinstance(leaf, torch.Tensor):
@@ -165,7 +165,7 @@ class FlatModule(nn.Module):
         mode = HeldTensors(own, looking=self.tries > 0)
         try:
             with mode, mode.in_custom_functions():
-                result = self.model(*args, **kwargs)
+                result = mode.replaced(without_dataclasses(self.model(*args, **kwargs)))
         except Exception:
             if mode.found:
                 raise ConstantsFound(mode.found, self.tries - 1) from None

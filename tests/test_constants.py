@@ -71,6 +71,19 @@ def unregistered(net: Any, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return Scaled.apply(net.hidden[0](layer(x)).relu(), net.free) + net.alias[0].sum(0)
 
 
+def checkpointed(net: Any, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def part(y: torch.Tensor) -> torch.Tensor:
+        return (net.hidden[0](y) * net.free * net.several[1] + net.alias[0][0]).relu() * torch.tensor([2.0] * 8)
+
+    return torch.utils.checkpoint.checkpoint(part, layer(x), use_reentrant=False)
+
+
+def through_views(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        net.free.clamp_(max=2.5)
+    return layer(x) * net.free, net.free[:4], net.hidden[0].weight
+
+
 def counts(net: Any, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     net.count += 1
     net.several[0].mul_(0.5).add_(x.detach().mean(0))
@@ -115,7 +128,7 @@ def assert_same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert tensor is None or torch.equal(mine[name], tensor), name
 
 
-CASES = [literals, returned, written, attributes, custom, unregistered, counts]
+CASES = [literals, returned, written, attributes, custom, unregistered, checkpointed, through_views, counts]
 
 
 @pytest.mark.parametrize("function", CASES)
