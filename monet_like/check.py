@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from .capture import TensorMeta
-from .comparison import Tensors, Verdict, compare
+from .comparison import Differences, Tensors, Verdict, compare, differences
 from .compiler import Example, default_names
 from .errors import UsageError
 from .measure import allocated_peak
@@ -147,16 +147,18 @@ def judged(model: nn.Module, example: Example, mine: Tensors, theirs: Tensors) -
     device = device_of(model)
     autocast = autocast_name(device)
     eps = torch.finfo(getattr(torch, autocast)).eps if autocast else 0.0
-    verdicts, rounded = compare(mine, theirs, eps=eps), list[Tensors]()
+    verdicts = compare(mine, theirs, eps=eps)
+    rounding: Differences = {}
     for seed in range(SHAKEN):
         if all(v.right or v.error == math.inf for v in verdicts):
             break
-        rounded.append(everything_after_a_step(shaken(model, seed, eps), example))
+        rounding = differences(mine, everything_after_a_step(shaken(model, seed, eps), example), rounding)
         if not seed and not draws(model, example, mine):  # in float64, noise is other noise
             # Float64 takes twice the memory, and models that name a dtype do not run in it: the other steps must do then.
             with autocast_as("", device), contextlib.suppress(RuntimeError):
-                rounded.append(everything_after_a_step(copy.deepcopy(model).double(), _as_double(example)))
-        verdicts = compare(mine, theirs, rounded, eps=eps)
+                exact = everything_after_a_step(copy.deepcopy(model).double(), _as_double(example))
+                rounding = differences(mine, exact, rounding)
+        verdicts = compare(mine, theirs, rounding, eps=eps)
     return verdicts
 
 

@@ -19,13 +19,16 @@ how many elements a tensor has. Limit 3 is for the first alone, since rounding m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 #: What a step left, by name. The first word of a name is its kind: ``output``, ``gradient`` or ``buffer``.
 Tensors = Mapping[str, "torch.Tensor | None"]
+
+#: By name, how far a tensor is from another: the root of the mean square, and the largest absolute value.
+Differences = Mapping[str, tuple[float, ...]]
 
 #: Relative difference that changed arithmetic may cause, by bytes per real number.
 TOLERANCE = {8: 1e-10, 4: 1e-4, 2: 2e-2}
@@ -62,21 +65,36 @@ class Verdict:
         return not self.reason
 
 
+def differences(plain: Tensors, other: Tensors, known: Differences | None = None) -> Differences:
+    """How far two steps' results are apart, by name; or ``known``, where that is more.
+
+    Args:
+        plain, other: what plain PyTorch's step left, and one that differs from it by rounding alone, such as in float64.
+        known: of further such steps. Their tensors need not be kept.
+    """
+    made = dict(known or {})
+    for name, tensor in plain.items():
+        if tensor is not None and _is_real(tensor):
+            apart = _apart(tensor, other.get(name))
+            made[name] = tuple(map(max, apart, made.get(name, apart)))
+    return made
+
+
 def compare(
-    plain: Tensors, found: Tensors, rounded: Iterable[Tensors] = (), *, eps: float = 0.0
+    plain: Tensors, found: Tensors, rounding: Differences | None = None, *, eps: float = 0.0
 ) -> tuple[Verdict, ...]:
     """Compare what a step left with what plain PyTorch's leaves.
 
     Args:
         plain: what plain PyTorch's step left.
         found: what the step in question left.
-        rounded: what steps of plain PyTorch left that differ from ``plain`` by rounding alone, such as in float64.
+        rounding: `differences` to steps of plain PyTorch that differ from ``plain`` by rounding alone.
         eps: `torch.finfo.eps` of the dtype that was computed in, where that is not the tensors' own (autocast).
 
     Returns:
         A verdict for every name in either.
     """
-    rounded = tuple(rounded)
+    rounding = rounding or {}
     scales = {name: _norms(tensor) for name, tensor in plain.items() if _is_real(tensor)}
     largest = {
         kind: tuple(map(max, zip(*(scale for name, scale in scales.items() if _kind(name) == kind), strict=True)))
@@ -96,25 +114,27 @@ def compare(
         elif name not in scales:
             verdicts.append(Verdict(name, math.inf, reason="is of whole numbers and differs"))
         else:
-            others = [other[name] for other in rounded if other.get(name) is not None]
-            verdicts.append(_judge(name, mine, found[name], others, scales[name], largest[_kind(name)], eps))
+            errors = _apart(mine, found[name])
+            verdicts.append(
+                _judge(
+                    name, mine.dtype, errors, rounding.get(name, (0.0, 0.0)), scales[name], largest[_kind(name)], eps
+                )
+            )
     return tuple(verdicts)
 
 
 def _judge(
     name: str,
-    plain: torch.Tensor,
-    found: torch.Tensor | None,
-    rounded: list[torch.Tensor | None],
+    dtype: torch.dtype,
+    errors: tuple[float, ...],
+    roundings: tuple[float, ...],
     scales: tuple[float, ...],
     largest: tuple[float, ...],
     eps: float,
 ) -> Verdict:
     """The verdict on a tensor of real numbers that differs; of the two norms, the one with less to spare."""
-    eps = max(eps, torch.finfo(plain.dtype).eps)
-    tolerance = TOLERANCE.get(plain.dtype.to_real().itemsize, 0.0)
-    errors = _apart(plain, found)
-    roundings = tuple(map(max, zip((0.0, 0.0), *(_apart(plain, other) for other in rounded), strict=True)))
+    eps = max(eps, torch.finfo(dtype).eps)
+    tolerance = TOLERANCE.get(dtype.to_real().itemsize, 0.0)
     most_in_mean = max(MOST * scales[0], min(MOST, MOST_UNITS * eps) * largest[0])
     verdicts = []
     for error, rounding, own, top, most in zip(

@@ -21,7 +21,7 @@ from benchmarks.contenders import Built
 from benchmarks.worker import judge
 from monet_like import check
 from monet_like.check import everything_after_a_step, judged, same_step, shaken
-from monet_like.comparison import MOST, Tensors, Verdict, compare
+from monet_like.comparison import MOST, Tensors, Verdict, compare, differences
 from monet_like.compiler import Example, Request, captured_for
 from monet_like.models.unet import UNet
 from monet_like.precision import autocast_as
@@ -141,7 +141,7 @@ def test_no_rounding_excuses_a_plainly_wrong_gradient(rounding: float) -> None:
     plain = {"gradient of a": torch.randn(50), "gradient of b": torch.randn(50)}
     moved = {name: tensor * (1 + rounding * torch.randn(50)) for name, tensor in plain.items()}
     found = {**plain, "gradient of a": 0.1 * plain["gradient of a"]}
-    (verdict,) = (v for v in compare(plain, found, [moved]) if not v.right)
+    (verdict,) = (v for v in compare(plain, found, differences(plain, moved)) if not v.right)
     assert verdict.name == "gradient of a"
     assert verdict.allowed <= MOST
 
@@ -201,6 +201,26 @@ class NearZero(nn.Module):
         return self.head(1e5 * (self.first(x) - self.second(x)).relu())
 
 
+class BiasedUNet(nn.Module):
+    """Two levels; every convolution has a bias and a batch norm after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(inputs: int, outputs: int) -> nn.Sequential:
+            return nn.Sequential(
+                nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
+            )
+
+        self.down, self.bottom, self.up = block(3, 8), block(8, 16), nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.after, self.head = block(16, 8), nn.Conv2d(8, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.down(x)
+        x = self.bottom(nn.functional.max_pool2d(kept, 2))
+        return self.head(self.after(torch.cat((kept, self.up(x)), dim=1)))
+
+
 def dropped() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(8 * 36, 5)
@@ -214,6 +234,7 @@ def resnet() -> nn.Module:
 ALL = "inplace_conv_multiway_newnode"
 NETS = {
     "unet": Net(UNet, (1, 3, 64, 64), ALL),
+    "unet with biases": Net(BiasedUNet, (2, 3, 32, 32), ALL),
     "relu near zero": Net(NearZero, (16, 32), ALL),
     "resnet18": Net(resnet, (4, 3, 64, 64), ALL),
     "resnet18 conv": Net(resnet, (4, 3, 64, 64), "conv_normal"),
@@ -245,6 +266,12 @@ def test_a_schedule_with_other_rounding_is_right(name: str) -> None:
     with autocast_as(NETS[name].autocast, CPU):
         verdicts = judged(model, example, mine, theirs)
     assert wrong(verdicts) == []
+
+
+def test_a_bias_before_a_batch_norm_has_a_gradient_of_rounding() -> None:
+    model, example, mine, theirs = steps("unet with biases")
+    errors = {v.name: v.error for v in judged(model, example, mine, theirs)}
+    assert max(errors["gradient of down.0.bias"], errors["gradient of after.0.bias"]) > 0.1
 
 
 def test_rounding_that_changes_signs_of_relus_is_right() -> None:
