@@ -88,7 +88,7 @@ class Roots:
             return label in self.late_names
         if isinstance(holder, Variable):
             return place.path.partition("(variable ")[2].partition(")")[0] in self.late_names
-        return True
+        return bool(self.late_names)
 
 
 class Reads:
