@@ -7,6 +7,7 @@ While the model is traced, `recorder` finds where they are read from: attributes
 from __future__ import annotations
 
 import operator
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ class Roots:
         return walk
 
     def is_late(self, place: Place, label: Any) -> bool:
-        """Whether code that runs in the backward may read it; of containers that is not known by name."""
+        """Whether code that runs in the backward may read it: what a container holds, if it names what the container is in."""
         holder = place.holder
         if isinstance(holder, Attributes) and isinstance(holder.held, nn.Module):
             return label in self.late_attributes.get(place.path.partition(".")[2], ())
@@ -88,7 +89,7 @@ class Roots:
             return label in self.late_names
         if isinstance(holder, Variable):
             return place.path.partition("(variable ")[2].partition(")")[0] in self.late_names
-        return bool(self.late_names)
+        return not self.late_names.isdisjoint(re.findall(r"\w+", place.path))
 
 
 class Reads:
