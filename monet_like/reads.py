@@ -159,6 +159,8 @@ class _Compared:
         self._empty: list[Any] = []
         self._others: list[tuple[Holder, tuple[Any, ...]]] = []
         for place in places:
+            if not isinstance(place.holder, Attributes) and not has(place, None):
+                continue
             labels = [label for label in place.holder.contents(names) if has(place, label)]
             self.paths.update(dict.fromkeys([place.holder.part(place.path, label) for label in labels]))
             if labels or not isinstance(place.holder, Attributes):

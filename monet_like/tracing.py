@@ -712,6 +712,7 @@ def _reason(error: BaseException) -> str:
     internal = (
         "/torch/",
         "/monet_like/tracing.py",
+        "/monet_like/recorder.py",
         "/monet_like/eager_calls.py",
         "/monet_like/constants.py",
         "/contextlib.py",
