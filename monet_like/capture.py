@@ -42,6 +42,7 @@ CUDA_GRANULARITY_BYTES = 512
 _FAKE_QUANTIZE = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default
 _NORMALISATIONS = (torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default)
 _SYNC_BATCH_NORM_GATHER = "monet_like.sync_batch_norm_gather_functional.default"
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CUDNN_LAYERS = torch.ops.aten._cudnn_rnn.default
 #: Losses whose kernels, for a mean or a sum, leave the number in a storage as large as their input.
 _IN_LARGE_STORAGE = frozenset(
@@ -324,7 +325,7 @@ def _check_averages(model: nn.Module) -> None:
     """Batch norms average their statistics with a factor that is known before a step."""
     for name, module in model.named_modules():
         averaging = (
-            isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.track_running_stats
+            isinstance(module, _BATCH_NORMS) and module.training and module.track_running_stats
         )
         if averaging and module.momentum is None:
             raise CaptureError(
