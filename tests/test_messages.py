@@ -313,7 +313,7 @@ def test_a_shape_that_the_model_refuses() -> None:
 @pytest.mark.parametrize(
     ("out", "reason"),
     [
-        ("net.py/plan.pkl", "File exists; choose another place"),
+        ("net.py/plan.pkl", "Not a directory; choose another place"),
         ("folder", "it is a directory; give the name of a file"),
         ("n" * 300, "File name too long; choose another place"),
     ],
