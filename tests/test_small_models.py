@@ -64,7 +64,14 @@ REFUSED = (
 )
 
 #: Seeds that fail, by the number of the item that mends them.
-KNOWN: dict[int, str] = {}
+KNOWN: dict[int, str] = {
+    **dict.fromkeys((15, 45, 52, 66, 81), "A4: a value that the forward reads and that changes"),
+    **dict.fromkeys((9, 77, 114, 149), "A6, A7: regions of autocast, and weights that are shared there"),
+    **dict.fromkeys((64, 178, 185), "A8: rounding, by layout or by the order of sums"),
+    **dict.fromkeys((13, 127, 138), "B11: gradients of norms in bfloat16 cannot be profiled"),
+    0: "memory: circular padding takes 12 bytes more than predicted",
+    4: "memory: what EmbeddingBag's gradient takes depends on the indices",
+}
 
 
 def expected(case: Case, sentence: str) -> bool:
