@@ -86,7 +86,9 @@ def main(count: int, seed: int, processes: int, seconds: float, show: int) -> No
     failed = [(case, verdict) for case, verdict in found if verdict.failed]
     for case, verdict in failed[:show]:
         console.rule(f"seed {case.seed}")
-        console.print(reproduction(*minimise(case, verdict, seconds=seconds)), markup=False, highlight=False)
+        console.print(
+            reproduction(*minimise(case, verdict, seconds=seconds)), markup=False, highlight=False, soft_wrap=True
+        )
     if len(failed) > show:
         console.print(f"further failures: seeds {', '.join(str(case.seed) for case, _ in failed[show:])}")
     if failed:
