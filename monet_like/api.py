@@ -133,7 +133,9 @@ class AutoSchedule(ScheduleWrapper):
             if _is_of(record, found, device):
                 return record, found
         if self.records:
-            reason = reason or (str(change) if change else "other parameters are frozen, other parts in eval mode, or results larger")
+            reason = reason or (
+                str(change) if change else "other parameters are frozen, other parts in eval mode, or results larger"
+            )
             warnings.warn(
                 f"planning {type(self._model).__name__} anew: {reason}",
                 stacklevel=5,

@@ -324,9 +324,7 @@ def _check_distributed(model: nn.Module) -> None:
 def _check_averages(model: nn.Module) -> None:
     """Batch norms average their statistics with a factor that is known before a step."""
     for name, module in model.named_modules():
-        averaging = (
-            isinstance(module, _BATCH_NORMS) and module.training and module.track_running_stats
-        )
+        averaging = isinstance(module, _BATCH_NORMS) and module.training and module.track_running_stats
         if averaging and module.momentum is None:
             raise CaptureError(
                 f"{name or type(model).__name__} has momentum=None, so its average depends on how many steps there were; give "

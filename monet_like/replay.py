@@ -326,12 +326,12 @@ def _carried_over(schedule: Schedule, program: Program, other: Program) -> Sched
     return replace(schedule, ways=tuple(ways))
 
 
-_flags = attrgetter("training", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_training = attrgetter("training")
 _looks = attrgetter("shape", "dtype", "requires_grad")
 
 
 def _structure(model: nn.Module) -> Any:
-    """What a model consists of: modules, held weakly, their flags and hooks, and what their tensors look like.
+    """What a model consists of: modules, held weakly, whether each is in training mode, and what their tensors look like.
 
     A module that was replaced equals no other one, whatever its address was. Read in every step, so that every line is
     for speed: ``model.modules()`` and ``model.parameters()`` make names, too, and take several times as long.
@@ -346,20 +346,13 @@ def _structure(model: nn.Module) -> Any:
                 modules.append(part)
         tensors += module._parameters.values()
         tensors += module._buffers.values()
-    training: list[bool] = []
-    hooks: list[int] = []
-    for flag, *dicts in map(_flags, modules):
-        training.append(flag)
-        for hooked in dicts:
-            if hooked:
-                hooks += hooked
     there = [tensor for tensor in tensors if tensor is not None]
     absent = () if len(there) == len(tensors) else tuple(tensor is None for tensor in tensors)
     first: dict[int, int] = {}
     tied = () if len(set(map(id, there))) == len(there) else tuple(first.setdefault(id(t), len(first)) for t in there)
     scattered = () if all(map(torch.Tensor.is_contiguous, there)) else tuple(tensor.stride() for tensor in there)
     looks = tuple(map(_looks, there))
-    return tuple(map(weakref.ref, modules)), tuple(training), tuple(hooks), absent, tied, scattered, looks
+    return tuple(map(weakref.ref, modules)), tuple(map(_training, modules)), absent, tied, scattered, looks
 
 
 def _hashable(leaf: Any) -> tuple[Any, ...]:

@@ -135,7 +135,9 @@ class FlatModule(nn.Module):
                 stack.enter_context(self.recorder.forward())
             result = self._called(args, kwargs, tensors)
         flat, self.out_spec = pytree.tree_flatten(result)
-        positions: dict[int, list[int]] = {}  # of each tensor, which is alive here: one that is returned twice is one result
+        positions: dict[
+            int, list[int]
+        ] = {}  # of each tensor, which is alive here: one that is returned twice is one result
         for position, leaf in enumerate(flat):
             if isinstance(leaf, torch.Tensor):
                 positions.setdefault(id(leaf), []).append(position)

@@ -349,7 +349,9 @@ def test_a_change_that_needs_another_plan_is_named() -> None:
     model.config.act = torch.sigmoid
     with pytest.warns(UserWarning, match=r"planning Reader anew: self\.config\.act was a builtin.*, is a builtin"):
         wrapped(rows())
-    with pytest.raises(ScheduleFileError, match=r"does not match the model.*; since the last step, self\.config\.act was"):
+    with pytest.raises(
+        ScheduleFileError, match=r"does not match the model.*; since the last step, self\.config\.act was"
+    ):
         fixed(rows())
 
 
