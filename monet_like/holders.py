@@ -55,8 +55,13 @@ _NAMED = frozenset({str, int, bool})
 
 @functools.cache
 def is_library(module: str | None) -> bool:
-    """Whether a Python module is of PyTorch, NumPy, the standard library or this package, by its name."""
-    top = (module or "builtins").partition(".")[0]
+    """Whether a Python module is of PyTorch, NumPy, the standard library or this package, by its name.
+
+    Code without a module, such as what ``exec`` runs, is nobody's but the user's.
+    """
+    if module is None:
+        return False
+    top = module.partition(".")[0]
     if top in _LIBRARIES or top.startswith("namedtuple_"):
         return True
     if top not in sys.stdlib_module_names:

@@ -75,7 +75,7 @@ class Case:
 
     def model(self) -> nn.Module:
         """A new model, the same each time."""
-        namespace: dict[str, Any] = {}
+        namespace: dict[str, Any] = {"__name__": "small_model"}
         exec(compile(self.source, "<small model>", "exec"), namespace)
         torch.manual_seed(self.seed)
         made = namespace["Net"]()
