@@ -12,7 +12,7 @@ import click
 
 from . import __version__
 from .errors import MonetError
-from .interrupts import raised
+from .interrupts import MESSAGE, raised
 
 if TYPE_CHECKING:
     from .show import Terminal
@@ -45,7 +45,7 @@ def _guarded(function: Callable[[], Any]) -> Any:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        click.echo("interrupted; files are as they were, or whole", err=True)
+        click.echo(MESSAGE, err=True)
         sys.exit(130)
 
 

@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
+MESSAGE = "interrupted; files are as they were, or whole"
 #: Seconds after which an interrupt that was lost is sent again.
 _AGAIN_SECONDS = 0.02
 
@@ -43,11 +45,25 @@ def raised() -> Iterator[None]:
 
     sys.unraisablehook = again
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _end_or_raise if before is signal.SIG_DFL else signal.default_int_handler)
         yield
     finally:
         signal.signal(signal.SIGINT, before)
         sys.unraisablehook = hook
+
+
+def _end_or_raise(number: int, frame: FrameType | None) -> None:
+    """End at once during an import; else raise.
+
+    PyTorch takes an interrupted import of NumPy for NumPy's absence, and goes on.
+    """
+    at = frame
+    while at is not None:
+        if at.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(2, f"{MESSAGE}\n".encode())
+            os._exit(130)
+        at = at.f_back
+    signal.default_int_handler(number, frame)
 
 
 def _press_again() -> None:

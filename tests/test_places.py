@@ -188,7 +188,8 @@ def test_two_processes_that_plan_the_same(tmp_path: Path) -> None:
     ]
     said = [child.communicate(timeout=300) for child in running]
     assert [child.returncode for child in running] == [0, 0, 0, 0], said
-    assert said[0][0] == said[1][0] != ""
+    first, second = (float(out) for out, _ in said[:2])
+    assert first == pytest.approx(second, rel=1e-4)  # each has measured, and may take other variants
     (kept,) = (tmp_path / "cache").glob("schedule_*.pkl")
     for path in (kept, tmp_path / "mine.pkl"):
         ScheduleRecord.load(path)
