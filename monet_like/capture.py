@@ -40,7 +40,12 @@ from .tracing import HELD, FlatModule, reaches_output, trace_joint
 CUDA_GRANULARITY_BYTES = 512
 
 _FAKE_QUANTIZE = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default
-_NORMALISATIONS = (torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default)
+_NORMALISATIONS = (
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_group_norm.default,
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten._native_batch_norm_legit_no_training.default,
+)
 _SYNC_BATCH_NORM_GATHER = "monet_like.sync_batch_norm_gather_functional.default"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CUDNN_LAYERS = torch.ops.aten._cudnn_rnn.default

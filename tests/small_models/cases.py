@@ -65,6 +65,11 @@ class Case:
         chosen = {f"{op.kind}.{name}" for op in self.ops for name in op.arguments}
         return frozenset(op.kind for op in self.ops) | chosen
 
+    @property
+    def hooks_allocate(self) -> bool:
+        """Whether hooks of parameters make tensors, which no schedule knows of."""
+        return any(op.arguments.get("hook") == "parameter" for op in self.ops)
+
     @cached_property
     def source(self) -> str:
         """The model as Python code: class ``Net`` and function ``between``."""

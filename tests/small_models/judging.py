@@ -112,7 +112,7 @@ def _judged(case: Case, change: Change | None) -> Verdict:
         peak = peak_of(case, wrapped if change is None else change(wrapped))
     except Exception as error:
         return Verdict("crashed", f"measuring: {_told(error)}", share)
-    if peak > record.peak_bytes:
+    if peak > record.peak_bytes and not case.hooks_allocate:
         return Verdict("wrong", f"peak {peak} bytes, predicted {record.peak_bytes}", share)
     return Verdict("right", "", share)
 
