@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from .constants import Constants, constant_name
 from .eager_calls import called_in_place, eager_layouts, fills_with_noise, in_place_form
 from .errors import CaptureError, UsageError
+from .fakes import rolled
 from .kernels.sync_batch_norm import COMMUNICATING
 from .layers import layer_of
 from .made_last import in_order, worth_moving
@@ -557,6 +558,8 @@ class _Builder:
             result = args[0]
         elif fills_with_noise(node):
             result = torch.empty_like(args[0])
+        elif node.target is torch.ops.aten.roll.default and args[0].device.type == "cpu":
+            result = rolled(*args, **kwargs)
         else:
             result = node.target(*args, **kwargs)
         if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:

@@ -65,3 +65,16 @@ def ctc_loss_by_steps() -> Iterator[None]:
         yield
     finally:
         torch.ctc_loss = own
+
+
+def rolled(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
+    """A tensor laid out as ``torch.roll``'s result on a CPU, which joins two parts; the trace takes it to be in rows."""
+    if len(dims) != 1 or len(shifts) != 1:  # one after the other; without dims of the flattened tensor
+        for shift, dim in zip(shifts, dims, strict=False):
+            x = rolled(x, [shift], [dim])
+        return x if dims else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (dim,), extent = dims, x.shape[dims[0]]
+    if not x.numel():
+        return x.clone()
+    start = (extent - shifts[0]) % extent
+    return torch.cat([x.narrow(dim, start, extent - start), x.narrow(dim, 0, start)], dim)

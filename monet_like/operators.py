@@ -79,7 +79,7 @@ BINDINGS: dict[str, Callable[..., Any]] = {
     "aten.tanh.default": torch.tanh,
     "aten.transpose.int": torch.transpose,
     "aten.unsqueeze.default": torch.unsqueeze,
-    "aten.view.default": torch.Tensor.view,
+    "aten.view.default": torch.Tensor.reshape,  # a copy where a kernel lays out its result as no trace knows (``roll``)
 }
 
 

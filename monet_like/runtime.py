@@ -6,6 +6,7 @@ ready, so they reach ``.grad`` (and a distributed wrapper's buckets) while the r
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -298,6 +299,13 @@ class _Head(torch.autograd.Function):
                 "them on the model that the schedule wraps"
             )
         call: _Call = ctx.call
+        if torch.is_autocast_enabled(call.step.captured.device.type):
+            warnings.warn(
+                "backward() was called inside a region of autocast, where plain PyTorch casts in the backward, too; a "
+                "schedule's backward does not, so gradients differ by 16-bit rounding; call backward() outside, as PyTorch "
+                "advises",
+                stacklevel=2,
+            )
         reads = call.step.reads
         if reads is not None and (change := reads.late_change()):
             raise UsageError(

@@ -181,3 +181,12 @@ def test_the_command_line_plans_and_checks_them(tmp_path: Path, monkeypatch: pyt
     assert result.exit_code == 0 and "check_diff: passed" in result.output, result.output
     result = CliRunner().invoke(main, ["solve", *words, "--autocast", "int8"])
     assert result.exit_code == 2 and "--autocast 'int8' is unknown; give bfloat16 or float16" in result.output
+
+
+def test_a_backward_inside_autocast_is_warned_of() -> None:
+    model, args = pictures()
+    wrapped = ScheduleWrapper(model, record_of(model, args, "bfloat16"))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = wrapped(*args).float().square().mean()
+        with pytest.warns(UserWarning, match=r"call backward\(\) outside"):
+            loss.backward()

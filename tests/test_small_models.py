@@ -87,6 +87,14 @@ def test_seeds_give_the_same_models_each_time() -> None:
 
 #: Cases that failed once, beside those of other tests.
 FOUND = {
+    "a layout that the trace does not know": Case(
+        (
+            Op("x0", "input", (), {"shape": (2, 2, 1, 2), "requires_grad": True, "layout": "last"}),
+            Op("v0", "rearranged", ("x0",), {"expression": "{x}.roll(1, 0)"}),
+            Op("v1", "linear", ("v0",), {"out": 16, "bias": False, "weight": "weight_norm"}),
+            Op("result", "result", ("v1",)),
+        )
+    ),
     "noise of AlphaDropout where the input is transposed": Case(
         (
             Op("x0", "input", (), {"shape": (2, 3), "requires_grad": True, "layout": "transposed"}),
