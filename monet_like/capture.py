@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from .constants import Constants, constant_name
 from .eager_calls import called_in_place, eager_layouts, fills_with_noise, in_place_form
 from .errors import CaptureError, UsageError
-from .fakes import rolled
+from .fakes import batch_norm_gradient, batch_norm_result, rolled
 from .kernels.sync_batch_norm import COMMUNICATING
 from .layers import layer_of
 from .made_last import in_order, worth_moving
@@ -47,6 +47,7 @@ _NORMALISATIONS = (
     torch.ops.aten.native_batch_norm.default,
     torch.ops.aten._native_batch_norm_legit_no_training.default,
 )
+_BATCH_NORM_OPERATORS = (torch.ops.aten._native_batch_norm_legit_functional.default, *_NORMALISATIONS[2:])
 _SYNC_BATCH_NORM_GATHER = "monet_like.sync_batch_norm_gather_functional.default"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CUDNN_LAYERS = torch.ops.aten._cudnn_rnn.default
@@ -348,13 +349,18 @@ class _Node:
     value: int | None = None  # set for the tensor that owns a storage; None for views and tuples
 
 
-def _as_computed(args: Sequence[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Results of a normalisation with the dtype that its kernels give the statistics: on a CPU that of the parameters.
+def _as_computed(op: Any, args: Sequence[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Results of a normalisation as its kernels make them on a CPU: statistics with the dtype of the parameters.
 
-    Tensors without storage claim the input's, which differs where 16-bit inputs meet float32 parameters.
+    Tensors without storage claim the input's, which differs where 16-bit inputs meet float32 parameters; and of batch norm
+    the input's layout, which the kernels give up where it is neither in rows nor channels-last.
     """
     x, parameters = args[0], [t for t in args[1:5] if isinstance(t, torch.Tensor)]
-    wide = x.device.type == "cpu" and parameters and parameters[0].dtype != x.dtype
+    if x.device.type != "cpu":
+        return result
+    if op in _BATCH_NORM_OPERATORS:
+        result = (batch_norm_result(x).to(result[0].dtype), *result[1:])
+    wide = parameters and parameters[0].dtype != x.dtype
     return (result[0], *(t.to(parameters[0].dtype) for t in result[1:3]), *result[3:]) if wide else result
 
 
@@ -563,12 +569,14 @@ class _Builder:
         else:
             result = node.target(*args, **kwargs)
         if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
-            result = _as_computed(args, result)
+            result = _as_computed(node.target, args, result)
             if self._owns(_args(node)[3], "buffer"):
                 # The statistics are updated where they live, as in eager mode: the new ones are the buffers.
                 result = (*result[:3], args[3], args[4])
         elif node.target in _NORMALISATIONS:
-            result = _as_computed(args, result)
+            result = _as_computed(node.target, args, result)
+        elif node.target is torch.ops.aten.native_batch_norm_backward.default and args[1].device.type == "cpu":
+            result = (None if result[0] is None else batch_norm_gradient(*args[:2]), *result[1:])
         elif self._observes_in_place(node):
             result = (*result[:2], *args[3:7])  # likewise; in eager mode the observer even resizes them
         elif node.target is ONEDNN_LAYER:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 
 def _row_major(first: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -78,3 +79,22 @@ def rolled(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> 
         return x.clone()
     start = (extent - shifts[0]) % extent
     return torch.cat([x.narrow(dim, start, extent - start), x.narrow(dim, 0, start)], dim)
+
+
+def batch_norm_result(x: Tensor) -> Tensor:
+    """A tensor laid out as batch norm's result on a CPU."""
+    return torch.empty_like(x, memory_format=_whole(x) or suggest_memory_format(x))
+
+
+def batch_norm_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """A tensor laid out as the gradient of batch norm's input ``x`` on a CPU, made from that of its result."""
+    own = suggest_memory_format(x)
+    layout = _whole(x) if _whole(grad) is not None and own == suggest_memory_format(grad) else None
+    return torch.empty_like(x, memory_format=layout or own)
+
+
+def _whole(tensor: Tensor) -> torch.memory_format | None:
+    """In rows or channels-last, the first where extents of 1 make it both; None: neither."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    layouts = [torch.contiguous_format, *([channels_last] if channels_last else [])]
+    return next((layout for layout in layouts if tensor.is_contiguous(memory_format=layout)), None)

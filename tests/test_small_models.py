@@ -56,7 +56,6 @@ REFUSED = (
 #: Seeds that fail, by the number of the item that mends them.
 KNOWN: dict[int, str] = {
     0: "memory: circular padding takes 12 bytes more than predicted",
-    4: "memory: what EmbeddingBag's gradient takes depends on the indices",
 }
 
 

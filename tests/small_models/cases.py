@@ -66,9 +66,13 @@ class Case:
         return frozenset(op.kind for op in self.ops) | chosen
 
     @property
-    def hooks_allocate(self) -> bool:
-        """Whether hooks of parameters make tensors, which no schedule knows of."""
-        return any(op.arguments.get("hook") == "parameter" for op in self.ops)
+    def takes_unknown_memory(self) -> bool:
+        """Whether hooks of parameters make tensors, which no schedule knows of, or memory depends on values."""
+        return any(
+            op.arguments.get("hook") == "parameter"
+            or (op.kind == "embedding_bag" and op.arguments.get("mode") == "max")
+            for op in self.ops
+        )
 
     @cached_property
     def source(self) -> str:

@@ -160,6 +160,6 @@ def scale_gradient(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
     return tuple(None if g is None else g * 0.75 for g in grad_input)
 
 
-def add_tenth(gradient: torch.Tensor) -> torch.Tensor:
-    """A hook of a tensor or a parameter."""
-    return gradient + 0.1 * gradient.abs()
+def add_tenth(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A hook of a tensor or a parameter; a schedule calls it with None where no gradient arrives."""
+    return None if gradient is None else gradient + 0.1 * gradient.abs()
