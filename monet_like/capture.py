@@ -658,6 +658,13 @@ class _Builder:
             calls.append(Call(op, args, kwargs, (whole,)))
             op, args, kwargs = "aten.clone.default", (whole,), ()
         call = Call(op, args, kwargs, tuple(outs), unpack)
+        if op == "aten.copy.default":  # whose own result would lie in as much memory as what is copied into
+            meta, copied = self.metas[writes[0]], Ref(writes[0])
+            options = (("dtype", meta.dtype), ("device", meta.device))
+            calls = []
+            source = self._emit(_args(node)[1], calls)
+            calls.append(Call("aten.empty_strided.default", (meta.shape, meta.stride), options, (copied,)))
+            call = Call("aten.copy_.default", (copied, source), (), ())
         if fills_with_noise(node):
             meta, noise = self.metas[writes[0]], Ref(writes[0])
             options = (("dtype", meta.dtype), ("device", meta.device))

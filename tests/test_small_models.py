@@ -53,11 +53,6 @@ REFUSED = (
     _refusal("for an Embedding: max_norm=None", "embedding", "the forward changes a parameter"),
 )
 
-#: Seeds that fail, by the number of the item that mends them.
-KNOWN: dict[int, str] = {
-    0: "memory: circular padding takes 12 bytes more than predicted",
-}
-
 
 def expected(case: Case, sentence: str) -> bool:
     """Whether a refusal is one of `REFUSED`."""
@@ -68,12 +63,8 @@ def expected(case: Case, sentence: str) -> bool:
 def test_a_small_model_is_trained_as_by_plain_pytorch(seed: int) -> None:
     case = draw(seed)
     verdict = judge(case)
-    good = verdict.status == "right" or (verdict.status == "refused" and expected(case, verdict.detail))
-    if seed in KNOWN:
-        assert not good, f"seed {seed} is {verdict.status}: take it out of KNOWN"
-        pytest.xfail(f"{KNOWN[seed]}: {verdict.detail}")
     if verdict.status == "refused":
-        assert good, reproduction(case, verdict)
+        assert expected(case, verdict.detail), reproduction(case, verdict)
     elif verdict.status != "right":
         pytest.fail(reproduction(*minimise(case, verdict, seconds=PATIENCE)), pytrace=False)
 
