@@ -270,7 +270,7 @@ def test_operators_that_want_probabilities_are_measured() -> None:
 def test_numbers_that_a_forward_reads_are_followed(build: Any, change: Callable[[nn.Module], None]) -> None:
     model, x = build(), rows()
     plain = copy.deepcopy(model)
-    wrapped = auto_schedule(model, x, memory_budget="130%", time_limit_seconds=2)
+    wrapped = auto_schedule(model, x, memory_budget="130%", time_limit_seconds=2, mode="inplace_multiway_newnode")
     steps = []
     for round_ in range(4):
         if round_ == 2:

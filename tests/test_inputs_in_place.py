@@ -153,7 +153,7 @@ def test_what_the_backward_needs_as_it_was_is_pytorchs_error() -> None:
         x.mul_(2)
         return y
 
-    with pytest.raises(CaptureError, match="modified by an inplace operation"):
+    with pytest.raises(CaptureError, match="overwrites in place what the gradient"):
         capture(net_of(forward), (rows(),))
 
 
