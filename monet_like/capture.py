@@ -562,7 +562,7 @@ class _Builder:
         result: Any
         if self._is_idle_clone(node) or self._is_idle_cast(node) or self._is_idle_copy(node):
             result = args[0]
-        elif fills_with_noise(node):
+        elif self._fills_in_its_own_order(node):
             result = torch.empty_like(args[0])
         elif node.target is torch.ops.aten.roll.default and args[0].device.type == "cpu":
             result = rolled(*args, **kwargs)
@@ -599,6 +599,14 @@ class _Builder:
             return False
         source = self.nodes[_args(node)[0]]
         return source.value is not None and self.values[source.value].kind == "forward" and not reaches_output(node)
+
+    def _result_of(self, node: fx.Node) -> torch.Tensor:
+        result: torch.Tensor = self.nodes[node].result
+        return result
+
+    def _fills_in_its_own_order(self, node: fx.Node) -> bool:
+        """Whether a node stands for ``bernoulli_`` on a tensor that is not in rows: it draws as that one's elements lie."""
+        return fills_with_noise(node) and not self._result_of(_args(node)[0]).is_contiguous()
 
     def _is_idle_cast(self, node: fx.Node) -> bool:
         """Whether a node casts new statistics of a batch norm to what they are where they live."""
@@ -658,14 +666,15 @@ class _Builder:
             calls.append(Call(op, args, kwargs, (whole,)))
             op, args, kwargs = "aten.clone.default", (whole,), ()
         call = Call(op, args, kwargs, tuple(outs), unpack)
-        if op == "aten.copy.default":  # whose own result would lie in as much memory as what is copied into
+        if op == "aten.copy.default" and _is_part(self._result_of(_args(node)[0])):
+            # The operator's own result would take as much unused memory as lies before and between what is copied into.
             meta, copied = self.metas[writes[0]], Ref(writes[0])
             options = (("dtype", meta.dtype), ("device", meta.device))
             calls = []
             source = self._emit(_args(node)[1], calls)
             calls.append(Call("aten.empty_strided.default", (meta.shape, meta.stride), options, (copied,)))
             call = Call("aten.copy_.default", (copied, source), (), ())
-        if fills_with_noise(node):
+        if self._fills_in_its_own_order(node):
             meta, noise = self.metas[writes[0]], Ref(writes[0])
             options = (("dtype", meta.dtype), ("device", meta.device))
             calls = [Call("aten.empty_strided.default", (meta.shape, meta.stride), options, (noise,))]
@@ -1241,6 +1250,11 @@ def _without_tangent(node: fx.Node) -> bool:
         user.replace_all_uses_with(cast(fx.Node, other))
         user.graph.erase_node(user)
     return True
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is some of the elements of its storage."""
+    return tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
 
 
 def _can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
