@@ -161,7 +161,7 @@ def test_check_writable_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("file/x.pkl", "File exists"),
+        ("file/x.pkl", "Not a directory"),
         ("file/deeper/x.pkl", "Not a directory"),
         ("folder", "it is a directory; give the name of a file"),
         ("n" * 300, "File name too long"),

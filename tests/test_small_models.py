@@ -168,13 +168,12 @@ def buffers_as_they_were(wrapped: nn.Module) -> nn.Module:
 
 
 def more_memory(wrapped: nn.Module) -> nn.Module:
-    """The forward keeps a copy of what it was given."""
+    """The step keeps a copy of what its forward was given."""
+    copies: list[torch.Tensor] = []
 
     def with_copy(forward: Callable[..., Any], residents: list[torch.Tensor]) -> Any:
-        copies = [r.clone() for r in residents]
-        result = forward(residents)
-        del copies
-        return result
+        copies[:] = [r.clone() for r in residents]
+        return forward(residents)
 
     return _with_forward(wrapped, with_copy)
 

@@ -1,9 +1,10 @@
 """Convolution by other algorithms, and its two gradients, each by itself.
 
 PyTorch reads a convolution's input for the shape of its gradient alone. On a CPU a number that is expanded to that shape
-serves as well, where all lies in row-major order: the same operator, the same bits. The gradient is also a transposed
-convolution (and that of a transposed one a plain one), in any layout: on CUDA by the same kernels; on a CPU oneDNN, or
-PyTorch in its place, may add in another order, so that there it takes the word ``conv``.
+serves as well, where all lies in row-major order: the same operator, the same bits, and a copy of that size while it runs.
+The gradient is also a transposed convolution (and that of a transposed one a plain one), in any layout and without the
+copy: on CUDA by the same kernels; on a CPU oneDNN, or PyTorch in its place, may add in another order, so that there it
+takes the word ``conv``.
 
 ``conv`` also admits forwards that add in another order and agree to rounding, not to the bit: a 1x1 convolution as a
 matrix product over each image's pixels, and im2col.
@@ -31,7 +32,7 @@ def offer(editor: Editor) -> None:
             by_shape = _by_shape(editor, way.calls[:-1], call, out)
             if by_shape is not None:
                 editor.add_way(slot, (*way.calls[:-1], *by_shape), "conv.shape_only")
-            elif (turned := input_gradient(editor, way.calls[:-1], call, out)) is not None:
+            if (turned := input_gradient(editor, way.calls[:-1], call, out)) is not None:
                 word = "" if editor.device.type == "cuda" else "conv"
                 editor.add_way(slot, (*way.calls[:-1], turned), "conv.transposed", word=word)
     for task, call in list(editor.find(_CONVOLUTION)):
