@@ -203,13 +203,25 @@ def accumulating(ready: Prepared) -> Prepared:
     What exists before the step is not counted: peaks less `weight_bytes` are without stationary memory.
     """
 
-    def without(program: Program) -> Program:
-        return replace(program, gradients=())
-
     captured: Captured = replace(
-        ready.captured, program=without(ready.captured.program), as_called=without(ready.captured.plain)
+        ready.captured,
+        program=replace(_until_delivered(ready.captured), gradients=()),
+        as_called=replace(ready.captured.plain, gradients=()),
     )
     return replace(ready, captured=captured, plain=plain_report(captured, ready.costs, 0), extra_bytes=0)
+
+
+def _until_delivered(captured: Captured) -> Program:
+    """The program where the gradient of a parameter lives until the backward has read that parameter for the last time."""
+    program = captured.program
+    slots = [list(ways) for ways in program.slots]
+    made = {value: slot for slot, ways in enumerate(slots) for value in ways[0].writes}
+    last = {value: slot for slot, ways in enumerate(slots) for way in ways for value in way.reads}
+    for index, gradient in captured.parameter_gradients:
+        _, parameter = captured.parameters[index]
+        if (slot := last.get(parameter, -1)) > made[gradient.value]:
+            slots[slot] = [replace(way, reads=(*way.reads, gradient.value)) for way in slots[slot]]
+    return replace(program, slots=tuple(map(tuple, slots)))
 
 
 def weight_bytes(ready: Prepared) -> int:
