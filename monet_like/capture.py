@@ -123,13 +123,11 @@ class Tensor:
         ref: a value, or the last temporary of ``calls``.
         value: the value whose storage it lies in.
         calls: view calls, usually none.
-        tangents: positions (among the outputs) of the incoming gradients this gradient depends on.
     """
 
     ref: Ref
     value: int
     calls: tuple[Call, ...] = ()
-    tangents: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,7 +343,6 @@ class _Node:
 
     result: Any
     backward: bool
-    tangents: frozenset[int]
     value: int | None = None  # set for the tensor that owns a storage; None for views and tuples
 
 
@@ -441,12 +438,12 @@ class _Builder:
         elif kind == "PlainAOTInput":
             value = self._value(f"input{desc.idx}", "input", fake)
             self.inputs[desc.idx] = value
-            self.nodes[node] = _Node(fake, False, frozenset(), value)
+            self.nodes[node] = _Node(fake, False, value)
         elif kind == "TangentAOTInput" and type(desc.output).__name__ == "PlainAOTOutput":
             position = desc.output.idx
             value = self._value(f"tangent{position}", "backward", fake)
             self.tangent_of[position] = value
-            self.nodes[node] = _Node(fake, True, frozenset({position}), value)
+            self.nodes[node] = _Node(fake, True, value)
         elif kind == "TangentAOTInput":
             self._tangent_of_changed(node, desc.output)
         elif "Token" in kind:
@@ -476,7 +473,7 @@ class _Builder:
         fake = node.meta["val"]
         self.written[changed.idx] = position
         self.tangent_of[position] = value = self._value(f"tangent{position}", "backward", fake)
-        self.nodes[node] = _Node(fake, True, frozenset({position}), value)
+        self.nodes[node] = _Node(fake, True, value)
 
     @cached_property
     def _output(self) -> fx.Node:
@@ -485,7 +482,7 @@ class _Builder:
     def _resident(self, target: str, parameter: bool, fake: torch.Tensor) -> _Node:
         """A parameter or buffer; one that has several names, as tied weights have, is one value."""
         name, tensor = self.flat.tensor(target)
-        first, known = self.named.setdefault(id(tensor), (name, _Node(fake, False, frozenset())))
+        first, known = self.named.setdefault(id(tensor), (name, _Node(fake, False)))
         self.first_name[target] = first
         if first == name:
             known.value = self._value(name, "parameter" if parameter else "buffer", fake)
@@ -514,7 +511,7 @@ class _Builder:
         value = self._value(name, "buffer", fake)
         self.buffers.append((name, value))
         self.constants[name] = tensor
-        self.nodes[node] = _Node(fake, False, frozenset(), value)
+        self.nodes[node] = _Node(fake, False, value)
 
     # Calls ----------------------------------------------------------------------------------------------------
 
@@ -534,13 +531,12 @@ class _Builder:
 
     def _call_unmarked(self, node: fx.Node) -> None:
         parents = [self.nodes[n] for n in node.all_input_nodes]
-        tangents = frozenset().union(*(p.tangents for p in parents)) if parents else frozenset()
         # Noise that the backward draws is drawn once, in its place among the slots, whatever it depends on.
         backward = any(p.backward for p in parents) or (_of_the_backward(node) and _is_random(node))
         self.in_backward |= backward
         if node.target is operator.getitem:
             source, index = _args(node)
-            self._getitem(node, self.nodes[source], index, backward, tangents)
+            self._getitem(node, self.nodes[source], index, backward)
             return
         if not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(f"{node.target} at {_user_line(node)} is not an ATen operator and cannot be scheduled")
@@ -550,10 +546,10 @@ class _Builder:
                 "inside `with torch.backends.cudnn.flags(enabled=False):`, where PyTorch's own operators do the same"
             )
         if _is_dropout(node, self.nodes):
-            self._dropout(node, tangents, backward)
+            self._dropout(node, backward)
             return
         if node.target is torch.ops.aten.native_dropout_backward.default and _args(node)[1] in self.noises:
-            self._dropout_backward(node, tangents)
+            self._dropout_backward(node)
             return
         args, kwargs = _map((_args(node), node.kwargs), lambda n: self.nodes[n].result)
         if node.target is torch.ops.aten.view.default and not _can_view(*args):
@@ -583,7 +579,7 @@ class _Builder:
             result = with_workspace(args, result)
         elif str(node.target) == _SYNC_BATCH_NORM_GATHER and self._is_buffer(args[1]) and self._is_buffer(args[2]):
             result = (*result[:3], args[1], args[2])  # likewise
-        self.nodes[node] = info = _Node(result, backward, tangents)
+        self.nodes[node] = info = _Node(result, backward)
         fresh = [t for t in _tensors(result) if _storage(t) not in self.storages]
         if not fresh:
             return  # a view, or a list of views: re-emitted by each task that uses it
@@ -628,9 +624,9 @@ class _Builder:
         value = self.storages.get(_storage(tensor)) if isinstance(tensor, torch.Tensor) else None
         return value is not None and self.values[value].kind == "buffer" and TensorMeta.of(tensor) == self.metas[value]
 
-    def _getitem(self, node: fx.Node, source: _Node, index: Any, backward: bool, tangents: frozenset[int]) -> None:
+    def _getitem(self, node: fx.Node, source: _Node, index: Any, backward: bool) -> None:
         result = source.result[index]
-        info = self.nodes[node] = _Node(result, backward, tangents)
+        info = self.nodes[node] = _Node(result, backward)
         value = self.storages.get(_storage(result)) if isinstance(result, torch.Tensor) else None
         if value is not None and TensorMeta.of(result) == self.metas[value]:
             info.value = value
@@ -778,7 +774,7 @@ class _Builder:
         self.tasks.append(self._make(node.name, (get, *calls), (*writes, state), runs="first"))
         self.tasks.append(self._make(f"{node.name}.again", (now, rewind, *calls, restore), writes, runs="again"))
 
-    def _dropout(self, node: fx.Node, tangents: frozenset[int], backward: bool) -> None:
+    def _dropout(self, node: fx.Node, backward: bool) -> None:
         """Dropout on a CPU as eager mode does it: x * noise, where noise is 0 or 1 / (1 - p).
 
         The trace has ``native_dropout`` (the CUDA kernel, with a boolean mask) instead, whose scaling rounds
@@ -817,12 +813,12 @@ class _Builder:
         multiply = Call("aten.mul.Tensor", (source, Ref(noise)), (), (Ref(value),))
         (self.slots if backward else self.tasks).append(self._make(f"{node.name}.scale", (*calls, multiply), (value,)))
         mask = torch.empty_like(like, dtype=torch.bool)
-        self.nodes[node] = _Node((result, mask), backward, tangents)
+        self.nodes[node] = _Node((result, mask), backward)
         self.noises.update((user, noise) for user in node.users if _args(user)[1] == 1)
 
     def _dropout_of_gradient(self, node: fx.Node, x: fx.Node, keep: float) -> None:
         """Dropout that a backward does, by a hook or a custom function: every slot runs once, so noise is drawn there."""
-        like, tangents = self.nodes[x].result, self.nodes[x].tangents
+        like = self.nodes[x].result
         calls: list[Call] = []
         source = self._emit(x, calls)
         result = torch.empty_like(like)
@@ -840,16 +836,16 @@ class _Builder:
             calls.append(Call("aten.zeros.default", ((),), options, (noise,)))
         calls.append(Call("aten.mul.Tensor", (source, noise), (), (Ref(value),)))
         self.slots.append(self._make(f"{node.name}.scale", calls, (value,)))
-        self.nodes[node] = _Node((result, torch.empty_like(like, dtype=torch.bool)), True, tangents)
+        self.nodes[node] = _Node((result, torch.empty_like(like, dtype=torch.bool)), True)
 
-    def _dropout_backward(self, node: fx.Node, tangents: frozenset[int]) -> None:
+    def _dropout_backward(self, node: fx.Node) -> None:
         grad, mask, _ = _args(node)
         calls: list[Call] = []
         source = self._emit(grad, calls)
         result = torch.empty_like(self.nodes[grad].result)
         value = self._value(node.name, "backward", result)
         multiply = Call("aten.mul.Tensor", (source, Ref(self.noises[mask])), (), (Ref(value),))
-        self.nodes[node] = _Node(result, True, tangents, value)
+        self.nodes[node] = _Node(result, True, value)
         self.slots.append(self._make(node.name, (*calls, multiply), (value,)))
 
     def _reads_updated_buffer(self, node: fx.Node) -> bool:
@@ -945,7 +941,7 @@ class _Builder:
         calls: list[Call] = []
         ref = self._emit(node, calls)
         info = self.nodes[node]
-        return Tensor(ref, self.storages[_storage(info.result)], tuple(calls), info.tangents)
+        return Tensor(ref, self.storages[_storage(info.result)], tuple(calls))
 
     # The end --------------------------------------------------------------------------------------------------
 
@@ -1112,7 +1108,7 @@ class _Builder:
         )
         clone = Call("aten.clone.default", (tensor.ref,), (), (Ref(value),))
         self.slots.append(self._make(self.values[value].name, (*tensor.calls, clone), (value,)))
-        return Tensor(Ref(value), value, (), self.nodes[node].tangents)
+        return Tensor(Ref(value), value)
 
     def _accumulating_in_place(self, gradients: set[int]) -> list[Task]:
         """The slots; gradients that meet are added in place, as the autograd engine does, where one of them ends there."""

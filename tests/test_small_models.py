@@ -49,7 +49,9 @@ REFUSED = (
         "plain PyTorch has no gradient there either",
     ),
     _refusal("does not match the model", "dropout.changes branched.changes", "what changed makes other operators"),
-    _refusal("does not match the model", "fewer_samples", "fewer samples may take other operators, one of them above all"),
+    _refusal(
+        "does not match the model", "fewer_samples", "fewer samples may take other operators, one of them above all"
+    ),
     _refusal("draws Python's random numbers", "branched", "Python decides at random"),
     _refusal("for an Embedding: max_norm=None", "embedding", "the forward changes a parameter"),
 )
@@ -57,7 +59,9 @@ REFUSED = (
 
 def expected(case: Case, sentence: str) -> bool:
     """Whether a refusal is one of `REFUSED`."""
-    return any(re.search(r.sentence, sentence) and (not r.kinds or r.kinds & {*case.kinds, case.behaviour}) for r in REFUSED)
+    return any(
+        re.search(r.sentence, sentence) and (not r.kinds or r.kinds & {*case.kinds, case.behaviour}) for r in REFUSED
+    )
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
