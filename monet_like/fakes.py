@@ -68,7 +68,7 @@ def ctc_loss_by_steps() -> Iterator[None]:
         torch.ctc_loss = own
 
 
-def rolled(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
+def rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     """A tensor laid out as ``torch.roll``'s result on a CPU, which joins two parts; the trace takes it to be in rows."""
     if len(dims) != 1 or len(shifts) != 1:  # one after the other; without dims of the flattened tensor
         for shift, dim in zip(shifts, dims, strict=False):

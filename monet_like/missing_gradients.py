@@ -8,7 +8,7 @@ out, a sum of two gradients of which one is missing is the other, and only an op
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,24 +70,27 @@ def _dependencies(program: Program) -> dict[int, frozenset[int]]:
 class _Pruner:
     """Follows, call by call, which tensors are gradients, and which of these are missing.
 
-    Attributes:
-        missing: values that do not exist because no gradient arrives at them.
+    Args:
+        absent: incoming gradients that do not exist.
         last: for every value, the place of the last task that touches it.
+
+    Attributes:
+        missing: all values that do not exist because no gradient arrives at them, so far.
+        made_from: for every gradient, the incoming gradients that it is made from.
     """
 
     captured: Captured
-    given: Set[int]
+    absent: Set[int]
     last: Mapping[int, int]
-    missing: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.missing = set(self.given)
+        self.missing = set(self.absent)
         self.made_from = _dependencies(self.captured.plain)
 
     def is_missing(self, value: int) -> bool:
         """Whether plain PyTorch would make this gradient from missing ones alone."""
         made_from = self.made_from.get(value, frozenset())
-        return bool(made_from) and made_from <= self.given
+        return bool(made_from) and made_from <= self.absent
 
     def task(self, task: Task, place: int) -> list[Task]:
         """What is left of a task: itself, a part of it, or nothing."""

@@ -500,9 +500,8 @@ class _Autocast:
             leaves: the tensors of the trace that are leaves of autograd's graph in a call: their casts are cached.
         """
         with contextlib.ExitStack() as stack:
-            if (
-                not self.active
-            ):  # then regions inside the forward are outermost ones, and empty the cache where they end
+            if not self.active:
+                # Regions inside the forward are outermost ones then, and empty the cache where they end.
                 depth = _autocast_depth()
                 stack.callback(_nest_autocast, depth)
                 _nest_autocast(-depth)
