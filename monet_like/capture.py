@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from .constants import Constants, constant_name
 from .eager_calls import called_in_place, eager_layouts, fills_with_noise, in_place_form
 from .errors import CaptureError, UsageError
-from .fakes import batch_norm_gradient, batch_norm_result, rolled
+from .fakes import batch_norm_gradient, batch_norm_result, elementwise_result, rolled, unfolded
 from .kernels.sync_batch_norm import COMMUNICATING
 from .layers import layer_of
 from .made_last import in_order, worth_moving
@@ -55,6 +55,8 @@ _CUDNN_LAYERS = torch.ops.aten._cudnn_rnn.default
 _IN_LARGE_STORAGE = frozenset(
     f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 )
+#: What begins with memory of its input's size, whatever its result's.
+_UNFOLDING = (torch.ops.aten.im2col.default, torch.ops.aten.col2im.default)
 _SKIPPED_VIEWS = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
 
 
@@ -564,6 +566,10 @@ class _Builder:
             result = rolled(*args, **kwargs)
         else:
             result = node.target(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.device.type == "cpu":
+            result = elementwise_result(node.target, args, result)
+        if node.target in _UNFOLDING:
+            result = unfolded(args[0], result)
         if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
             result = _as_computed(node.target, args, result)
             if self._owns(_args(node)[3], "buffer"):

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    suggest_memory_format,
+)
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _row_major(first: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -81,6 +86,57 @@ def rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor
     return torch.cat([x.narrow(dim, start, extent - start), x.narrow(dim, 0, start)], dim)
 
 
+_aten = torch.ops.aten
+#: Of these the kernels look at the input first, and then at its gradient.
+_INPUT_FIRST = frozenset({_aten.elu_backward.default, _aten.leaky_relu_backward.default})
+#: Elementwise operators that PyTorch does not mark as such.
+_ELEMENTWISE = _INPUT_FIRST | {
+    _aten.hardswish.default,
+    _aten.hardswish_backward.default,
+    _aten.hardtanh_backward.default,
+    _aten.hardsigmoid_backward.default,
+    _aten.softplus_backward.default,
+    _aten.mish_backward.default,
+}
+#: Marked, but their results lie as their input does.
+_LIKE_INPUT = frozenset({_aten.hardtanh.default, _aten.clone.default})
+
+
+def elementwise_result(op: torch._ops.OpOverload, args: Sequence[Any], result: Tensor) -> Tensor:
+    """A tensor laid out as an elementwise operator's result; of other operators ``result`` itself.
+
+    Tensors with extents of 1 can be in rows and channels-last at once. The operators then take them to be in rows, whatever
+    their strides say, unless one is a number; the trace keeps strides by other rules.
+    """
+    if torch.Tag.pointwise not in op.tags and op not in _ELEMENTWISE:
+        return result
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if not tensors or any(tensor.shape != result.shape for tensor in tensors):
+        return result
+    declared = (str(argument.type) for argument in op._schema.arguments)
+    number = any(type_ == "Tensor" and not isinstance(arg, Tensor) for arg, type_ in zip(args, declared, strict=False))
+    layout = next((f for f in _layouts(result) if all(t.is_contiguous(memory_format=f) for t in tensors)), None)
+    if op in _LIKE_INPUT or op._overloadname == "Scalar" or number:
+        if len(tensors) > 1 or not torch.ops.aten.is_non_overlapping_and_dense(tensors[0]):
+            return result
+        strides = tensors[0].stride()
+    elif layout is not None:
+        return torch.empty_like(result, memory_format=layout)
+    elif op in _ELEMENTWISE:
+        strides = compute_elementwise_output_strides(*(tensors[::-1] if op in _INPUT_FIRST else tensors))
+    else:
+        return result
+    return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+
+
+def unfolded(x: Tensor, result: Tensor) -> Tensor:
+    """A tensor in as much memory as the result of ``im2col`` or ``col2im``: the operators begin with an empty one like
+    their input ``x``, which keeps its memory where the result is smaller."""
+    if x.numel() <= result.numel():
+        return result
+    return x.new_empty(x.numel())[: result.numel()].view(result.shape)
+
+
 def batch_norm_result(x: Tensor) -> Tensor:
     """A tensor laid out as batch norm's result on a CPU."""
     return torch.empty_like(x, memory_format=_whole(x) or suggest_memory_format(x))
@@ -95,6 +151,8 @@ def batch_norm_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> torch.memory_format | None:
     """In rows or channels-last, the first where extents of 1 make it both; None: neither."""
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    layouts = [torch.contiguous_format, *([channels_last] if channels_last else [])]
-    return next((layout for layout in layouts if tensor.is_contiguous(memory_format=layout)), None)
+    return next((layout for layout in _layouts(tensor) if tensor.is_contiguous(memory_format=layout)), None)
+
+
+def _layouts(tensor: Tensor) -> list[torch.memory_format]:
+    return [torch.contiguous_format, *([_CHANNELS_LAST[tensor.dim()]] if tensor.dim() in _CHANNELS_LAST else [])]

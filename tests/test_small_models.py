@@ -57,12 +57,6 @@ REFUSED = (
 )
 
 
-#: Seeds that fail with some numbers of threads and not with others.
-UNSTEADY = {
-    93: "memory: reflection padding and a gradient of batch norm take up to 60 bytes more in a step than measured"
-}
-
-
 def expected(case: Case, sentence: str) -> bool:
     """Whether a refusal is one of `REFUSED`."""
     return any(
@@ -76,8 +70,6 @@ def test_a_small_model_is_trained_as_by_plain_pytorch(seed: int) -> None:
     verdict = judge(case)
     if verdict.status == "refused":
         assert expected(case, verdict.detail), reproduction(case, verdict)
-    elif verdict.status != "right" and seed in UNSTEADY and verdict.detail.startswith("peak"):
-        pytest.xfail(UNSTEADY[seed])
     elif verdict.status != "right":
         pytest.fail(reproduction(*minimise(case, verdict, seconds=PATIENCE)), pytrace=False)
 

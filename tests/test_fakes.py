@@ -1,0 +1,115 @@
+"""Layouts and memory of operators' results, as the trace is told of them, against the operators themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from monet_like.capture import capture
+from monet_like.fakes import elementwise_result, unfolded
+
+aten = torch.ops.aten
+#: With extents of 1 in each place.
+SHAPES = [
+    (2, 1, 4, 2),
+    (2, 3, 1, 1),
+    (2, 3, 1, 4),
+    (1, 3, 4, 4),
+    (1, 1, 4, 4),
+    (2, 3, 4, 4),
+    (2, 1, 3, 1, 2),
+    (2, 3, 4),
+]
+UNARY = [
+    aten.tanh.default,
+    aten.relu.default,
+    aten.gelu.default,
+    aten.silu.default,
+    aten.hardswish.default,
+    aten.sqrt.default,
+]
+WITH_NUMBERS = [
+    (aten.clamp.default, (0, 1)),
+    (aten.pow.Tensor_Scalar, (2,)),
+    (aten.mul.Tensor, (0.5,)),
+    (aten.add.Scalar, (0.5,)),
+    (aten.rsub.Scalar, (1,)),
+    (aten.gt.Scalar, (0,)),
+    (aten.leaky_relu.default, (0.1,)),
+    (aten.hardtanh.default, (-1.0, 1.0)),
+    (aten.elu.default, ()),
+    (aten.clone.default, ()),
+]
+BINARY = [
+    (aten.mul.Tensor, ()),
+    (aten.tanh_backward.default, ()),
+    (aten.sigmoid_backward.default, ()),
+    (aten.threshold_backward.default, (0.0,)),
+    (aten.hardtanh_backward.default, (-1.0, 1.0)),
+    (aten.silu_backward.default, ()),
+    (aten.gelu_backward.default, ()),
+    (aten.hardswish_backward.default, ()),
+    (aten.hardsigmoid_backward.default, ()),
+    (aten.leaky_relu_backward.default, (0.1, False)),
+    (aten.softplus_backward.default, (1.0, 20.0)),
+    (aten.mish_backward.default, ()),
+    (aten.div.Tensor, ()),
+    (aten.maximum.default, ()),
+]
+CASES = [*((op, 1, ()) for op in UNARY), *((op, 1, n) for op, n in WITH_NUMBERS), *((op, 2, n) for op, n in BINARY)]
+
+
+def _laid_out(shape: tuple[int, ...], layout: str) -> Tensor:
+    x = torch.rand(shape)
+    if layout == "last" and len(shape) > 3:
+        return x.to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
+    if layout == "expanded":
+        return x[..., :1].expand(shape)
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if layout == "turned" else x
+
+
+@pytest.mark.parametrize(("op", "tensors", "numbers"), CASES, ids=[f"{op}{n}" for op, _, n in CASES])
+def test_a_result_is_laid_out_as_the_operator_does(
+    op: Callable[..., Tensor], tensors: int, numbers: tuple[float, ...]
+) -> None:
+    layouts = ("rows", "last", "turned") + ("expanded",) * (tensors == 1)
+    for shape in SHAPES:
+        for first in layouts:
+            for second in layouts[: 3 if tensors == 2 else 1]:
+                args = [_laid_out(shape, layout) for layout in (first, second)][:tensors]
+                with FakeTensorMode() as fake:
+                    told = [fake.from_tensor(arg) for arg in args]
+                    result = elementwise_result(op, (*told, *numbers), op(*told, *numbers))
+                assert result.stride() == op(*args, *numbers).stride(), (shape, first, second)
+
+
+def test_unfolding_and_folding_keep_the_memory_of_their_input() -> None:
+    x = torch.rand(2, 4, 6, 6)
+    columns = aten.im2col(x, [2, 2], [1, 1], [0, 0], [1, 1])
+    for call, read in (
+        (lambda t: aten.im2col(t, [1, 1], [1, 1], [0, 0], [2, 2]), x),
+        (lambda t: aten.im2col(t, [3, 3], [1, 1], [0, 0], [1, 1]), x),
+        (lambda t: aten.col2im(t, [6, 6], [2, 2], [1, 1], [0, 0], [1, 1]), columns),
+    ):
+        with FakeTensorMode() as fake:
+            told = fake.from_tensor(read)
+            result = unfolded(told, call(told))
+        real = call(read)
+        assert result.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+        assert (result.shape, result.stride()) == (real.shape, real.stride())
+
+
+class Folded(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.fold(torch.tanh(x), (6, 6), 2)
+
+
+def test_a_program_counts_what_folding_keeps() -> None:
+    columns = torch.rand(2, 4 * 4, 25, requires_grad=True)
+    captured = capture(Folded(), (columns,))
+    (folded,) = (value for value in captured.program.values if value.name.startswith("col2im"))
+    assert folded.bytes == columns.untyped_storage().nbytes()
