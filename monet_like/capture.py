@@ -27,7 +27,16 @@ from torch.nn.parameter import is_lazy
 from .constants import Constants, constant_name
 from .eager_calls import called_in_place, eager_layouts, fills_with_noise, in_place_form
 from .errors import CaptureError, UsageError
-from .fakes import batch_norm_gradient, batch_norm_result, elementwise_result, rolled, unfolded
+from .fakes import (
+    bags,
+    batch_norm_gradient,
+    batch_norm_result,
+    convolved,
+    elementwise_result,
+    product,
+    rolled,
+    unfolded,
+)
 from .kernels.sync_batch_norm import COMMUNICATING
 from .layers import layer_of
 from .made_last import in_order, worth_moving
@@ -570,6 +579,10 @@ class _Builder:
             result = elementwise_result(node.target, args, result)
         if node.target in _UNFOLDING:
             result = unfolded(args[0], result)
+        elif node.target is torch.ops.aten._embedding_bag.default and args[0].device.type == "cpu":
+            result = bags(result)
+        elif node.target is torch.ops.aten.convolution.default:
+            result = convolved(args, result)
         if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
             result = _as_computed(node.target, args, result)
             if self._owns(_args(node)[3], "buffer"):
@@ -814,7 +827,7 @@ class _Builder:
             self.tasks.append(self._make(f"{node.name}.noise", draw, (noise,)))
         calls: list[Call] = []
         source = self._emit(x, calls)
-        result = torch.empty_like(like)
+        result = product(like, self._like(noise))
         value = self._value(f"{node.name}.0", kind, result)
         multiply = Call("aten.mul.Tensor", (source, Ref(noise)), (), (Ref(value),))
         (self.slots if backward else self.tasks).append(self._make(f"{node.name}.scale", (*calls, multiply), (value,)))
@@ -822,12 +835,17 @@ class _Builder:
         self.nodes[node] = _Node((result, mask), backward)
         self.noises.update((user, noise) for user in node.users if _args(user)[1] == 1)
 
+    def _like(self, value: int) -> torch.Tensor:
+        meta = self.metas[value]
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+
     def _dropout_of_gradient(self, node: fx.Node, x: fx.Node, keep: float) -> None:
         """Dropout that a backward does, by a hook or a custom function: every slot runs once, so noise is drawn there."""
         like = self.nodes[x].result
         calls: list[Call] = []
         source = self._emit(x, calls)
-        result = torch.empty_like(like)
+        noise_like = torch.empty_like(like) if keep else like.new_empty(())
+        result = product(like, noise_like)
         value = self._value(f"{node.name}.0", "backward", result)
         meta = self.metas[value]
         noise = Ref("noise")
@@ -848,7 +866,7 @@ class _Builder:
         grad, mask, _ = _args(node)
         calls: list[Call] = []
         source = self._emit(grad, calls)
-        result = torch.empty_like(self.nodes[grad].result)
+        result = product(self.nodes[grad].result, self._like(self.noises[mask]))
         value = self._value(node.name, "backward", result)
         multiply = Call("aten.mul.Tensor", (source, Ref(self.noises[mask])), (), (Ref(value),))
         self.nodes[node] = _Node(result, True, value)

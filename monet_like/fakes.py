@@ -13,6 +13,7 @@ from torch._prims_common import (
     compute_elementwise_output_strides,
     suggest_memory_format,
 )
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -98,8 +99,8 @@ _ELEMENTWISE = _INPUT_FIRST | {
     _aten.softplus_backward.default,
     _aten.mish_backward.default,
 }
-#: Marked, but their results lie as their input does.
-_LIKE_INPUT = frozenset({_aten.hardtanh.default, _aten.clone.default})
+#: Marked, but its result lies as its input does.
+_LIKE_INPUT = _aten.hardtanh.default
 
 
 def elementwise_result(op: torch._ops.OpOverload, args: Sequence[Any], result: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ def elementwise_result(op: torch._ops.OpOverload, args: Sequence[Any], result: T
     Tensors with extents of 1 can be in rows and channels-last at once. The operators then take them to be in rows, whatever
     their strides say, unless one is a number; the trace keeps strides by other rules.
     """
-    if torch.Tag.pointwise not in op.tags and op not in _ELEMENTWISE:
+    if (torch.Tag.pointwise not in op.tags and op not in _ELEMENTWISE) or op is _aten.clone.default:
         return result
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not tensors or any(tensor.shape != result.shape for tensor in tensors):
@@ -116,7 +117,7 @@ def elementwise_result(op: torch._ops.OpOverload, args: Sequence[Any], result: T
     declared = (str(argument.type) for argument in op._schema.arguments)
     number = any(type_ == "Tensor" and not isinstance(arg, Tensor) for arg, type_ in zip(args, declared, strict=False))
     layout = next((f for f in _layouts(result) if all(t.is_contiguous(memory_format=f) for t in tensors)), None)
-    if op in _LIKE_INPUT or op._overloadname == "Scalar" or number:
+    if op is _LIKE_INPUT or op._overloadname == "Scalar" or number:
         if len(tensors) > 1 or not torch.ops.aten.is_non_overlapping_and_dense(tensors[0]):
             return result
         strides = tensors[0].stride()
@@ -129,12 +130,39 @@ def elementwise_result(op: torch._ops.OpOverload, args: Sequence[Any], result: T
     return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
 
 
+def product(x: Tensor, factor: Tensor) -> Tensor:
+    """A tensor laid out as ``x * factor``; ``factor`` has the shape of ``x`` or is one number."""
+    args = (x, factor) if factor.dim() or not x.dim() else (x, 1.0)
+    return elementwise_result(_aten.mul.Tensor, args, torch.empty_like(x))
+
+
 def unfolded(x: Tensor, result: Tensor) -> Tensor:
     """A tensor in as much memory as the result of ``im2col`` or ``col2im``: the operators begin with an empty one like
     their input ``x``, which keeps its memory where the result is smaller."""
     if x.numel() <= result.numel():
         return result
     return x.new_empty(x.numel())[: result.numel()].view(result.shape)
+
+
+def convolved(args: Sequence[Any], result: Tensor) -> Tensor:
+    """A tensor in as much memory as ``convolution``'s result: one of PyTorch's own kernels begins as `unfolded` says."""
+    x, weight, _, stride, padding, dilation, transposed, output_padding, groups = args
+    if not transposed or x.dim() != 5 or x.device.type != "cpu":
+        return result
+    with unset_fake_temporarily():  # of fake tensors it says nothing
+        x_like, weight_like = (torch.empty((), dtype=t.dtype).expand(t.shape) for t in (x, weight))
+        backend = torch._C._select_conv_backend(
+            x_like, weight_like, None, stride, padding, dilation, transposed, output_padding, groups
+        )
+    return unfolded(x, result) if backend.name == "SlowTranspose3d" else result
+
+
+def bags(result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The results of ``_embedding_bag`` on a CPU, where the bag of each index lies in memory for one index more."""
+    output, bag_of, *others = result
+    if bag_of.numel():
+        bag_of = bag_of.new_empty(bag_of.numel() + 1)[:-1]
+    return (output, bag_of, *others)
 
 
 def batch_norm_result(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from monet_like.capture import capture
-from monet_like.fakes import elementwise_result, unfolded
+from monet_like.fakes import bags, convolved, elementwise_result, unfolded
 
 aten = torch.ops.aten
 #: With extents of 1 in each place.
@@ -101,6 +101,29 @@ def test_unfolding_and_folding_keep_the_memory_of_their_input() -> None:
         real = call(read)
         assert result.untyped_storage().nbytes() == real.untyped_storage().nbytes()
         assert (result.shape, result.stride()) == (real.shape, real.stride())
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_embedding_bags_keep_one_index_more(mode: int) -> None:
+    weight, indices, offsets = torch.rand(5, 4), torch.tensor([1, 2, 4]), torch.tensor([0, 2])
+    with FakeTensorMode() as fake:
+        told = bags(aten._embedding_bag(*(fake.from_tensor(t) for t in (weight, indices, offsets)), False, mode))
+    for result, real in zip(told, aten._embedding_bag(weight, indices, offsets, False, mode), strict=True):
+        assert (result.shape, result.untyped_storage().nbytes()) == (real.shape, real.untyped_storage().nbytes())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("batch", "channels", "extent"), [(1, 6, 1), (2, 16, 4), (4, 32, 8)])
+def test_transposed_convolutions_keep_the_memory_of_their_input(
+    dtype: torch.dtype, batch: int, channels: int, extent: int
+) -> None:
+    x, weight = torch.rand(batch, channels, *[extent] * 3, dtype=dtype), torch.rand(channels, 1, 1, 1, 1, dtype=dtype)
+    settings = (None, [1, 1, 1], [0, 0, 0], [1, 1, 1], True, [0, 0, 0], 1)
+    real = aten.convolution(x, weight, *settings)
+    with FakeTensorMode() as fake:
+        args = (fake.from_tensor(x), fake.from_tensor(weight), *settings)
+        told = convolved(args, aten.convolution(*args))
+    assert told.untyped_storage().nbytes() == real.untyped_storage().nbytes()
 
 
 class Folded(torch.nn.Module):
