@@ -395,6 +395,7 @@ class _Builder:
         self.attributes: dict[str, fx.Node] = {}  # the first node of each tensor that the graph has as an attribute
         self.inputs: dict[int, int] = {}
         self.tangent_of: dict[int, int] = {}  # output position -> value
+        self.unread_tangents: dict[fx.Node, int] = {}  # those that no node has read so far, with their position
         self.written: dict[int, int] = {}  # position of an input that the forward changes -> that among the outputs
         self.changed: set[int] = set()  # residents that have other contents when the forward has ended
         self.effects: list[int] = []
@@ -455,6 +456,7 @@ class _Builder:
             value = self._value(f"tangent{position}", "backward", fake)
             self.tangent_of[position] = value
             self.nodes[node] = _Node(fake, True, value)
+            self.unread_tangents[node] = position
         elif kind == "TangentAOTInput":
             self._tangent_of_changed(node, desc.output)
         elif "Token" in kind:
@@ -485,6 +487,23 @@ class _Builder:
         self.written[changed.idx] = position
         self.tangent_of[position] = value = self._value(f"tangent{position}", "backward", fake)
         self.nodes[node] = _Node(fake, True, value)
+
+    def _lay_out_tangent(self, node: fx.Node, position: int) -> None:
+        """Where the trace takes an incoming gradient to lie as a result, it lies as the result really does."""
+        pairs = zip(_args(self._output)[0], self._output.meta["desc"], strict=True)
+        (output,) = (out for out, d in pairs if type(d).__name__ == "PlainAOTOutput" and d.idx == position)
+        tangent, told, result = self.nodes[node].result, output.meta["val"], self.nodes[output].result
+        if tangent.stride() != told.stride() or result.stride() == told.stride():
+            return
+        if not torch.ops.aten.is_non_overlapping_and_dense(result):
+            return
+        laid_out = torch.empty_strided(result.shape, result.stride(), dtype=tangent.dtype, device=tangent.device)
+        value = self.tangent_of[position]
+        self.metas[value] = TensorMeta.of(laid_out)
+        self.values[value] = replace(self.values[value], spec=str(self.metas[value]))
+        self.storages[_storage(laid_out)] = value
+        self.owners.append(laid_out)
+        self.nodes[node] = _Node(laid_out, True, value)
 
     @cached_property
     def _output(self) -> fx.Node:
@@ -541,6 +560,9 @@ class _Builder:
             self.marks.update((value, mark) for value in range(known, len(self.values)))
 
     def _call_unmarked(self, node: fx.Node) -> None:
+        for parent in node.all_input_nodes:
+            if parent in self.unread_tangents:
+                self._lay_out_tangent(parent, self.unread_tangents.pop(parent))
         parents = [self.nodes[n] for n in node.all_input_nodes]
         # Noise that the backward draws is drawn once, in its place among the slots, whatever it depends on.
         backward = any(p.backward for p in parents) or (_of_the_backward(node) and _is_random(node))
@@ -1111,7 +1133,11 @@ class _Builder:
         for target, node in found:
             tensor = self._tensor(node)
             value = tensor.value
-            if value in owned or self.values[value].kind != "backward" or value in self.tangent_of.values():
+            if type(target).__name__ == "PlainAOTInput" and not _accumulates_as_it_is(
+                *self._with_input(node, target.idx)
+            ):
+                tensor = self._as_accumulated(node, target.idx, tensor)
+            elif value in owned or self.values[value].kind != "backward" or value in self.tangent_of.values():
                 tensor = self._cloned(node, tensor)
             owned.add(tensor.value)
             if type(target).__name__ == "ParamAOTInput":
@@ -1132,6 +1158,22 @@ class _Builder:
         )
         clone = Call("aten.clone.default", (tensor.ref,), (), (Ref(value),))
         self.slots.append(self._make(self.values[value].name, (*tensor.calls, clone), (value,)))
+        return Tensor(Ref(value), value)
+
+    def _with_input(self, node: fx.Node, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._result_of(node), self._like(self.inputs[position])
+
+    def _as_accumulated(self, node: fx.Node, position: int, tensor: Tensor) -> Tensor:
+        """The gradient of an input laid out as PyTorch accumulates it: else it would be copied then, unseen."""
+        gradient, given = self._with_input(node, position)
+        dense = torch.ops.aten.is_non_overlapping_and_dense(given)
+        strides = given.stride() if dense else _contiguous(given.shape)
+        like = torch.empty_strided(given.shape, strides, dtype=gradient.dtype, device=gradient.device)
+        value = self._value(f"{node.name}.accumulated", "backward", like)
+        options = (("dtype", like.dtype), ("device", like.device))
+        empty = Call("aten.empty_strided.default", (tuple(like.shape), like.stride()), options, (Ref(value),))
+        copy = Call("aten.copy_.default", (Ref(value), tensor.ref), (), ())
+        self.slots.append(self._make(self.values[value].name, (*tensor.calls, empty, copy), (value,)))
         return Tensor(Ref(value), value)
 
     def _accumulating_in_place(self, gradients: set[int]) -> list[Task]:
@@ -1275,6 +1317,14 @@ def _without_tangent(node: fx.Node) -> bool:
 def _is_part(tensor: torch.Tensor) -> bool:
     """Whether a tensor is some of the elements of its storage."""
     return tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
+
+
+def _accumulates_as_it_is(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether autograd takes a gradient for ``leaf.grad`` as it lies (torch's ``obeys_layout_contract``)."""
+    if not torch.ops.aten.is_non_overlapping_and_dense(leaf):
+        return gradient.is_contiguous()
+    extents = zip(gradient.shape, gradient.stride(), leaf.stride(), strict=True)
+    return all(stride == own if extent != 1 else stride != 0 for extent, stride, own in extents)
 
 
 def _can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
