@@ -492,6 +492,8 @@ class _Builder:
         """Where the trace takes an incoming gradient to lie as a result, it lies as the result really does."""
         pairs = zip(_args(self._output)[0], self._output.meta["desc"], strict=True)
         (output,) = (out for out, d in pairs if type(d).__name__ == "PlainAOTOutput" and d.idx == position)
+        if output not in self.nodes:  # a view that the trace makes later
+            return
         tangent, told, result = self.nodes[node].result, output.meta["val"], self.nodes[output].result
         if tangent.stride() != told.stride() or result.stride() == told.stride():
             return
