@@ -57,11 +57,23 @@ def _last_reads(blocks: Sequence[Block]) -> dict[int, int]:
     return last
 
 
+#: Stands among the incoming gradients that something is made from for one that exists.
+_EXISTS = -1
+
+
+def _zero_gradients(program: Program) -> frozenset[int]:
+    """Zeros that a backward makes by itself, as ``torch.normal``'s does for its mean: they are added to gradients."""
+    return frozenset(value for task in program.tasks if task.calls[-1].op == "aten.zeros.default" for value in task.writes)
+
+
 def _dependencies(program: Program) -> dict[int, frozenset[int]]:
     """For every gradient of plain PyTorch's backward, the incoming gradients that it is made from."""
     found = {value: frozenset({value}) for value in program.tangents}
+    zeros = _zero_gradients(program)
     for first, *_ in program.slots:
         made_from = frozenset[int]().union(*(found.get(value, frozenset()) for value in first.reads))
+        if first.calls[-1].op in _SUMS and not zeros.isdisjoint(first.reads):
+            made_from |= {_EXISTS}
         found.update(dict.fromkeys(first.writes, made_from))
     return found
 
@@ -77,6 +89,7 @@ class _Pruner:
     Attributes:
         missing: all values that do not exist because no gradient arrives at them, so far.
         made_from: for every gradient, the incoming gradients that it is made from.
+        zeros: see `_zero_gradients`.
     """
 
     captured: Captured
@@ -86,6 +99,7 @@ class _Pruner:
     def __post_init__(self) -> None:
         self.missing = set(self.absent)
         self.made_from = _dependencies(self.captured.plain)
+        self.zeros = _zero_gradients(self.captured.program)
 
     def is_missing(self, value: int) -> bool:
         """Whether plain PyTorch would make this gradient from missing ones alone."""
@@ -111,6 +125,8 @@ class _Pruner:
         values = self.captured.program.values
         missing: set[Ref] = {Ref(v) for v in task.reads if v in self.missing}
         there: set[Ref] = {Ref(v) for v in task.reads if v not in self.missing and values[v].kind == "backward"}
+        if task.calls[-1].op in _SUMS:
+            there |= {Ref(v) for v in task.reads if v in self.zeros}
         zeros: dict[Ref, Ref] = {}
         made: list[Call] = []
         for call in task.calls:

@@ -187,6 +187,28 @@ def test_the_unused_part_of_a_backward_is_not_computed() -> None:
     assert whole
 
 
+class Sampled(nn.Module):
+    """`torch.normal` gives its mean zeros as a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = self.mean(x)
+        return torch.normal(mean, 0.1) * self.scale, mean
+
+
+def test_zeros_are_a_gradient_where_another_is_missing() -> None:
+    plain, x = Sampled(), torch.randn(3, 4)
+    mine = wrapped(plain, x, drop=0.7)
+    for model in (plain, mine):
+        model(x)[0].sum().backward()
+    for parameter, other in zip(plain.mean.parameters(), mine.mean.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, other.grad)
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
