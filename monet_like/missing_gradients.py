@@ -63,7 +63,9 @@ _EXISTS = -1
 
 def _zero_gradients(program: Program) -> frozenset[int]:
     """Zeros that a backward makes by itself, as ``torch.normal``'s does for its mean: they are added to gradients."""
-    return frozenset(value for task in program.tasks if task.calls[-1].op == "aten.zeros.default" for value in task.writes)
+    return frozenset(
+        value for task in program.tasks if task.calls[-1].op == "aten.zeros.default" for value in task.writes
+    )
 
 
 def _dependencies(program: Program) -> dict[int, frozenset[int]]:

@@ -6,7 +6,7 @@ smaller while it fails in the same way. A case is plain data; `Case.source` is t
 
 from .cases import Case, Op
 from .drawing import draw
-from .judging import Verdict, judge
+from .judging import Verdict, judge, known_end
 from .minimising import minimise, reproduction
 
-__all__ = ["Case", "Op", "Verdict", "draw", "judge", "minimise", "reproduction"]
+__all__ = ["Case", "Op", "Verdict", "draw", "judge", "known_end", "minimise", "reproduction"]

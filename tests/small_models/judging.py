@@ -397,6 +397,24 @@ def _autocast(case: Case) -> Iterator[None]:
 
 # Comparison
 
+#: Known ends of bit-equality (docs/limits.md), by what a case has that meets one.
+_ENDS: dict[str, Callable[[Case], bool]] = {
+    "the gradient of prod": lambda case: any(".prod(" in str(op.arguments.get("expression")) for op in case.ops),
+    "two calls before one backward": lambda case: case.behaviour == "two_forwards",
+    "an incoming gradient or an image in another layout": lambda case: any(
+        op.arguments.get("layout", "plain") != "plain" or op.kind in ("view", "rearranged", "parts") for op in case.ops
+    ),
+}
+
+
+def known_end(case: Case, verdict: Verdict) -> str:
+    """Which known end of bit-equality explains a verdict; "" if none does. A difference must be one of rounding."""
+    off_by = re.search(r"off by (\S+)$", verdict.detail)
+    allowed = 16 * torch.finfo(getattr(torch, case.autocast or case.dtype)).eps
+    if verdict.status != "wrong" or off_by is None or float(off_by[1]) > allowed:
+        return ""
+    return next((end for end, meets in _ENDS.items() if meets(case)), "")
+
 
 def difference(case: Case, plain: dict[str, Any], ours: dict[str, Any], rounding: float | None = None) -> str:
     """The first difference between what two trainings left; "" where there is none.
