@@ -71,8 +71,10 @@ def _summary(found: list[tuple[Case, Verdict]], seconds: float) -> Table:
         if status == "rounding":
             for end, number in ends.most_common():
                 table.add_row(f"  {end}", str(number), style="dim")
-    for sentence, number in Counter(_sentence(v) for _, v in found if v.status == "refused").most_common():
-        table.add_row(f"  {sentence}", str(number), style="dim")
+    refused = [(_sentence(v), case.seed) for case, v in found if v.status == "refused"]
+    first = dict(reversed(refused))
+    for sentence, number in Counter(sentence for sentence, _ in refused).most_common():
+        table.add_row(f"  {sentence} (seed {first[sentence]})", str(number), style="dim")
     return table
 
 

@@ -106,6 +106,52 @@ FOUND = {
             Op("result", "result", ("v4",)),
         )
     ),
+    "a view between a normalisation and what is added to its input's gradient": Case(
+        (
+            Op("x0", "input", (), {"shape": (1, 1, 2), "requires_grad": True}),
+            Op("v3", "view", ("x0",), {"expression": "{x}.unsqueeze(1)"}),
+            Op("v4", "rms_norm", ("v3",)),
+            Op("result", "result", ("v4", "x0")),
+        ),
+        mode="inplace_conv_multiway_newnode",
+    ),
+    "memory of a gradient that is expanded": Case(
+        (
+            Op("x0", "input", (), {"shape": (2, 1, 1, 1), "requires_grad": True}),
+            Op("v0", "reduced", ("x0",), {"expression": "{x}.sum(0)"}),
+            Op("v2", "activation", ("v0",)),
+            Op("result", "result", ("v2",)),
+        )
+    ),
+    "memory of a gradient that lies otherwise than its input": Case(
+        (
+            Op("x0", "input", (), {"shape": (2, 4), "requires_grad": True, "layout": "transposed"}),
+            Op("v0", "reduced", ("x0",)),
+            Op("result", "result", ("v0",)),
+        )
+    ),
+    "memory of a gradient for a result that does not lie as the trace takes it to": Case(
+        (
+            Op("x0", "input", (), {"shape": (1, 2, 2), "layout": "transposed"}),
+            Op("v0", "batch_norm", ("x0",)),
+            Op("v6", "batch_norm", ("v0",)),
+            Op("result", "result", ("v6",)),
+        )
+    ),
+    "memory of a transposed convolution": Case(
+        (
+            Op("x0", "input", (), {"shape": (1, 2, 1, 1, 1)}),
+            Op("v4", "conv_transpose", ("x0",)),
+            Op("result", "result", ("v4",)),
+        )
+    ),
+    "memory of a mean of embeddings": Case(
+        (
+            Op("x0", "input", (), {"shape": (1, 1), "dtype": "int64"}),
+            Op("v4", "embedding_bag", ("x0",), {"mode": "mean"}),
+            Op("result", "result", ("v4",)),
+        )
+    ),
 }
 
 

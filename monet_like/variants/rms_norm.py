@@ -335,7 +335,7 @@ def _gradients(editor: Editor, slots: _Slots, norm: _Norm) -> _Gradients | None:
     if first is None:
         return None
     chain = [scaled, summed, dot, cubed[0], mean, second, first]
-    joined = _joined(slots, slots.made(first), slots.made(second), chain)
+    joined = _joined(editor, slots, slots.made(first), slots.made(second), chain)
     if joined is None:
         return None
     residual, last = joined
@@ -348,7 +348,7 @@ def _gradients(editor: Editor, slots: _Slots, norm: _Norm) -> _Gradients | None:
         last = cast
     grad, of_weight = _incoming(editor, slots, norm, through[0], chain)
     added = slots.after(last, *_ADD) if residual is None else None
-    if added is not None and added == max(chain) + 1:
+    if added is not None and added == max(chain) + 1 and _alike(editor, slots.made(added), slots.made(last)):
         residual = slots.other(added, slots.made(last))
         last = last if residual is None else added
         chain += [added] * (last == added)
@@ -400,19 +400,24 @@ def _weight_gradient(editor: Editor, slots: _Slots, weight: int, product: int, c
     return (result,) if prod(editor.metas[result].shape) == prod(meta.shape) else ()
 
 
-def _joined(slots: _Slots, first: int, second: int, chain: list[int]) -> tuple[Ref | None, int] | None:
+def _joined(editor: Editor, slots: _Slots, first: int, second: int, chain: list[int]) -> tuple[Ref | None, int] | None:
     """The slot that adds both parts of the input's gradient, and what else is added before that."""
     residual: Ref | None = None
     for _ in range(2):
         slot = slots.next(first, *_ADD)
         other = None if slot is None else slots.other(slot, first)
-        if slot is None or other is None:
+        if slot is None or other is None or not _alike(editor, slots.made(slot), first):
             return None
         chain.append(slot)
         if _root(slots.ways[slot].calls, other) == second:
             return residual, slot
         residual, first = other, slots.made(slot)
     return None
+
+
+def _alike(editor: Editor, one: int, other: int) -> bool:
+    """Whether two values have one shape: a sum can be of something seen through a view."""
+    return editor.metas[one].shape == editor.metas[other].shape
 
 
 def _powers(editor: Editor, value: int, exponent: int) -> list[int]:
