@@ -73,7 +73,7 @@ class Batches:
         return self._captured[batch]
 
     def estimated(self, batch: int) -> dict[str, Cost]:
-        """Costs before anything is measured: datasheet rates, no workspace."""
+        """Costs before anything is measured: datasheet rates."""
         captured = self.captured(batch)
         return roofline(captured, self.limits or DEVICES["cpu"])
 

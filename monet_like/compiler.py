@@ -339,7 +339,8 @@ def _profiled(
 ) -> Profile:
     if isinstance(profile, DeviceLimits):
         costs = roofline(captured, profile)
-        note = f"estimated from datasheet rates ({profile.source})"
+        settings = f": {profile.settings}" if profile.settings else ""
+        note = f"estimated from datasheet rates ({profile.source}{settings})"
         return Profile(f"roofline:{profile.name}", costs, note, {"torch": torch.__version__})
     if profile and profile.device != device_name(device):
         completed = _completed(profile, captured, device)

@@ -28,7 +28,8 @@ class Machine:
     Attributes:
         kind: ``cpu`` or ``cuda``.
         name: for people.
-        memory_bytes, flops_per_second, bytes_per_second: 0: not known. Arithmetic in float32.
+        memory_bytes, flops_per_second, bytes_per_second: 0: not known. Arithmetic in float32, without TF32.
+        convolution_flops_per_second: of float32 by PyTorch's default, which is with TF32 where there is one; 0: not known.
     """
 
     kind: str
@@ -36,11 +37,16 @@ class Machine:
     memory_bytes: int = 0
     flops_per_second: float = 0.0
     bytes_per_second: float = 0.0
+    convolution_flops_per_second: float = 0.0
 
 
 def known_limits(name: str) -> DeviceLimits | None:
-    """The datasheet of the device that PyTorch calls so, if there is one."""
-    return next((limits for limits in DEVICES.values() if limits.product and limits.product in name.lower()), None)
+    """The datasheet of the device that PyTorch calls so, if there is one.
+
+    Names must be equal: an "NVIDIA GH200 480GB" is no H200, and a part of a card ("... MIG 1g.5gb") not the card.
+    """
+    product = name.removeprefix("NVIDIA ")
+    return next((limits for limits in DEVICES.values() if product in limits.products), None)
 
 
 def planned_for(device: str) -> Machine:
@@ -50,7 +56,7 @@ def planned_for(device: str) -> Machine:
     if limits is None:
         return Machine("cuda" if kind == "cuda" else "cpu", name)
     shown = f"{name} (datasheet rates)" if kind == "roofline" else name
-    return Machine(limits.device, shown, limits.memory_bytes, limits.flops_per_second, limits.bytes_per_second)
+    return Machine(limits.device, shown, limits.memory_bytes, *_rates(limits))
 
 
 def machine_at(device: torch.device) -> Machine:
@@ -60,8 +66,11 @@ def machine_at(device: torch.device) -> Machine:
         return Machine("cpu", name)
     limits = known_limits(name)
     memory = int(torch.cuda.get_device_properties(device).total_memory)
-    rates = (limits.flops_per_second, limits.bytes_per_second) if limits else (0.0, 0.0)
-    return Machine("cuda", name, memory, *rates)
+    return Machine("cuda", name, memory, *(_rates(limits) if limits else ()))
+
+
+def _rates(limits: DeviceLimits) -> tuple[float, float, float]:
+    return limits.flops_per_second, limits.bytes_per_second, limits.convolution_flops_per_second
 
 
 def difference(planned: Machine, here: Machine, peak_bytes: int) -> str:
@@ -82,6 +91,7 @@ def difference(planned: Machine, here: Machine, peak_bytes: int) -> str:
         found.append(f"memory is {format_bytes(here.memory_bytes)} instead of {format_bytes(planned.memory_bytes)}")
     for what, mine, theirs, unit in (
         ("arithmetic", here.flops_per_second, planned.flops_per_second, "TFLOP/s"),
+        ("float32 convolution", here.convolution_flops_per_second, planned.convolution_flops_per_second, "TFLOP/s"),
         ("memory traffic", here.bytes_per_second, planned.bytes_per_second, "TB/s"),
     ):
         if _apart(mine, theirs, RATE_FACTOR):
@@ -89,7 +99,8 @@ def difference(planned: Machine, here: Machine, peak_bytes: int) -> str:
     if planned.kind != here.kind:
         found.append("a GPU and a CPU differ in which operators are slow")
     elif not found and not (planned.bytes_per_second and here.bytes_per_second) and planned.name != here.name:
-        found.append("how fast they are is not known here")
+        unknown = [machine.name for machine in (planned, here) if not machine.bytes_per_second]
+        found.append(f"rates of {' and '.join(unknown)} are not known, so that how far times differ is not, either")
     return "; ".join(found)
 
 

@@ -2,20 +2,36 @@
 
 For planning for a device that is not at hand, and to judge in advance how long measuring would take.
 
-Where the rates are from (all are peaks, which no operator reaches; nothing here was measured, but for ``cpu``):
+Where the rates are from (all are peaks without sparsity, which no operator reaches; where a datasheet gives the rate with
+sparsity, half of it is taken; nothing here was measured, but for ``cpu``):
 
-* a100: "NVIDIA A100 Tensor Core GPU" datasheet, column A100 40GB PCIe: FP32 19.5 TFLOPS, BFLOAT16 Tensor Core 312,
-  40 GB HBM2, 1,555 GB/s.
-* h100: "NVIDIA H100 Tensor Core GPU" datasheet, column H100 SXM: FP32 67 TFLOPS, BFLOAT16 Tensor Core 989 (without
-  sparsity), 80 GB, 3.35 TB/s.
-* h200: "NVIDIA H200 Tensor Core GPU" datasheet, column H200 SXM: FP32 67 TFLOPS, BFLOAT16 989 (without sparsity),
-  141 GB, 4.8 TB/s.
-* rtx4090: "NVIDIA Ada GPU Architecture" whitepaper, appendix A: FP32 82.6 TFLOPS, FP16 Tensor Core with FP32
-  accumulate 165.2 (without sparsity), 24 GB GDDR6X, 1,008 GB/s.
-* rtx2080ti: "NVIDIA Turing GPU Architecture" whitepaper, reference card: FP32 13.4 TFLOPS, 11 GB, 616 GB/s.
-* p100: "NVIDIA Tesla P100" datasheet, PCIe 16 GB: FP32 9.3 TFLOPS, FP16 18.7, 732 GB/s.
+* a100: "NVIDIA A100 Tensor Core GPU" datasheet, A100 40GB PCIe (SXM alike): FP32 19.5 TFLOPS, TF32 156, BFLOAT16 312,
+  40 GB, 1,555 GB/s. a100-80gb-pcie, a100-80gb-sxm: the same rates, 80 GB, 1,935 and 2,039 GB/s.
+* h100: "NVIDIA H100 Tensor Core GPU" datasheet, H100 SXM: FP32 67 TFLOPS, TF32 989 with sparsity, BFLOAT16 1,979 with
+  sparsity, 80 GB, 3.35 TB/s. h100-pcie: H100 PCIe, FP32 51, TF32 756 and BFLOAT16 1,513 with sparsity, 80 GB, 2 TB/s.
+  h100-nvl: H100 NVL, FP32 60, TF32 835 and BFLOAT16 1,671 with sparsity, 94 GB, 3.9 TB/s.
+* h200: "NVIDIA H200 Tensor Core GPU" datasheet, H200 SXM: as H100 SXM, but 141 GB, 4.8 TB/s. h200-nvl: H200 NVL, as
+  H100 NVL, but 141 GB, 4.8 TB/s.
+* gh200: "NVIDIA GH200 Grace Hopper Superchip" datasheet: as H100 SXM, but 96 GB HBM3, 4 TB/s, NVLink-C2C 900 GB/s in
+  both directions.
+* rtx4090: "NVIDIA Ada GPU Architecture" whitepaper, appendix A: FP32 82.6 TFLOPS, TF32 82.6, FP16 with FP32
+  accumulate 165.2, 24 GB GDDR6X, 1,008 GB/s.
+* rtx2080ti: "NVIDIA Turing GPU Architecture" whitepaper, reference card: FP32 13.4 TFLOPS, FP16 with FP32 accumulate
+  53.8, 11 GB, 616 GB/s. It has no TF32.
+* p100: "NVIDIA Tesla P100" datasheet, PCIe 16 GB: FP32 9.3 TFLOPS, FP16 18.7, 732 GB/s. It has no TF32.
 
-FP32 is without TF32, as PyTorch multiplies float32 matrices by default.
+The rates are those of PyTorch's default settings: convolutions of float32 run in TF32 (``torch.backends.cudnn.allow_tf32``),
+matrix products of float32 do not (``torch.backends.cuda.matmul.allow_tf32``).
+
+Two rules are estimates of ours, on GPUs alone:
+
+* Grouped convolutions fill a part of the tensor cores' tiles: the rate is the share of `TILE` that a group's channels
+  are, and at least FP32's. Depthwise ones, which PyTorch and cuDNN run without tensor cores, have FP32's rate.
+* Convolutions in the default layout are taken to need a workspace of the size of all that they read and write. Tensor
+  cores want the channels last, so cuDNN transposes inputs, filters and results ("NVIDIA Deep Learning Performance:
+  Convolutional Layers User's Guide", section Tensor Layouts). Some kernels do without some of the copies; no default of
+  PyTorch bounds them. In channels-last layout implicit GEMM needs no copies, and the weights' gradient is taken to
+  need one of the weights, for partial sums. Depthwise convolutions need none.
 """
 
 from __future__ import annotations
@@ -42,25 +58,27 @@ from .tracing import fake_mode
 from .units import GIB
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceLimits:
     """A device's rates.
 
     Attributes:
         name: for people.
-        flops_per_second: of matrix products, in the precision that training uses by default for float32 models.
-        half_flops_per_second: the same for 16-bit floats.
+        flops_per_second: of matrix products of float32 (on a GPU without TF32, PyTorch's default).
+        convolution_flops_per_second: of convolutions of float32 (with TF32 where there is some, PyTorch's default).
+        half_flops_per_second: of both for 16-bit floats.
         bytes_per_second: memory bandwidth.
         host_bytes_per_second: of copies to and from the host, in one direction.
         launch_seconds: the least any operator takes.
         source: where the figures come from.
         memory_bytes: in all, a GB of the datasheet taken as 2**30 bytes; 0: not told.
         device: ``cuda`` or ``cpu``, what programs for it are captured as.
-        product: words that PyTorch's name of the device has, lower case; "": none are known.
+        products: PyTorch's names of the device, without the maker's; none: none are known.
     """
 
     name: str
     flops_per_second: float
+    convolution_flops_per_second: float
     half_flops_per_second: float
     bytes_per_second: float
     host_bytes_per_second: float
@@ -68,37 +86,179 @@ class DeviceLimits:
     source: str
     memory_bytes: int = 0
     device: str = "cpu"
-    product: str = ""
+    products: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> str:
+        """The settings that the rates are of, in words; "" for a CPU, where there is no choice."""
+        if self.device == "cpu":
+            return ""
+        return (
+            f"PyTorch's default precisions: float32 convolutions at {self.convolution_flops_per_second / 1e12:g} TFLOP/s "
+            f"(TF32 where there is one), matrix products at {self.flops_per_second / 1e12:g} (no TF32); "
+            "workspaces of convolutions estimated"
+        )
 
 
 #: Bytes a second and direction of a link of 16 lanes: PCI Express 3.0, 4.0 and 5.0, by NVIDIA's datasheets 32, 64 and
 #: 128 GB/s in both; and the share of it that large copies of pinned memory are taken to reach.
 PCIE3, PCIE4, PCIE5 = (0.8 * rate for rate in (16e9, 32e9, 64e9))
+#: The same for the link of a Grace Hopper Superchip.
+NVLINK_C2C = 0.8 * 450e9
 
 
 def _gpu(
-    name: str, flops: float, half: float, bandwidth: float, link: float, gigabytes: int, product: str, source: str
+    name: str,
+    *,
+    tflops: tuple[float, float, float],
+    bandwidth: float,
+    link: float,
+    gigabytes: int,
+    products: tuple[str, ...],
+    source: str,
 ) -> DeviceLimits:
-    return DeviceLimits(name, flops, half, bandwidth, link, 4e-6, source, gigabytes * GIB, "cuda", product)
+    """``tflops``: of float32, of float32's convolutions, and of 16-bit floats."""
+    return DeviceLimits(
+        name=name,
+        flops_per_second=tflops[0] * 1e12,
+        convolution_flops_per_second=tflops[1] * 1e12,
+        half_flops_per_second=tflops[2] * 1e12,
+        bytes_per_second=bandwidth,
+        host_bytes_per_second=link,
+        launch_seconds=4e-6,
+        source=source,
+        memory_bytes=gigabytes * GIB,
+        device="cuda",
+        products=products,
+    )
 
 
 #: Of the estimates below: raised whenever they change, because plans made from them then would not come out again.
-ROOFLINE_VERSION = 2
+ROOFLINE_VERSION = 3
+
+_A100, _H100, _NVL = (19.5, 156.0, 312.0), (67.0, 494.5, 989.5), (60.0, 417.5, 835.5)
 
 DEVICES: Mapping[str, DeviceLimits] = {
     limits.name: limits
     for limits in (
         DeviceLimits(
-            "cpu", 1.0e11, 1.0e11, 1.5e10, 1e9, 2e-6, "a server CPU on two cores, as measured; files: a guess"
+            name="cpu",
+            flops_per_second=1.0e11,
+            convolution_flops_per_second=1.0e11,
+            half_flops_per_second=1.0e11,
+            bytes_per_second=1.5e10,
+            host_bytes_per_second=1e9,
+            launch_seconds=2e-6,
+            source="a server CPU on two cores, as measured; files: a guess",
         ),
-        _gpu("p100", 9.3e12, 18.7e12, 732e9, PCIE3, 16, "p100", "NVIDIA Tesla P100 PCIe 16 GB datasheet"),
-        _gpu("a100", 19.5e12, 312e12, 1555e9, PCIE4, 40, "a100", "NVIDIA A100 40 GB PCIe datasheet, FP32 without TF32"),
-        _gpu("h100", 67e12, 989e12, 3350e9, PCIE5, 80, "h100", "NVIDIA H100 SXM datasheet, FP32 without TF32"),
-        _gpu("h200", 67e12, 989e12, 4800e9, PCIE5, 141, "h200", "NVIDIA H200 SXM datasheet, FP32 without TF32"),
         _gpu(
-            "rtx2080ti", 13.4e12, 53.8e12, 616e9, PCIE3, 11, "2080 ti", "NVIDIA Turing whitepaper, reference card, FP32"
+            "p100",
+            tflops=(9.3, 9.3, 18.7),
+            bandwidth=732e9,
+            link=PCIE3,
+            gigabytes=16,
+            products=("Tesla P100-PCIE-16GB",),
+            source="NVIDIA Tesla P100 PCIe 16 GB datasheet",
         ),
-        _gpu("rtx4090", 82.6e12, 165.2e12, 1008e9, PCIE4, 24, "4090", "NVIDIA Ada architecture whitepaper, FP32"),
+        _gpu(
+            "a100",
+            tflops=_A100,
+            bandwidth=1555e9,
+            link=PCIE4,
+            gigabytes=40,
+            products=("A100-SXM4-40GB", "A100-PCIE-40GB"),
+            source="NVIDIA A100 40 GB PCIe datasheet",
+        ),
+        _gpu(
+            "a100-80gb-pcie",
+            tflops=_A100,
+            bandwidth=1935e9,
+            link=PCIE4,
+            gigabytes=80,
+            products=("A100 80GB PCIe",),
+            source="NVIDIA A100 80 GB PCIe datasheet",
+        ),
+        _gpu(
+            "a100-80gb-sxm",
+            tflops=_A100,
+            bandwidth=2039e9,
+            link=PCIE4,
+            gigabytes=80,
+            products=("A100-SXM4-80GB",),
+            source="NVIDIA A100 80 GB SXM datasheet",
+        ),
+        _gpu(
+            "h100",
+            tflops=_H100,
+            bandwidth=3350e9,
+            link=PCIE5,
+            gigabytes=80,
+            products=("H100 80GB HBM3",),
+            source="NVIDIA H100 SXM datasheet",
+        ),
+        _gpu(
+            "h100-pcie",
+            tflops=(51.0, 378.0, 756.5),
+            bandwidth=2000e9,
+            link=PCIE5,
+            gigabytes=80,
+            products=("H100 PCIe",),
+            source="NVIDIA H100 PCIe datasheet",
+        ),
+        _gpu(
+            "h100-nvl",
+            tflops=_NVL,
+            bandwidth=3900e9,
+            link=PCIE5,
+            gigabytes=94,
+            products=("H100 NVL",),
+            source="NVIDIA H100 NVL datasheet",
+        ),
+        _gpu(
+            "h200",
+            tflops=_H100,
+            bandwidth=4800e9,
+            link=PCIE5,
+            gigabytes=141,
+            products=("H200",),
+            source="NVIDIA H200 SXM datasheet",
+        ),
+        _gpu(
+            "h200-nvl",
+            tflops=_NVL,
+            bandwidth=4800e9,
+            link=PCIE5,
+            gigabytes=141,
+            products=("H200 NVL",),
+            source="NVIDIA H200 NVL datasheet",
+        ),
+        _gpu(
+            "gh200",
+            tflops=_H100,
+            bandwidth=4000e9,
+            link=NVLINK_C2C,
+            gigabytes=96,
+            products=("GH200 480GB", "GH200 120GB"),  # the host's memory: the GPU has 96 GB in both
+            source="NVIDIA GH200 Grace Hopper Superchip datasheet",
+        ),
+        _gpu(
+            "rtx2080ti",
+            tflops=(13.4, 13.4, 53.8),
+            bandwidth=616e9,
+            link=PCIE3,
+            gigabytes=11,
+            products=("GeForce RTX 2080 Ti",),
+            source="NVIDIA Turing whitepaper, reference card",
+        ),
+        _gpu(
+            "rtx4090",
+            tflops=(82.6, 82.6, 165.2),
+            bandwidth=1008e9,
+            link=PCIE4,
+            gigabytes=24,
+            products=("GeForce RTX 4090",),
+            source="NVIDIA Ada architecture whitepaper",
+        ),
     )
 }
 
@@ -108,30 +268,48 @@ _UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.defaul
 #: As many elements as mm_largest makes dense at a time (csrc/cpu/mm_largest.cpp, csrc/cuda/caches.cu).
 _DENSE = 1 << 22
 _IM2COL = "aten._slow_conv2d_forward.default"
+_CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
+#: Channels of a tensor core's tile in a convolution: a group with fewer leaves the rest of it idle. An estimate.
+TILE = 32
 
 
 def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     """The cost of every distinct task of ``captured`` on a device with ``limits``.
 
-    Workspace is taken to be 0, but for what a dropped cache is unpacked into: a tensor as large as the one dropped, or,
-    for a product with it, a copy of what is kept or of some rows. Rates know no algorithms: what ``algorithms`` admits is refused, so that
-    plans take PyTorch's own.
+    Workspace is taken to be 0, with two exceptions. Convolutions on a GPU have the one that is estimated above. What a
+    dropped cache is unpacked into is a tensor as large as the one dropped, or, for a product with it, a copy of what is
+    kept or of some rows. Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
     """
     priced = {task.cost for task in captured.every_task() if task.word != ALGORITHMS}
     tasks, works = distinct_tasks(captured), _works(captured)
     return {
-        key: Cost(_seconds(captured, task, works[key], limits), works[key].unpacked_bytes) if key in priced else REFUSED
+        key: Cost(_seconds(captured, task, works[key], limits), _workspace(works[key], limits))
+        if key in priced
+        else REFUSED
         for key, task in tasks.items()
     }
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a task does, on any device."""
+    """What a task does, on any device.
+
+    Attributes:
+        flops: of matrix products.
+        convolution_flops: of convolutions.
+        channels: of one group of these convolutions, the fewer of input and output; 1 if they are depthwise, `TILE` or
+            more if they fill tensor cores.
+        touched_bytes: that operators read and write.
+        unpacked_bytes: that dropped caches are unpacked into.
+        convolution_workspace_bytes: that convolutions are estimated to need on a GPU.
+    """
 
     flops: int = 0
+    convolution_flops: int = 0
+    channels: int = TILE
     touched_bytes: int = 0
     unpacked_bytes: int = 0
+    convolution_workspace_bytes: int = 0
 
 
 #: The work of programs' tasks, as long as they exist: counting runs all of them, and one is priced for several devices.
@@ -143,10 +321,29 @@ def _works(captured: Captured) -> dict[str, _Work]:
     if captured not in _WORKS:
         found = {}
         for key, task in distinct_tasks(captured).items():
-            work = (0, 0) if task.copies else (flops(captured, task), touched_bytes(captured, task))
-            found[key] = _Work(*work, _unpacked_bytes(captured, task))
+            found[key] = _Work() if task.copies else _work(captured, task)
         _WORKS[captured] = found
     return _WORKS[captured]
+
+
+def _work(captured: Captured, task: Task) -> _Work:
+    products, convolutions = _flops(captured, task)
+    seen = _Convolutions()
+    if any(call.op in _CONVOLUTIONS for call in task.calls):
+        _run_fake(captured, task, seen)
+    return _Work(
+        products,
+        convolutions,
+        seen.channels,
+        touched_bytes(captured, task),
+        _unpacked_bytes(captured, task),
+        max(seen.workspace_bytes, _im2col_bytes(captured, task)),
+    )
+
+
+def _workspace(work: _Work, limits: DeviceLimits) -> int:
+    estimated = work.convolution_workspace_bytes if limits.device == "cuda" else 0
+    return max(estimated, work.unpacked_bytes)
 
 
 def _unpacked_bytes(captured: Captured, task: Task) -> int:
@@ -163,8 +360,13 @@ def _seconds(captured: Captured, task: Task, work: _Work, limits: DeviceLimits) 
         copied = max(metas[v].storage_bytes for v in (*task.reads, *task.writes))
         return limits.launch_seconds + copied / limits.host_bytes_per_second
     half = any(metas[v].dtype.itemsize == 2 and metas[v].dtype.is_floating_point for v in task.reads)
-    rate = limits.half_flops_per_second if half else limits.flops_per_second
-    return max(limits.launch_seconds, work.flops / rate, work.touched_bytes / limits.bytes_per_second)
+    products = limits.half_flops_per_second if half else limits.flops_per_second
+    convolutions = limits.half_flops_per_second if half else limits.convolution_flops_per_second
+    if work.channels < TILE:
+        share = work.channels / TILE if work.channels > 1 else 0.0
+        convolutions = max(limits.flops_per_second, share * convolutions)
+    computing = work.flops / products + work.convolution_flops / convolutions
+    return max(limits.launch_seconds, computing, work.touched_bytes / limits.bytes_per_second)
 
 
 def touched_bytes(captured: Captured, task: Task) -> int:
@@ -181,14 +383,21 @@ def touched_bytes(captured: Captured, task: Task) -> int:
 
 def flops(captured: Captured, task: Task) -> int:
     """Floating-point operations of the matrix products and convolutions in a task."""
+    return sum(_flops(captured, task))
+
+
+def _flops(captured: Captured, task: Task) -> tuple[int, int]:
+    """Floating-point operations of a task's matrix products, and of its convolutions."""
     heavy = ("conv", "mm", "attention", "linear")
     if not any(word in call.op for call in task.calls for word in heavy):
-        return 0
+        return 0, 0
     if _is_opaque(task):
-        return sum(_im2col_flops(captured, call) for call in task.calls if call.op == _IM2COL)
+        return sum(_im2col_flops(captured, call) for call in task.calls if call.op == _IM2COL), 0
     counter = FlopCounterMode(display=False, custom_mapping=_flop_formulas())
     _run_fake(captured, task, counter)
-    return int(counter.get_total_flops())
+    counts = counter.get_flop_counts().get("Global", {})
+    convolutions = sum(count for operator, count in counts.items() if "convolution" in str(operator))
+    return int(counter.get_total_flops()) - int(convolutions), int(convolutions)
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -207,6 +416,17 @@ def _im2col_flops(captured: Captured, call: Call) -> int:
     assert out is not None and isinstance(out.name, int)
     cells = prod(iter(captured.metas[out.name].shape))
     return 2 * cells * prod(iter(captured.metas[filters.name].shape[1:]))
+
+
+def _im2col_bytes(captured: Captured, task: Task) -> int:
+    """On a GPU, columns are made of one sample after another."""
+    found = [0]
+    for call in task.calls:
+        if call.op == _IM2COL:
+            (out,), filters = call.outs, captured.metas[call.args[1].name]
+            assert out is not None and isinstance(out.name, int)
+            found.append(prod(filters.shape[1:]) * prod(captured.metas[out.name].shape[2:]) * filters.dtype.itemsize)
+    return max(found)
 
 
 def _read_for_its_shape(op: str, args: Sequence[Any]) -> Any:
@@ -276,3 +496,46 @@ class _UnpackedBytes(TorchDispatchMode):
             dense = min(elements, _DENSE) * size if size == 2 else 0
             self.bytes += max(largest_kept(elements, keep) * (max(4, size) + 4), dense)
         return result
+
+
+class _Convolutions(TorchDispatchMode):
+    """Notes what convolutions' rates and workspaces depend on.
+
+    Attributes:
+        channels: as of `_Work`, the least of all.
+        workspace_bytes: by the rules at the top of this file, the most of all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.channels, self.workspace_bytes = TILE, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func) in _CONVOLUTIONS:
+            backward = func is torch.ops.aten.convolution_backward.default
+            filters, groups = args[2 if backward else 1], args[9 if backward else 8]
+            channels = min(filters.shape[0] // groups, filters.shape[1])
+            if groups > 1:
+                self.channels = min(self.channels, channels)
+            if groups == 1 or channels > 1:
+                self.workspace_bytes = max(self.workspace_bytes, self._copied(func, args, result, filters))
+        return result
+
+    @staticmethod
+    def _copied(func: Any, args: Any, result: Any, filters: torch.Tensor) -> int:
+        of_weight = func is torch.ops.aten.convolution_backward.default and args[-1][1]
+        unread = [_read_for_its_shape(str(func), args), filters if of_weight and not args[-1][0] else None]
+        leaves = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+        data = [leaf for leaf in leaves if leaf.dim() == filters.dim() and all(leaf is not other for other in unread)]
+        if any(map(_is_channels_last, data)):
+            return filters.numel() * max(4, filters.element_size()) if of_weight else 0
+        return sum(leaf.numel() * leaf.element_size() for leaf in data)
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether channels are the innermost dimension; not, where any layout is that one and the default, too."""
+    if tensor.is_contiguous() or tensor.dim() not in (4, 5):
+        return False
+    layout = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return tensor.is_contiguous(memory_format=layout)

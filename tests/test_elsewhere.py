@@ -37,7 +37,7 @@ MODE = "inplace_conv_multiway_newnode"
 # Differences --------------------------------------------------------------------------------------------------
 
 A100 = planned_for("roofline:a100")
-H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", int(79.1 * GIB), 67e12, 3350e9)
+H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", int(79.1 * GIB), 67e12, 3350e9, 494.5e12)
 STRANGE = Machine("cuda", "NVIDIA Z1", 40 * GIB)
 CPU = Machine("cpu", "a processor, 2 threads")
 
@@ -51,7 +51,7 @@ CPU = Machine("cpu", "a processor, 2 threads")
             A100,
             H100,
             "memory is 79.10 GB instead of 40.00 GB; arithmetic is 67 TFLOP/s instead of 19.5; "
-            "memory traffic is 3.35 TB/s instead of 1.55",
+            "float32 convolution is 494 TFLOP/s instead of 156; memory traffic is 3.35 TB/s instead of 1.55",
         ),
         (
             planned_for("roofline:h200"),
@@ -60,7 +60,7 @@ CPU = Machine("cpu", "a processor, 2 threads")
         ),
         (A100, dataclasses.replace(A100, memory_bytes=int(39.4 * GIB)), ""),
         (A100, dataclasses.replace(A100, memory_bytes=80 * GIB), "memory is 80.00 GB instead of 40.00 GB"),
-        (A100, STRANGE, "how fast they are is not known here"),
+        (A100, STRANGE, "rates of NVIDIA Z1 are not known, so that how far times differ is not, either"),
         (A100, CPU, "a GPU and a CPU differ in which operators are slow"),
         (planned_for("cpu: one, 2 threads"), CPU, ""),
         (planned_for("roofline:cpu"), CPU, ""),
@@ -80,11 +80,25 @@ def test_a_peak_that_does_not_fit() -> None:
     ("name", "expected"),
     [
         ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("A100-SXM4-40GB", "a100"),  # by older drivers
+        ("NVIDIA A100-PCIE-40GB", "a100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb-sxm"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA A100-SXM-64GB", None),
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GH200 144G HBM3e", None),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"),
         ("Tesla P100-PCIE-16GB", "p100"),
+        ("Tesla P100-SXM2-16GB", None),
         ("NVIDIA GeForce RTX 3060", None),
     ],
 )
@@ -95,8 +109,14 @@ def test_devices_by_pytorchs_names(name: str, expected: str | None) -> None:
 
 def test_gpus_have_a_memory_and_a_source() -> None:
     gigabytes = {name: limits.memory_bytes // GIB for name, limits in DEVICES.items() if limits.device == "cuda"}
-    assert gigabytes == {"p100": 16, "a100": 40, "h100": 80, "h200": 141, "rtx2080ti": 11, "rtx4090": 24}
-    assert all("datasheet" in limits.source or "whitepaper" in limits.source for limits in DEVICES.values() if limits.product)  # fmt: skip
+    assert gigabytes == {
+        **{"p100": 16, "a100": 40, "a100-80gb-pcie": 80, "a100-80gb-sxm": 80, "h100": 80, "h100-pcie": 80},
+        **{"h100-nvl": 94, "h200": 141, "h200-nvl": 141, "gh200": 96, "rtx2080ti": 11, "rtx4090": 24},
+    }
+    cards = [limits for limits in DEVICES.values() if limits.device == "cuda"]
+    assert all("datasheet" in limits.source or "whitepaper" in limits.source for limits in cards)
+    names = [name for limits in cards for name in limits.products]
+    assert len(set(names)) == len(names) >= len(cards)
 
 
 def test_one_warning_for_each_pair_of_devices(record: ScheduleRecord, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +242,6 @@ def operators_of(tasks: Sequence[Task]) -> Counter[str]:
 def test_values_are_counted_as_cudas_allocator_counts_them() -> None:
     there = captured(convolutional(), 4, 3, 32, 32)
     assert all(value.bytes % 512 == 0 for value in there.program.values)
-    assert {cost.workspace_bytes for cost in roofline(there, DEVICES["h100"]).values()} == {0}
     words = {task.variant for task in there.every_task()}
     assert "batch_norm.train_in_vectors" not in words  # the CPU's own
     if torch.cuda.is_available():

@@ -271,7 +271,8 @@ def test_missing_arguments(count: int, missing: str) -> None:
         (("--optimizer", "adma"), "optimizer 'adma' is unknown; choose one of none, sgd, momentum, adam"),
         (
             ("--profile", "roofline:h900"),
-            "there is no roofline for 'h900'; choose one of cpu, p100, a100, h100, h200, rtx2080ti, rtx4090",
+            "there is no roofline for 'h900'; choose one of cpu, p100, a100, a100-80gb-pcie, a100-80gb-sxm, h100, "
+            "h100-pcie, h100-nvl, h200, h200-nvl, gh200, rtx2080ti, rtx4090",
         ),
     ],
 )

@@ -1,0 +1,126 @@
+"""Costs from datasheet rates: which rate an operator has, and the workspaces that convolutions are estimated to need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from monet_like.capture import Captured, capture
+from monet_like.compiler import Request, prepare
+from monet_like.program import Task
+from monet_like.replay import admitted
+from monet_like.roofline import DEVICES, TILE, flops, roofline
+from monet_like.tracing import fake_mode
+
+A100, CPU = DEVICES["a100"], DEVICES["cpu"]
+CUDA = torch.device("cuda", 0)
+#: Large enough that arithmetic, not memory, is what takes time.
+CHANNELS, SIDE, BATCH = 512, 56, 8
+
+
+def captured(layer: nn.Module, *, dtype: torch.dtype = torch.float32, channels_last: bool = False) -> Captured:
+    layer = layer.to(dtype)
+    if channels_last:
+        layer = layer.to(memory_format=torch.channels_last)
+    with fake_mode():
+        shape = (BATCH, CHANNELS, SIDE, SIDE) if not isinstance(layer, nn.Linear) else (BATCH * SIDE, CHANNELS)
+        x = torch.empty(shape, dtype=dtype, requires_grad=True)
+        if channels_last:
+            x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last, requires_grad=True)
+    return admitted(capture(layer, (x,), target=CUDA), "normal")
+
+
+def heavy(program: Captured) -> list[Task]:
+    """The forward, and a way for either gradient: all that multiplies."""
+    found = [task for task in program.every_task() if flops(program, task)]
+    assert len(found) >= 3
+    return found
+
+
+def rate(program: Captured, task: Task) -> float:
+    return flops(program, task) / roofline(program, A100)[task.cost].seconds
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "expected"),
+    [
+        (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False), torch.float32, 156e12),
+        (nn.ConvTranspose2d(CHANNELS, CHANNELS, 3, padding=1, bias=False), torch.float32, 156e12),
+        (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False), torch.bfloat16, 312e12),
+        (nn.Linear(CHANNELS, 64 * CHANNELS, bias=False), torch.float32, 19.5e12),
+        (nn.Linear(CHANNELS, 64 * CHANNELS, bias=False), torch.float16, 312e12),
+    ],
+)
+def test_convolutions_of_float32_have_tf32s_rate_and_products_have_not(
+    layer: nn.Module, dtype: torch.dtype, expected: float
+) -> None:
+    program = captured(layer, dtype=dtype)
+    assert max(rate(program, task) for task in heavy(program)) == pytest.approx(expected)
+    assert all(rate(program, task) <= expected * 1.0001 for task in heavy(program))
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [(CHANNELS // TILE, 156e12), (CHANNELS // 16, 78e12), (CHANNELS // 2, 19.5e12), (CHANNELS, 19.5e12)],
+)
+def test_narrow_groups_fill_a_part_of_tensor_cores(groups: int, expected: float) -> None:
+    """With filters so large that arithmetic is what takes time."""
+    layer = nn.Conv2d(CHANNELS, CHANNELS, 25, padding=12, groups=groups, bias=False)
+    program = captured(layer)
+    assert [rate(program, task) for task in heavy(program)] == pytest.approx([expected] * len(heavy(program)))
+
+
+def test_a_card_without_tf32_and_a_cpu_have_one_rate_for_float32() -> None:
+    for name in ("cpu", "p100", "rtx2080ti"):
+        assert DEVICES[name].convolution_flops_per_second == DEVICES[name].flops_per_second
+    for name in ("a100", "h100", "h100-pcie", "h100-nvl", "h200", "h200-nvl", "gh200"):
+        assert 5 < DEVICES[name].convolution_flops_per_second / DEVICES[name].flops_per_second < 9, name
+
+
+DATA = 4 * BATCH * CHANNELS * SIDE * SIDE
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "for_input", "for_weight"),
+    [
+        # read and written, all of it once more with channels last
+        ({}, 2 * DATA + 4 * CHANNELS**2 * 9, 2 * DATA + 4 * CHANNELS**2 * 9, 2 * DATA + 4 * CHANNELS**2 * 9),
+        ({"stride": 2}, DATA * 5 // 4 + 4 * CHANNELS**2 * 9, DATA * 5 // 4 + 4 * CHANNELS**2 * 9, DATA * 5 // 4 + 4 * CHANNELS**2 * 9),
+        ({"groups": 4}, 2 * DATA + CHANNELS**2 * 9, 2 * DATA + CHANNELS**2 * 9, 2 * DATA + CHANNELS**2 * 9),
+        ({"groups": CHANNELS}, 0, 0, 0),
+        ({"channels_last": True}, 0, 0, 4 * CHANNELS**2 * 9),
+    ],
+)  # fmt: skip
+def test_workspaces_of_convolutions(options: dict[str, Any], forward: int, for_input: int, for_weight: int) -> None:
+    channels_last = options.pop("channels_last", False)
+    layer = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False, **options)
+    program = captured(layer, channels_last=channels_last)
+    costs, on_a_cpu = roofline(program, A100), roofline(program, CPU)
+    found = {"aten": {}, "other": {}}
+    for task in heavy(program):
+        call = task.calls[-1]
+        what = str(call.args[-1]) if "backward" in call.op else "forward"
+        found["aten" if task.variant == "aten" else "other"][what] = costs[task.cost].workspace_bytes
+        assert on_a_cpu[task.cost].workspace_bytes == 0
+    assert found["aten"] == {"forward": forward, str([True, False, False]): for_input, str([False, True, False]): for_weight}  # fmt: skip
+
+
+def test_16_bit_weights_gradients_are_summed_in_32() -> None:
+    program = captured(nn.Conv2d(CHANNELS, CHANNELS, 3, bias=False), dtype=torch.bfloat16, channels_last=True)
+    of_weight = [t for t in heavy(program) if t.calls[-1].args[-1] == [False, True, False]]
+    assert {roofline(program, A100)[t.cost].workspace_bytes for t in of_weight} == {4 * CHANNELS**2 * 9}
+
+
+def test_the_settings_stand_in_the_profile() -> None:
+    request = Request(nn.Sequential(nn.Conv2d(3, 8, 3)).train(), ((torch.randn(2, 3, 8, 8),), {}), "normal")
+    profile = prepare(request, torch.device("cpu"), profile=A100).profile
+    assert profile.note == (
+        "estimated from datasheet rates (NVIDIA A100 40 GB PCIe datasheet: PyTorch's default precisions: float32 "
+        "convolutions at 156 TFLOP/s (TF32 where there is one), matrix products at 19.5 (no TF32); workspaces of "
+        "convolutions estimated)"
+    )
+    profile = prepare(request, torch.device("cpu"), profile=CPU).profile
+    assert profile.note == f"estimated from datasheet rates ({CPU.source})"
