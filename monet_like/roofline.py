@@ -27,11 +27,12 @@ Two rules are estimates of ours, on GPUs alone:
 
 * Grouped convolutions fill a part of the tensor cores' tiles: the rate is the share of `TILE` that a group's channels
   are, and at least FP32's. Depthwise ones, which PyTorch and cuDNN run without tensor cores, have FP32's rate.
-* Convolutions in the default layout are taken to need a workspace of the size of all that they read and write. Tensor
-  cores want the channels last, so cuDNN transposes inputs, filters and results ("NVIDIA Deep Learning Performance:
-  Convolutional Layers User's Guide", section Tensor Layouts). Some kernels do without some of the copies; no default of
-  PyTorch bounds them. In channels-last layout implicit GEMM needs no copies, and the weights' gradient is taken to
-  need one of the weights, for partial sums. Depthwise convolutions need none.
+* Convolutions in the default layout are taken to need a workspace of the size of all that they read and write, but at
+  most `WORKSPACE_LIMIT_BYTES`. Tensor cores want the channels last, so cuDNN transposes inputs, filters and results
+  ("NVIDIA Deep Learning Performance: Convolutional Layers User's Guide", section Tensor Layout); some of its kernels do
+  without some of the copies. No default of PyTorch bounds them: the limit holds where the environment has
+  ``CUDNN_CONV_WSCAP_DBG=512``. In channels-last layout implicit GEMM needs no copies, and the weights' gradient is
+  taken to need one of the weights, for partial sums. Depthwise convolutions need none.
 """
 
 from __future__ import annotations
@@ -271,6 +272,8 @@ _IM2COL = "aten._slow_conv2d_forward.default"
 _CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 #: Channels of a tensor core's tile in a convolution: a group with fewer leaves the rest of it idle. An estimate.
 TILE = 32
+#: The most that convolutions' workspaces are taken to be; what is larger is taken to have a kernel with less.
+WORKSPACE_LIMIT_BYTES = 512 * 2**20
 
 
 def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
@@ -342,7 +345,7 @@ def _work(captured: Captured, task: Task) -> _Work:
 
 
 def _workspace(work: _Work, limits: DeviceLimits) -> int:
-    estimated = work.convolution_workspace_bytes if limits.device == "cuda" else 0
+    estimated = min(work.convolution_workspace_bytes, WORKSPACE_LIMIT_BYTES) if limits.device == "cuda" else 0
     return max(estimated, work.unpacked_bytes)
 
 

@@ -12,7 +12,7 @@ from monet_like.capture import Captured, capture
 from monet_like.compiler import Request, prepare
 from monet_like.program import Task
 from monet_like.replay import admitted
-from monet_like.roofline import DEVICES, TILE, flops, roofline
+from monet_like.roofline import DEVICES, TILE, WORKSPACE_LIMIT_BYTES, flops, roofline
 from monet_like.tracing import fake_mode
 
 A100, CPU = DEVICES["a100"], DEVICES["cpu"]
@@ -106,6 +106,15 @@ def test_workspaces_of_convolutions(options: dict[str, Any], forward: int, for_i
         found["aten" if task.variant == "aten" else "other"][what] = costs[task.cost].workspace_bytes
         assert on_a_cpu[task.cost].workspace_bytes == 0
     assert found["aten"] == {"forward": forward, str([True, False, False]): for_input, str([False, True, False]): for_weight}  # fmt: skip
+
+
+def test_no_workspace_is_taken_to_be_larger_than_the_limit() -> None:
+    with fake_mode():
+        x = torch.empty(64 * BATCH, CHANNELS, SIDE, SIDE, requires_grad=True)
+    program = admitted(capture(nn.Conv2d(CHANNELS, CHANNELS, 3, bias=False), (x,), target=CUDA), "normal")
+    convolutions = [task for task in heavy(program) if "convolution" in task.calls[-1].op]
+    assert {roofline(program, A100)[task.cost].workspace_bytes for task in convolutions} == {WORKSPACE_LIMIT_BYTES}
+    assert WORKSPACE_LIMIT_BYTES == 512 * 2**20  # the documentation names it, with the variable that makes it hold
 
 
 def test_16_bit_weights_gradients_are_summed_in_32() -> None:
