@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -269,6 +269,7 @@ _UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.defaul
 #: As many elements as mm_largest makes dense at a time (csrc/cpu/mm_largest.cpp, csrc/cuda/caches.cu).
 _DENSE = 1 << 22
 _IM2COL = "aten._slow_conv2d_forward.default"
+_RANDOM_STATE = "_rng_state"
 _CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 #: Channels of a tensor core's tile in a convolution: a group with fewer leaves the rest of it idle. An estimate.
 TILE = 32
@@ -394,7 +395,7 @@ def _flops(captured: Captured, task: Task) -> tuple[int, int]:
     heavy = ("conv", "mm", "attention", "linear")
     if not any(word in call.op for call in task.calls for word in heavy):
         return 0, 0
-    if _is_opaque(task):
+    if any(call.op == _IM2COL for call in task.calls):
         return sum(_im2col_flops(captured, call) for call in task.calls if call.op == _IM2COL), 0
     counter = FlopCounterMode(display=False, custom_mapping=_flop_formulas())
     _run_fake(captured, task, counter)
@@ -440,12 +441,17 @@ def _read_for_its_shape(op: str, args: Sequence[Any]) -> Any:
 
 
 def _is_opaque(task: Task) -> bool:
-    """Whether a task cannot run on fake tensors: no kernel for them, or a random generator's state."""
-    return any(call.op == _IM2COL or call.op.endswith("_rng_state") for call in task.calls)
+    """Whether a task cannot run as it is on fake tensors: no kernel for them, or a random generator's state."""
+    return any(call.op == _IM2COL or call.op.endswith(_RANDOM_STATE) for call in task.calls)
 
 
 def _run_fake(captured: Captured, task: Task, observer: Any) -> None:
-    """Run a task on tensors without storage, under a mode that observes its operators."""
+    """Run a task on tensors without storage, under a mode that observes its operators.
+
+    Random generators are left alone: their state is real, and these tensors are not.
+    """
+    calls = tuple(call for call in task.calls if not call.op.endswith(_RANDOM_STATE))
+    task = replace(task, calls=calls)
     run = compile_block(Block(task.reads, (task,)), task.name)
     with fake_mode(), observer, torch.no_grad(), torch._C._DisableAutocast():
         inputs: list[Any] = []
