@@ -562,6 +562,13 @@ def zoo_verify_command(**options: Any) -> None:
     type=click.IntRange(0, 10**12),
     help="Of the local search for each plan, such as 60000.  [default: 25000]",
 )
+@click.option(
+    "--processes",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="That plan at the same time; the files are the same for any number.",
+)
 def zoo_build_command(**options: Any) -> None:
     """Make the zoo, or the models NAMES of it, from datasheet rates; what is there and unchanged is left alone.
 

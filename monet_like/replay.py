@@ -374,10 +374,10 @@ def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> Sche
     if isinstance(solution, ScheduleRecord):
         return solution
     if str(solution).startswith("zoo:"):
-        from .zoo.download import find_file
+        from .zoo.download import find_record
 
         limits = known_limits(machine_at(device).name)
-        return ScheduleRecord.load(find_file(str(solution), device=device.type, near=limits.name if limits else ""))
+        return find_record(str(solution), device=device.type, near=limits.name if limits else "")
     return ScheduleRecord.load(Path(solution))
 
 

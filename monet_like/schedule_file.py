@@ -89,6 +89,10 @@ class ScheduleRecord:
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
+        write_atomically(path, dump_plain(self.content()))
+
+    def content(self) -> dict[str, Any]:
+        """Everything that the file holds, as plain builtins."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -101,8 +105,7 @@ class ScheduleRecord:
                 for i in self.inputs
             ],
         }
-        content |= {name: getattr(self, name) for name, _ in _SCALARS}
-        write_atomically(path, dump_plain(content))
+        return content | {name: getattr(self, name) for name, _ in _SCALARS}
 
     @staticmethod
     def load(path: Path) -> ScheduleRecord:
@@ -111,7 +114,18 @@ class ScheduleRecord:
         Raises:
             ScheduleFileError: missing, truncated, hostile, of another format or version, or with a wrong field.
         """
-        content = load_plain(read_bytes(path, "schedule"), path)
+        return ScheduleRecord.of_content(load_plain(read_bytes(path, "schedule"), path), str(path))
+
+    @staticmethod
+    def of_content(content: Any, path: str) -> ScheduleRecord:
+        """A schedule from what `content` returns, every field of it checked.
+
+        Args:
+            path: where it is from, for people.
+
+        Raises:
+            ScheduleFileError: of another format or version, or with a wrong field.
+        """
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ScheduleFileError(f"{path} is not a schedule file of monet_like; make one with solve.py")
         version = content.get("version")

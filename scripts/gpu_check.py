@@ -7,7 +7,7 @@ import gc
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from monet_like.profile_data import Profile
 from monet_like.profiler import device_name, device_slug, to_profile
 from monet_like.replay import ScheduleWrapper
 from monet_like.schedule_file import InputSpec, ScheduleRecord
+from monet_like.zoo.registry import FILE_NAME, Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 MB, GIB = 10**6, 2**30
@@ -133,7 +134,7 @@ class Plain:
         return self._captured[key]
 
 
-def replay(path: Path, record: ScheduleRecord, plain: Plain, steps: int) -> Replay:
+def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Replay:
     """Run a schedule beside plain PyTorch."""
     device, example = plain.device, plain.example
     wrapped = ScheduleWrapper(copy.deepcopy(plain.model), record, example=example, captured=plain.captured(record))
@@ -149,7 +150,7 @@ def replay(path: Path, record: ScheduleRecord, plain: Plain, steps: int) -> Repl
     verdicts = judged(plain.model, example, plain.gradients, gradients)
     wrong = "; ".join(f"{verdict.name} {verdict.reason}" for verdict in verdicts if not verdict.right)
     return Replay(
-        path.name, "measured", record.model, record.inputs[0].shape[0], record.budget_bytes, record.device,
+        name, "measured", record.model, record.inputs[0].shape[0], record.budget_bytes, record.device,
         plain.peak_bytes, peak, record.peak_bytes, reserved, seconds[0], seconds[1], record.plain_seconds, record.seconds,
         error, plain.rounding, wrong,
     )  # fmt: skip
@@ -167,31 +168,40 @@ def profile(spec: ModelSpec, example: Example, device: torch.device, folder: Pat
     return path
 
 
-def schedules(folder: Path, device: torch.device, models: str) -> list[tuple[Path, ScheduleRecord]]:
-    """One schedule of every file name below ``folder``: from this device, else its datasheet's, else another's.
+def schedules(folder: Path, device: torch.device, models: str) -> list[tuple[str, ScheduleRecord]]:
+    """One schedule of every name in ``folder``: from this device, else its datasheet's, else another's.
 
     MONeT's nets come first, schedules of one model in a row.
     """
     limits = known_limits(machine_at(device).name)
     wanted = (device_name(device), f"roofline:{limits.name}" if limits else "")
-    chosen: dict[str, tuple[int, Path, ScheduleRecord]] = {}
-    for path in sorted(folder.rglob("*.pkl")):
-        try:
-            record = ScheduleRecord.load(path)
-        except MonetError as error:
-            click.echo(f"{path.name}: {error}")
-            continue
+    chosen: dict[str, tuple[int, ScheduleRecord]] = {}
+    for name, record in _all_schedules(folder):
         rank = wanted.index(record.device) if record.device in wanted else len(wanted)
-        if re.search(models, record.model) and (path.name not in chosen or rank < chosen[path.name][0]):
-            chosen[path.name] = rank, path, record
+        if re.search(models, record.model) and (name not in chosen or rank < chosen[name][0]):
+            chosen[name] = rank, record
     first = [model for model, _ in MONET]
 
-    def order(pair: tuple[Path, ScheduleRecord]) -> tuple[int, str, int]:
+    def order(pair: tuple[str, ScheduleRecord]) -> tuple[int, str, int]:
         _, record = pair
         place = first.index(record.model) if record.model in first else len(first)
         return place, record.model, -record.budget_bytes
 
-    return sorted(((path, record) for _, path, record in chosen.values()), key=order)
+    return sorted(((name, record) for name, (_, record) in chosen.items()), key=order)
+
+
+def _all_schedules(folder: Path) -> Iterator[tuple[str, ScheduleRecord]]:
+    """Schedules by name: of the zoo that ``folder`` is, if it is one, and of schedule files below it."""
+    if (folder / FILE_NAME).exists():
+        registry = Registry.load(folder)
+        for listed in registry.schedules:
+            yield listed.name, registry.record(listed)
+        return
+    for path in sorted(folder.rglob("*.pkl")):
+        try:
+            yield path.stem, ScheduleRecord.load(path)
+        except MonetError as error:
+            click.echo(f"{path.name}: {error}")
 
 
 def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Sequence[str]) -> str:
@@ -207,7 +217,7 @@ def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Seq
             continue
         over, told = row.seconds / row.plain_seconds - 1, row.predicted_seconds / row.predicted_plain_seconds - 1
         text += (
-            f"| {row.file.removesuffix('.pkl')} | {row.budget_bytes / GIB:.2f} GiB | {row.plain_peak_bytes / MB:,.0f} MB | "
+            f"| {row.file} | {row.budget_bytes / GIB:.2f} GiB | {row.plain_peak_bytes / MB:,.0f} MB | "
             f"{row.peak_bytes / MB:,.0f} MB | {row.predicted_bytes / MB:,.0f} MB | {row.reserved_bytes / MB:,.0f} MB | "
             f"{1e3 * row.plain_seconds:,.1f} ms | {1e3 * row.seconds:,.1f} ms | {100 * over:+.1f} % | {100 * told:+.1f} % | "
             f"{row.gradient_error:.0e}, rounding {row.rounding:.0e} |\n"
@@ -261,9 +271,9 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
 
     profiled(FULL, deadline - seconds / 2, "")
     plain: tuple[Any, Plain | None] = None, None
-    for path, record in found:
+    for name, record in found:
         if time.monotonic() > deadline - seconds / 5:
-            rows.append(Replay(path.name, "not replayed, the time was over", record.model))
+            rows.append(Replay(name, "not replayed, the time was over", record.model))
             continue
         try:
             if plain[1] is None or plain[0] != (record.model, record.inputs):
@@ -271,9 +281,9 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
                 emptied(device)
                 plain = (record.model, record.inputs), Plain(record, device)
             assert plain[1] is not None
-            rows.append(replay(path, record, plain[1], steps))
+            rows.append(replay(name, record, plain[1], steps))
         except (MonetError, RuntimeError) as error:
-            rows.append(Replay(path.name, str(error).splitlines()[0].replace("|", "\\|"), record.model))
+            rows.append(Replay(name, str(error).splitlines()[0].replace("|", "\\|"), record.model))
         emptied(device)
         report()
     # Last: they are many, profiles are whole without them, and after a library's crash nothing else would run.

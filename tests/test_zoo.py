@@ -27,10 +27,11 @@ from monet_like.schedule_file import ScheduleRecord
 from monet_like.units import GIB
 from monet_like.zoo import build as building
 from monet_like.zoo import download as downloading
+from monet_like.zoo import model_file
 from monet_like.zoo.build import build, described, verify
 from monet_like.zoo.catalogue import CATALOGUE, PROFILES, Entry
-from monet_like.zoo.download import base_url, cached_path, download, find_file
-from monet_like.zoo.registry import Listed, Refused, Registry, zoo_folder
+from monet_like.zoo.download import base_url, cached_path, download, find_record
+from monet_like.zoo.registry import Listed, Refused, Registry, ZooFile, zoo_folder
 from monet_like.zoo.table import BEGIN, END, markdown, summary, write_into
 
 ROOT = Path(__file__).parents[1]
@@ -44,9 +45,9 @@ def command(*arguments: str) -> Result:
 # What is in the repository ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "device"), sorted({(f.model, f.device) for f in ZOO.files}))
+@pytest.mark.parametrize(("model", "device"), sorted({(f.model, f.device) for f in ZOO.schedules}))
 def test_every_schedule_fits_its_budget_and_keeps_its_promises(model: str, device: str) -> None:
-    files = [f for f in ZOO.files if (f.model, f.device) == (model, device)]
+    files = [f for f in ZOO.schedules if (f.model, f.device) == (model, device)]
     for listed in files:
         verify(ZOO, listed)  # captures once, simulates each
         assert listed.peak_bytes <= min(listed.budget_bytes, listed.plain_peak_bytes)
@@ -56,17 +57,21 @@ def test_every_schedule_fits_its_budget_and_keeps_its_promises(model: str, devic
 def test_the_registry_names_every_file_once_and_its_source() -> None:
     folder = ROOT / "solutions"
     assert zoo_folder() == folder
-    assert {folder / f.path for f in ZOO.files} == set(folder.rglob("solution_*.pkl"))
-    assert len({f.full_name for f in ZOO.files}) == len(ZOO.files)
+    assert {folder / f.path for f in ZOO.files} == {*folder.glob("*.pkl"), *folder.glob("*.json")} - {
+        folder / "registry.json"
+    }
+    assert {f.path for f in ZOO.files} == {listed.path for listed in ZOO.schedules}
+    assert len(ZOO.files) <= len(CATALOGUE) + sum(listed.kind == "measured" for listed in ZOO.schedules)
+    assert len({f.full_name for f in ZOO.schedules}) == len(ZOO.schedules)
     models = {entry.model for entry in CATALOGUE}
-    for listed in ZOO.files:
+    for listed in ZOO.schedules:
         assert listed.model in models
         if listed.kind == "roofline":
             assert listed.profile_source == building.roofline_source(listed.profile)
             assert listed.device == DEVICES[listed.profile].device
         else:
             assert listed.captured_there and (folder / listed.profile_source).is_file()
-    assert {f.profile for f in ZOO.files if f.kind == "roofline"} <= set(PROFILES)
+    assert {f.profile for f in ZOO.schedules if f.kind == "roofline"} <= set(PROFILES)
 
 
 def test_a_small_batch_runs_by_a_schedule_of_the_zoo() -> None:
@@ -88,7 +93,7 @@ def test_the_table_in_the_readme_is_the_registrys() -> None:
 # Names --------------------------------------------------------------------------------------------------------
 
 
-def listed_as(name: str, profile: str, device: str, data: bytes = b"", **changes: Any) -> Listed:
+def listed_as(name: str, profile: str, device: str, path: str = "", **changes: Any) -> Listed:
     record = dataclasses.replace(RECORD, **changes)
     return Listed(
         name=name,
@@ -97,9 +102,7 @@ def listed_as(name: str, profile: str, device: str, data: bytes = b"", **changes
         profile_source=f"roofline:{profile} version 1",
         device=device,
         captured_there=device == "cpu",
-        path=f"{profile}/solution_{name}.pkl",
-        sha256=hashlib.sha256(data).hexdigest(),
-        bytes=len(data),
+        path=path or f"{name.rpartition('_')[0]}.json",
         bound_seconds=None,
         gap=None,
         bound_kind="none",
@@ -110,15 +113,16 @@ def listed_as(name: str, profile: str, device: str, data: bytes = b"", **changes
 
 
 def some_registry(folder: Path) -> Registry:
-    files = (
+    schedules = (
         listed_as("resnet18_4_10.00", "a100", "cuda"),
         listed_as("resnet18_4_10.00", "h100", "cuda"),
         listed_as("resnet18_4_10.00", "cpu", "cpu"),
-        listed_as("resnet18_4_10.00", "cpu-2-threads", "cpu"),
+        listed_as("resnet18_4_10.00", "cpu-2-threads", "cpu", "measured.pkl"),
         listed_as("vgg16_4_10.00", "h100", "cuda"),
     )
+    files = tuple(ZooFile(path, "0" * 64, 5) for path in ("measured.pkl", "resnet18_4.json", "vgg16_4.json"))
     refused = Refused("vgg16_4_5.00", "h100", 5 * GIB, 9 * GIB, True, int(5.5 * GIB), "no schedule fits", "0" * 64)
-    return Registry(folder, files, (refused,))
+    return Registry(folder, schedules, (refused,), files)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +172,14 @@ def test_a_registry_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
     ("change", "expected"),
     [
         (lambda c: c.update(format="else"), "is not a registry of monet_like's zoo"),
-        (lambda c: c.update(version=2), "is a registry of version 2, this package reads 1"),
+        (lambda c: c.update(version=1), "is a registry of version 1, this package reads 2"),
         (lambda c: c["files"][0].update(path="../up.pkl"), "path '../up.pkl' is not within the folder"),
         (lambda c: c["files"][0].update(path="/etc/x.pkl"), "path '/etc/x.pkl' is not within the folder"),
         (lambda c: c["files"][0].update(sha256="0" * 63), "is none"),
         (lambda c: c["files"][0].update(bytes="5"), "bytes is a str, not int"),
-        (lambda c: c["files"][0].update(inputs=[5]), "a list of texts holds a int"),
-        (lambda c: c["files"][0].pop("mode"), "is damaged ('mode'"),
+        (lambda c: c["files"].pop(0), "it names no file 'measured.pkl'"),
+        (lambda c: c["schedules"][0].update(inputs=[5]), "a list of texts holds a int"),
+        (lambda c: c["schedules"][0].pop("mode"), "is damaged ('mode'"),
     ],
 )
 def test_a_damaged_registry(tmp_path: Path, change: Callable[[Any], Any], expected: str) -> None:
@@ -207,62 +212,79 @@ def test_a_build_is_reproducible_resumable_and_honest(tmp_path: Path, chain: Ent
     options: dict[str, Any] = {"entries": [chain], "profiles": ["a100", "cpu"], "evaluations": 300}
     built = build(tmp_path / "one", **options, progress=lambda *news: told.append(news))
     assert (len(built.made), built.kept, len(built.refused)) == (4, (), 2)
-    assert told[0][1:] == (0, 6) and told[-1] == ("done", 6, 6)
-    build(tmp_path / "two", **options)
-    one, two = Registry.load(tmp_path / "one"), Registry.load(tmp_path / "two")
-    assert [f.sha256 for f in one.files] == [f.sha256 for f in two.files]
+    assert told[0] == ("chain 16: 6 to plan", 0, 6) and told[-1] == ("done", 6, 6)
+    one = Registry.load(tmp_path / "one")
+    assert [f.path for f in one.files] == ["chain_16.json"] and len(one.schedules) == 4
     assert all(r.proven and r.smallest_bytes is not None for r in one.refused)
 
-    for listed in one.files:
+    for listed in one.schedules:
         verify(one, listed)
         assert listed.kind == "roofline" and listed.peak_bytes <= listed.budget_bytes
         assert listed.captured_there == (listed.device == "cpu" or torch.cuda.is_available())
-        assert listed.gap is not None and 0 <= listed.gap < 0.5
+        assert listed.gap is not None and 0 <= listed.gap < 0.6
     again = build(tmp_path / "one", **options)
     assert (again.made, len(again.kept), len(again.refused)) == ((), 4, 2)
     assert Registry.load(tmp_path / "one") == one
 
-    victim = tmp_path / "one" / one.files[0].path
-    victim.write_bytes(victim.read_bytes()[:-1])
-    assert build(tmp_path / "one", **options).made == (one.files[0].full_name,)
-    assert [f.sha256 for f in Registry.load(tmp_path / "one").files] == [f.sha256 for f in one.files]
+    file = tmp_path / "one" / "chain_16.json"
+    good = file.read_bytes()
+    file.write_bytes(good[:-1])  # all of it is made anew
+    assert sorted(build(tmp_path / "one", **options).made) == sorted(listed.full_name for listed in one.schedules)
+    assert file.read_bytes() == good and Registry.load(tmp_path / "one").files == one.files
 
     now = Registry.load(tmp_path / "one")
-    earlier = dataclasses.replace(now.files[0], name="chain_16_earlier", path="earlier.pkl", fingerprint="0" * 64)
-    (tmp_path / "one" / earlier.path).touch()
-    now.with_file(earlier).save()
+    record = now.record(now.schedules[0])
+    earlier = dataclasses.replace(now.schedules[0], name="chain_16_earlier", fingerprint="0" * 64)
+    now.with_schedule(earlier, record).save()
+    assert b"chain_16_earlier" in file.read_bytes()
     build(tmp_path / "one", **options)
-    assert Registry.load(tmp_path / "one") == now and not (tmp_path / "one" / earlier.path).exists()
+    assert Registry.load(tmp_path / "one") == now and file.read_bytes() == good
+
+
+def test_a_build_goes_on_where_it_stopped_and_several_processes_make_the_same(tmp_path: Path, chain: Entry) -> None:
+    options: dict[str, Any] = {"entries": [chain], "profiles": ["cpu", "a100"], "evaluations": 300}
+    build(tmp_path / "one", **options)
+
+    def stop(what: str, done: int, _: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "two", **options, progress=stop)
+    assert len(Registry.load(tmp_path / "two").rows) == 2
+    built = build(tmp_path / "two", **options, processes=2)
+    assert (len(built.made) + len(built.refused), len(built.kept)) == (5, 1) or len(built.kept) == 2
+    assert (tmp_path / "two" / "chain_16.json").read_bytes() == (tmp_path / "one" / "chain_16.json").read_bytes()
+    one, two = Registry.load(tmp_path / "one"), Registry.load(tmp_path / "two")
+    assert [s.full_name for s in one.rows] == [s.full_name for s in two.rows] and one.files == two.files
 
 
 def test_verify_finds_what_does_not_hold(tmp_path: Path, chain: Entry) -> None:
     build(tmp_path / "zoo", entries=[dataclasses.replace(chain, budgets=("50%",))], profiles=["cpu"], evaluations=100)
     registry = Registry.load(tmp_path / "zoo")
-    (listed,) = registry.files
+    (listed,) = registry.schedules
     with pytest.raises(ScheduleFileError, match="differ in what they promise"):
         verify(registry, dataclasses.replace(listed, seconds=listed.seconds / 2), simulated=False)
-    path = tmp_path / "zoo" / listed.path
-    record = ScheduleRecord.load(path)
+    record = registry.record(listed)
 
-    def rewritten(**changes: Any) -> Listed:
-        dataclasses.replace(record, **changes).save(path)
-        data = path.read_bytes()
+    def check(**changes: Any) -> None:
         facts = {name: value for name, value in changes.items() if hasattr(listed, name)}
-        return dataclasses.replace(listed, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data), **facts)
+        row = dataclasses.replace(listed, **facts)
+        verify(registry.with_schedule(row, dataclasses.replace(record, **changes)), row)
 
     with pytest.raises(ScheduleFileError, match="bytes, more than its budget"):
-        verify(registry, rewritten(budget_bytes=record.peak_bytes - 1))
+        check(budget_bytes=record.peak_bytes - 1)
     with pytest.raises(ScheduleFileError, match="the registry says"):
-        verify(registry, rewritten(seconds=record.seconds * 0.9))
+        check(seconds=record.seconds * 0.9)
     with pytest.raises(ScheduleFileError, match="was made for another program"):
-        verify(registry, rewritten(fingerprint="0" * 64))
-    verify(registry, rewritten())
+        check(fingerprint="0" * 64)
+    check()
 
 
 def test_a_replayed_schedule_of_a_build(tmp_path: Path, chain: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
-    build(tmp_path / "zoo", entries=[dataclasses.replace(chain, budgets=("50%",))], profiles=["a100", "cpu"], evaluations=100)  # fmt: skip
+    build(tmp_path / "zoo", entries=[dataclasses.replace(chain, budgets=("0.41",))], profiles=["a100", "cpu"], evaluations=100)  # fmt: skip
     monkeypatch.setenv("MONET_LIKE_ZOO", str(tmp_path / "zoo"))
-    name = Registry.load(tmp_path / "zoo").files[0].name
+    name = Registry.load(tmp_path / "zoo").schedules[0].name
     model = build_model(chain.model).module
     wrapped = monet_like.ScheduleWrapper(model, f"zoo:{name}", (3, 256, 256))
     assert wrapped.record.device == "roofline:cpu"
@@ -273,6 +295,51 @@ def test_a_replayed_schedule_of_a_build(tmp_path: Path, chain: Entry, monkeypatc
         pytest.raises(ScheduleFileError, match="for roofline:a100"),  # the programs differ: refused, not run
     ):
         monet_like.ScheduleWrapper(model, f"zoo:{name}@a100", (3, 256, 256))
+
+
+# Files of a model ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_a_model_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
+    other = dataclasses.replace(RECORD, budget_bytes=5 * GIB, seconds=0.1 + 0.2)
+    path = tmp_path / "resnet18_4.json"
+    model_file.save(path, {"a@x": RECORD, "b@x": other})
+    assert model_file.load(path) == {"a@x": RECORD, "b@x": other}
+    content = json.loads(path.read_text())
+    assert "fingerprint" in content["shared"] and "fingerprint" not in content["schedules"]["a@x"]
+    assert len(path.read_text().splitlines()) == len(content["shared"]) + 10  # a line for each, to be browsed
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda c: c.update(format="else"), "is not a file of monet_like's zoo"),
+        (lambda c: c.update(version=True), "is a zoo file of version True, this package reads 1"),
+        (lambda c: c.update(schedules=[]), "it has no schedules"),
+        (lambda c: c["schedules"].update({"a@x": 5}), "a@x is no schedule"),
+        (lambda c: c["schedules"]["a@x"].update(forward=[True]), "a@x, is damaged: a field holds a bool, not int"),
+        (lambda c: c["schedules"]["a@x"].update(seconds=float("nan")), "a@x, is damaged: a field holds nan"),
+        (lambda c: c["schedules"]["a@x"].pop("ways"), "a@x, is damaged: it has no field 'ways'"),
+        (lambda c: c["shared"].update(version=2), "a@x, was made by an earlier version of monet_like"),
+    ],
+)
+def test_a_damaged_file_of_a_model(tmp_path: Path, change: Callable[[Any], Any], expected: str) -> None:
+    path = tmp_path / "resnet18_4.json"
+    model_file.save(path, {"a@x": RECORD, "b@x": dataclasses.replace(RECORD, seconds=1.0)})
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ScheduleFileError) as caught:
+        model_file.load(path)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("{", "no JSON"), ("[" * 10**5, "no JSON"), ("5", "is not a file")])
+def test_a_file_of_a_model_that_is_none(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "resnet18_4.json"
+    path.write_text(text)
+    with pytest.raises(ScheduleFileError, match=expected):
+        model_file.load(path)
 
 
 def test_unknown_profiles_and_models() -> None:
@@ -286,6 +353,7 @@ def test_unknown_profiles_and_models() -> None:
 
 # Downloading --------------------------------------------------------------------------------------------------
 
+NAME = "resnet18_4_10.00@a100"
 BIG = dataclasses.replace(RECORD, schedule=Schedule(tuple(range(40_000)), RECORD.schedule.again, RECORD.schedule.ways))
 
 
@@ -344,93 +412,100 @@ def _server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.http.server_close()
 
 
-@pytest.fixture(name="listed")
-def _listed_file(server: Server, tmp_path: Path) -> Listed:
-    path = tmp_path / "big.pkl"
-    BIG.save(path)
-    listed = listed_as("resnet18_4_10.00", "a100", "cuda", path.read_bytes())
-    server.files[listed.path] = path.read_bytes()
-    return listed
+def zoo_file(path: str, data: bytes) -> ZooFile:
+    return ZooFile(path, hashlib.sha256(data).hexdigest(), len(data))
 
 
-def nothing_kept(listed: Listed) -> bool:
-    return not list(cached_path(listed).parent.iterdir())
+@pytest.fixture(name="file")
+def _file(server: Server, tmp_path: Path) -> ZooFile:
+    path = tmp_path / "big.json"
+    model_file.save(path, {NAME: BIG})
+    server.files["resnet18_4.json"] = path.read_bytes()
+    return zoo_file("resnet18_4.json", path.read_bytes())
 
 
-def test_a_good_file_is_fetched_once(server: Server, listed: Listed) -> None:
+def the_schedule(path: Path) -> ScheduleRecord:
+    return model_file.load(path)[NAME]
+
+
+def nothing_kept(file: ZooFile) -> bool:
+    return not list(cached_path(file).parent.iterdir())
+
+
+def test_a_good_file_is_fetched_once(server: Server, file: ZooFile) -> None:
     progress: list[tuple[int, int]] = []
-    path = download(listed, server.url, lambda *news: progress.append(news))
-    assert path == cached_path(listed) and ScheduleRecord.load(path) == BIG
-    assert progress[-1] == (listed.bytes, listed.bytes) and len(progress) > 1
+    path = download(file, server.url, lambda *news: progress.append(news))
+    assert path == cached_path(file) and the_schedule(path) == BIG
+    assert progress[-1] == (file.bytes, file.bytes) and len(progress) > 1
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    assert download(listed, server.url) == path and len(server.asked) == 1
+    assert download(file, server.url) == path and len(server.asked) == 1
 
 
-def test_a_file_with_another_hash_is_not_kept(server: Server, listed: Listed) -> None:
-    server.files[listed.path] = bytes(listed.bytes)
+def test_a_file_with_another_hash_is_not_kept(server: Server, file: ZooFile) -> None:
+    server.files[file.path] = bytes(file.bytes)
     with pytest.raises(ScheduleFileError, match="is not the file that the registry names"):
-        download(listed, server.url)
-    assert nothing_kept(listed)
+        download(file, server.url)
+    assert nothing_kept(file)
 
 
-def test_a_changed_file_in_the_cache_is_fetched_again(server: Server, listed: Listed) -> None:
-    path = download(listed, server.url)
+def test_a_changed_file_in_the_cache_is_fetched_again(server: Server, file: ZooFile) -> None:
+    path = download(file, server.url)
     path.write_bytes(b"else")
-    assert ScheduleRecord.load(download(listed, server.url)) == BIG
+    assert the_schedule(download(file, server.url)) == BIG
 
 
-def test_a_truncated_file_is_told_and_not_used(server: Server, listed: Listed) -> None:
-    whole = server.files[listed.path]
-    server.files[listed.path] = whole[:1000]
-    with pytest.raises(ScheduleFileError, match=rf"broke off after \d+ of {listed.bytes} bytes .*run again"):
-        download(listed, server.url)
-    assert not cached_path(listed).exists()
-    server.files[listed.path] = whole
-    assert ScheduleRecord.load(download(listed, server.url)) == BIG
+def test_a_truncated_file_is_told_and_not_used(server: Server, file: ZooFile) -> None:
+    whole = server.files[file.path]
+    server.files[file.path] = whole[:1000]
+    with pytest.raises(ScheduleFileError, match=rf"broke off after \d+ of {file.bytes} bytes .*run again"):
+        download(file, server.url)
+    assert not cached_path(file).exists()
+    server.files[file.path] = whole
+    assert the_schedule(download(file, server.url)) == BIG
 
 
-def test_a_file_that_is_too_large(server: Server, listed: Listed) -> None:
-    server.files[listed.path] += b"more"
-    with pytest.raises(ScheduleFileError, match=f"is larger than the {listed.bytes} bytes"):
-        download(listed, server.url)
-    assert not cached_path(listed).exists()
+def test_a_file_that_is_too_large(server: Server, file: ZooFile) -> None:
+    server.files[file.path] += b"more"
+    with pytest.raises(ScheduleFileError, match=f"is larger than the {file.bytes} bytes"):
+        download(file, server.url)
+    assert not cached_path(file).exists()
 
 
-def test_a_file_that_is_not_there(server: Server, listed: Listed) -> None:
+def test_a_file_that_is_not_there(server: Server, file: ZooFile) -> None:
     server.files.clear()
     with pytest.raises(ScheduleFileError, match="cannot be got: status 404 Not Found"):
-        download(listed, server.url)
-    assert len(server.asked) == 1 and not cached_path(listed).exists()
+        download(file, server.url)
+    assert len(server.asked) == 1 and not cached_path(file).exists()
 
 
-def test_a_server_that_dies_half_way_is_asked_for_the_rest(server: Server, listed: Listed) -> None:
+def test_a_server_that_dies_half_way_is_asked_for_the_rest(server: Server, file: ZooFile) -> None:
     half = 50 * 1024
     server.cuts = [half]
-    assert ScheduleRecord.load(download(listed, server.url)) == BIG
-    assert server.asked == ["", f"bytes={half}-"] and server.sent == listed.bytes
+    assert the_schedule(download(file, server.url)) == BIG
+    assert server.asked == ["", f"bytes={half}-"] and server.sent == file.bytes
 
 
-def test_a_later_run_goes_on_where_an_earlier_one_stopped(server: Server, listed: Listed) -> None:
+def test_a_later_run_goes_on_where_an_earlier_one_stopped(server: Server, file: ZooFile) -> None:
     server.cuts = [2048, 0, 0, 0]
-    with pytest.raises(ScheduleFileError, match=f"broke off after 2048 of {listed.bytes} bytes"):
-        download(listed, server.url)
+    with pytest.raises(ScheduleFileError, match=f"broke off after 2048 of {file.bytes} bytes"):
+        download(file, server.url)
     asked = len(server.asked)
     assert asked == downloading.ATTEMPTS
-    assert ScheduleRecord.load(download(listed, server.url)) == BIG
-    assert server.asked[asked:] == ["bytes=2048-"] and server.sent == listed.bytes
+    assert the_schedule(download(file, server.url)) == BIG
+    assert server.asked[asked:] == ["bytes=2048-"] and server.sent == file.bytes
 
 
-def test_a_server_without_ranges_sends_it_all_again(server: Server, listed: Listed) -> None:
+def test_a_server_without_ranges_sends_it_all_again(server: Server, file: ZooFile) -> None:
     server.ranges, server.cuts, server.statuses = False, [2048], [503]
-    assert ScheduleRecord.load(download(listed, server.url)) == BIG
-    assert server.asked == ["", "", "bytes=2048-"] and server.sent == listed.bytes + 2048
+    assert the_schedule(download(file, server.url)) == BIG
+    assert server.asked == ["", "", "bytes=2048-"] and server.sent == file.bytes + 2048
 
 
-def test_no_server(listed: Listed, server: Server) -> None:
+def test_no_server(file: ZooFile, server: Server) -> None:
     server.http.shutdown()
     server.http.server_close()
     with pytest.raises(ScheduleFileError, match=r"broke off after 0 of .*ConnectionError"):
-        download(listed, server.url)
+        download(file, server.url)
 
 
 class Hostile:
@@ -440,10 +515,10 @@ class Hostile:
 
 def test_a_hostile_file_runs_nothing_even_with_the_right_hash(server: Server) -> None:
     data = pickle.dumps({"format": Hostile()})
-    listed = listed_as("resnet18_4_10.00", "a100", "cuda", data)
-    server.files[listed.path] = data
+    file = zoo_file("hostile.pkl", data)
+    server.files[file.path] = data
     with pytest.raises(ScheduleFileError, match="is refused: a schedule holds plain data only"):
-        download(listed, server.url)
+        download(file, server.url)
     assert not (downloading.cache_folder() / "ran").exists()
 
 
@@ -454,47 +529,47 @@ def test_addresses_that_are_refused(url: str) -> None:
 
 
 def test_the_address_and_the_folder_are_configurable(
-    server: Server, listed: Listed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, file: ZooFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Registry(tmp_path / "zoo", (listed,)).save()
+    listed = listed_as("resnet18_4_10.00", "a100", "cuda")
+    Registry(tmp_path / "zoo", (listed,), (), (file,)).save()
     monkeypatch.setenv("MONET_LIKE_ZOO", str(tmp_path / "zoo"))
     with pytest.raises(UsageError, match="there is no address to download from; give --base-url, or set MONET_LIKE_Z"):
-        find_file(listed.name)
+        find_record(listed.name)
     result = command("download", listed.name, "--base-url", server.url)
-    assert result.exit_code == 0 and result.output.strip() == str(cached_path(listed))
-    cached_path(listed).unlink()
+    assert result.exit_code == 0 and result.output.strip() == str(cached_path(file))
+    cached_path(file).unlink()
     monkeypatch.setenv("MONET_LIKE_ZOO_URL", server.url + "/")
-    assert find_file(f"zoo:{listed.full_name}") == cached_path(listed)
+    assert find_record(f"zoo:{listed.full_name}") == BIG and cached_path(file).exists()
     monkeypatch.delenv("MONET_LIKE_ZOO_URL")
-    assert find_file(listed.name) == cached_path(listed)  # cached
+    assert find_record(listed.name) == BIG  # cached
     assert len(server.asked) == 2
     shown = command("show", listed.name)
-    assert shown.exit_code == 0 and "captured as on cuda, without one" in shown.output and listed.sha256 in shown.output
-    here = tmp_path / "zoo" / listed.path
-    here.parent.mkdir()
-    here.write_bytes(server.files[listed.path])
-    assert find_file(listed.name) == here  # the folder comes first
+    assert shown.exit_code == 0 and "captured as on cuda, without one" in shown.output and file.sha256 in shown.output
+    here = tmp_path / "zoo" / file.path
+    here.write_bytes(server.files[file.path])
+    assert find_record(listed.name) == BIG  # the folder comes first
     here.write_bytes(b"else")
     with pytest.raises(ScheduleFileError, match="is not the file that the registry names"):
-        find_file(listed.name)
+        find_record(listed.name)
 
 
 # Commands -----------------------------------------------------------------------------------------------------
 
 
 def test_list_show_and_verify() -> None:
-    listed = ZOO.files[0]
+    listed = ZOO.schedules[0]
     result = command("list", "--profile", listed.profile)
     assert result.exit_code == 0 and listed.name in result.output
     content = json.loads(command("list", "--json").output)
-    assert len(content["files"]) == len(ZOO.files)
-    assert json.loads(command("show", listed.full_name, "--json").output)["sha256"] == listed.sha256
+    assert len(content["schedules"]) == len(ZOO.schedules)
+    assert json.loads(command("show", listed.full_name, "--json").output)["sha256"] == ZOO.file_of(listed).sha256
     result = command("verify", "--no-simulate")
-    assert result.exit_code == 0 and f"{len(ZOO.files)} schedules: hashes and contents" in result.output
+    assert result.exit_code == 0 and f"{len(ZOO.schedules)} schedules: hashes and contents" in result.output
 
 
 def test_a_measured_schedule_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (listed,) = (f for f in ZOO.files if f.kind == "measured")
+    (listed,) = (f for f in ZOO.schedules if f.kind == "measured")
     for name in (listed.path, listed.profile_source):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / "solutions" / name).read_bytes())
@@ -502,7 +577,7 @@ def test_a_measured_schedule_is_added(tmp_path: Path, monkeypatch: pytest.Monkey
     files = (str(tmp_path / listed.path), str(tmp_path / listed.profile_source))
     result = command("add", "resnet50", listed.profile, *files)
     assert result.exit_code == 0, result.output
-    assert Registry.load(tmp_path).files == (listed,)
+    assert Registry.load(tmp_path).schedules == (listed,)
     result = command("add", "resnet50", "h100", *files)
     assert result.exit_code == 2 and "the machine's name 'h100' must be of a-z" in result.output
     result = command("add", "resnet50", listed.profile, str(ROOT / "solutions" / listed.path), files[1])
@@ -513,8 +588,10 @@ def test_tables(tmp_path: Path) -> None:
     registry = some_registry(tmp_path)
     text = markdown(registry)
     assert "### resnet18, batch 4" in text and "plain PyTorch takes 16.00 GB" in text
-    assert "| resnet18_4_10.00 | cpu-2-threads (measured) | 8.00 GB | 1.25 s | +25.0 % | none proven | 1.5 s |" in text
-    assert "| vgg16_4_5.00 | h100 | proven infeasible; 5.50 GB will do |" in text
+    assert "| `zoo:` name | cpu-2-threads (measured) | a100 | h100 | cpu |" in text
+    assert "| resnet18_4_10.00 |" + " 8.00 GB, 1.25 s, +25.0 % |" * 4 in text
+    assert "Files: [resnet18_4.json](resnet18_4.json), [measured.pkl](measured.pkl)." in text
+    assert "| vgg16_4_5.00 | proven infeasible; 5.50 GB will do |" in text
     assert "| vgg16, batch 4 | 16.00 GB | 8.00 GB | +25.0 % | 1 |" in summary(registry, "h100")
     path = tmp_path / "README.md"
     path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")

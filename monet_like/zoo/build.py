@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..capture import Captured
-from ..compiler import Prepared, captured_for, default_names, make_record, prepare
+from ..compiler import Prepared, captured_for, make_record, prepare
 from ..errors import InfeasibleError, ScheduleFileError, UsageError
 from ..plan.search import Search
 from ..problem import Problem, read_problem
@@ -33,6 +34,7 @@ from ..schedule_file import ScheduleRecord
 from ..simulate import simulate
 from ..units import GIB, parse_bytes
 from .catalogue import CATALOGUE, MODE, PROFILES, Entry
+from .model_file import SUFFIX
 from .registry import FILE_NAME, Listed, Refused, Registry
 
 #: Policies that the local search judges for each plan, in each of its two annealings.
@@ -43,6 +45,9 @@ COUNTED = "counted"
 
 #: Called with words for people, files done, files in all.
 Progress = Callable[[str, int, int], None]
+
+#: What planning for one budget gives: a schedule and what is said of it, or why there is none.
+_Planned = tuple[Listed | Refused, ScheduleRecord | None]
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,17 @@ def build(
     profiles: Sequence[str] = PROFILES,
     again: bool = False,
     evaluations: int = EVALUATIONS,
+    processes: int = 1,
     progress: Progress | None = None,
 ) -> Built:
-    """Make what is missing in ``folder``: schedule files and the registry, which is written after every file.
+    """Make what is missing in ``folder``: a file for every model, and the registry. Both are written after every schedule.
 
     Args:
         entries: of the catalogue, or others.
         profiles: names in `roofline.DEVICES`.
         again: make what is there, too.
         evaluations: of the local search for each plan.
+        processes: that plan at the same time; the files are the same for any number.
         progress: told what is being done.
 
     Raises:
@@ -88,26 +95,55 @@ def build(
         if progress:
             progress(what, len(made) + len(kept) + len(refused), total)
 
-    for entry in entries:
-        model = _Model(entry)
-        for profile in profiles:
-            for budget in entry.budgets:
-                known = None if again else model.known(registry, budget, DEVICES[profile])
-                if known is not None:
-                    (kept if isinstance(known, Listed) else refused).append(f"{known.name}@{profile}")
-                    continue
-                tell(f"{entry.name} {entry.batch} {budget} for {profile}")
-                found = model.plan(budget, DEVICES[profile], folder, evaluations)
+    with _Planners(processes) as planners:
+        for entry in entries:
+            model, missing = _Model(entry), list[tuple[Entry, str, str, int]]()
+            for profile in profiles:
+                for budget in entry.budgets:
+                    known = None if again else model.known(registry, budget, DEVICES[profile])
+                    if known is None:
+                        missing.append((entry, profile, budget, evaluations))
+                    else:
+                        (kept if isinstance(known, Listed) else refused).append(f"{known.name}@{profile}")
+            tell(f"{entry.name} {entry.batch}: {len(missing)} to plan")
+            for found, record in planners.run(missing):
                 if isinstance(found, Listed):
-                    registry = registry.with_file(found)
+                    registry = registry.with_schedule(found, record)
                     made.append(found.full_name)
                 else:
                     registry = registry.with_refused(found)
-                    refused.append(f"{found.name}@{profile}")
+                    refused.append(f"{found.name}@{found.profile}")
                 registry.save()
-            registry = model.without_outdated(registry, DEVICES[profile])
+                tell(f"{found.name}@{found.profile}")
+            for profile in profiles:
+                registry = model.without_outdated(registry, DEVICES[profile])
     tell("done")
     return Built(tuple(made), tuple(kept), tuple(refused))
+
+
+class _Planners:
+    """So many processes that plan; with one, this one."""
+
+    def __init__(self, processes: int) -> None:
+        self.pool = ProcessPoolExecutor(processes, get_context("spawn")) if processes > 1 else None
+
+    def __enter__(self) -> _Planners:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def run(self, jobs: Sequence[tuple[Entry, str, str, int]]) -> Iterator[_Planned]:
+        """What `_plan` returns for each of ``jobs``, in the order in which they end."""
+        if self.pool is None:
+            yield from (_plan(*job) for job in jobs)
+        else:
+            yield from (future.result() for future in as_completed([self.pool.submit(_plan, *job) for job in jobs]))
+
+
+def _plan(entry: Entry, profile: str, budget: str, evaluations: int) -> _Planned:
+    return _Model(entry).plan(budget, DEVICES[profile], evaluations)
 
 
 def _budget_bytes(budget: str, plain_peak_bytes: int) -> int:
@@ -160,12 +196,12 @@ class _Model:
                 return row
             with contextlib.suppress(ScheduleFileError):
                 made_so = row.profile_source == roofline_source(limits.name) and row.solver == COUNTED
-                if made_so and (row.model, row.mode) == (entry.model, MODE) and registry.check(row):
+                if made_so and (row.model, row.mode) == (entry.model, MODE) and registry.check(registry.file_of(row)):
                     return row
         return None
 
     def without_outdated(self, registry: Registry, limits: DeviceLimits) -> Registry:
-        """The registry without what was made for a program that the model no longer is; the files go too."""
+        """The registry, and the files, without what was made for a program that the model no longer is."""
         current = self.fingerprint(limits.device)
         outdated = [
             row
@@ -176,22 +212,18 @@ class _Model:
         if outdated:
             registry = registry.without(outdated)
             registry.save()
-            for row in outdated:
-                if isinstance(row, Listed):
-                    (registry.folder / row.path).unlink(missing_ok=True)
         return registry
 
     def _rows(self, registry: Registry, limits: DeviceLimits) -> list[Listed | Refused]:
         """What the registry says of this entry for a profile."""
         start = f"{self.entry.name}_{self.entry.batch}_"
-        rows: list[Listed | Refused] = [*registry.files, *registry.refused]
-        return [row for row in rows if row.name.startswith(start) and row.profile == limits.name]
+        return [row for row in registry.rows if row.name.startswith(start) and row.profile == limits.name]
 
     def fingerprint(self, device: str) -> str:
         return _captured(self.entry.model, self.entry.batch, device)[1].program.fingerprint
 
-    def plan(self, budget: str, limits: DeviceLimits, folder: Path, evaluations: int) -> Listed | Refused:
-        """Plan for one budget and write the file."""
+    def plan(self, budget: str, limits: DeviceLimits, evaluations: int) -> _Planned:
+        """Plan for one budget."""
         problem, ready = _prepared(self.entry.model, self.entry.batch, limits.name)
         limit = _budget_bytes(budget, ready.plain.peak_bytes)
         program = ready.captured.program
@@ -201,33 +233,30 @@ class _Model:
             found = search.run_counted(evaluations)
         except InfeasibleError as error:
             peak = ready.plain.peak_bytes
-            return Refused(
+            refused = Refused(
                 name, limits.name, limit, peak, error.proven, error.smallest_bytes, str(error), program.fingerprint
             )
+            return refused, None
         record = make_record(problem.request, ready, found, limit)
         kept = {key: record.versions[key] for key in ("monet_like", "torch")}
         proven = {name: getattr(record, name) for name in ("bound_seconds", "gap", "bound_kind")}
         seconds = record.solve_seconds
         unclocked: dict[str, Any] = {"solve_seconds": 0.0, "bound_seconds": None, "gap": None, "bound_kind": "none"}
         record = replace(record, **unclocked, status="feasible", versions=kept)
-        path = default_names(self.entry.name, problem.request, limit, folder / limits.name)
-        record.save(path)
-        data = path.read_bytes()
-        return Listed(
+        listed = Listed(
             name=name,
             profile=limits.name,
             kind="roofline",
             profile_source=roofline_source(limits.name),
             device=limits.device,
             captured_there=problem.request.target is None,
-            path=path.relative_to(folder).as_posix(),
-            sha256=hashlib.sha256(data).hexdigest(),
-            bytes=len(data),
+            path=f"{self.entry.name}_{self.entry.batch}{SUFFIX}",
             solver=COUNTED,
             solve_seconds=round(seconds, 1),
             **proven,
             **described(record, self.entry.batch),
         )
+        return listed, record
 
 
 def described(record: ScheduleRecord, batch: int) -> dict[str, Any]:
@@ -283,7 +312,6 @@ def add_measured(folder: Path, path: Path, name: str, profile: str, profile_file
     if measured.device != record.device:
         raise UsageError(f"{path} was made for {record.device}, {profile_file} is of {measured.device}")
     batch = record.inputs[0].shape[0]
-    data = path.read_bytes()
     listed = Listed(
         name=f"{name}_{batch}_{record.budget_bytes / GIB:.2f}",
         profile=profile,
@@ -292,8 +320,6 @@ def add_measured(folder: Path, path: Path, name: str, profile: str, profile_file
         device=record.device.partition(":")[0],
         captured_there=True,
         path=path.relative_to(folder).as_posix(),
-        sha256=hashlib.sha256(data).hexdigest(),
-        bytes=len(data),
         solver=record.solver,
         solve_seconds=round(record.solve_seconds, 1),
         bound_seconds=record.bound_seconds,
@@ -302,17 +328,17 @@ def add_measured(folder: Path, path: Path, name: str, profile: str, profile_file
         **described(record, batch),
     )
     registry = Registry.load(folder) if (folder / FILE_NAME).exists() else Registry(folder)
-    registry.with_file(listed).save()
+    registry.with_schedule(listed).save()
     return listed
 
 
 def verify(registry: Registry, listed: Listed, *, simulated: bool = True) -> None:
-    """Check a file: its hash, that it loads, and, by capturing and simulating, that it keeps its promises.
+    """Check a schedule: its file's hash, that it loads, and, by capturing and simulating, that it keeps its promises.
 
     Raises:
         ScheduleFileError: what does not hold.
     """
-    record = ScheduleRecord.load(registry.check(listed))
+    record = registry.record(listed)
     if any(getattr(listed, name) != value for name, value in described(record, listed.batch).items()):
         raise ScheduleFileError(f"{listed.path} and the registry differ in what they promise; build the zoo again")
     if not simulated:

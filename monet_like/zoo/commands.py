@@ -13,24 +13,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from ..errors import MonetError, UsageError
-from ..schedule_file import ScheduleRecord
 from ..show import Terminal, aligned_table, show_record
 from ..units import format_bytes, format_seconds
-from .download import cached_path, download, find_file
-from .registry import Registry, zoo_folder
+from .download import cached_path, download, find_record
+from .registry import Listed, Registry, zoo_folder
 
 
 def list_files(*, profile: str, as_json: bool) -> None:
     """The registry, as a table or JSON."""
     registry = Registry.load(zoo_folder())
     _check_profile(registry, profile)
-    files = [listed for listed in registry.files if profile in ("", listed.profile)]
+    wanted = [listed for listed in registry.schedules if profile in ("", listed.profile)]
     if as_json:
-        click.echo(json.dumps({"files": [asdict(f) for f in files], "refused": [asdict(r) for r in registry.refused]}))
+        schedules, refusals = [_all_of(registry, listed) for listed in wanted], [asdict(r) for r in registry.refused]
+        click.echo(json.dumps({"schedules": schedules, "refused": refusals}))
         return
     console = Terminal().console
     table = aligned_table("name", "profile", "peak", "plain peak", "step", "overhead", "gap")
-    for listed in files:
+    for listed in wanted:
         table.add_row(
             listed.name,
             f"{listed.profile}, measured" if listed.kind == "measured" else listed.profile,
@@ -44,7 +44,7 @@ def list_files(*, profile: str, as_json: bool) -> None:
     for refused in registry.refused:
         if profile in ("", refused.profile):
             kind = "proven infeasible" if refused.proven else "none found"
-            console.print(f"{refused.name}@{refused.profile}: {kind}")
+            console.print(f"{refused.full_name}: {kind}")
     console.print(
         "Peaks and steps are predicted: from datasheet rates, but where it says measured. "
         "monet-like zoo show NAME tells all of one."
@@ -53,10 +53,11 @@ def list_files(*, profile: str, as_json: bool) -> None:
 
 def show(*, name: str, base_url: str | None, as_json: bool) -> None:
     """One schedule: what the registry says, and what is in the file."""
-    listed = Registry.load(zoo_folder()).find(name)
-    record = ScheduleRecord.load(find_file(listed.full_name, url=base_url))
+    registry = Registry.load(zoo_folder())
+    listed = registry.find(name)
+    record = find_record(listed.full_name, url=base_url)
     if as_json:
-        click.echo(json.dumps(asdict(listed)))
+        click.echo(json.dumps(_all_of(registry, listed)))
         return
     terminal = Terminal()
     table = aligned_table()
@@ -66,42 +67,44 @@ def show(*, name: str, base_url: str | None, as_json: bool) -> None:
     table.add_row("made for", f"{listed.profile} ({listed.profile_source}, {rates}), captured {where}")
     proven = "none" if listed.gap is None else f"{100 * listed.gap:.2f} % ({listed.bound_kind})"
     table.add_row("solved", f"{listed.solver}, {listed.solve_seconds:.1f} s; gap {proven}")
-    table.add_row("file", f"{listed.path}, {listed.bytes} bytes")
-    table.add_row("sha256", listed.sha256)
+    file = registry.file_of(listed)
+    table.add_row("file", f"{file.path}, {file.bytes} bytes")
+    table.add_row("sha256", file.sha256)
     terminal.console.print(table)
     show_record(terminal, record)
 
 
 def download_files(*, names: Sequence[str], profile: str, base_url: str | None) -> None:
-    """Get files into the cache."""
+    """Get the files of schedules into the cache."""
     registry = Registry.load(zoo_folder())
     _check_profile(registry, profile)
-    wanted = [registry.find(name) for name in names] or [f for f in registry.files if profile in ("", f.profile)]
+    schedules = [registry.find(name) for name in names] or [s for s in registry.schedules if profile in ("", s.profile)]
+    wanted = list(dict.fromkeys(map(registry.file_of, schedules)))
     console = Console(stderr=True)
     failed: list[str] = []
     with _bar(console) as bar:
         task = bar.add_task("download", total=len(wanted))
-        for listed in wanted:
-            bar.update(task, description=listed.full_name)
+        for file in wanted:
+            bar.update(task, description=file.path)
             try:
-                download(listed, base_url)
+                download(file, base_url)
             except MonetError as error:
                 if len(wanted) == 1:
                     raise
-                failed.append(f"{listed.full_name}: {error}")
+                failed.append(f"{file.path}: {error}")
             bar.advance(task)
-    for listed in wanted if not failed else ():
-        click.echo(cached_path(listed))
+    for file in wanted if not failed else ():
+        click.echo(cached_path(file))
     if failed:
         raise MonetError(f"{len(failed)} of {len(wanted)} files were not downloaded; " + "; ".join(failed))
 
 
 def verify_files(*, names: Sequence[str], simulated: bool) -> None:
-    """Check files; the first that fails ends it."""
+    """Check schedules; the first that fails ends it."""
     from .build import verify
 
     registry = Registry.load(zoo_folder())
-    wanted = [registry.find(name) for name in names] or list(registry.files)
+    wanted = [registry.find(name) for name in names] or list(registry.schedules)
     wanted.sort(key=lambda listed: (listed.model, listed.batch, listed.device))  # a model is captured once for each
     with _bar(Console(stderr=True)) as bar:
         task = bar.add_task("verify", total=len(wanted))
@@ -113,21 +116,31 @@ def verify_files(*, names: Sequence[str], simulated: bool) -> None:
     click.echo(f"{len(wanted)} schedules: {what} are as the registry says")
 
 
-def build_files(*, names: Sequence[str], profiles: str, out: Path | None, again: bool, evaluations: int | None) -> None:
-    """Make the zoo."""
+def build_files(
+    *, names: Sequence[str], profiles: str, out: Path | None, again: bool, evaluations: int | None, processes: int
+) -> None:
+    """Make the zoo; where there is no terminal to draw a bar on, a line for every schedule."""
     from .build import EVALUATIONS, build, select
     from .catalogue import PROFILES
 
     folder = out or zoo_folder()
-    with _bar(Console(stderr=True)) as bar:
+    console = Console(stderr=True)
+    with _bar(console) as bar:
         task = bar.add_task("build", total=None)
+
+        def tell(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+            if not console.is_terminal:
+                click.echo(f"{done} of {total}: {what}", err=True)
+
         built = build(
             folder,
             entries=select(names),
             profiles=[word.strip() for word in profiles.split(",")] if profiles else PROFILES,
             again=again,
             evaluations=EVALUATIONS if evaluations is None else evaluations,
-            progress=lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
+            processes=processes,
+            progress=tell,
         )
     click.echo(
         f"{folder}: {len(built.made)} made, {len(built.kept)} were there, {len(built.refused)} budgets without a schedule"
@@ -157,9 +170,14 @@ def table(*, write: Path | None, summary_for: str) -> None:
 
 
 def _check_profile(registry: Registry, profile: str) -> None:
-    known = sorted({listed.profile for listed in registry.files})
+    known = sorted({listed.profile for listed in registry.schedules})
     if profile and profile not in known:
         raise UsageError(f"the zoo has nothing for the profile {profile!r}; give {', '.join(known)}")
+
+
+def _all_of(registry: Registry, listed: Listed) -> dict[str, object]:
+    """What the registry says of a schedule and its file."""
+    return asdict(listed) | asdict(registry.file_of(listed))
 
 
 def _bar(console: Console) -> Bar:

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ from ..api import cache_folder
 from ..errors import ScheduleFileError, UsageError
 from ..files import check_writable
 from ..schedule_file import ScheduleRecord
-from .registry import Listed, Registry, zoo_folder
+from .registry import Registry, ZooFile, read_file, zoo_folder
 
 #: Where files are, such as ``https://example.org/zoo``; the registry's paths follow.
 URL_VARIABLE = "MONET_LIKE_ZOO_URL"
@@ -48,13 +49,13 @@ def base_url(given: str | None = None) -> str:
     return text
 
 
-def cached_path(listed: Listed) -> Path:
+def cached_path(file: ZooFile) -> Path:
     """Where a downloaded file is kept."""
-    return cache_folder() / "zoo" / listed.path
+    return cache_folder() / "zoo" / file.path
 
 
-def find_file(text: str, *, device: str = "", near: str = "", url: str | None = None) -> Path:
-    """The file of a schedule of the zoo, checked: from the zoo's folder, the cache, or the address.
+def find_record(text: str, *, device: str = "", near: str = "", url: str | None = None) -> ScheduleRecord:
+    """A schedule of the zoo, its file checked: from the zoo's folder, the cache, or the address.
 
     Raises:
         UsageError: no such schedule, or it is not here and there is no address.
@@ -63,13 +64,15 @@ def find_file(text: str, *, device: str = "", near: str = "", url: str | None = 
     registry = Registry.load(zoo_folder())
     listed = registry.find(text, device=device, near=near)
     if (registry.folder / listed.path).exists():
-        return registry.check(listed)
+        return registry.record(listed)
+    cached = replace(registry, folder=cache_folder() / "zoo")
     with suppress(ScheduleFileError):
-        return _checked(listed)
-    return download(listed, url)
+        return cached.record(listed)
+    download(registry.file_of(listed), url)
+    return cached.record(listed)
 
 
-def download(listed: Listed, url: str | None = None, progress: Progress | None = None) -> Path:
+def download(file: ZooFile, url: str | None = None, progress: Progress | None = None) -> Path:
     """Get a file, or find it in the cache.
 
     Args:
@@ -81,36 +84,36 @@ def download(listed: Listed, url: str | None = None, progress: Progress | None =
     """
     import pooch
 
-    target = cached_path(listed)
+    target = cached_path(file)
     check_writable(target)
-    source = f"{base_url(url)}/{listed.path}"
-    part = target.with_name(f".{target.name}.{listed.sha256[:16]}.part")
+    source = f"{base_url(url)}/{file.path}"
+    part = target.with_name(f".{target.name}.{file.sha256[:16]}.part")
     pooch.utils.get_logger().setLevel("ERROR")
     try:
         pooch.retrieve(
             source,
-            known_hash=f"sha256:{listed.sha256}",
+            known_hash=f"sha256:{file.sha256}",
             fname=target.name,
             path=target.parent,
-            downloader=_Resuming(listed.bytes, part, progress),
+            downloader=_Resuming(file.bytes, part, progress),
         )
     except ValueError as error:  # what pooch raises for another hash; UsageError is one too
         if isinstance(error, UsageError):
             raise
         part.unlink(missing_ok=True)
         raise ScheduleFileError(
-            f"{source} is not the file that the registry names (sha256 {listed.sha256[:12]}…); it was not kept"
+            f"{source} is not the file that the registry names (sha256 {file.sha256[:12]}…); it was not kept"
         ) from None
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror or error}") from None
     part.unlink(missing_ok=True)
-    return _checked(listed)
+    return _checked(file)
 
 
-def _checked(listed: Listed) -> Path:
+def _checked(file: ZooFile) -> Path:
     """The cached file, if it is what the registry says and our loader takes it."""
-    path = Registry(cache_folder() / "zoo").check(listed)
-    ScheduleRecord.load(path)
+    path = Registry(cache_folder() / "zoo").check(file)
+    read_file(path)
     return path
 
 

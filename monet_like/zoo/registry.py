@@ -1,6 +1,6 @@
-"""The registry: which schedules there are, what each was made for and promises, and the sha256 of its file.
+"""The registry: which schedules there are, what each was made for and promises, and the sha256 of every file.
 
-A JSON file beside the schedule files. Nothing of it is ever run, and no path in it leads out of its folder.
+A JSON file beside the files with the schedules. Nothing of it is ever run, and no path in it leads out of its folder.
 """
 
 from __future__ import annotations
@@ -11,21 +11,38 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ScheduleFileError, UsageError
 from ..files import read_bytes, read_text, shipped_folder, write_atomically
+from ..schedule_file import ScheduleRecord
+from . import model_file
 from .catalogue import PROFILES
 
 FORMAT = "monet_like zoo"
-VERSION = 1
+#: 2: files hold all schedules of a model.
+VERSION = 2
 FILE_NAME = "registry.json"
 PREFIX = "zoo:"
 #: A folder with a registry and files to use instead of those that come with the package.
 FOLDER_VARIABLE = "MONET_LIKE_ZOO"
+
+
+@dataclass(frozen=True)
+class ZooFile:
+    """A file with schedules.
+
+    Attributes:
+        path: within the registry's folder, with ``/``.
+        sha256, bytes: of its content.
+    """
+
+    path: str
+    sha256: str
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -39,8 +56,7 @@ class Listed:
         profile_source: ``roofline:a100 version 1``, or a profile's file within the folder.
         device: ``cuda`` or ``cpu``: what the program was captured as.
         captured_there: captured on such a device; else as on it, without one.
-        path: of the file within the registry's folder, with ``/``.
-        sha256, bytes: of the file.
+        path: of the file that has it, as `ZooFile.path`.
         model, batch, mode: what it is for, as the command line takes them.
         inputs: dtype and shape of every input.
         budget_bytes, peak_bytes, plain_peak_bytes: of the step; the peaks predicted.
@@ -59,8 +75,6 @@ class Listed:
     device: str
     captured_there: bool
     path: str
-    sha256: str
-    bytes: int
     model: str
     batch: int
     inputs: tuple[str, ...]
@@ -109,14 +123,25 @@ class Refused:
     reason: str
     fingerprint: str
 
+    @property
+    def full_name(self) -> str:
+        """As `Listed.full_name`."""
+        return f"{self.name}@{self.profile}"
+
 
 @dataclass(frozen=True)
 class Registry:
-    """All schedules of a folder, in the order of the catalogue."""
+    """All schedules of a folder, by model, budget and profile."""
 
     folder: Path
-    files: tuple[Listed, ...] = ()
+    schedules: tuple[Listed, ...] = ()
     refused: tuple[Refused, ...] = ()
+    files: tuple[ZooFile, ...] = ()
+
+    @property
+    def rows(self) -> list[Listed | Refused]:
+        """All that is known of any budget."""
+        return [*self.schedules, *self.refused]
 
     @staticmethod
     def load(folder: Path) -> Registry:
@@ -144,21 +169,22 @@ class Registry:
                 f"{path} is a registry of version {content.get('version')!r}, this package reads {VERSION}"
             )
         try:
-            files = tuple(_listed(row) for row in content["files"])
+            files = tuple(_file(row) for row in content["files"])
+            schedules = tuple(_row(Listed, row) for row in content["schedules"])
             refused = tuple(_row(Refused, row) for row in content["refused"])
+            if lost := {listed.path for listed in schedules} - {file.path for file in files}:
+                raise ValueError(f"it names no file {min(lost)!r}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScheduleFileError(f"{path} is damaged ({error}); build the zoo again") from None
-        return Registry(folder, files, refused)
+        return Registry(folder, schedules, refused, files)
 
     def save(self) -> None:
-        """Write the folder's registry, whole or not at all."""
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "files": [asdict(listed) for listed in self.files],
-            "refused": [asdict(refused) for refused in self.refused],
-        }
-        write_atomically(self.folder / FILE_NAME, (json.dumps(content, indent=1) + "\n").encode())
+        """Write the folder's registry, whole or not at all: a line for every file and schedule."""
+        parts = [f'{{\n "format": {json.dumps(FORMAT)},\n "version": {VERSION}']
+        for name in ("files", "schedules", "refused"):
+            rows = ",\n".join(f"  {json.dumps(asdict(row))}" for row in getattr(self, name))
+            parts.append(f' "{name}": [\n{rows}\n ]')
+        write_atomically(self.folder / FILE_NAME, (",\n".join(parts) + "\n}\n").encode())
 
     def find(self, text: str, *, device: str = "", near: str = "") -> Listed:
         """The schedule that ``text`` names, with or without ``zoo:`` and ``@profile``.
@@ -171,7 +197,7 @@ class Registry:
             UsageError: there is none; says which there are, or which names are near.
         """
         name, at, profile = text.removeprefix(PREFIX).partition("@")
-        same = [listed for listed in self.files if listed.name == name]
+        same = [listed for listed in self.schedules if listed.name == name]
         if not same:
             raise UsageError(self._unknown(name))
         if at:
@@ -188,7 +214,7 @@ class Registry:
                 f'move the model, or plan for {device}: monet-like solve "{same[0].model}" {same[0].batch} '
                 f"{same[0].budget_bytes / 2**30:.2f} {same[0].mode}"
             )
-        return min(fitting, key=lambda listed: (listed.profile != near, _place(listed)))
+        return min(fitting, key=lambda listed: (listed.profile != near, place(listed)))
 
     def _unknown(self, name: str) -> str:
         refused = [r for r in self.refused if r.name == name]
@@ -196,43 +222,121 @@ class Registry:
             least = max((r.smallest_bytes or 0) for r in refused)
             hint = f"; {least / 2**30:.2f} GB would do" if least else ""
             return f"no schedule {name} in the zoo: {'proven not to exist' if refused[0].proven else 'none was found'}{hint}"
-        names = sorted({listed.name for listed in self.files})
+        names = sorted({listed.name for listed in self.schedules})
         near = difflib.get_close_matches(name, names, 4, 0.5)
         hint = f"did you mean {', '.join(near)}?" if near else "monet-like zoo list shows what there is"
         return f"the zoo has no {name!r}; {hint}"
 
-    def check(self, listed: Listed) -> Path:
-        """The file of a schedule, if it is here and is what the registry says.
+    def file_of(self, listed: Listed) -> ZooFile:
+        """The file that has a schedule."""
+        return next(file for file in self.files if file.path == listed.path)
+
+    def check(self, file: ZooFile) -> Path:
+        """Where a file is, if it is here and is what the registry says.
 
         Raises:
             ScheduleFileError: missing, or with another content.
         """
-        path = self.folder / listed.path
-        data = read_bytes(path, "schedule")
-        if len(data) != listed.bytes or hashlib.sha256(data).hexdigest() != listed.sha256:
+        path = self.folder / file.path
+        if _described(self.folder, file.path) != file:
             raise ScheduleFileError(
-                f"{path} is not the file that the registry names ({listed.bytes} bytes, sha256 {listed.sha256[:12]}…); "
+                f"{path} is not the file that the registry names ({file.bytes} bytes, sha256 {file.sha256[:12]}…); "
                 "get it again with monet-like zoo download, or build the zoo again"
             )
         return path
 
-    def with_file(self, listed: Listed) -> Registry:
-        """The registry with one more file, instead of what it had for that name and profile."""
-        rest = [f for f in self.files if f.full_name != listed.full_name]
-        refused = tuple(r for r in self.refused if (r.name, r.profile) != (listed.name, listed.profile))
-        return dataclasses.replace(self, files=tuple(sorted([*rest, listed], key=_order)), refused=refused)
+    def record(self, listed: Listed) -> ScheduleRecord:
+        """A schedule, from its file, which is checked.
+
+        Raises:
+            ScheduleFileError: the file is missing, or with another content.
+        """
+        path = self.check(self.file_of(listed))
+        records = read_file(path)
+        found = next(iter(records.values())) if path.suffix != model_file.SUFFIX else records.get(listed.full_name)
+        if found is None:
+            raise ScheduleFileError(f"{path} has no schedule {listed.full_name}; build the zoo again")
+        return found
+
+    def with_schedule(self, listed: Listed, record: ScheduleRecord | None = None) -> Registry:
+        """The registry with one more schedule, instead of what it had for that name and profile.
+
+        Args:
+            record: to be written into the schedule's file, which others may be in, too; None: the file is there.
+        """
+        rest = [other for other in self.schedules if other.full_name != listed.full_name]
+        refused = tuple(other for other in self.refused if other.full_name != listed.full_name)
+        changed = dataclasses.replace(self, schedules=tuple(sorted([*rest, listed], key=_order)), refused=refused)
+        return changed._rewritten({listed.path}, {} if record is None else {listed.full_name: record})
 
     def with_refused(self, refused: Refused) -> Registry:
         """The registry with one more budget that cannot be met."""
-        rest = [r for r in self.refused if (r.name, r.profile) != (refused.name, refused.profile)]
-        files = tuple(f for f in self.files if (f.name, f.profile) != (refused.name, refused.profile))
-        rows = sorted([*rest, refused], key=lambda r: (r.name, r.profile))
-        return dataclasses.replace(self, files=files, refused=tuple(rows))
+        rest = self.without(row for row in self.rows if row.full_name == refused.full_name)
+        rows = sorted([*rest.refused, refused], key=lambda row: (row.name, row.profile))
+        return dataclasses.replace(rest, refused=tuple(rows))
 
-    def without(self, rows: Collection[Listed | Refused]) -> Registry:
-        """The registry without some of its rows; their files stay where they are."""
-        files = tuple(f for f in self.files if f not in rows)
-        return dataclasses.replace(self, files=files, refused=tuple(r for r in self.refused if r not in rows))
+    def without(self, rows: Iterable[Listed | Refused]) -> Registry:
+        """The registry without some of its rows, and files without these schedules; what is empty then goes."""
+        gone = list(rows)
+        changed = dataclasses.replace(
+            self,
+            schedules=tuple(listed for listed in self.schedules if listed not in gone),
+            refused=tuple(refused for refused in self.refused if refused not in gone),
+        )
+        return changed._rewritten({row.path for row in gone if isinstance(row, Listed)}, {})
+
+    def _rewritten(self, paths: Collection[str], new: Mapping[str, ScheduleRecord]) -> Registry:
+        """Write files anew with the schedules that the registry has in them, and drop those that are in no file.
+
+        Args:
+            new: schedules that are not in their files yet, by full name.
+        """
+        files = {file.path: file for file in self.files}
+        lost: list[Listed] = []
+        for path in paths:
+            wanted = [listed for listed in self.schedules if listed.path == path]
+            if path.endswith(model_file.SUFFIX):
+                known = self._readable(files.get(path)) | dict(new)
+                lost += [listed for listed in wanted if listed.full_name not in known]
+                records = {listed.full_name: known[listed.full_name] for listed in wanted if listed.full_name in known}
+                if records:
+                    model_file.save(self.folder / path, records)
+                wanted = [listed for listed in wanted if listed not in lost]
+            files.pop(path, None)
+            if wanted:
+                files[path] = _described(self.folder, path)
+            else:
+                (self.folder / path).unlink(missing_ok=True)
+        return dataclasses.replace(
+            self,
+            schedules=tuple(listed for listed in self.schedules if listed not in lost),
+            files=tuple(sorted(files.values(), key=lambda file: file.path)),
+        )
+
+    def _readable(self, file: ZooFile | None) -> dict[str, ScheduleRecord]:
+        """The schedules of a file; none, if it is not what the registry says."""
+        try:
+            return {} if file is None else read_file(self.check(file))
+        except ScheduleFileError:
+            return {}
+
+
+def read_file(path: Path) -> dict[str, ScheduleRecord]:
+    """All schedules of a file, by full name; one that holds a single schedule has it under "".
+
+    Raises:
+        ScheduleFileError: missing, hostile or damaged.
+    """
+    return model_file.load(path) if path.suffix == model_file.SUFFIX else {"": ScheduleRecord.load(path)}
+
+
+def _described(folder: Path, path: str) -> ZooFile:
+    if not (folder / path).exists():
+        raise ScheduleFileError(
+            f"there is no {folder / path}; get it with monet-like zoo download, or build the zoo again"
+        )
+    data = read_bytes(folder / path, "zoo")
+    return ZooFile(path, hashlib.sha256(data).hexdigest(), len(data))
 
 
 def zoo_folder() -> Path:
@@ -250,13 +354,14 @@ def zoo_folder() -> Path:
     return shipped
 
 
-def _place(listed: Listed) -> tuple[int, int]:
+def place(row: Listed | Refused) -> tuple[bool, int, str]:
     """Measured before estimated, then as the catalogue has the profiles."""
-    return listed.kind != "measured", PROFILES.index(listed.profile) if listed.profile in PROFILES else len(PROFILES)
+    known = PROFILES.index(row.profile) if row.profile in PROFILES else len(PROFILES)
+    return not (isinstance(row, Listed) and row.kind == "measured"), known, row.profile
 
 
 def _order(listed: Listed) -> tuple[Any, ...]:
-    return listed.model, listed.batch, -listed.budget_bytes, _place(listed), listed.profile
+    return listed.model, listed.batch, -listed.budget_bytes, place(listed)
 
 
 def _row(kind: Any, row: Any) -> Any:
@@ -287,11 +392,10 @@ def _text(value: Any) -> str:
     return value
 
 
-def _listed(row: Any) -> Listed:
-    listed: Listed = _row(Listed, row)
-    parts: Sequence[str] = listed.path.split("/")
-    if not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", part) for part in parts):
-        raise ValueError(f"path {listed.path!r} is not within the folder")
-    if not re.fullmatch(r"[0-9a-f]{64}", listed.sha256):
-        raise ValueError(f"sha256 {listed.sha256!r} is none")
-    return listed
+def _file(row: Any) -> ZooFile:
+    file: ZooFile = _row(ZooFile, row)
+    if not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", part) for part in file.path.split("/")):
+        raise ValueError(f"path {file.path!r} is not within the folder")
+    if not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
+        raise ValueError(f"sha256 {file.sha256!r} is none")
+    return file

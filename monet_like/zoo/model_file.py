@@ -1,0 +1,88 @@
+"""Files of the zoo: all schedules of a model at one batch, for every budget and profile, as readable JSON.
+
+A line for every schedule, with the fields of a schedule file. What all of them share stands once, above. Nothing in such
+a file can run: it is read as JSON, and every schedule then as a schedule file is (`ScheduleRecord.of_content`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ScheduleFileError
+from ..files import read_text, write_atomically
+from ..schedule_file import ScheduleRecord
+
+FORMAT = "monet_like zoo model"
+VERSION = 1
+#: How file names end. Other files of a zoo hold one schedule each.
+SUFFIX = ".json"
+#: Fields that stand once where all schedules have the same.
+_SHARED = (
+    *("format", "version", "model", "inputs", "mode", "ablation", "fingerprint", "made_last", "versions", "autocast"),
+    *("layout", "optimizer", "optimizer_bytes", "solver", "status", "bound_seconds", "gap", "bound_kind"),
+    "solve_seconds",
+)
+
+
+def save(path: Path, records: Mapping[str, ScheduleRecord]) -> None:
+    """Write a file with schedules by their full names (``resnet50_184_10.00@a100``), whole or not at all."""
+    contents = {name: record.content() for name, record in records.items()}
+    first = next(iter(contents.values()), {})
+    shared = {f: first[f] for f in _SHARED if f in first and all(c[f] == first[f] for c in contents.values())}
+    own = {
+        name: {f: content[f] for f in sorted(content.keys() - shared, key=_place)} for name, content in contents.items()
+    }
+    lines = [
+        "{",
+        f' "format": {json.dumps(FORMAT)},',
+        f' "version": {VERSION},',
+        ' "shared": {',
+        _members(shared, "  "),
+        " },",
+        ' "schedules": {',
+        _members(own, "  "),
+        " }",
+        "}\n",
+    ]
+    write_atomically(path, "\n".join(lines).encode())
+
+
+def _place(field: str) -> tuple[bool, str]:
+    """What people read comes first, numbers of tasks last."""
+    return field in ("forward", "again", "ways"), field
+
+
+def _members(values: Mapping[str, Any], indent: str) -> str:
+    """A line for every member of a JSON object."""
+    return ",\n".join(f"{indent}{json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
+
+
+def load(path: Path) -> dict[str, ScheduleRecord]:
+    """Read a file's schedules, by their full names.
+
+    Raises:
+        ScheduleFileError: missing, of another format or version, or damaged.
+    """
+    text = read_text(path, "zoo")
+    try:
+        content: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+        raise ScheduleFileError(f"{path} is not a file of the zoo (no JSON: {error})") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ScheduleFileError(f"{path} is not a file of monet_like's zoo")
+    if type(content.get("version")) is not int or content["version"] != VERSION:
+        raise ScheduleFileError(
+            f"{path} is a zoo file of version {content.get('version')!r}, this package reads {VERSION}"
+        )
+    shared, schedules = content.get("shared"), content.get("schedules")
+    if not isinstance(shared, dict) or not isinstance(schedules, dict):
+        raise ScheduleFileError(f"{path} is damaged: it has no schedules; build the zoo again")
+    found = {}
+    for name, own in schedules.items():
+        if not isinstance(own, dict):
+            raise ScheduleFileError(f"{path} is damaged: {name} is no schedule; build the zoo again")
+        found[name] = ScheduleRecord.of_content({**shared, **own}, f"{path}, {name},")
+    return found
