@@ -39,10 +39,10 @@ from monet_like.compiler import Example, Request, captured_for, compile_schedule
 from monet_like.errors import InfeasibleError, MonetError, SolverError
 from monet_like.measure import status_bytes
 from monet_like.profile_data import Profile
-from monet_like.profiler import versions
 from monet_like.replay import ScheduleWrapper
 from monet_like.roofline import DEVICES, roofline
 from monet_like.schedule_file import ScheduleRecord
+from monet_like.settings import versions
 from monet_like.show import Terminal, show_record
 
 CPU = torch.device("cpu")

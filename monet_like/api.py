@@ -21,10 +21,11 @@ from .errors import ScheduleFileError, UsageError
 from .files import cache_folder
 from .precision import autocast_name
 from .profile_data import Profile
-from .profiler import device_name, device_slug, versions
+from .profiler import device_name, device_slug
 from .reads import Change
 from .replay import ScheduleWrapper, device_of, exceeds, mismatch
 from .schedule_file import ScheduleRecord
+from .settings import settings_digest
 from .units import MOST_BYTES, parse_bytes
 
 #: Everything that is exact.
@@ -161,7 +162,7 @@ def _record(request: Request, settings: _Settings, device: torch.device, capture
         record = ScheduleRecord.load(place)
         if _is_of(record, captured, device):
             return record
-    store = folder / f"profile_{device_slug(device)}_{torch.__version__}.json"
+    store = folder / f"profile_{device_slug(device)}_{settings_digest(device)}.json"
     profile = None
     with contextlib.suppress(ScheduleFileError):
         profile = Profile.load(store)
@@ -214,7 +215,7 @@ def _budget(memory_budget: str | int) -> int | float:
 
 
 def _digest(request: Request, budget: int | float, device: torch.device) -> str:
-    """A name for everything the plan depends on, short of tracing: structure, shapes, budget, versions."""
+    """A name for everything the plan depends on, short of tracing: structure, shapes, budget, settings and versions."""
     digest = hashlib.sha256()
     for name, tensor in (*request.model.named_parameters(), *request.model.named_buffers()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.stride()}{tensor.dtype}{tensor.requires_grad}".encode())
@@ -237,7 +238,7 @@ def _digest(request: Request, budget: int | float, device: torch.device) -> str:
         request.time_limit_seconds,
         device_name(device),
         request.autocast,
-        versions(),
+        settings_digest(device),
     )
     digest.update(repr(rest).encode())
     return digest.hexdigest()[:24]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,12 +21,13 @@ from .errors import ProfileError, UsageError
 from .plan import Plan, plan, store_all
 from .precision import autocast_as, in_layout, layout_of, weights_layout
 from .profile_data import Profile
-from .profiler import Inputs, Progress, Scaling, device_name, matched, measure, to_profile, versions
+from .profiler import Inputs, Progress, Scaling, device_name, matched, measure, to_profile
 from .program import Cost, Program, Task
 from .replay import admitted, described, device_of
 from .roofline import DEVICES, DeviceLimits, roofline
 from .schedule import Schedule
 from .schedule_file import ScheduleRecord
+from .settings import changed_settings, settings_of, versions
 from .simulate import Report, simulate
 from .sync_batch_norm import among
 from .tracing import fake_mode
@@ -347,6 +349,13 @@ def _profiled(
         if completed is not profile and save_profile:
             save_profile(completed)
         return completed
+    if profile and (changed := changed_settings(profile.settings, settings_of(device))):
+        warnings.warn(
+            f"the profile was measured with other settings, and costs differ with them: {changed}. All is measured anew "
+            "and replaces it; to keep it, give another --profile",
+            stacklevel=2,
+        )
+        profile = None
     known = profile.costs if profile else {}
     costs, note = measured_costs(request, captured, device, known=known, progress=progress)
     if profile is None or note:

@@ -28,12 +28,14 @@ class Profile:
         costs: seconds and workspace of every operator; `REFUSED` what does not run there, in the file without seconds.
         note: how, in words: at which batch, and whether scaled.
         versions: of the libraries that ran.
+        settings: of PyTorch and the environment that they ran with (`monet_like.settings`); empty: not known.
     """
 
     device: str
     costs: Mapping[str, Cost]
     note: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write the file; an interrupted write leaves the old one."""
@@ -66,9 +68,10 @@ class Profile:
         try:
             costs = {key: _cost(key, *pair) for key, pair in content["costs"].items()}
             device, note, versions = content["device"], content["note"], dict(content["versions"])
-            if not all(isinstance(text, str) for text in (device, note, *versions.values())):
-                raise TypeError("device, note and versions must be text")
-            return Profile(device, costs, note, versions)
+            settings = dict(content.get("settings", {}))
+            if not all(isinstance(text, str) for text in (device, note, *versions.values(), *settings.values())):
+                raise TypeError("device, note, versions and settings must be text")
+            return Profile(device, costs, note, versions, settings)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ScheduleFileError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
 

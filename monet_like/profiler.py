@@ -32,6 +32,7 @@ from .operators import without_fallback
 from .profile_data import Profile
 from .program import REFUSED, Cost, Task
 from .reuse import reuse_bytes
+from .settings import settings_of, versions
 
 #: Called with (what, done, total) as profiling goes on.
 Progress = Callable[[str, int, int], None]
@@ -69,16 +70,6 @@ def _cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a profile or schedule depends on."""
-    from . import __version__
-
-    found = {"monet_like": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    if torch.version.cuda and torch.cuda.is_available():
-        found["cuda"] = torch.version.cuda
-    return found
 
 
 def distinct_tasks(captured: Captured) -> dict[str, Task]:
@@ -340,4 +331,4 @@ def matched(wanted: Captured, measured: Captured) -> Iterable[tuple[Task, Task]]
 
 def to_profile(costs: Mapping[str, Cost], device: torch.device, note: str) -> Profile:
     """A `Profile` of this machine."""
-    return Profile(device_name(device), dict(costs), note, versions())
+    return Profile(device_name(device), dict(costs), note, versions(), settings_of(device))
