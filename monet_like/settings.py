@@ -45,10 +45,11 @@ VARIABLES = (
 _OF_CPUS = VARIABLES[-6:]
 
 _BACKENDS: Any = torch.backends
+_UTILS: Any = torch.utils
 #: What is asked of PyTorch, by the name under which it is told: on both kinds of device, on a GPU, on a CPU.
 _BOTH: Mapping[str, Callable[[], Any]] = {
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "filled uninitialized memory": lambda: torch.utils.deterministic.fill_uninitialized_memory,
+    "filled uninitialized memory": lambda: _UTILS.deterministic.fill_uninitialized_memory,
 }
 _GPU: Mapping[str, Callable[[], Any]] = {
     "cuda": lambda: torch.version.cuda,
