@@ -150,8 +150,7 @@ class AutoSchedule(ScheduleWrapper):
 
 def _is_of(record: ScheduleRecord, captured: Captured, device: torch.device) -> bool:
     """Whether a schedule is of this program, at no larger sizes."""
-    program = captured.program
-    return record.fingerprint == program.fingerprint and not exceeds(record, program, record.model, device)
+    return record.fingerprint == captured.program.fingerprint and not exceeds(record, captured, record.model, device)
 
 
 def _record(request: Request, settings: _Settings, device: torch.device, captured: Captured) -> ScheduleRecord:

@@ -39,6 +39,7 @@ from .schedule_file import InputSpec, ScheduleRecord
 from .simulate import Free, simulate
 from .sync_batch_norm import among, is_synchronised, world
 from .tracing import fake_mode
+from .twins import warn_of_twins, workspaces_of_twins
 from .units import format_bytes
 from .variants import with_variants
 from .variants.compared import bitwise_where_compared
@@ -202,6 +203,7 @@ class ScheduleWrapper(nn.Module):
         earlier = self._steps.get(key)
         change = earlier[-1].change() if earlier else None
         record, captured = self._planned(args, kwargs, captured, change)
+        warn_of_twins(captured, device_of(self), stacklevel=3)
         within = None
         if self.backend == "inductor" and _described_all(args, kwargs) == record.inputs:
             within = record.peak_bytes - record.optimizer_bytes
@@ -255,7 +257,7 @@ class ScheduleWrapper(nn.Module):
             captured = capture(self._model, args, kwargs, made_last=record.made_last)
             captured = admitted(captured, record.mode, ablation=record.ablation)
         try:
-            check_program(record, captured.program, type(self._model).__name__, device_of(self._model))
+            check_program(record, captured, type(self._model).__name__, device_of(self._model))
         except ScheduleFileError as error:
             if change is None:
                 raise
@@ -500,7 +502,7 @@ def _under(autocast: str) -> str:
     return f"under autocast to {autocast}" if autocast else "without autocast"
 
 
-def check_program(record: ScheduleRecord, program: Program, name: str, device: torch.device) -> None:
+def check_program(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> None:
     """Whether a schedule is of this program, and can be followed, before a single operator runs.
 
     Args:
@@ -510,6 +512,7 @@ def check_program(record: ScheduleRecord, program: Program, name: str, device: t
     Raises:
         ScheduleFileError: it is of another one, breaks its rules, or needs more memory than it promises.
     """
+    program = captured.program
     if program.fingerprint != record.fingerprint:
         made = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
         raise ScheduleFileError(
@@ -519,19 +522,21 @@ def check_program(record: ScheduleRecord, program: Program, name: str, device: t
             f"{torch.__version__}), or plan again with monet-like solve"
             f"{_about_processes(record.counts.get('processes', 1), among(program))}"
         )
-    if reason := exceeds(record, program, name, device):
+    if reason := exceeds(record, captured, name, device):
         raise ScheduleFileError(reason)
 
 
-def exceeds(record: ScheduleRecord, program: Program, name: str, device: torch.device) -> str:
+def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> str:
     """Why a schedule of this program cannot keep what it promises, in words; "" if it can.
 
     Operators are the same at any size: a model may upsample four times instead of twice. Without workspace, which
-    depends on the device, a step needs at most the peak that was predicted with it.
+    depends on the device, a step needs at most the peak that was predicted with it. Where plain-torch twins run in the
+    place of compiled kernels, theirs is counted: with it a step may need more than was predicted, but not than the budget.
 
     Raises:
         ScheduleFileError: the schedule breaks the program's rules.
     """
+    program = captured.program
     try:
         needed = simulate(program, record.schedule, Free()).peak_bytes
     except ScheduleError as error:
@@ -539,12 +544,28 @@ def exceeds(record: ScheduleRecord, program: Program, name: str, device: torch.d
     promised = record.peak_bytes - record.optimizer_bytes
     # A GPU's allocator rounds sizes up.
     rounded = CUDA_GRANULARITY_BYTES * len(program.values) if device.type != planned_for(record.device).kind else 0
-    if not record.peak_bytes or needed <= promised + rounded:
+    if not record.peak_bytes:
         return ""
+    if needed <= promised + rounded:
+        return _exceeds_by_twins(record, captured, device, promised + rounded)
     return (
         f"this schedule does not match the model: it promises {record.model} a peak of {format_bytes(promised)} ({promised} "
         f"bytes), and {name} needs {format_bytes(needed)} ({needed} bytes) with the same operators, whose results are "
         "larger; plan again with monet-like solve"
+    )
+
+
+def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.device, promised: int) -> str:
+    """Why a schedule does not fit its budget where twins run, in words; "" if it does, or if none run."""
+    needed = simulate(captured.program, record.schedule, workspaces_of_twins(captured, device.type)).peak_bytes
+    budget = record.budget_bytes - record.optimizer_bytes
+    if needed <= max(promised, budget):
+        return ""
+    return (
+        f"this schedule needs the compiled kernels of monet_like: with the plain-torch twins, which run here on {device.type}, a "
+        f"step takes at least {format_bytes(needed)} ({needed} bytes), more than its budget of {format_bytes(budget)}; "
+        "compile the kernels with python -m monet_like.kernels.build (for a GPU, that needs the CUDA toolkit with nvcc), or plan "
+        "here with monet-like solve, which measures the twins"
     )
 
 

@@ -64,7 +64,7 @@ def report(
     with terminal.progress() as progress:
         captured = captured_for(problem.request, problem.request.example)
         program = captured.program
-        check_program(record, program, problem.request.expression, problem.device)
+        check_program(record, captured, problem.request.expression, problem.device)
         ready = prepare_with(profile, store, problem, progress, captured)
         figures = Figures(
             record,
