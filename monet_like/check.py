@@ -29,6 +29,8 @@ from .replay import ScheduleWrapper, device_of
 from .schedule_file import ScheduleRecord
 from .show import Terminal, aligned_table
 from .solve import SOLUTIONS
+from .tf32 import EPS as tf32_eps
+from .tf32 import runs_in_tf32
 from .units import format_bytes, format_seconds
 
 #: At most so many times are the weights of plain PyTorch changed in the last places, to see what rounding does to it. It
@@ -148,9 +150,13 @@ def judged(model: nn.Module, example: Example, mine: Tensors, theirs: Tensors) -
     autocast = autocast_name(device)
     eps = torch.finfo(getattr(torch, autocast)).eps if autocast else 0.0
     verdicts = compare(mine, theirs, eps=eps)
+    tf32, coarse = False, eps
+    if not _settled(verdicts) and runs_in_tf32(model, example, device):
+        tf32, coarse = True, max(eps, tf32_eps)
+        verdicts = compare(mine, theirs, eps=coarse, tf32=tf32)
     rounding: Differences = {}
     for seed in range(SHAKEN):
-        if all(v.right or v.error == math.inf for v in verdicts):
+        if _settled(verdicts):
             break
         rounding = differences(mine, everything_after_a_step(shaken(model, seed, eps), example), rounding)
         if not seed and not draws(model, example, mine):  # in float64, noise is other noise
@@ -158,8 +164,13 @@ def judged(model: nn.Module, example: Example, mine: Tensors, theirs: Tensors) -
             with autocast_as("", device), contextlib.suppress(RuntimeError):
                 exact = everything_after_a_step(copy.deepcopy(model).double(), _as_double(example))
                 rounding = differences(mine, exact, rounding)
-        verdicts = compare(mine, theirs, rounding, eps=eps)
+        verdicts = compare(mine, theirs, rounding, eps=coarse, tf32=tf32)
     return verdicts
+
+
+def _settled(verdicts: Sequence[Verdict]) -> bool:
+    """Whether no measurement of rounding would change a verdict."""
+    return all(verdict.right or verdict.error == math.inf for verdict in verdicts)
 
 
 def draws(model: nn.Module, example: Example, mine: Tensors) -> bool:

@@ -4,7 +4,7 @@ Two steps that compute the same in another order differ by rounding. How much th
 advance: the gradient of a bias before a batch norm is zero, so that all of it is rounding, and one ReLU whose input is
 near zero moves every gradient before it. So the judgement has three limits:
 
-1. Up to `TOLERANCE`, relative to the tensor itself, a difference is right.
+1. Up to `TOLERANCE`, relative to the tensor itself, a difference is right; up to `TF32_TOLERANCE` where TF32 computes.
 2. Beyond that it may be `ROUNDING_FACTOR` times the difference that rounding alone makes **to this tensor** in plain
    PyTorch. The caller measures it, by steps of plain PyTorch in float64 or with weights changed in the last places.
 3. In the mean it may never be more than `MOST` relative to the tensor itself, however much rounding there is. The
@@ -32,6 +32,9 @@ Differences = Mapping[str, tuple[float, ...]]
 
 #: Relative difference that changed arithmetic may cause, by bytes per real number.
 TOLERANCE = {8: 1e-10, 4: 1e-4, 2: 2e-2}
+#: The same for float32 where products run in TF32: eight times its unit roundoff of 2**-11, 0.4 %. One product differs by
+#: about one, n in a row by about the root of n.
+TF32_TOLERANCE = 8 * 2.0**-11
 #: So many times what rounding does to plain PyTorch may the difference be.
 ROUNDING_FACTOR = 4.0
 #: Relative difference that no rounding excuses. (Plain ResNet-18 under autocast to bfloat16 is 0.5 from float64.)
@@ -81,7 +84,7 @@ def differences(plain: Tensors, other: Tensors, known: Differences | None = None
 
 
 def compare(
-    plain: Tensors, found: Tensors, rounding: Differences | None = None, *, eps: float = 0.0
+    plain: Tensors, found: Tensors, rounding: Differences | None = None, *, eps: float = 0.0, tf32: bool = False
 ) -> tuple[Verdict, ...]:
     """Compare what a step left with what plain PyTorch's leaves.
 
@@ -89,7 +92,8 @@ def compare(
         plain: what plain PyTorch's step left.
         found: what the step in question left.
         rounding: `differences` to steps of plain PyTorch that differ from ``plain`` by rounding alone.
-        eps: `torch.finfo.eps` of the dtype that was computed in, where that is not the tensors' own (autocast).
+        eps: `torch.finfo.eps` of the dtype that was computed in, where that is not the tensors' own (autocast, TF32).
+        tf32: products of float32 may have run in TF32.
 
     Returns:
         A verdict for every name in either.
@@ -117,7 +121,14 @@ def compare(
             errors = _apart(mine, found[name])
             verdicts.append(
                 _judge(
-                    name, mine.dtype, errors, rounding.get(name, (0.0, 0.0)), scales[name], largest[_kind(name)], eps
+                    name,
+                    mine.dtype,
+                    errors,
+                    rounding.get(name, (0.0, 0.0)),
+                    scales[name],
+                    largest[_kind(name)],
+                    eps,
+                    TF32_TOLERANCE if tf32 and mine.dtype == torch.float32 else 0.0,
                 )
             )
     return tuple(verdicts)
@@ -131,10 +142,14 @@ def _judge(
     scales: tuple[float, ...],
     largest: tuple[float, ...],
     eps: float,
+    least: float,
 ) -> Verdict:
-    """The verdict on a tensor of real numbers that differs; of the two norms, the one with less to spare."""
+    """The verdict on a tensor of real numbers that differs; of the two norms, the one with less to spare.
+
+    ``least``: the least tolerance, relative to the tensor itself.
+    """
     eps = max(eps, torch.finfo(dtype).eps)
-    tolerance = TOLERANCE.get(dtype.to_real().itemsize, 0.0)
+    tolerance = max(least, TOLERANCE.get(dtype.to_real().itemsize, 0.0))
     most_in_mean = max(MOST * scales[0], min(MOST, MOST_UNITS * eps) * largest[0])
     verdicts = []
     for error, rounding, own, top, most in zip(
