@@ -18,8 +18,8 @@ _MARK = "monet_like.mark"
 def allocated_peak(function: Callable[[], Any], device: torch.device) -> int:
     """Bytes by which allocations rise above where they stood, at most, while ``function`` runs.
 
-    On CUDA the caching allocator's own counter; on a CPU every allocation and release that PyTorch's allocator
-    reports, operator temporaries included. The function runs once and its result is dropped.
+    On CUDA what is asked of the caching allocator, see `unsplit_bytes`; on a CPU every allocation and release that
+    PyTorch's allocator reports, operator temporaries included. The function runs once and its result is dropped.
     """
     return max(allocated_peaks(lambda _: function(), device))
 
@@ -36,14 +36,32 @@ def allocated_peaks(function: Callable[[Callable[[], None]], Any], device: torch
     return _cuda_peaks(function, device) if device.type == "cuda" else _cpu_peaks(function)
 
 
+#: Of the caching allocator: blocks above the first size lie in segments where the rest of a block is only split off if it
+#: is larger than that size.
+UNSPLIT_BYTES = 2**20
+
+
+def unsplit_bytes(blocks: int) -> int:
+    """Bytes by which ``torch.cuda.memory_allocated`` can exceed what was asked for while so many large blocks are alive.
+
+    It counts a block as a whole, the rest of up to 1 MiB that the allocator does not split off included; which blocks have
+    such a rest depends on what was freed before. A block of 1 MiB or less has none.
+    """
+    return blocks * UNSPLIT_BYTES
+
+
 def _cuda_peaks(function: Callable[[Callable[[], None]], Any], device: torch.device) -> list[int]:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+
+    def requested(which: str) -> int:
+        return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{which}"])
+
+    before = requested("current")
     peaks: list[int] = []
 
     def mark() -> None:  # blocks are handed out when an operator is called, so there is nothing to wait for
-        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+        peaks.append(requested("peak") - before)
         torch.cuda.reset_peak_memory_stats(device)
 
     function(mark)
@@ -97,15 +115,21 @@ def seconds_of(
 def _timed(function: Callable[[], Any], device: torch.device, before: Callable[[], object]) -> float:
     before()
     if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
+        with torch.cuda.device(device):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(_LEAD_CYCLES)  # what is launched meanwhile runs without a gap
+            start.record()
+            function()
+            end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
+
+
+#: For so many cycles of the GPU's clock, about 0.2 ms, the CPU launches ahead of it.
+_LEAD_CYCLES = 400_000
 
 
 #: So many bytes later nothing of a value is left in a CPU's caches: in what a core has of its own, and in its share of what

@@ -177,6 +177,8 @@ class _Trial:
             # What the task takes over is made for it and given away: some tasks release it on the way.
             self._run([inputs[v].clone() if v == task.overwrites else inputs[v] for v in task.reads])
 
+        if self._maker.device.type == "cuda":
+            call()  # libraries keep what their first call allocates: cuBLAS a workspace, cuDNN's trials memory
         return allocated_peak(call, self._maker.device)
 
     def _seconds(self, inputs: Mapping[int, Any]) -> float:
@@ -227,7 +229,7 @@ class Inputs:
         self.captured, self.device, self.batches, self.uniform = captured, device, batches, uniform
         self.cache: dict[tuple[TensorMeta, int, int | None], torch.Tensor] = {}  # by meta, alike and value
         random = torch.rand if uniform else torch.randn
-        self.block = random(2**18, generator=torch.Generator().manual_seed(0))
+        self.block = random(2**18, generator=torch.Generator().manual_seed(0)).to(device)
 
     @cached_property
     def as_uniform(self) -> Inputs:
@@ -287,9 +289,9 @@ class Inputs:
             elements = meta.storage_bytes // meta.dtype.itemsize
             flat = torch.zeros(elements, dtype=meta.dtype, device=self.device)
             if meta.dtype.is_floating_point:
-                for start in range(0, elements, len(self.block)):
-                    part = flat[start : start + len(self.block)]
-                    part.copy_(self.block[: len(part)])
+                whole = elements // len(self.block) * len(self.block)
+                flat[:whole].view(-1, len(self.block)).copy_(self.block)
+                flat[whole:].copy_(self.block[: elements - whole])
             self.cache[key] = flat.as_strided(meta.shape, meta.stride, meta.offset)
         return self.cache[key]
 

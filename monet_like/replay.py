@@ -176,7 +176,7 @@ class ScheduleWrapper(nn.Module):
     def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
         """Everything that capture bakes in; a call that differs in any of it gets a step of its own."""
         described = tuple(
-            (leaf.shape, leaf.dtype, leaf.device.type, leaf.stride(), leaf.requires_grad, leaf.is_leaf)
+            (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad, leaf.is_leaf)
             if isinstance(leaf, torch.Tensor)
             else (type(leaf), *_hashable(leaf))
             for leaf in leaves

@@ -108,6 +108,11 @@ def on_cpu(gradients: Tensors) -> Tensors:
     return {name: tensor.cpu() if tensor is not None else None for name, tensor in gradients.items()}
 
 
+def on_device(gradients: Tensors, device: torch.device) -> Tensors:
+    """The same, where a further step's are."""
+    return {name: tensor.to(device) if tensor is not None else None for name, tensor in gradients.items()}
+
+
 class Plain:
     """A model as it is, measured once for all its schedules."""
 
@@ -147,8 +152,9 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     seconds = step_seconds([(plain.model, example), (wrapped, example)], device, steps)
     plain.model.zero_grad(set_to_none=True)
-    verdicts = judged(plain.model, example, plain.gradients, gradients)
-    wrong = "; ".join(f"{verdict.name} {verdict.reason}" for verdict in verdicts if not verdict.right)
+    verdicts = judged(plain.model, example, on_device(plain.gradients, device), on_device(gradients, device))
+    reasons = [f"{verdict.name} {verdict.reason}" for verdict in verdicts if not verdict.right]
+    wrong = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
     return Replay(
         name, "measured", record.model, record.inputs[0].shape[0], record.budget_bytes, record.device,
         plain.peak_bytes, peak, record.peak_bytes, reserved, seconds[0], seconds[1], record.plain_seconds, record.seconds,

@@ -5,8 +5,9 @@
 #
 # Builds csrc, runs tests/gpu, replays the schedules in solutions/ beside plain PyTorch and profiles their models.
 # FOLDER then holds gpu_check.md, replays.csv, profiles/ and a log of each stage, and FOLDER.tar.gz all of it. Schedules
-# are solved elsewhere from the profiles (solve.py --profile); a second call replays those. MINUTES (9) and PYTHON
-# (python3) can be set.
+# are solved elsewhere from the profiles (solve.py --profile); a second call replays those. MINUTES (9), PYTHON (python3),
+# SOLUTIONS (a folder of schedules), MODELS (a regular expression: only these), STEPS, TESTS (tests/gpu) and BUILD (1; 0: the
+# kernels are there) can be set.
 set -uo pipefail
 out=$(realpath -m "${1:-gpu_check}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,10 +34,11 @@ stage() { # NAME SECONDS COMMAND...: run it with its output in NAME.log, and say
 }
 
 : >"$out/stages.txt"
-stage build $((limit / 3)) env MONET_LIKE_CUDA=1 "$python" -m monet_like.kernels.build
-stage tests $((limit / 4)) "$python" -m pytest -q -o addopts= tests/gpu
+[[ ${BUILD:-1} == 0 ]] || stage build $((limit / 3)) env MONET_LIKE_CUDA=1 "$python" -m monet_like.kernels.build
+stage tests $((limit / 4)) "$python" -m pytest -q -o addopts= ${TESTS:-tests/gpu}
 left=$((limit - SECONDS - 10))
-stage measure "$left" "$python" scripts/gpu_check.py --out "$out" --seconds $((left - 20))
+stage measure "$left" "$python" scripts/gpu_check.py --out "$out" --seconds $((left - 20)) \
+  ${SOLUTIONS:+--solutions "$SOLUTIONS"} ${MODELS:+--models "$MODELS"} ${STEPS:+--steps "$STEPS"}
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
 cat "$out/gpu_check.md" 2>/dev/null
 exit "$failed"

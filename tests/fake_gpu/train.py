@@ -1,0 +1,274 @@
+"""Run on the fake GPU: models captured, profiled, planned and replayed, and what the allocator saw of it.
+
+``python train.py WHAT:CASE...`` prints one line of JSON for each: a function of `WHAT` about a case of `CASES`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+import monet_like
+from monet_like import host
+from monet_like.check import resident_bytes, step_peak
+from monet_like.compiler import Request, captured_for, compile_schedule, measured_costs
+from monet_like.measure import UNSPLIT_BYTES, seconds_of, unsplit_bytes
+from monet_like.models.unet import UNet
+from monet_like.program import Cost
+from monet_like.roofline import DEVICES
+from monet_like.simulate import moments
+
+Made = tuple[nn.Module, tuple[Any, ...]]
+CUDA = torch.device("cuda", 0)
+
+
+class Decoder(nn.Module):
+    """A decoder as Llama's, small: RMS norms, causal attention, gated feed-forward layers, tied embeddings."""
+
+    def __init__(self, width: int = 64, heads: int = 4, layers: int = 2, tokens: int = 256) -> None:
+        super().__init__()
+        self.heads, self.embedding = heads, nn.Embedding(tokens, width)
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2 * layers + 1))
+        self.attention = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(layers))
+        self.joined = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.gate = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width, bias=False) for _ in range(layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for i, (attention, joined) in enumerate(zip(self.attention, self.joined, strict=True)):
+            queries, keys, values = (
+                part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                for part in attention(self.norms[2 * i](x)).chunk(3, -1)
+            )
+            heads = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            x = x + joined(heads.transpose(1, 2).flatten(-2))
+            y = self.norms[2 * i + 1](x)
+            x = x + self.down[i](nn.functional.silu(self.gate[i](y)) * self.up[i](y))
+        return self.norms[-1](x) @ self.embedding.weight.T
+
+
+def image(batch: int, size: int) -> torch.Tensor:
+    return torch.randn(batch, 3, size, size, device=CUDA)
+
+
+def resnet50() -> Made:
+    return torchvision.models.resnet50(num_classes=10), (image(16, 64),)
+
+
+def mobilenet() -> Made:
+    return torchvision.models.mobilenet_v2(num_classes=10).to(memory_format=torch.channels_last), (
+        image(16, 64).to(memory_format=torch.channels_last),
+    )
+
+
+def vit() -> Made:
+    model = torchvision.models.VisionTransformer(64, 16, 3, 4, 64, 128, num_classes=10)
+    return model, (image(16, 64),)
+
+
+def unet() -> Made:
+    return UNet(width=8, depth=2), (image(8, 64),)
+
+
+def decoder() -> Made:
+    return Decoder(), (torch.randint(0, 256, (8, 128), device=CUDA),)
+
+
+#: Models, and how each is trained: autocast's dtype or none.
+CASES: dict[str, tuple[Callable[[], Made], torch.dtype | None]] = {
+    "resnet50": (resnet50, None),
+    "mobilenet channels_last bfloat16": (mobilenet, torch.bfloat16),
+    "vit bfloat16": (vit, torch.bfloat16),
+    "unet": (unet, None),
+    "decoder": (decoder, None),
+    "decoder bfloat16": (decoder, torch.bfloat16),
+}
+
+
+def casting(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return torch.autocast("cuda", dtype) if dtype else nullcontext()
+
+
+class InAutocast(nn.Module):
+    """A model whose every call is made in autocast, as `step_peak` wants it."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, *args: Any) -> Any:
+        with casting(self.dtype):
+            return self.model(*args)
+
+
+def planned(name: str, device: torch.device = CUDA, **options: Any) -> tuple[Any, tuple[Any, ...], nn.Module]:
+    """A model with a schedule, its arguments, and the same in its autocast."""
+    made, dtype = CASES[name]
+    model, args = made()
+    model, args = model.to(device), tuple(arg.to(device) for arg in args)
+    with casting(dtype):
+        wrapped = monet_like.auto_schedule(
+            model, args, **{"memory_budget": "80%", "time_limit_seconds": 5.0, **options}
+        )
+    running = InAutocast(wrapped, dtype)
+    step(running, args)  # after it, cuBLAS has its workspaces
+    return wrapped, args, running
+
+
+def step(model: nn.Module, args: tuple[Any, ...]) -> None:
+    """One training step without an optimizer; every parameter gets a gradient where it is."""
+    model.zero_grad(set_to_none=True)
+    model(*args).float().square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert (parameter.grad.shape, parameter.grad.device) == (parameter.shape, parameter.device), name
+
+
+class Free(dict[str, Cost]):
+    """Costs of tasks that take neither time nor workspace."""
+
+    def __missing__(self, key: str) -> Cost:
+        return Cost(0.0, 0)
+
+
+def large_values(wrapped: Any) -> int:
+    """Values above the allocator's least size for them that are alive at once, at most, residents included."""
+    (kept,) = (kept for steps in wrapped._steps.values() for kept in steps)
+    program, large = kept.captured.program, UNSPLIT_BYTES
+    always = sum(value.bytes > large for value in program.values if value.kind in ("parameter", "buffer", "input"))
+    alive = (
+        sum(count > large for count in moment.alive.values()) + len(moment.task.writes)
+        for moment in moments(program, wrapped.record.schedule, Free())
+    )
+    return always + max(alive)
+
+
+def train(name: str) -> dict[str, Any]:
+    """One schedule: what it predicts, and what the allocator counts while it runs."""
+    wrapped, args, running = planned(name)
+    asked = step_peak(running, (args, {}), CUDA)
+    running.zero_grad(set_to_none=True)
+    torch.cuda.synchronize(CUDA)
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    before = torch.cuda.memory_allocated(CUDA)
+    step(running, args)
+    plain = InAutocast(wrapped._model, running.dtype)
+    return {
+        "predicted": wrapped.record.peak_bytes,
+        "asked": asked,
+        "plain predicted": wrapped.record.plain_peak_bytes,
+        "plain asked": step_peak(plain, (args, {}), CUDA),
+        "allocated": resident_bytes(wrapped, (args, {})) + torch.cuda.max_memory_allocated(CUDA) - before,
+        "unsplit": unsplit_bytes(large_values(wrapped)),
+    }
+
+
+def two_devices(name: str) -> dict[str, Any]:
+    """Planned on the second GPU, then moved to the first, and back."""
+    second = torch.device("cuda", 1)
+    wrapped, args, running = planned(name, second)
+    peaks = [step_peak(running, (args, {}), second)]
+    for device in (CUDA, second):
+        running.to(device)
+        moved = tuple(arg.to(device) for arg in args)
+        step(running, moved)
+        peaks.append(step_peak(running, (moved, {}), device))
+    return {"predicted": wrapped.record.peak_bytes, "peaks": peaks, "plans": len(wrapped.records)}
+
+
+def offload(name: str) -> dict[str, Any]:
+    """With copies on the host."""
+    pinned, allocated = list[int](), host._pinned
+
+    def counted(count: int) -> torch.Tensor:
+        made = allocated(count)
+        assert made.is_pinned()
+        pinned.append(count)
+        return made
+
+    host._pinned = counted  # type: ignore[assignment]
+    wrapped, args, running = planned(name, mode="offload", memory_budget="75%")
+    host._pinned = allocated
+    return {
+        "predicted": wrapped.record.peak_bytes,
+        "asked": step_peak(running, (args, {}), CUDA),
+        "plain": wrapped.record.plain_peak_bytes,
+        "pinned": sum(pinned),
+    }
+
+
+def reserve(name: str) -> dict[str, Any]:
+    """What is reserved before the first step is all that the steps take."""
+    wrapped, args, running = planned(name)
+    running.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    monet_like.reserve(wrapped.record)
+    before = torch.cuda.memory_reserved()
+    step(running, args)
+    return {"before": before, "after": torch.cuda.memory_reserved(), "predicted": wrapped.record.peak_bytes}
+
+
+def distributed(name: str) -> dict[str, Any]:
+    """In DistributedDataParallel, a group of one."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=0, world_size=1)
+        wrapped, args, running = planned(name)
+        step(nn.parallel.DistributedDataParallel(running, device_ids=[0]), args)
+        torch.distributed.destroy_process_group()
+    return {"predicted": wrapped.record.peak_bytes}
+
+
+def workspaces(name: str) -> dict[str, Any]:
+    """What the profile says that operators take beside their results, by the operator's name."""
+    made, _ = CASES[name]
+    model, args = made()
+    request = Request(model.to(CUDA), (args, {}), "normal")
+    captured = captured_for(request, request.example)
+    costs, _ = measured_costs(request, captured, CUDA, timed=False)
+    found: dict[str, int] = {}
+    for task in captured.program.tasks:
+        operator = task.calls[-1].op.split(".")[1]
+        found[operator] = max(found.get(operator, 0), costs[task.cost].workspace_bytes)
+    return {"bytes": found}
+
+
+def timed(name: str) -> dict[str, Any]:
+    """An operator is timed on the second GPU."""
+    second = torch.device("cuda", 1)
+    x = torch.ones(8, device=second)
+    print("timed", file=sys.stderr, flush=True)
+    seconds = seconds_of(lambda: x.add_(1).mul_(2), second, repeats=1)
+    print("timed", file=sys.stderr, flush=True)
+    return {"seconds": seconds}
+
+
+def saved(path: str) -> dict[str, Any]:
+    """A schedule of a small net in a file, from a datasheet's rates."""
+    model, example = torchvision.models.resnet18().to(CUDA), ((image(2, 64),), {})
+    request = Request(model, example, "normal", "torchvision.models.resnet18()", strategy="store_all")
+    compile_schedule(request, 2**40, CUDA, profile=DEVICES["h100"]).record.save(Path(path))
+    return {}
+
+
+WHAT = {what.__name__: what for what in (train, two_devices, offload, reserve, distributed, workspaces, timed, saved)}
+
+
+def main() -> None:
+    for asked in sys.argv[1:]:
+        what, name = asked.split(":", 1)
+        print(json.dumps({"asked for": asked, **WHAT[what](name)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
