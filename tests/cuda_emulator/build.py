@@ -1,0 +1,130 @@
+"""Compiles CUDA sources for a CPU: a library whose operators run the emulated kernels in place of the CPU's."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from monet_like.kernels import build as kernels_build
+
+from .transform import Sources, transform_tree, transformed, write_if_changed
+
+HERE = Path(__file__).resolve().parent
+#: Where libraries and objects are kept; git ignores it.
+FOLDER = HERE.parents[1] / "build" / "cuda_emulator"
+#: Compilers that run at the same time.
+JOBS = int(os.environ.get("MAX_JOBS") or 2)
+
+
+def missing_compiler() -> str:
+    """Why the emulator cannot be built here; empty if it can: it takes g++ 11 or newer."""
+    try:
+        cxx = kernels_build.find_cxx()
+        kernels_build.find_ninja()
+    except kernels_build.KernelBuildError as error:
+        return str(error)
+    shown = subprocess.run([cxx, "--version"], check=False, capture_output=True, text=True).stdout
+    macros = subprocess.run([cxx, "-dM", "-E", "-x", "c++", "/dev/null"], check=False, capture_output=True, text=True)
+    version = re.search(r"#define __GNUC__ (\d+)", macros.stdout)
+    if version is None or "__clang__" in macros.stdout or int(version[1]) < 11:
+        return f"the emulator needs g++ 11 or newer; {cxx} is {shown.splitlines()[0] if shown else 'something else'}"
+    return ""
+
+
+def build_kernels(csrc: Path | None = None, name: str = "kernels") -> Path:
+    """Compiles csrc/cuda; what is up to date stays.
+
+    Args:
+        csrc: the sources, default: the checkout's.
+        name: the folder in `FOLDER` for everything that is made.
+
+    Returns:
+        The folder of the library, under the name of the compiled CPU kernels, with `sources.json`.
+    """
+    csrc = csrc or kernels_build.source_directory()
+    folder = FOLDER / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        sources = transform_tree(csrc, folder / "src")
+        _compile(folder, sources)
+    return folder
+
+
+def build_single(source: Path) -> Path:
+    """Compiles one .cu file, which may include csrc/cuda's headers, into a library of its own; its folder."""
+    folder = FOLDER / source.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        transform_tree(kernels_build.source_directory(), folder / "src")  # for the headers
+        text, kernels, mutants = transformed(source.read_text(), source.name)
+        out = folder / "src" / "cuda" / f"{source.stem}.cpp"
+        write_if_changed(out, text)
+        _compile(folder, Sources((out,), tuple(kernels), (), tuple(mutants)))
+    return folder
+
+
+def _compile(folder: Path, sources: Sources) -> None:
+    (folder / "sources.json").write_text(json.dumps(dataclasses.asdict(sources), default=str, indent=1) + "\n")
+    library = folder / kernels_build.library_path().name
+    write_if_changed(folder / "build.ninja", _rules(folder, sources, library))
+    command = [kernels_build.find_ninja(), "-C", str(folder), "-j", str(JOBS)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"compiling the emulated kernels failed:\n{done.stdout[-5000:]}{done.stderr[-1000:]}")
+    library.with_suffix(".json").write_text(json.dumps({"torch": torch.__version__, "cuda": "False"}) + "\n")
+
+
+def _rules(folder: Path, sources: Sources, library: Path) -> str:
+    """The build as ninja reads it."""
+    from ninja import ninja_syntax
+
+    root = Path(torch.__file__).resolve().parent
+    common = [
+        kernels_build.find_cxx(),
+        "-std=c++20",
+        "-g1",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-isystem",
+        root / "include",
+    ]
+    common += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    common += [f"-DMONET_LIKE_FOR_TORCH={re.sub(r'[^0-9A-Za-z]', '_', torch.__version__)}"]  # another torch: all anew
+    # Kernels read memory as vectors of other types, which nvcc allows. Their accesses call the functions that
+    # -fsanitize=thread would take from its own library and emulator.cpp defines.
+    kernels = ["-O1", "-DEMU_CUDA=800", "-include", HERE / "cuda_emulator.h", "-fno-math-errno", "-ffp-contract=off"]
+    kernels += ["-fno-strict-aliasing", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+    ours = [f"-I{HERE / 'include'}", f"-I{HERE}"]
+    text = io.StringIO()
+    make: Any = ninja_syntax.Writer  # its type hints do not fit what it does
+    writer = make(text)
+    for rule, words in (
+        ("kernels", [*common[:1], *ours, *common[1:], *kernels]),
+        ("host", [*common[:1], *ours, *common[1:], "-O2"]),
+    ):
+        writer.rule(rule, _shell(words) + " -MMD -MF $out.d -c $in -o $out", "$out", "$out.d", deps="gcc")
+    libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl", "-Wl,-z,defs"]
+    link = _shell([kernels_build.find_cxx(), "-shared"])
+    writer.rule("link", f"{link} $in -o $out.partial {_shell(libraries)} && mv -f $out.partial $out", "$out")
+    objects: list[str] = []
+    # The longest first. Of inline functions that several objects have, the linker takes the first object's: it must be
+    # the emulator's, whose accesses are not checked.
+    for path in [HERE / "emulator.cpp", *sources.files]:
+        rule = "host" if path.name in ("emulator.cpp", "ops.cpp") else "kernels"
+        objects += writer.build(f"{path.stem}.o", rule, str(path))
+    writer.build(str(library), "link", objects)
+    return text.getvalue()
+
+
+def _shell(words: list[Any]) -> str:
+    """Words of a command as ninja and the shell read them."""
+    return kernels_build._shell([str(word) for word in words])

@@ -1,0 +1,482 @@
+"""Every operator with random arguments: emulated CUDA kernels against their plain-torch twins, ATen and float64.
+
+Run by tests/test_cuda_emulator.py and by ``python -m tests.cuda_emulator``, in a process of its own. Every call runs three
+times, with other orders of threads and blocks, other contents of new memory and other sizes of the grids that stride:
+the results must have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from monet_like import kernels
+from monet_like.kernels import reference
+
+from . import control
+from .control import UNWRITTEN, configure
+
+kernels.load()
+ops = torch.ops.monet_like
+aten = torch.ops.aten
+
+ROUNDS = int(os.environ.get("MONET_LIKE_EMULATED_ROUNDS", "2"))
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+INF = math.inf
+seeds = pytest.mark.parametrize("seed", range(ROUNDS))
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
+    seed = request.node.callspec.params["seed"] if hasattr(request.node, "callspec") else 0
+    random.seed(seed)
+    torch.manual_seed(seed)
+    yield
+    configure()
+
+
+def bits(t: Tensor) -> Tensor:
+    t = t.contiguous()
+    return t.view(INTEGER[t.element_size()]) if t.dtype.is_floating_point else t
+
+
+def assert_bits(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, (actual.dtype, actual.shape)
+    differ = bits(actual) != bits(expected)
+    if actual.dtype.is_floating_point:
+        differ &= ~(actual.contiguous().isnan() & expected.contiguous().isnan())
+    assert not differ.any(), f"{int(differ.sum())} of {differ.numel()} elements differ"
+
+
+def call(name: str, *arguments: Any, in_place: bool = False) -> Any:
+    """The operator's result, which no order of threads, no grid and no content of new memory changes."""
+    found = []
+    striding = not name.startswith(("batch_norm_activation_backward", "rms_norm_backward"))  # these sum by block
+    for order, fill, blocks in (
+        ("forward", UNWRITTEN, 0),
+        ("reverse", 0xFF, random.choice([0, 1, 2, 3]) if striding else 0),
+        (f"random:{random.randrange(1 << 30)}", 0x00, random.choice([0, 1, 5, 7]) if striding else 0),
+    ):
+        configure(order, fill, blocks)
+        copies = [
+            a.clone(memory_format=torch.preserve_format) if in_place and i == 0 else a for i, a in enumerate(arguments)
+        ]
+        found.append(getattr(ops, name)(*copies))
+    configure()
+    for again in found[1:]:
+        for a, b in zip(*(r if isinstance(r, (tuple, list)) else (r,) for r in (found[0], again)), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert_bits(b, a)
+                assert a.stride() == b.stride()
+    return found[0]
+
+
+SIZES = [
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+    300,
+    511,
+    512,
+    513,
+    1000,
+]
+
+
+def any_shape(most: int = 3000) -> tuple[int, ...]:
+    while True:
+        shape = tuple(random.choice(SIZES if d == 0 else SIZES[1:12]) for d in range(random.randint(0, 4)))
+        if math.prod(shape) <= most:
+            return tuple(random.sample(shape, len(shape)))
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    x = torch.randn(shape, dtype=torch.float64).mul(random.choice([0.1, 3, 50])).to(dtype)
+    if random.random() < 0.5:
+        strange = torch.tensor([0.0, -0.0, INF, -INF, math.nan, 6.0], dtype=dtype)
+        pick = torch.randint(0, 30, shape)
+        x = torch.where(pick < 6, strange[pick.clamp(max=5)], x)
+    return x
+
+
+def laid_out(x: Tensor) -> Tensor:
+    """The same elements in any layout."""
+    ways: list[Callable[[], Tensor]] = [lambda: x]
+    if x.dim() > 0:
+        order = random.sample(range(x.dim()), x.dim())
+        back = [order.index(d) for d in range(x.dim())]
+        ways.append(lambda: x.permute(order).contiguous().permute(back))
+        wide = torch.zeros((*x.shape[:-1], 2 * x.shape[-1] + 1), dtype=x.dtype)
+        wide[..., 1::2] = x
+        ways.append(lambda: wide[..., 1::2])
+        longer = torch.cat((x[:1], x)) if x.shape[0] else x
+        ways.append(lambda: longer[min(1, x.shape[0]) :] if x.shape[0] else x)
+    if x.dim() == 4:
+        ways.append(lambda: x.to(memory_format=torch.channels_last))
+    made = random.choice(ways)()
+    assert made.shape == x.shape
+    return made
+
+
+@seeds
+def test_masks(seed: int) -> None:
+    for dtype in FLOATS:
+        shape = any_shape()
+        x, grad = laid_out(values(shape, dtype)), laid_out(values(shape, dtype))
+        mask = call("pack_sign", x)
+        assert_bits(mask, reference.pack_sign(x))
+        for packed in (mask, call("pack_range", x, -1.0, 2.0)):
+            kept = call("keep_where", grad, packed, x.stride())
+            assert_bits(kept, reference.keep_where(grad, packed, x.stride()))
+            assert_bits(call("keep_where_", grad, packed, x.stride(), in_place=True), kept)
+            scaled = call("masked_scale", grad, packed, 1.25, x.stride(), 0.1)
+            assert_bits(scaled, reference.masked_scale(grad, packed, 1.25, x.stride(), 0.1))
+        flat = reference._flat(reference.to_packing_order(x)).to(torch.float64)
+        assert_bits(call("pack_range", x, -1.0, 2.0), reference._pack(~((flat <= -1) | (flat >= 2))))
+        flags = laid_out(torch.rand(shape) < 0.4)
+        packed = call("pack_bool", flags)
+        assert_bits(packed, reference.pack_bool(flags))
+        assert_bits(call("unpack_bool", packed, flags.shape, flags.stride()), flags)
+        assert_bits(call("unpack_bool", packed, [flags.numel()]), reference.unpack_bool(packed, [flags.numel()]))
+        small = laid_out(torch.randint(0, 16, shape, dtype=torch.uint8))
+        packed = call("pack_nibbles", small)
+        assert_bits(packed, reference.pack_nibbles(small))
+        assert_bits(call("unpack_nibbles", packed, small.shape, small.stride()), small)
+
+
+@seeds
+def test_caches(seed: int) -> None:
+    for dtype in FLOATS:
+        shape = any_shape(2000) if seed % 3 else (random.choice([16383, 16384, 16385, 33000, 40001]),)
+        x = laid_out(values(shape, dtype))
+        if seed % 5 == 0:  # many of one magnitude
+            x = laid_out(torch.randint(-2, 3, shape).to(dtype))
+        for keep in (random.choice([1, 2, 100, 1000, 1023]), random.choice([1024, 1639, 8192, 16383, 16384])):
+            packed = call("pack_largest", x, keep)
+            assert_bits(packed, reference.pack_largest(x, keep))
+            back = call("unpack_largest", packed, keep, x.shape, dtype, x.stride())
+            assert_bits(back, reference.unpack_largest(packed, keep, x.shape, dtype, x.stride()))
+        packed = call("pack_int8", x)
+        assert_bits(packed, reference.pack_int8(x))
+        back = call("unpack_int8", packed, x.shape, dtype, x.stride())
+        assert_bits(back, reference.unpack_int8(packed, x.shape, dtype, x.stride()))
+        if seed % 4 == 0:  # whatever the cache holds, nothing else is touched
+            for keep in (900, 5000):
+                noise = torch.randint(
+                    0, 256, (reference.largest_bytes(x.numel(), keep, dtype.itemsize),), dtype=torch.uint8
+                )
+                configure("random:7", 0, races=0)  # one place twice: either value may stay
+                ops.unpack_largest(noise, keep, x.shape, dtype, x.stride())
+                configure()
+
+
+@seeds
+def test_products(seed: int) -> None:
+    dtype = random.choice(FLOATS)
+    rows, columns, outs = (random.choice([0, 1, 3, 33, 130, 300]) for _ in range(3))
+    x, wide = torch.randn(rows, columns).to(dtype), torch.randn(rows, 2 * outs).to(dtype)
+    keep = random.choice([1, 1000, 1639, 16384])
+    packed = call("pack_largest", x, keep)
+    left = reference.unpack_largest(packed, keep, x.shape, dtype).double()
+    grad, transposed = random.choice([wide[:, :outs], wide[:, ::2], wide[:, outs:].t().contiguous().t()]), seed % 2 == 0
+    got = call("mm_largest", grad, packed, keep, columns, transposed)
+    exact = left.t() @ grad.double() if transposed else grad.double().t() @ left
+    assert got.shape == exact.shape and got.dtype == dtype
+    if exact.numel() and rows:
+        assert (got.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * math.sqrt(
+            rows + 1
+        ) * exact.abs().max()
+
+
+@seeds
+def test_max_pool(seed: int) -> None:
+    while True:
+        kernel = [random.choice([1, 2, 3, 5, 16]) for _ in range(2)]
+        stride = random.choice([[], [random.randint(1, 4), random.randint(1, 4)]])
+        dilation = [random.randint(1, 3) for _ in range(2)]
+        padding = [random.randint(0, k // 2) for k in kernel]
+        size = [random.randint(1, 30), random.randint(1, 30)]
+        pool, ceil_mode = (kernel, stride, padding, dilation), random.random() < 0.5
+        step = stride or kernel
+        extents = [
+            reference.pooled_extent(size[a], kernel[a], step[a], padding[a], dilation[a], ceil_mode) for a in (0, 1)
+        ]
+        # A window wholly in the padding has an index outside of its window; test_windows_without_a_cell.
+        cells = [
+            any(0 <= o * step[a] - padding[a] + k * dilation[a] < size[a] for k in range(kernel[a]))
+            for a in (0, 1)
+            for o in range(extents[a])
+        ]
+        if min(extents) > 0 and all(cells):
+            break
+    for dtype in FLOATS:
+        shape = (*random.choice([(3,), (2, 5), (1, 33), (4, 1), (0, 3)]), *size)
+        x = torch.randint(-2, 3, shape).to(dtype)
+        x[torch.rand(shape) < 0.05] = math.nan
+        x[..., : size[0] // 3, : size[1] // 3] = -INF
+        x = laid_out(x)
+        if x.numel() == 0:
+            assert call("max_pool2d_with_offsets", x, *pool, ceil_mode)[0].numel() == 0
+            continue
+        y, indices = aten.max_pool2d_with_indices(x, *pool, ceil_mode)
+        got, offsets = call("max_pool2d_with_offsets", x, *pool, ceil_mode)
+        assert_bits(got, y)
+        assert got.stride() == y.stride() == offsets.stride()
+        assert_bits(call("max_pool2d_offsets", laid_out(indices), x.shape, *pool), offsets)
+        assert_bits(call("max_pool2d_offsets_to_indices", laid_out(offsets), x.shape, *pool), indices)
+        grad = laid_out(torch.randn(y.shape).to(dtype))
+        of_x = call("max_pool2d_offsets_backward", grad, offsets, x.shape, *pool)
+        exact = aten.max_pool2d_with_indices_backward(grad.double(), x.double(), *pool, ceil_mode, indices)
+        single = 0 if dtype == torch.float64 else 2.0**-23  # summed in float32 and rounded once
+        bound = 0.51 * torch.finfo(dtype).eps * exact.abs() + 16 * single * max(1, float(grad.double().abs().max()))
+        assert ((of_x.double() - exact).abs() <= bound + 1e-14 * max(1, float(grad.double().abs().max()))).all()
+        noise = torch.randint(0, 256, tuple(offsets.shape), dtype=torch.uint8)
+        call("max_pool2d_offsets_backward", grad, noise, x.shape, *pool)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the CUDA kernel drops the gradient that ATen, the CPU kernel and the twin put elsewhere"
+)
+def test_windows_without_a_cell() -> None:
+    x, pool = torch.arange(11.0).view(1, 1, 11, 1), ([3, 2], [3, 2], [0, 1], [3, 2])
+    y, indices = aten.max_pool2d_with_indices(x, *pool, True)
+    _, offsets = ops.max_pool2d_with_offsets(x, *pool, True)
+    assert_bits(ops.max_pool2d_offsets_to_indices(offsets, x.shape, *pool), indices)
+    expected = aten.max_pool2d_with_indices_backward(torch.ones_like(y), x, *pool, True, indices)
+    assert_bits(ops.max_pool2d_offsets_backward(torch.ones_like(y), offsets, x.shape, *pool), expected)
+
+
+def norm_input(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    batch, channels = random.choice([1, 2, 3, 9]), random.choice([1, 3, 31, 32, 33, 64, 70])
+    image = random.choice([(), (1,), (7,), (5, 7), (1, 1), (16, 16), (9, 31), (2, 3, 4), (33, 40)])
+    if batch * channels * math.prod(image) > 30000:
+        batch = 1
+    x = torch.randn(batch, channels, *image, dtype=torch.float64).mul(3).add(random.choice([0, 1, 100]))
+    if x.dim() == 5 and random.random() < 0.5:
+        x = x.to(memory_format=torch.channels_last_3d)
+    parameter = dtype if random.random() < 0.3 else (torch.float64 if dtype == torch.float64 else torch.float32)
+    rows = [
+        torch.randn(channels),
+        torch.randn(channels),
+        x.mean([d for d in range(x.dim()) if d != 1]),
+        torch.rand(channels) + 0.2,
+    ]
+    x = laid_out(x.to(dtype))
+    return x, [t.to(parameter) for t in rows]
+
+
+def follower() -> tuple[str, float, float]:
+    return random.choice(
+        [("clamp", -INF, INF), ("clamp", 0.0, INF), ("clamp", 0.0, 6.0), ("clamp", -0.3, 0.7), ("leaky_relu", 0.1, 0.0),
+         ("hardswish", 0.0, 0.0), ("silu", 0.0, 0.0)]
+    )  # fmt: skip
+
+
+def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
+    """The kernels' formula, operation by operation, stored like x."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    w, b, m, s = (
+        None if t is None else t.to(wide).view((1, -1) + (1,) * (x.dim() - 2)) for t in (weight, bias, mean, invstd)
+    )
+    y = (x.to(wide) - m) * s
+    y = y * (torch.ones_like(s) if w is None else w) + (torch.zeros_like(s) if b is None else b)
+    return y.to(x.dtype)
+
+
+@seeds
+def test_batch_norm_apply(seed: int) -> None:
+    for dtype in FLOATS:
+        x, (weight, bias, mean, invstd) = norm_input(dtype)
+        weight, bias = random.choice([(weight, bias), (None, None), (weight, None)])
+        residual = random.choice([None, laid_out(torch.randn(x.shape).to(dtype))])
+        name, lo, hi = follower()
+        got = call("batch_norm_apply", x, weight, bias, mean, invstd, residual, name, lo, hi)
+        y = normalised(x, weight, bias, mean, invstd)
+        y = y if residual is None else y + residual
+        if name == "silu":
+            exact = reference._finished(y.double(), None, name, lo, hi)
+            eps = max(torch.finfo(dtype).eps, 1.2e-7 if dtype != torch.float64 else 0)
+            assert (got.double() - exact).abs().max() <= 4 * eps * max(1.0, float(exact.abs().max()))
+        else:
+            assert_bits(got, reference._finished(y.clone(), None, name, lo, hi))
+        assert got.stride() == torch.empty_like(x, memory_format=reference.norm_format(x)).stride() or x.numel() == 0
+        split = random.randint(1, x.shape[1])
+        parts = [p.contiguous() for p in x.split([split, x.shape[1] - split], 1) if p.shape[1]]
+        if residual is None:
+            joined = call("batch_norm_apply_joined", parts, weight, bias, mean, invstd, name, lo, hi)
+            assert_bits(joined, got)
+
+
+def exact_backward(
+    grad: Tensor,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    name: str,
+    lo: float,
+    hi: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In float64, activated at the y that was stored."""
+    channels, over = (1, -1) + (1,) * (x.dim() - 2), [d for d in range(x.dim()) if d != 1]
+    at = y.double().requires_grad_()
+    activate: dict[str, Callable[[Tensor], Tensor]] = {
+        "clamp": lambda t: torch.where((t <= lo) & (lo > -INF) | (t >= hi) & (hi < INF), 0.0, t),
+        "leaky_relu": lambda t: torch.nn.functional.leaky_relu(t, lo),
+        "hardswish": torch.nn.functional.hardswish,
+        "silu": torch.nn.functional.silu,
+    }
+    (g,) = torch.autograd.grad(activate[name](at), at, grad.double())
+    s = invstd.double().view(channels)
+    centred = x.double() - mean.double().view(channels)
+    w = torch.ones_like(s) if weight is None else weight.double().view(channels)
+    count = x.numel() // x.shape[1]
+    sum_g, dot = g.sum(over, keepdim=True), (centred * g).sum(over, keepdim=True)
+    return (g - sum_g / count - centred * s * s * dot / count) * s * w, (dot * s).flatten(), sum_g.flatten()
+
+
+@seeds
+def test_batch_norm_backward(seed: int) -> None:
+    for dtype in FLOATS:
+        x, (weight, bias, mean, invstd) = norm_input(dtype)
+        weight, bias = random.choice([(weight, bias), (None, None), (weight, None)])
+        name, lo, hi = follower()
+        y = normalised(x, weight, bias, mean, invstd)
+        grad = laid_out(torch.randn(x.shape).to(dtype))
+        arguments = (grad, x, weight, bias, mean, invstd, name, lo, hi)
+        made = call("batch_norm_activation_backward", *arguments, [True, True, True])
+        bounds = [
+            float(torch.tensor(b, dtype=dtype)) if name == "clamp" else b for b in (lo, hi)
+        ]  # as the dtype has them
+        exact = exact_backward(grad, x, y, weight, mean, invstd, name, *bounds)
+        eps = torch.finfo(dtype).eps
+        centred = (x.double() - mean.double().view((1, -1) + (1,) * (x.dim() - 2))).abs()
+        for actual, expected in zip(made, exact, strict=True):
+            scale = float(expected.abs().max())
+            if expected.dim() == 1:
+                scale = max(scale, float((grad.double() * centred.clamp(min=1)).norm()) * float(invstd.double().max()))
+                eps = max(eps, torch.finfo(torch.float32).eps if actual.dtype != torch.float64 else 0)
+            scale = max(scale, float(grad.double().abs().max()) * 0.1)
+            assert float((actual.double() - expected).abs().max()) <= 16 * eps * scale, (name, dtype)
+        assert made[0].dtype == dtype
+        mask = [random.random() < 0.5 for _ in range(3)]
+        some = call("batch_norm_activation_backward", *arguments, mask)
+        for wanted, actual, expected in zip(mask, some, made, strict=True):
+            assert actual is None if not wanted else assert_bits(actual, expected) is None
+        larger = torch.randn(x.shape[0], x.shape[1] + 5, *x.shape[2:]).to(dtype)
+        if not made[0].is_contiguous() and made[0].dim() == 4:
+            larger = larger.to(memory_format=torch.channels_last)
+        for other in (laid_out(torch.randn(x.shape).to(dtype)), larger[:, 2:-3], larger[:1, 1:2].expand(x.shape)):
+            added = call("batch_norm_activation_backward", *arguments, [True, True, True], other)
+            assert_bits(added[0], made[0] + other)
+            assert_bits(added[1], made[1])
+        if x.is_contiguous() and x.shape[1] > 1:
+            split = random.randint(1, x.shape[1] - 1)
+            parts = [p.contiguous() for p in x.split([split, x.shape[1] - split], 1)]
+            for other in (None, larger[:, 2:-3]):
+                apart = call("batch_norm_activation_backward_joined", grad, parts, *arguments[2:], [True] * 3, other)
+                together = call("batch_norm_activation_backward", *arguments, [True] * 3, other)
+                for actual, expected in zip(apart, together, strict=True):
+                    error = (actual.double() - expected.double()).abs().max()
+                    assert error <= 16 * eps * max(1.0, float(expected.abs().max()), float(grad.double().norm()))
+
+
+@seeds
+def test_batch_norm_train(seed: int) -> None:
+    for dtype in FLOATS:
+        x, (weight, bias, _, _) = norm_input(dtype)
+        if x.numel() // x.shape[1] < 2:
+            continue
+        running = [torch.randn(x.shape[1]).to(weight.dtype), torch.rand(x.shape[1]).to(weight.dtype)]
+        moved, wanted = [t.clone() for t in running], [t.double() for t in running]
+        name, lo, hi = follower()
+        y, mean, invstd = ops.batch_norm_train(x, weight, bias, *moved, 0.2, 1e-3, None, name, lo, hi, True)
+        exact = aten.native_batch_norm(x.double(), weight.double(), bias.double(), *wanted, True, 0.2, 1e-3)
+        for actual, expected in zip((mean, invstd, *moved), (*exact[1:], *wanted), strict=True):
+            eps = torch.finfo(actual.dtype).eps
+            torch.testing.assert_close(actual.double(), expected, rtol=64 * eps, atol=64 * eps)
+        assert_bits(ops.batch_norm_apply(x, weight, bias, mean, invstd, None, name, lo, hi), y)
+
+
+@seeds
+def test_rms_norm(seed: int) -> None:
+    for dtype in FLOATS:
+        rows = random.choice([(1,), (3, 5), (33,), (70,), (0,), (600,)])
+        width = random.choice([(1,), (7,), (32,), (33,), (3, 4), (255,), (257,), (300,), (1000,), (4099,)])
+        if math.prod(rows) * math.prod(width) > 70000:
+            rows = rows[:1] if rows[0] < 40 else (9,)
+        dims, shape = len(width), (*rows, *width)
+        others = [t for t in FLOATS if (t == torch.float64) <= (dtype == torch.float64)]
+        x = laid_out(torch.randn(shape, dtype=torch.float64).mul(random.choice([0.1, 2, 30])).to(dtype))
+        weight = random.choice([None, torch.randn(width).to(random.choice(FLOATS))])
+        out, rounded = random.choice(others), random.random() < 0.5
+        wide = reference.row_statistic(x)
+        y, rstd = call("rms_norm", x, weight, dims, 1e-5, rounded, out)
+        assert y.dtype == out and rstd.dtype == wide and y.is_contiguous()
+        assert_bits(call("rms_norm_apply", x, weight, rstd, dims, rounded, out), y)
+        over = tuple(range(-dims, 0))
+        exact = (x.double().square().mean(over, keepdim=True) + 1e-5).rsqrt()
+        if x.numel():
+            torch.testing.assert_close(rstd.double(), exact, rtol=16 * torch.finfo(wide).eps, atol=0)
+            known = reference.rms_norm_apply(x, weight, rstd, dims, rounded, out)
+            error = (y.double() - known.double()).abs().max()
+            assert error <= 1e-9 * torch.finfo(out).eps * max(1.0, float(known.double().abs().max()))
+        grad, residual = (
+            laid_out(torch.randn(shape).to(random.choice(FLOATS))),
+            random.choice([None, torch.randn(shape).to(random.choice(FLOATS))]),
+        )
+        of_x, of_weight = call("rms_norm_backward", grad, x, weight, rstd, residual, dims)
+        g, r = grad.double(), rstd.double()
+        through = g if weight is None else g * weight.double()
+        slope = (through * x.double()).sum(over, keepdim=True) / math.prod(width) * r**3
+        wanted = through * r - x.double() * slope + (0 if residual is None else residual.double())
+        eps = max(torch.finfo(dtype).eps, torch.finfo(wide).eps * 64)
+        if x.numel():
+            scale = max(float(wanted.abs().max()), float((through * r).abs().max()))
+            assert (of_x.double() - wanted).abs().max() <= eps * scale
+        assert (of_weight is None) == (weight is None)
+        if weight is not None:
+            sums = (g * x.double() * r).sum(tuple(range(len(rows))))
+            eps = max(torch.finfo(weight.dtype).eps, torch.finfo(wide).eps * 64)
+            scale = (
+                max(float(sums.abs().max()), float((g * x.double() * r).square().sum().sqrt()) * 0.1)
+                if x.numel()
+                else 1.0
+            )
+            assert of_weight.dtype == weight.dtype and (of_weight.double() - sums).abs().max() <= eps * scale
+
+
+def test_every_kernel_was_launched() -> None:
+    """The last one: each `__global__` function of csrc/cuda has run in some test above."""
+    defined = set(control.sources()["kernels"])
+    assert defined and not defined - control.launches().keys(), "no test above calls the operator that launches these"
