@@ -24,5 +24,5 @@ def test_kernels_equal_their_twins(emulated: Path) -> None:
 
 
 def test_the_emulator_finds_planted_mistakes() -> None:
-    code, output = session.run_checks(build.build_single(HERE / "wrong.cu"), [str(HERE / "check_emulator.py")])
+    code, output = session.run_checks(build.build_single(HERE / "cases.cu"), [str(HERE / "check_emulator.py")])
     assert code == 0, output

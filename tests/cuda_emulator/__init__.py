@@ -9,7 +9,7 @@ never written; races in shared and in global memory; barriers and exchanges that
 place; lanes that read from lanes which take no part; deadlocks; failed assertions; launches of impossible sizes or
 without a device guard. Not shown: docs/limits.md.
 
-`check_emulator.py` and `wrong.cu`: planted mistakes must be found. `check_kernels.py`: every operator against its twin and
+`check_emulator.py` and `cases.cu`: planted mistakes must be found. `check_kernels.py`: every operator against its twin and
 ATen. Both run in a process of their own (`session.py`, `control.py`), because the emulated kernels replace those for CPU
 tensors. ``python -m tests.cuda_emulator --rounds 100 -k masks`` runs more of them.
 """

@@ -1,4 +1,4 @@
-"""The emulator finds one mistake per wrong kernel (wrong.cu) and none in the right ones, in every order of threads."""
+"""The emulator finds one mistake per wrong kernel (cases.cu) and none in the right ones, in every order of threads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ def _order(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 WRONG = [
-    ("beyond", 50, 1, r"out of bounds: reads 4 bytes at byte 200 of a tensor of 200 bytes at .*wrong.cu:1\d;"),
+    ("beyond", 50, 1, r"out of bounds: reads 4 bytes at byte 200 of a tensor of 200 bytes at .*cases.cu:\d\d;"),
     ("before", 50, 1, "out of bounds: reads 4 bytes at byte -4 of a tensor of 200 bytes"),
-    ("misaligned", 50, 1, "misaligned: writes 4 bytes at an address that is 2 past a multiple of 4"),
+    (
+        "misaligned",
+        50,
+        1,
+        "misaligned: writes 'unsigned int' at an address that is 2 past a multiple of 4 at cases.cu:\\d\\d",
+    ),
     ("never", 50, 1, "not written: reads 4 bytes at byte .* of a tensor of 200 bytes"),
     ("freed", 50, 1, "out of bounds: reads 4 bytes at an address which is in no tensor"),
     ("host", 50, 1, "writes 8? ?.*the host's stack"),
@@ -49,6 +54,35 @@ WRONG = [
     ("blocks", 50, 2, "race: writes 4 bytes of byte 0 of a tensor of 200 bytes"),
     ("threads", 50, 1, "race|not written"),
     ("asserts", 50, 1, "device-side assertion"),
+    ("vectors1", 50, 1, "misaligned: .*float4' at an address that is 4 past a multiple of 16"),
+    ("vectors2", 50, 1, "out of bounds: reads 16 bytes at byte 192 of a tensor of 200 bytes"),
+    ("vectors3", 50, 1, "not written: reads 16 bytes at byte .* of a tensor of 200 bytes"),
+    ("eight1", 50, 1, "misaligned: .*Eight' at an address that is 8 past a multiple of 16"),
+    ("uint41", 50, 1, "misaligned: .*uint4' at an address that is 12 past a multiple of 16"),
+    (
+        "dynamic1",
+        50,
+        1,
+        "race: (reads|writes) 4 bytes of shared variable tile|not written: reads 4 bytes at byte .* tile",
+    ),
+    ("dynamic2", 50, 1, "out of bounds: writes 4 bytes at byte 196 of shared variable tile of 196 bytes"),
+    ("dynamic3", 50, 1, "dynamic shared memory tile of a launch without any"),
+    ("dynamic4", 50, 1, "invalid value of cudaFuncSetAttribute"),
+    ("dynamic5", 50, 1, "50000 bytes of dynamic shared memory, 49152 are allowed"),
+    (
+        "turned1",
+        50,
+        1,
+        "race: (reads|writes) 4 bytes of shared variable tile|not written: reads 4 bytes at byte .* tile",
+    ),
+    (
+        "turned2",
+        50,
+        1,
+        "race: (reads|writes) 4 bytes of shared variable tile|not written: reads 4 bytes at byte .* tile",
+    ),
+    ("last1", 50, 5, "race: (reads|writes) 4 bytes of byte .* of a tensor|not written"),
+    ("last2", 50, 5, "race: (reads|writes) 4 bytes of byte .* of a tensor|not written"),
     ("large", 50, 1, "cannot be launched"),
     ("beyond", 50, 0, "cannot be launched"),
 ]
@@ -78,3 +112,26 @@ def test_right_kernels_run() -> None:
     assert found.tolist() == [int((x <= 0).sum()), int((x > 0).sum())]
     x[3] = torch.nan
     assert run(x, "largest", 1)[0] == x.nan_to_num(-9).max()
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("n", [16, 50, 1027])
+def test_fast_kernels_run(n: int, blocks: int) -> None:
+    x = torch.randn(n)
+    assert torch.equal(run(x, "vectors", blocks), 2 * x)
+    for which in ("eight", "uint4", "pair"):
+        assert torch.equal(run(x, which, 1), x), which
+    if n <= 50:
+        assert torch.equal(run(x, "dynamic", 1), x.flip(0))
+        assert torch.equal(run(x, "turned", 1)[: min(n, 32) - 1], x[1 : min(n, 32)])
+    assert torch.allclose(run(x, "last", blocks)[0], x.sum(), atol=1e-4)
+
+
+def test_intrinsics() -> None:
+    x = torch.tensor([1 + 2.0**-13, 1 - 2.0**-13, -1.0, *range(47)])
+    fused = (x[0].double() * x[1].double() + x[2].double()).float()
+    product = x[0] * x[1]
+    assert fused != product + x[2]
+    # Of lane 3: the high word of word * 0xfffffff0 is word - word / 2**28 - 1, and word is 0x80c0e0f3.
+    expected = [fused, fused, product, 64 - 9, 11, 7, 3 ^ 5, 1, 15 + 4, -x[0], x[1], 2]
+    assert run(x, "intrinsics", 2)[:12].tolist() == [float(value) for value in expected]

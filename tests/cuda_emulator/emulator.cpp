@@ -894,6 +894,39 @@ EMU_EXPORT const char* emu_launches() {
   return text.c_str();
 }
 
+// ---- what -fsanitize=alignment calls ----
+
+namespace emu {
+namespace {
+
+struct Misaligned {
+  const char* file;
+  uint32_t line, column;
+  struct {
+    uint16_t kind, info;
+    char name[1];
+  } const* type;
+  unsigned char log_alignment, kind;
+};
+
+}  // namespace
+
+void misaligned(const Misaligned& what, uintptr_t address) {
+  if (!active) {
+    return;
+  }
+  const uintptr_t alignment = uintptr_t(1) << what.log_alignment;
+  fail("misaligned: " + std::string(what.kind == 0 ? "reads " : what.kind == 1 ? "writes " : "refers to ") + what.type->name +
+       " at an address that is " + std::to_string(address % alignment) + " past a multiple of " +
+       std::to_string(alignment) + " at " + at({what.file, static_cast<int>(what.line)}));
+}
+
+}  // namespace emu
+
+extern "C" void __ubsan_handle_type_mismatch_v1(void* data, void* address) {
+  emu::misaligned(*static_cast<const emu::Misaligned*>(data), reinterpret_cast<uintptr_t>(address));
+}
+
 // ---- what -fsanitize=thread calls ----
 
 #define EMU_TOUCH(p, size, access, aligned)                                               \
