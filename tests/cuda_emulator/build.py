@@ -68,7 +68,7 @@ def build_single(source: Path) -> Path:
         text, kernels, mutants = transformed(source.read_text(), source.name)
         out = folder / "src" / "cuda" / f"{source.stem}.cpp"
         write_if_changed(out, text)
-        _compile(folder, Sources((out,), tuple(kernels), (), tuple(mutants)))
+        _compile(folder, Sources((out,), tuple((source.name, k) for k in kernels), (), tuple(mutants)))
     return folder
 
 

@@ -32,15 +32,24 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 INF = math.inf
 seeds = pytest.mark.parametrize("seed", range(ROUNDS))
+#: Operators whose sums depend on the number of blocks in their last bits: it stays the same within a test.
+SUMMING = ("batch_norm_train", "batch_norm_activation_backward", "rms_norm_backward")
+_blocks_of_sums = 0
 
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
-    seed = request.node.callspec.params["seed"] if hasattr(request.node, "callspec") else 0
-    random.seed(seed)
-    torch.manual_seed(seed)
+    start(request.node.callspec.params.get("seed", 0) if hasattr(request.node, "callspec") else 0)
     yield
     configure()
+
+
+def start(seed: int) -> None:
+    """Sets all that a test draws from."""
+    global _blocks_of_sums
+    random.seed(seed)
+    torch.manual_seed(seed)
+    _blocks_of_sums = random.choice([0, 1, 2, 3])
 
 
 def bits(t: Tensor) -> Tensor:
@@ -56,60 +65,41 @@ def assert_bits(actual: Tensor, expected: Tensor) -> None:
     assert not differ.any(), f"{int(differ.sum())} of {differ.numel()} elements differ"
 
 
-def call(name: str, *arguments: Any, in_place: bool = False) -> Any:
-    """The operator's result, which no order of threads, no grid and no content of new memory changes."""
-    found = []
-    striding = not name.startswith(("batch_norm_activation_backward", "rms_norm_backward"))  # these sum by block
-    for order, fill, blocks in (
-        ("forward", UNWRITTEN, 0),
-        ("reverse", 0xFF, random.choice([0, 1, 2, 3]) if striding else 0),
-        (f"random:{random.randrange(1 << 30)}", 0x00, random.choice([0, 1, 5, 7]) if striding else 0),
-    ):
+def call(name: str, *arguments: Any, changed: tuple[int, ...] = ()) -> Any:
+    """The operator's result, which no order of threads, no grid and no content of new memory changes.
+
+    Args:
+        name: of the operator.
+        arguments: its arguments.
+        changed: positions of those that it writes into; each run has copies, the result is followed by the first's.
+    """
+    found: list[list[Tensor | None]] = []
+    few = (
+        [_blocks_of_sums] * 3
+        if name.startswith(SUMMING)
+        else [0, random.choice([1, 2, 3]), random.choice([0, 1, 5, 7])]
+    )
+    orders = ("forward", "reverse", f"random:{random.randrange(1 << 30)}")
+    for order, fill, blocks in zip(orders, (UNWRITTEN, 0xFF, 0x00), few, strict=True):
         configure(order, fill, blocks)
-        copies = [
-            a.clone(memory_format=torch.preserve_format) if in_place and i == 0 else a for i, a in enumerate(arguments)
-        ]
-        found.append(getattr(ops, name)(*copies))
+        mine = list(arguments)
+        for i in changed:
+            mine[i] = arguments[i].clone(memory_format=torch.preserve_format)
+        result = getattr(ops, name)(*mine)
+        single = not isinstance(result, (tuple, list))
+        found.append([*([result] if single else result), *(mine[i] for i in changed)])
     configure()
     for again in found[1:]:
-        for a, b in zip(*(r if isinstance(r, (tuple, list)) else (r,) for r in (found[0], again)), strict=True):
+        for a, b in zip(found[0], again, strict=True):
             assert (a is None) == (b is None)
-            if a is not None:
+            if a is not None and b is not None:
                 assert_bits(b, a)
                 assert a.stride() == b.stride()
-    return found[0]
+    return found[0][0] if single and not changed else found[0]
 
 
-SIZES = [
-    0,
-    1,
-    2,
-    3,
-    5,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    127,
-    128,
-    129,
-    255,
-    256,
-    257,
-    300,
-    511,
-    512,
-    513,
-    1000,
-]
+# Around the widths of vectors, warps and blocks.
+SIZES = (0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 511, 512, 513, 1000)  # fmt: skip
 
 
 def any_shape(most: int = 3000) -> tuple[int, ...]:
@@ -150,27 +140,39 @@ def laid_out(x: Tensor) -> Tensor:
 @seeds
 def test_masks(seed: int) -> None:
     for dtype in FLOATS:
-        shape = any_shape()
-        x, grad = laid_out(values(shape, dtype)), laid_out(values(shape, dtype))
-        mask = call("pack_sign", x)
-        assert_bits(mask, reference.pack_sign(x))
-        for packed in (mask, call("pack_range", x, -1.0, 2.0)):
-            kept = call("keep_where", grad, packed, x.stride())
-            assert_bits(kept, reference.keep_where(grad, packed, x.stride()))
-            assert_bits(call("keep_where_", grad, packed, x.stride(), in_place=True), kept)
-            scaled = call("masked_scale", grad, packed, 1.25, x.stride(), 0.1)
-            assert_bits(scaled, reference.masked_scale(grad, packed, 1.25, x.stride(), 0.1))
-        flat = reference._flat(reference.to_packing_order(x)).to(torch.float64)
-        assert_bits(call("pack_range", x, -1.0, 2.0), reference._pack(~((flat <= -1) | (flat >= 2))))
-        flags = laid_out(torch.rand(shape) < 0.4)
-        packed = call("pack_bool", flags)
-        assert_bits(packed, reference.pack_bool(flags))
-        assert_bits(call("unpack_bool", packed, flags.shape, flags.stride()), flags)
-        assert_bits(call("unpack_bool", packed, [flags.numel()]), reference.unpack_bool(packed, [flags.numel()]))
-        small = laid_out(torch.randint(0, 16, shape, dtype=torch.uint8))
-        packed = call("pack_nibbles", small)
-        assert_bits(packed, reference.pack_nibbles(small))
-        assert_bits(call("unpack_nibbles", packed, small.shape, small.stride()), small)
+        check_masks(any_shape(), dtype)
+
+
+def test_masks_of_all_sizes() -> None:
+    for size in SIZES:
+        check_masks((size,), random.choice(FLOATS))
+    for dtype in FLOATS:  # more than the threads of a few blocks take at once
+        check_masks((10007,), dtype)
+        check_masks((2, 3, 5, 7), dtype)
+
+
+def check_masks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """All operators of masks and of half bytes, for one shape."""
+    x, grad = laid_out(values(shape, dtype)), laid_out(values(shape, dtype))
+    mask = call("pack_sign", x)
+    assert_bits(mask, reference.pack_sign(x))
+    for packed in (mask, call("pack_range", x, -1.0, 2.0)):
+        kept = call("keep_where", grad, packed, x.stride())
+        assert_bits(kept, reference.keep_where(grad, packed, x.stride()))
+        assert_bits(call("keep_where_", grad, packed, x.stride(), changed=(0,))[0], kept)
+        scaled = call("masked_scale", grad, packed, 1.25, x.stride(), 0.1)
+        assert_bits(scaled, reference.masked_scale(grad, packed, 1.25, x.stride(), 0.1))
+    flat = reference._flat(reference.to_packing_order(x)).to(torch.float64)
+    assert_bits(call("pack_range", x, -1.0, 2.0), reference._pack(~((flat <= -1) | (flat >= 2))))
+    flags = laid_out(torch.rand(shape) < 0.4)
+    packed = call("pack_bool", flags)
+    assert_bits(packed, reference.pack_bool(flags))
+    assert_bits(call("unpack_bool", packed, flags.shape, flags.stride()), flags)
+    assert_bits(call("unpack_bool", packed, [flags.numel()]), reference.unpack_bool(packed, [flags.numel()]))
+    small = laid_out(torch.randint(0, 16, shape, dtype=torch.uint8))
+    packed = call("pack_nibbles", small)
+    assert_bits(packed, reference.pack_nibbles(small))
+    assert_bits(call("unpack_nibbles", packed, small.shape, small.stride()), small)
 
 
 @seeds
@@ -197,6 +199,31 @@ def test_caches(seed: int) -> None:
                 configure("random:7", 0, races=0)  # one place twice: either value may stay
                 ops.unpack_largest(noise, keep, x.shape, dtype, x.stride())
                 configure()
+
+
+@pytest.mark.xfail(strict=True, reason="a cache at an odd storage offset makes misaligned accesses")
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_caches_at_odd_offsets(dtype: torch.dtype) -> None:
+    """They are refused in a sentence, or work."""
+    x = torch.randn(300).to(dtype)
+    for keep in (100, 2000):
+        packed = call("pack_largest", x, keep)
+        check_at_odd_offset(packed, lambda odd, keep=keep: ops.unpack_largest(odd, keep, x.shape, dtype))
+    check_at_odd_offset(call("pack_int8", x), lambda odd: ops.unpack_int8(odd, x.shape, dtype))
+    mask = call("pack_sign", x)
+    check_at_odd_offset(mask, lambda odd: ops.keep_where(x, odd))
+
+
+def check_at_odd_offset(packed: Tensor, unpack: Callable[[Tensor], Tensor]) -> None:
+    """What is unpacked from a view that starts one byte into its storage equals what is unpacked from a tensor."""
+    odd = torch.empty(packed.numel() + 1, dtype=torch.uint8)[1:].copy_(packed)
+    assert odd.storage_offset() == 1
+    try:
+        made = unpack(odd)
+    except (RuntimeError, ValueError) as error:
+        assert "emulated" not in str(error), error  # noqa: PT017 - another message than the emulator's
+    else:
+        assert_bits(made, unpack(packed))
 
 
 @seeds
@@ -240,32 +267,55 @@ def test_max_pool(seed: int) -> None:
             break
     for dtype in FLOATS:
         shape = (*random.choice([(3,), (2, 5), (1, 33), (4, 1), (0, 3)]), *size)
-        x = torch.randint(-2, 3, shape).to(dtype)
-        x[torch.rand(shape) < 0.05] = math.nan
-        x[..., : size[0] // 3, : size[1] // 3] = -INF
-        x = laid_out(x)
-        if x.numel() == 0:
-            assert call("max_pool2d_with_offsets", x, *pool, ceil_mode)[0].numel() == 0
-            continue
-        y, indices = aten.max_pool2d_with_indices(x, *pool, ceil_mode)
-        got, offsets = call("max_pool2d_with_offsets", x, *pool, ceil_mode)
-        assert_bits(got, y)
-        assert got.stride() == y.stride() == offsets.stride()
-        assert_bits(call("max_pool2d_offsets", laid_out(indices), x.shape, *pool), offsets)
-        assert_bits(call("max_pool2d_offsets_to_indices", laid_out(offsets), x.shape, *pool), indices)
-        grad = laid_out(torch.randn(y.shape).to(dtype))
+        check_max_pool(laid_out(pooled(shape, dtype)), *pool, ceil_mode=ceil_mode)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("extent", "padding"), [(3, 1), (3, 0), (2, 0), (2, 1)])
+def test_common_max_pool(extent: int, padding: int, dtype: torch.dtype) -> None:
+    """Windows that move by two, for which there may be kernels of their own: planes of several tiles, rows and channels that are and are no multiples of a vector."""
+    pool = ([extent] * 2, [2, 2], [padding] * 2, [1, 1])
+    for shape in ((1, 8, 9, 16), (2, 16, 5, 10), (1, 3, 7, 7), (1, 1, 70, 72), (3, 5, 2, 3), (1, 1, 3, 2100)):
+        x = pooled(shape, dtype)
+        check_max_pool(x, *pool, ceil_mode=random.random() < 0.5)
+        if shape[1] > 1:
+            check_max_pool(x.to(memory_format=torch.channels_last), *pool, ceil_mode=random.random() < 0.5)
+
+
+def pooled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Few different numbers, NaNs and a corner of infinities."""
+    x = torch.randint(-2, 3, shape).to(dtype)
+    x[torch.rand(shape) < 0.05] = math.nan
+    x[..., : shape[-2] // 3, : shape[-1] // 3] = -INF
+    return x
+
+
+def check_max_pool(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], *, ceil_mode: bool
+) -> None:
+    """All operators of max pooling, for one input."""
+    pool, dtype = (kernel, stride, padding, dilation), x.dtype
+    if x.numel() == 0:
+        assert call("max_pool2d_with_offsets", x, *pool, ceil_mode)[0].numel() == 0
+        return
+    y, indices = aten.max_pool2d_with_indices(x, *pool, ceil_mode)
+    got, offsets = call("max_pool2d_with_offsets", x, *pool, ceil_mode)
+    assert_bits(got, y)
+    assert got.stride() == y.stride() == offsets.stride()
+    assert_bits(call("max_pool2d_offsets", laid_out(indices), x.shape, *pool), offsets)
+    assert_bits(call("max_pool2d_offsets_to_indices", laid_out(offsets), x.shape, *pool), indices)
+    wide = torch.randn(y.shape).to(dtype)
+    for grad in (laid_out(wide), torch.empty_like(y).copy_(wide)):
         of_x = call("max_pool2d_offsets_backward", grad, offsets, x.shape, *pool)
         exact = aten.max_pool2d_with_indices_backward(grad.double(), x.double(), *pool, ceil_mode, indices)
         single = 0 if dtype == torch.float64 else 2.0**-23  # summed in float32 and rounded once
         bound = 0.51 * torch.finfo(dtype).eps * exact.abs() + 16 * single * max(1, float(grad.double().abs().max()))
         assert ((of_x.double() - exact).abs() <= bound + 1e-14 * max(1, float(grad.double().abs().max()))).all()
-        noise = torch.randint(0, 256, tuple(offsets.shape), dtype=torch.uint8)
-        call("max_pool2d_offsets_backward", grad, noise, x.shape, *pool)
+    noise = torch.randint(0, 256, tuple(offsets.shape), dtype=torch.uint8)
+    call("max_pool2d_offsets_backward", grad, noise, x.shape, *pool)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the CUDA kernel drops the gradient that ATen, the CPU kernel and the twin put elsewhere"
-)
+@pytest.mark.xfail(strict=True, reason="a gradient is dropped where a window lies wholly in the horizontal padding")
 def test_windows_without_a_cell() -> None:
     x, pool = torch.arange(11.0).view(1, 1, 11, 1), ([3, 2], [3, 2], [0, 1], [3, 2])
     y, indices = aten.max_pool2d_with_indices(x, *pool, True)
@@ -296,35 +346,67 @@ def norm_input(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
 
 def follower() -> tuple[str, float, float]:
     return random.choice(
-        [("clamp", -INF, INF), ("clamp", 0.0, INF), ("clamp", 0.0, 6.0), ("clamp", -0.3, 0.7), ("leaky_relu", 0.1, 0.0),
+        [("clamp", -INF, INF), ("clamp", 0.0, INF), ("clamp", 0.0, 6.0), ("clamp", -0.25, 0.75), ("leaky_relu", 0.1, 0.0),
          ("hardswish", 0.0, 0.0), ("silu", 0.0, 0.0)]
     )  # fmt: skip
 
 
 def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    """The kernels' formula, operation by operation, stored like x."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    w, b, m, s = (
-        None if t is None else t.to(wide).view((1, -1) + (1,) * (x.dim() - 2)) for t in (weight, bias, mean, invstd)
-    )
-    y = (x.to(wide) - m) * s
-    y = y * (torch.ones_like(s) if w is None else w) + (torch.zeros_like(s) if b is None else b)
-    return y.to(x.dtype)
+    """ATen's formula on a GPU in float64, stored like x: weight * (x - mean) * invstd + bias."""
+    channels = (1, -1) + (1,) * (x.dim() - 2)
+    y = (x.double() - mean.double().view(channels)) * invstd.double().view(channels)
+    y = y if weight is None else y * weight.double().view(channels)
+    return (y if bias is None else y + bias.double().view(channels)).to(x.dtype)
+
+
+def contracted(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
+    """The same in float32, as nvcc compiles it for ATen: the last product and sum are rounded once."""
+    w, b, m, s = (t.float().view((1, -1) + (1,) * (x.dim() - 2)) for t in (weight, bias, mean, invstd))
+    return (((x.float() - m) * w).double() * s.double() + b.double()).float().to(x.dtype)
+
+
+@pytest.mark.xfail(strict=True, reason="the formula rounds elsewhere than ATen's on a GPU: a ReLU made again may flip")
+def test_batch_norm_has_the_bits_of_aten() -> None:
+    for shape in ((3, 5, 7, 9), (4, 33), (2, 16, 8, 8), (2, 3, 50)):
+        x = torch.randn(shape).mul(3).add(1)
+        for formed in (x, x.to(memory_format=torch.channels_last) if x.dim() == 4 else x):
+            rows = [torch.randn(shape[1]), torch.randn(shape[1]), torch.rand(shape[1]), torch.rand(shape[1]) + 0.2]
+            y = call("batch_norm_apply", formed, *rows, None, "clamp", -INF, INF)
+            assert_bits(y, contracted(formed, *rows))
+
+
+@pytest.mark.xfail(strict=True, reason="bounds are rounded to the element's type")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bounds_are_not_rounded(dtype: torch.dtype) -> None:
+    """hardtanh(-0.9, 0.7) lets the gradient of the largest bfloat16 below 0.7 through, as ATen does."""
+    x = torch.arange(1 << 15).to(torch.int16).view(dtype)  # all that are positive
+    x = torch.cat((x[x <= 1], -x[x <= 1])).view(1, 1, -1)
+    grad, one = torch.ones_like(x), torch.ones(1)
+    identity = (one, 0 * one, 0 * one, one)
+    expected = aten.hardtanh_backward(grad, x, -0.9, 0.7)
+    made = call("batch_norm_activation_backward", grad, x, *identity, "clamp", -0.9, 0.7, [False, True, True])
+    assert made[2] == expected.sum(dtype=torch.float32)
+    assert_bits(call("keep_where", grad, call("pack_range", x, -0.9, 0.7), x.stride()), expected)
 
 
 @seeds
 def test_batch_norm_apply(seed: int) -> None:
     for dtype in FLOATS:
-        x, (weight, bias, mean, invstd) = norm_input(dtype)
-        weight, bias = random.choice([(weight, bias), (None, None), (weight, None)])
+        x, rows = norm_input(dtype)
+        mean, invstd = rows[2:]
+        weight, bias = random.choice([(rows[0], rows[1]), (None, None), (rows[0], None)])
         residual = random.choice([None, laid_out(torch.randn(x.shape).to(dtype))])
         name, lo, hi = follower()
         got = call("batch_norm_apply", x, weight, bias, mean, invstd, residual, name, lo, hi)
         y = normalised(x, weight, bias, mean, invstd)
-        y = y if residual is None else y + residual
+        plain = call("batch_norm_apply", x, weight, bias, mean, invstd, None, "clamp", -INF, INF)
+        size = 1 + float((weight.double().abs().max() if weight is not None else 1) * invstd.double().max())
+        size *= 1 + float((x.double().abs().max() + mean.double().abs().max()) if x.numel() else 0)
+        eps = max(torch.finfo(dtype).eps, 2.0**-23 if dtype != torch.float64 else 0)
+        assert not x.numel() or float((plain.double() - y.double()).abs().max()) <= 2 * eps * size
+        y = plain if residual is None else plain + residual
         if name == "silu":
             exact = reference._finished(y.double(), None, name, lo, hi)
-            eps = max(torch.finfo(dtype).eps, 1.2e-7 if dtype != torch.float64 else 0)
             assert (got.double() - exact).abs().max() <= 4 * eps * max(1.0, float(exact.abs().max()))
         else:
             assert_bits(got, reference._finished(y.clone(), None, name, lo, hi))
@@ -368,17 +450,16 @@ def exact_backward(
 @seeds
 def test_batch_norm_backward(seed: int) -> None:
     for dtype in FLOATS:
-        x, (weight, bias, mean, invstd) = norm_input(dtype)
-        weight, bias = random.choice([(weight, bias), (None, None), (weight, None)])
+        x, rows = norm_input(dtype)
+        mean, invstd = rows[2:]
+        weight, bias = random.choice([(rows[0], rows[1]), (None, None), (rows[0], None)])
         name, lo, hi = follower()
-        y = normalised(x, weight, bias, mean, invstd)
+        # As the forward stores it: at a kink another rounding changes the gradient.
+        y = call("batch_norm_apply", x, weight, bias, mean, invstd, None, "clamp", -INF, INF)
         grad = laid_out(torch.randn(x.shape).to(dtype))
         arguments = (grad, x, weight, bias, mean, invstd, name, lo, hi)
         made = call("batch_norm_activation_backward", *arguments, [True, True, True])
-        bounds = [
-            float(torch.tensor(b, dtype=dtype)) if name == "clamp" else b for b in (lo, hi)
-        ]  # as the dtype has them
-        exact = exact_backward(grad, x, y, weight, mean, invstd, name, *bounds)
+        exact = exact_backward(grad, x, y, weight, mean, invstd, name, lo, hi)
         eps = torch.finfo(dtype).eps
         centred = (x.double() - mean.double().view((1, -1) + (1,) * (x.dim() - 2))).abs()
         for actual, expected in zip(made, exact, strict=True):
@@ -392,7 +473,9 @@ def test_batch_norm_backward(seed: int) -> None:
         mask = [random.random() < 0.5 for _ in range(3)]
         some = call("batch_norm_activation_backward", *arguments, mask)
         for wanted, actual, expected in zip(mask, some, made, strict=True):
-            assert actual is None if not wanted else assert_bits(actual, expected) is None
+            assert (actual is not None) == wanted
+            if wanted:
+                assert_bits(actual, expected)
         larger = torch.randn(x.shape[0], x.shape[1] + 5, *x.shape[2:]).to(dtype)
         if not made[0].is_contiguous() and made[0].dim() == 4:
             larger = larger.to(memory_format=torch.channels_last)
@@ -418,14 +501,33 @@ def test_batch_norm_train(seed: int) -> None:
         if x.numel() // x.shape[1] < 2:
             continue
         running = [torch.randn(x.shape[1]).to(weight.dtype), torch.rand(x.shape[1]).to(weight.dtype)]
-        moved, wanted = [t.clone() for t in running], [t.double() for t in running]
+        moved, wanted = [t.clone() for t in running], [t.double().clone() for t in running]
         name, lo, hi = follower()
-        y, mean, invstd = ops.batch_norm_train(x, weight, bias, *moved, 0.2, 1e-3, None, name, lo, hi, True)
+        residual = random.choice([None, laid_out(torch.randn(x.shape).to(dtype))])
+        arguments = (x, weight, bias, *moved, 0.2, 1e-3, residual, name, lo, hi, True)
+        y, mean, invstd, *moved = call("batch_norm_train", *arguments, changed=(3, 4))
         exact = aten.native_batch_norm(x.double(), weight.double(), bias.double(), *wanted, True, 0.2, 1e-3)
         for actual, expected in zip((mean, invstd, *moved), (*exact[1:], *wanted), strict=True):
             eps = torch.finfo(actual.dtype).eps
             torch.testing.assert_close(actual.double(), expected, rtol=64 * eps, atol=64 * eps)
-        assert_bits(ops.batch_norm_apply(x, weight, bias, mean, invstd, None, name, lo, hi), y)
+        assert_bits(call("batch_norm_apply", x, weight, bias, mean, invstd, residual, name, lo, hi), y)
+        if x.is_contiguous() and x.shape[1] > 1 and residual is None:
+            split = random.randint(1, x.shape[1] - 1)
+            parts = [p.contiguous() for p in x.split([split, x.shape[1] - split], 1)]
+            joined = call(
+                "batch_norm_train_joined",
+                parts,
+                *arguments[1:3],
+                *running,
+                *arguments[5:7],
+                *arguments[8:],
+                changed=(3, 4),
+            )
+            statistics = [t.double() for t in (mean, invstd, *moved)]
+            for actual, expected in zip(joined[1:], statistics, strict=True):
+                eps = torch.finfo(actual.dtype).eps
+                torch.testing.assert_close(actual.double(), expected, rtol=64 * eps, atol=64 * eps)
+            assert_bits(call("batch_norm_apply_joined", parts, weight, bias, *joined[1:3], name, lo, hi), joined[0])
 
 
 @seeds
@@ -478,5 +580,6 @@ def test_rms_norm(seed: int) -> None:
 
 def test_every_kernel_was_launched() -> None:
     """The last one: each `__global__` function of csrc/cuda has run in some test above."""
-    defined = set(control.sources()["kernels"])
-    assert defined and not defined - control.launches().keys(), "no test above calls the operator that launches these"
+    defined = {name for _, name in control.sources()["kernels"]}
+    missed = defined - control.launches().keys()
+    assert defined and not missed, f"no test above calls an operator that launches {', '.join(sorted(missed))}"

@@ -27,8 +27,8 @@ class Sources:
     """What `transform_tree` made: the C++ files to compile, the kernels that they define, the mistakes they can make."""
 
     files: tuple[Path, ...]
-    kernels: tuple[str, ...]
-    barriers: tuple[tuple[str, int], ...]
+    kernels: tuple[tuple[str, str], ...]  # file, name
+    barriers: tuple[tuple[str, int], ...]  # file, line
     mutants: tuple[Mutant, ...]
 
 
@@ -200,7 +200,7 @@ def transformed(text: str, name: str, first: int = 1) -> tuple[str, list[str], l
 def transform_tree(source: Path, target: Path) -> Sources:
     """Transforms csrc's headers, ops.cpp and cuda/*.cu into `target`; files that stay as they are keep their times."""
     files: list[Path] = []
-    kernels: list[str] = []
+    kernels: list[tuple[str, str]] = []
     barriers: list[tuple[str, int]] = []
     mutants: list[Mutant] = []
     for path in sorted([*source.glob("*.h"), source / "ops.cpp", *source.glob("cuda/*.cu*")]):
@@ -209,7 +209,7 @@ def transform_tree(source: Path, target: Path) -> Sources:
         out = out.with_suffix(".cpp") if path.suffix == ".cu" else out
         original = path.read_text()
         text, defined, possible = transformed(original, name, len(mutants) + 1)
-        kernels += defined
+        kernels += [(name, kernel) for kernel in defined]
         mutants += possible
         barriers += [(name, line_at(original, m.start())) for m in re.finditer(r"__syncthreads\(\)", blanked(original))]
         write_if_changed(out, text)
