@@ -7,22 +7,34 @@ from pathlib import Path
 import pytest
 from cuda_emulator import build, session
 
-REASON = build.missing_compiler()
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
-HERE = Path(build.__file__).resolve().parent
+_REASON = build.missing_compiler()
+pytestmark = pytest.mark.skipif(bool(_REASON), reason=_REASON)
 
 
 @pytest.fixture(scope="session")
 def emulated() -> Path:
-    """The emulated kernels, compiled where a source is newer."""
+    """Folder of the emulated kernels, compiled where a source is newer."""
     return build.build_kernels()
 
 
+def assert_passes(library: Path, *arguments: str) -> None:
+    code, output = session.run_checks(library, arguments, timeout=500)
+    assert code == 0, output
+
+
 def test_kernels_equal_their_twins(emulated: Path) -> None:
-    code, output = session.run_checks(emulated, [str(HERE / "check_kernels.py")])
-    assert code == 0, output
+    """Every operator with random arguments; at the end every kernel has been launched."""
+    assert_passes(emulated, str(session.HERE / "check_kernels.py"))
 
 
-def test_the_emulator_finds_planted_mistakes() -> None:
-    code, output = session.run_checks(build.build_single(HERE / "cases.cu"), [str(HERE / "check_emulator.py")])
-    assert code == 0, output
+def test_the_tests_for_a_gpu_pass(emulated: Path) -> None:
+    assert_passes(emulated, "tests/gpu/test_kernels_cuda.py")
+
+
+def test_mistakes_in_the_kernels_are_noticed(emulated: Path) -> None:
+    assert_passes(emulated, str(session.HERE / "check_mistakes.py"))
+
+
+def test_planted_mistakes_are_found() -> None:
+    """By the emulator itself, in small kernels; it objects to none that are right."""
+    assert_passes(build.build_single(session.HERE / "cases.cu"), str(session.HERE / "check_emulator.py"))

@@ -133,5 +133,5 @@ def test_intrinsics() -> None:
     product = x[0] * x[1]
     assert fused != product + x[2]
     # Of lane 3: the high word of word * 0xfffffff0 is word - word / 2**28 - 1, and word is 0x80c0e0f3.
-    expected = [fused, fused, product, 64 - 9, 11, 7, 3 ^ 5, 1, 15 + 4, -x[0], x[1], 2]
+    expected: list[float | torch.Tensor] = [fused, fused, product, 64 - 9, 11, 7, 3 ^ 5, 1, 15 + 4, -x[0], x[1], 2]
     assert run(x, "intrinsics", 2)[:12].tolist() == [float(value) for value in expected]

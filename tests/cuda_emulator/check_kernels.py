@@ -11,6 +11,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -208,10 +209,15 @@ def test_caches_at_odd_offsets(dtype: torch.dtype) -> None:
     x = torch.randn(300).to(dtype)
     for keep in (100, 2000):
         packed = call("pack_largest", x, keep)
-        check_at_odd_offset(packed, lambda odd, keep=keep: ops.unpack_largest(odd, keep, x.shape, dtype))
+        check_at_odd_offset(packed, partial(unpack_largest, keep, x))
     check_at_odd_offset(call("pack_int8", x), lambda odd: ops.unpack_int8(odd, x.shape, dtype))
     mask = call("pack_sign", x)
     check_at_odd_offset(mask, lambda odd: ops.keep_where(x, odd))
+
+
+def unpack_largest(keep: int, x: Tensor, packed: Tensor) -> Tensor:
+    made: Tensor = ops.unpack_largest(packed, keep, x.shape, x.dtype)
+    return made
 
 
 def check_at_odd_offset(packed: Tensor, unpack: Callable[[Tensor], Tensor]) -> None:
@@ -486,9 +492,9 @@ def test_batch_norm_backward(seed: int) -> None:
         if x.is_contiguous() and x.shape[1] > 1:
             split = random.randint(1, x.shape[1] - 1)
             parts = [p.contiguous() for p in x.split([split, x.shape[1] - split], 1)]
-            for other in (None, larger[:, 2:-3]):
-                apart = call("batch_norm_activation_backward_joined", grad, parts, *arguments[2:], [True] * 3, other)
-                together = call("batch_norm_activation_backward", *arguments, [True] * 3, other)
+            for extra in (None, larger[:, 2:-3]):
+                apart = call("batch_norm_activation_backward_joined", grad, parts, *arguments[2:], [True] * 3, extra)
+                together = call("batch_norm_activation_backward", *arguments, [True] * 3, extra)
                 for actual, expected in zip(apart, together, strict=True):
                     error = (actual.double() - expected.double()).abs().max()
                     assert error <= 16 * eps * max(1.0, float(expected.abs().max()), float(grad.double().norm()))

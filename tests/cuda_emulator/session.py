@@ -55,12 +55,22 @@ def run_checks(
 
 def main(arguments: Sequence[str]) -> int:
     """Command line of ``python -m tests.cuda_emulator``; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.cuda_emulator", description="Run the CUDA kernels on a CPU, against their twins and ATen; other arguments are pytest's, such as -k masks.")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.cuda_emulator",
+        description="Run the CUDA kernels on a CPU, against their twins and ATen. Other arguments are pytest's: -k masks.",
+    )
     parser.add_argument("--rounds", type=int, help="calls of each kind with random arguments, default 2")
+    parser.add_argument("--mistakes", action="store_true", help="put mistakes into the kernels: are they noticed?")
+    parser.add_argument("--csrc", type=Path, help="folder of the sources, default: the checkout's")
     options, rest = parser.parse_known_args(arguments)
     if reason := build.missing_compiler():
         print(f"error: {reason}", file=sys.stderr)
         return 1
-    code, output = run_checks(build.build_kernels(), [str(HERE / "check_kernels.py"), *rest], rounds=options.rounds)
+    library = build.build_kernels(options.csrc, "others" if options.csrc else "kernels")
+    if options.mistakes:
+        os.environ["MONET_LIKE_EMULATED_MISTAKES"] = "all"
+    file = "check_mistakes.py" if options.mistakes else "check_kernels.py"
+    show = ["-s"] if options.mistakes else []
+    code, output = run_checks(library, [str(HERE / file), *show, *rest], rounds=options.rounds)
     print(output)
     return code
