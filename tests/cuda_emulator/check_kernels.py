@@ -332,6 +332,7 @@ def test_windows_without_a_cell() -> None:
 
 
 def norm_input(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """An input of a batch norm in any layout; weight, bias, mean and reciprocal root of its channels."""
     batch, channels = random.choice([1, 2, 3, 9]), random.choice([1, 3, 31, 32, 33, 64, 70])
     image = random.choice([(), (1,), (7,), (5, 7), (1, 1), (16, 16), (9, 31), (2, 3, 4), (33, 40)])
     if batch * channels * math.prod(image) > 30000:
@@ -339,15 +340,29 @@ def norm_input(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     x = torch.randn(batch, channels, *image, dtype=torch.float64).mul(3).add(random.choice([0, 1, 100]))
     if x.dim() == 5 and random.random() < 0.5:
         x = x.to(memory_format=torch.channels_last_3d)
-    parameter = dtype if random.random() < 0.3 else (torch.float64 if dtype == torch.float64 else torch.float32)
-    rows = [
-        torch.randn(channels),
-        torch.randn(channels),
-        x.mean([d for d in range(x.dim()) if d != 1]),
-        torch.rand(channels) + 0.2,
-    ]
-    x = laid_out(x.to(dtype))
-    return x, [t.to(parameter) for t in rows]
+    return laid_out(x.to(dtype)), norm_rows(x, dtype, own=random.random() < 0.3)
+
+
+def norm_rows(x: Tensor, dtype: torch.dtype, *, own: bool) -> list[Tensor]:
+    """Weight, bias, mean and reciprocal root, in the type of x itself or in that of usual parameters."""
+    parameter = dtype if own else torch.float64 if dtype == torch.float64 else torch.float32
+    mean = x.mean([d for d in range(x.dim()) if d != 1])
+    rows = [torch.randn(x.shape[1]), torch.randn(x.shape[1]), mean, torch.rand(x.shape[1]) + 0.2]
+    return [t.to(parameter) for t in rows]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_common_batch_norm(channels_last: bool, dtype: torch.dtype) -> None:
+    """Dense inputs that are and are no multiples of a vector, with more rows and images than blocks."""
+    for shape in ((2, 8, 16, 16), (3, 5, 7, 9), (2, 64, 4, 8), (41, 3, 4, 4), (33, 16, 1, 1), (1, 2, 50, 60)):
+        wide = torch.randn(shape, dtype=torch.float64).mul(3).add(1)
+        x = wide.to(dtype)
+        x = x.to(memory_format=torch.channels_last) if channels_last else x
+        rows = norm_rows(wide, dtype, own=False)
+        check_batch_norm_apply(x, rows)
+        check_batch_norm_backward(x, rows)
+        check_batch_norm_train(x, rows)
 
 
 def follower() -> tuple[str, float, float]:
@@ -398,30 +413,35 @@ def test_bounds_are_not_rounded(dtype: torch.dtype) -> None:
 @seeds
 def test_batch_norm_apply(seed: int) -> None:
     for dtype in FLOATS:
-        x, rows = norm_input(dtype)
-        mean, invstd = rows[2:]
-        weight, bias = random.choice([(rows[0], rows[1]), (None, None), (rows[0], None)])
-        residual = random.choice([None, laid_out(torch.randn(x.shape).to(dtype))])
-        name, lo, hi = follower()
-        got = call("batch_norm_apply", x, weight, bias, mean, invstd, residual, name, lo, hi)
-        y = normalised(x, weight, bias, mean, invstd)
-        plain = call("batch_norm_apply", x, weight, bias, mean, invstd, None, "clamp", -INF, INF)
-        size = 1 + float((weight.double().abs().max() if weight is not None else 1) * invstd.double().max())
-        size *= 1 + float((x.double().abs().max() + mean.double().abs().max()) if x.numel() else 0)
-        eps = max(torch.finfo(dtype).eps, 2.0**-23 if dtype != torch.float64 else 0)
-        assert not x.numel() or float((plain.double() - y.double()).abs().max()) <= 2 * eps * size
-        y = plain if residual is None else plain + residual
-        if name == "silu":
-            exact = reference._finished(y.double(), None, name, lo, hi)
-            assert (got.double() - exact).abs().max() <= 4 * eps * max(1.0, float(exact.abs().max()))
-        else:
-            assert_bits(got, reference._finished(y.clone(), None, name, lo, hi))
-        assert got.stride() == torch.empty_like(x, memory_format=reference.norm_format(x)).stride() or x.numel() == 0
-        split = random.randint(1, x.shape[1])
-        parts = [p.contiguous() for p in x.split([split, x.shape[1] - split], 1) if p.shape[1]]
-        if residual is None:
-            joined = call("batch_norm_apply_joined", parts, weight, bias, mean, invstd, name, lo, hi)
-            assert_bits(joined, got)
+        check_batch_norm_apply(*norm_input(dtype))
+
+
+def check_batch_norm_apply(x: Tensor, rows: list[Tensor]) -> None:
+    """Any of the activations behind it, with a residual or without, of one tensor or of two joined."""
+    dtype = x.dtype
+    mean, invstd = rows[2:]
+    weight, bias = random.choice([(rows[0], rows[1]), (None, None), (rows[0], None)])
+    residual = random.choice([None, laid_out(torch.randn(x.shape).to(dtype))])
+    name, lo, hi = follower()
+    got = call("batch_norm_apply", x, weight, bias, mean, invstd, residual, name, lo, hi)
+    y = normalised(x, weight, bias, mean, invstd)
+    plain = call("batch_norm_apply", x, weight, bias, mean, invstd, None, "clamp", -INF, INF)
+    size = 1 + float((weight.double().abs().max() if weight is not None else 1) * invstd.double().max())
+    size *= 1 + float((x.double().abs().max() + mean.double().abs().max()) if x.numel() else 0)
+    eps = max(torch.finfo(dtype).eps, 2.0**-23 if dtype != torch.float64 else 0)
+    assert not x.numel() or float((plain.double() - y.double()).abs().max()) <= 2 * eps * size
+    y = plain if residual is None else plain + residual
+    if name == "silu":
+        exact = reference._finished(y.double(), None, name, lo, hi)
+        assert (got.double() - exact).abs().max() <= 4 * eps * max(1.0, float(exact.abs().max()))
+    else:
+        assert_bits(got, reference._finished(y.clone(), None, name, lo, hi))
+    assert got.stride() == torch.empty_like(x, memory_format=reference.norm_format(x)).stride() or x.numel() == 0
+    split = random.randint(1, x.shape[1])
+    parts = [p.contiguous() for p in x.split([split, x.shape[1] - split], 1) if p.shape[1]]
+    if residual is None:
+        joined = call("batch_norm_apply_joined", parts, weight, bias, mean, invstd, name, lo, hi)
+        assert_bits(joined, got)
 
 
 def exact_backward(
@@ -456,84 +476,94 @@ def exact_backward(
 @seeds
 def test_batch_norm_backward(seed: int) -> None:
     for dtype in FLOATS:
-        x, rows = norm_input(dtype)
-        mean, invstd = rows[2:]
-        weight, bias = random.choice([(rows[0], rows[1]), (None, None), (rows[0], None)])
-        name, lo, hi = follower()
-        # As the forward stores it: at a kink another rounding changes the gradient.
-        y = call("batch_norm_apply", x, weight, bias, mean, invstd, None, "clamp", -INF, INF)
-        grad = laid_out(torch.randn(x.shape).to(dtype))
-        arguments = (grad, x, weight, bias, mean, invstd, name, lo, hi)
-        made = call("batch_norm_activation_backward", *arguments, [True, True, True])
-        exact = exact_backward(grad, x, y, weight, mean, invstd, name, lo, hi)
-        eps = torch.finfo(dtype).eps
-        centred = (x.double() - mean.double().view((1, -1) + (1,) * (x.dim() - 2))).abs()
-        for actual, expected in zip(made, exact, strict=True):
-            scale = float(expected.abs().max())
-            if expected.dim() == 1:
-                scale = max(scale, float((grad.double() * centred.clamp(min=1)).norm()) * float(invstd.double().max()))
-                eps = max(eps, torch.finfo(torch.float32).eps if actual.dtype != torch.float64 else 0)
-            scale = max(scale, float(grad.double().abs().max()) * 0.1)
-            assert float((actual.double() - expected).abs().max()) <= 16 * eps * scale, (name, dtype)
-        assert made[0].dtype == dtype
-        mask = [random.random() < 0.5 for _ in range(3)]
-        some = call("batch_norm_activation_backward", *arguments, mask)
-        for wanted, actual, expected in zip(mask, some, made, strict=True):
-            assert (actual is not None) == wanted
-            if wanted:
-                assert_bits(actual, expected)
-        larger = torch.randn(x.shape[0], x.shape[1] + 5, *x.shape[2:]).to(dtype)
-        if not made[0].is_contiguous() and made[0].dim() == 4:
-            larger = larger.to(memory_format=torch.channels_last)
-        for other in (laid_out(torch.randn(x.shape).to(dtype)), larger[:, 2:-3], larger[:1, 1:2].expand(x.shape)):
-            added = call("batch_norm_activation_backward", *arguments, [True, True, True], other)
-            assert_bits(added[0], made[0] + other)
-            assert_bits(added[1], made[1])
-        if x.is_contiguous() and x.shape[1] > 1:
-            split = random.randint(1, x.shape[1] - 1)
-            parts = [p.contiguous() for p in x.split([split, x.shape[1] - split], 1)]
-            for extra in (None, larger[:, 2:-3]):
-                apart = call("batch_norm_activation_backward_joined", grad, parts, *arguments[2:], [True] * 3, extra)
-                together = call("batch_norm_activation_backward", *arguments, [True] * 3, extra)
-                for actual, expected in zip(apart, together, strict=True):
-                    error = (actual.double() - expected.double()).abs().max()
-                    assert error <= 16 * eps * max(1.0, float(expected.abs().max()), float(grad.double().norm()))
+        check_batch_norm_backward(*norm_input(dtype))
+
+
+def check_batch_norm_backward(x: Tensor, rows: list[Tensor]) -> None:
+    """The gradients through any of the activations, some of them, added to another one, of tensors joined."""
+    dtype = x.dtype
+    mean, invstd = rows[2:]
+    weight, bias = random.choice([(rows[0], rows[1]), (None, None), (rows[0], None)])
+    name, lo, hi = follower()
+    # As the forward stores it: at a kink another rounding changes the gradient.
+    y = call("batch_norm_apply", x, weight, bias, mean, invstd, None, "clamp", -INF, INF)
+    grad = laid_out(torch.randn(x.shape).to(dtype))
+    arguments = (grad, x, weight, bias, mean, invstd, name, lo, hi)
+    made = call("batch_norm_activation_backward", *arguments, [True, True, True])
+    exact = exact_backward(grad, x, y, weight, mean, invstd, name, lo, hi)
+    eps = torch.finfo(dtype).eps
+    centred = (x.double() - mean.double().view((1, -1) + (1,) * (x.dim() - 2))).abs()
+    for actual, expected in zip(made, exact, strict=True):
+        scale = float(expected.abs().max())
+        if expected.dim() == 1:
+            scale = max(scale, float((grad.double() * centred.clamp(min=1)).norm()) * float(invstd.double().max()))
+            eps = max(eps, torch.finfo(torch.float32).eps if actual.dtype != torch.float64 else 0)
+        scale = max(scale, float(grad.double().abs().max()) * 0.1)
+        assert float((actual.double() - expected).abs().max()) <= 16 * eps * scale, (name, dtype)
+    assert made[0].dtype == dtype
+    mask = [random.random() < 0.5 for _ in range(3)]
+    some = call("batch_norm_activation_backward", *arguments, mask)
+    for wanted, actual, expected in zip(mask, some, made, strict=True):
+        assert (actual is not None) == wanted
+        if wanted:
+            assert_bits(actual, expected)
+    larger = torch.randn(x.shape[0], x.shape[1] + 5, *x.shape[2:]).to(dtype)
+    if not made[0].is_contiguous() and made[0].dim() == 4:
+        larger = larger.to(memory_format=torch.channels_last)
+    for other in (laid_out(torch.randn(x.shape).to(dtype)), larger[:, 2:-3], larger[:1, 1:2].expand(x.shape)):
+        added = call("batch_norm_activation_backward", *arguments, [True, True, True], other)
+        assert_bits(added[0], made[0] + other)
+        assert_bits(added[1], made[1])
+    if x.is_contiguous() and x.shape[1] > 1:
+        split = random.randint(1, x.shape[1] - 1)
+        parts = [p.contiguous() for p in x.split([split, x.shape[1] - split], 1)]
+        for extra in (None, larger[:, 2:-3]):
+            apart = call("batch_norm_activation_backward_joined", grad, parts, *arguments[2:], [True] * 3, extra)
+            together = call("batch_norm_activation_backward", *arguments, [True] * 3, extra)
+            for actual, expected in zip(apart, together, strict=True):
+                error = (actual.double() - expected.double()).abs().max()
+                assert error <= 16 * eps * max(1.0, float(expected.abs().max()), float(grad.double().norm()))
 
 
 @seeds
 def test_batch_norm_train(seed: int) -> None:
     for dtype in FLOATS:
-        x, (weight, bias, _, _) = norm_input(dtype)
-        if x.numel() // x.shape[1] < 2:
-            continue
-        running = [torch.randn(x.shape[1]).to(weight.dtype), torch.rand(x.shape[1]).to(weight.dtype)]
-        moved, wanted = [t.clone() for t in running], [t.double().clone() for t in running]
-        name, lo, hi = follower()
-        residual = random.choice([None, laid_out(torch.randn(x.shape).to(dtype))])
-        arguments = (x, weight, bias, *moved, 0.2, 1e-3, residual, name, lo, hi, True)
-        y, mean, invstd, *moved = call("batch_norm_train", *arguments, changed=(3, 4))
-        exact = aten.native_batch_norm(x.double(), weight.double(), bias.double(), *wanted, True, 0.2, 1e-3)
-        for actual, expected in zip((mean, invstd, *moved), (*exact[1:], *wanted), strict=True):
+        x, rows = norm_input(dtype)
+        if x.numel() // x.shape[1] >= 2:
+            check_batch_norm_train(x, rows)
+
+
+def check_batch_norm_train(x: Tensor, rows: list[Tensor]) -> None:
+    """Statistics, running averages and results, of one tensor or of two joined."""
+    dtype, weight, bias = x.dtype, rows[0], rows[1]
+    running = [torch.randn(x.shape[1]).to(weight.dtype), torch.rand(x.shape[1]).to(weight.dtype)]
+    moved, wanted = [t.clone() for t in running], [t.double().clone() for t in running]
+    name, lo, hi = follower()
+    residual = random.choice([None, laid_out(torch.randn(x.shape).to(dtype))])
+    arguments = (x, weight, bias, *moved, 0.2, 1e-3, residual, name, lo, hi, True)
+    y, mean, invstd, *moved = call("batch_norm_train", *arguments, changed=(3, 4))
+    exact = aten.native_batch_norm(x.double(), weight.double(), bias.double(), *wanted, True, 0.2, 1e-3)
+    for actual, expected in zip((mean, invstd, *moved), (*exact[1:], *wanted), strict=True):
+        eps = torch.finfo(actual.dtype).eps
+        torch.testing.assert_close(actual.double(), expected, rtol=64 * eps, atol=64 * eps)
+    assert_bits(call("batch_norm_apply", x, weight, bias, mean, invstd, residual, name, lo, hi), y)
+    if x.is_contiguous() and x.shape[1] > 1 and residual is None:
+        split = random.randint(1, x.shape[1] - 1)
+        parts = [p.contiguous() for p in x.split([split, x.shape[1] - split], 1)]
+        joined = call(
+            "batch_norm_train_joined",
+            parts,
+            *arguments[1:3],
+            *running,
+            *arguments[5:7],
+            *arguments[8:],
+            changed=(3, 4),
+        )
+        statistics = [t.double() for t in (mean, invstd, *moved)]
+        for actual, expected in zip(joined[1:], statistics, strict=True):
             eps = torch.finfo(actual.dtype).eps
             torch.testing.assert_close(actual.double(), expected, rtol=64 * eps, atol=64 * eps)
-        assert_bits(call("batch_norm_apply", x, weight, bias, mean, invstd, residual, name, lo, hi), y)
-        if x.is_contiguous() and x.shape[1] > 1 and residual is None:
-            split = random.randint(1, x.shape[1] - 1)
-            parts = [p.contiguous() for p in x.split([split, x.shape[1] - split], 1)]
-            joined = call(
-                "batch_norm_train_joined",
-                parts,
-                *arguments[1:3],
-                *running,
-                *arguments[5:7],
-                *arguments[8:],
-                changed=(3, 4),
-            )
-            statistics = [t.double() for t in (mean, invstd, *moved)]
-            for actual, expected in zip(joined[1:], statistics, strict=True):
-                eps = torch.finfo(actual.dtype).eps
-                torch.testing.assert_close(actual.double(), expected, rtol=64 * eps, atol=64 * eps)
-            assert_bits(call("batch_norm_apply_joined", parts, weight, bias, *joined[1:3], name, lo, hi), joined[0])
+        assert_bits(call("batch_norm_apply_joined", parts, weight, bias, *joined[1:3], name, lo, hi), joined[0])
 
 
 @seeds
@@ -543,45 +573,67 @@ def test_rms_norm(seed: int) -> None:
         width = random.choice([(1,), (7,), (32,), (33,), (3, 4), (255,), (257,), (300,), (1000,), (4099,)])
         if math.prod(rows) * math.prod(width) > 70000:
             rows = rows[:1] if rows[0] < 40 else (9,)
-        dims, shape = len(width), (*rows, *width)
-        others = [t for t in FLOATS if (t == torch.float64) <= (dtype == torch.float64)]
-        x = laid_out(torch.randn(shape, dtype=torch.float64).mul(random.choice([0.1, 2, 30])).to(dtype))
+        x, grad, residual = (laid_out(torch.randn((*rows, *width), dtype=torch.float64)) for _ in range(3))
+        x, grad = x.mul(random.choice([0.1, 2, 30])).to(dtype), grad.to(random.choice(FLOATS))
         weight = random.choice([None, torch.randn(width).to(random.choice(FLOATS))])
-        out, rounded = random.choice(others), random.random() < 0.5
-        wide = reference.row_statistic(x)
-        y, rstd = call("rms_norm", x, weight, dims, 1e-5, rounded, out)
-        assert y.dtype == out and rstd.dtype == wide and y.is_contiguous()
-        assert_bits(call("rms_norm_apply", x, weight, rstd, dims, rounded, out), y)
-        over = tuple(range(-dims, 0))
-        exact = (x.double().square().mean(over, keepdim=True) + 1e-5).rsqrt()
-        if x.numel():
-            torch.testing.assert_close(rstd.double(), exact, rtol=16 * torch.finfo(wide).eps, atol=0)
-            known = reference.rms_norm_apply(x, weight, rstd, dims, rounded, out)
-            error = (y.double() - known.double()).abs().max()
-            assert error <= 1e-9 * torch.finfo(out).eps * max(1.0, float(known.double().abs().max()))
-        grad, residual = (
-            laid_out(torch.randn(shape).to(random.choice(FLOATS))),
-            random.choice([None, torch.randn(shape).to(random.choice(FLOATS))]),
+        out = random.choice([t for t in FLOATS if (t == torch.float64) <= (dtype == torch.float64)])
+        extra = random.choice([None, residual.to(random.choice(FLOATS))])
+        check_rms_norm(x, weight, grad, extra, out, len(width), rounded=random.random() < 0.5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("parameter", ["own", "wide", "none"])
+def test_common_rms_norm(parameter: str, dtype: torch.dtype) -> None:
+    """Rows of one vector to many, more of them than blocks, all of one type but the weight."""
+    for shape in ((41, 8), (13, 64), (5, 3, 264), (9, 1000), (2, 4096), (3, 8200), (0, 16)):
+        x, grad, residual = (torch.randn(shape).to(dtype) for _ in range(3))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        weight = None if parameter == "none" else torch.randn(shape[-1]).to(dtype if parameter == "own" else wide)
+        for out, extra, rounded in ((dtype, None, True), (wide, residual, False)):
+            check_rms_norm(x, weight, grad.to(out), extra, out, 1, rounded=rounded)
+
+
+def check_rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    grad: Tensor,
+    residual: Tensor | None,
+    out: torch.dtype,
+    dims: int,
+    *,
+    rounded: bool,
+) -> None:
+    """The norm over the last dimensions, the same from its roots, and the gradients."""
+    dtype, shape, width = x.dtype, x.shape, x.shape[x.dim() - dims :]
+    rows = shape[: x.dim() - dims]
+    wide = reference.row_statistic(x)
+    y, rstd = call("rms_norm", x, weight, dims, 1e-5, rounded, out)
+    assert y.dtype == out and rstd.dtype == wide and y.is_contiguous()
+    assert_bits(call("rms_norm_apply", x, weight, rstd, dims, rounded, out), y)
+    over = tuple(range(-dims, 0))
+    exact = (x.double().square().mean(over, keepdim=True) + 1e-5).rsqrt()
+    if x.numel():
+        torch.testing.assert_close(rstd.double(), exact, rtol=16 * torch.finfo(wide).eps, atol=0)
+        known = reference.rms_norm_apply(x, weight, rstd, dims, rounded, out)
+        error = (y.double() - known.double()).abs().max()
+        assert error <= 1e-9 * torch.finfo(out).eps * max(1.0, float(known.double().abs().max()))
+    of_x, of_weight = call("rms_norm_backward", grad, x, weight, rstd, residual, dims)
+    g, r = grad.double(), rstd.double()
+    through = g if weight is None else g * weight.double()
+    slope = (through * x.double()).sum(over, keepdim=True) / math.prod(width) * r**3
+    wanted = through * r - x.double() * slope + (0 if residual is None else residual.double())
+    eps = max(torch.finfo(dtype).eps, torch.finfo(wide).eps * 64)
+    if x.numel():
+        scale = max(float(wanted.abs().max()), float((through * r).abs().max()))
+        assert (of_x.double() - wanted).abs().max() <= eps * scale
+    assert (of_weight is None) == (weight is None)
+    if weight is not None:
+        sums = (g * x.double() * r).sum(tuple(range(len(rows))))
+        eps = max(torch.finfo(weight.dtype).eps, torch.finfo(wide).eps * 64)
+        scale = (
+            max(float(sums.abs().max()), float((g * x.double() * r).square().sum().sqrt()) * 0.1) if x.numel() else 1.0
         )
-        of_x, of_weight = call("rms_norm_backward", grad, x, weight, rstd, residual, dims)
-        g, r = grad.double(), rstd.double()
-        through = g if weight is None else g * weight.double()
-        slope = (through * x.double()).sum(over, keepdim=True) / math.prod(width) * r**3
-        wanted = through * r - x.double() * slope + (0 if residual is None else residual.double())
-        eps = max(torch.finfo(dtype).eps, torch.finfo(wide).eps * 64)
-        if x.numel():
-            scale = max(float(wanted.abs().max()), float((through * r).abs().max()))
-            assert (of_x.double() - wanted).abs().max() <= eps * scale
-        assert (of_weight is None) == (weight is None)
-        if weight is not None:
-            sums = (g * x.double() * r).sum(tuple(range(len(rows))))
-            eps = max(torch.finfo(weight.dtype).eps, torch.finfo(wide).eps * 64)
-            scale = (
-                max(float(sums.abs().max()), float((g * x.double() * r).square().sum().sqrt()) * 0.1)
-                if x.numel()
-                else 1.0
-            )
-            assert of_weight.dtype == weight.dtype and (of_weight.double() - sums).abs().max() <= eps * scale
+        assert of_weight.dtype == weight.dtype and (of_weight.double() - sums).abs().max() <= eps * scale
 
 
 def test_every_kernel_was_launched() -> None:

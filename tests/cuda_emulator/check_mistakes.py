@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import pytest
+import torch
 
 from . import check_kernels, control
 
@@ -23,10 +25,22 @@ TRIES = None if ALL else 5
 
 
 def _checks() -> list[Callable[[], None]]:
-    """The random tests of the operators, with a few seeds."""
+    """The tests of the operators: those with common shapes for a few types, the random ones for a few seeds."""
+    common = (
+        check_kernels.test_common_max_pool,
+        check_kernels.test_common_batch_norm,
+        check_kernels.test_common_rms_norm,
+    )
+    pool, norm, rms = common
+    checks: list[Callable[[], None]] = [
+        check_kernels.test_masks_of_all_sizes,
+        *(partial(pool, 3, 1, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *(partial(norm, channels_last, torch.float32) for channels_last in (False, True)),
+        partial(rms, "wide", torch.bfloat16),
+    ]
     tests = [getattr(check_kernels, name) for name in dir(check_kernels) if name.startswith("test_")]
-    random_ones = [test for test in tests if "seed" in test.__code__.co_varnames[: test.__code__.co_argcount]]
-    return [lambda test=test, seed=seed: test(seed) for seed in (1, 2, 0) for test in random_ones]  # type: ignore[misc]
+    drawn = [test for test in tests if "seed" in test.__code__.co_varnames[: test.__code__.co_argcount]]
+    return [*checks, *(partial(test, seed) for seed in (1, 2) for test in drawn)]
 
 
 CHECKS = _checks()
