@@ -180,26 +180,38 @@ def check_masks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_caches(seed: int) -> None:
     for dtype in FLOATS:
         shape = any_shape(2000) if seed % 3 else (random.choice([16383, 16384, 16385, 33000, 40001]),)
-        x = laid_out(values(shape, dtype))
-        if seed % 5 == 0:  # many of one magnitude
-            x = laid_out(torch.randint(-2, 3, shape).to(dtype))
-        for keep in (random.choice([1, 2, 100, 1000, 1023]), random.choice([1024, 1639, 8192, 16383, 16384])):
-            packed = call("pack_largest", x, keep)
-            assert_bits(packed, reference.pack_largest(x, keep))
-            back = call("unpack_largest", packed, keep, x.shape, dtype, x.stride())
-            assert_bits(back, reference.unpack_largest(packed, keep, x.shape, dtype, x.stride()))
-        packed = call("pack_int8", x)
-        assert_bits(packed, reference.pack_int8(x))
-        back = call("unpack_int8", packed, x.shape, dtype, x.stride())
-        assert_bits(back, reference.unpack_int8(packed, x.shape, dtype, x.stride()))
-        if seed % 4 == 0:  # whatever the cache holds, nothing else is touched
-            for keep in (900, 5000):
-                noise = torch.randint(
-                    0, 256, (reference.largest_bytes(x.numel(), keep, dtype.itemsize),), dtype=torch.uint8
-                )
-                configure("random:7", 0, races=0)  # one place twice: either value may stay
-                ops.unpack_largest(noise, keep, x.shape, dtype, x.stride())
-                configure()
+        # Sometimes many of one magnitude.
+        x = values(shape, dtype) if seed % 5 else torch.randint(-2, 3, shape).to(dtype)
+        keeps = random.choice([1, 2, 100, 1000, 1023]), random.choice([1024, 1639, 8192, 16383, 16384])
+        check_caches(laid_out(x), keeps)
+
+
+def test_caches_of_all_sizes() -> None:
+    for size in SIZES:
+        check_caches(values((size,), random.choice(FLOATS)), (1, 16384))
+
+
+def check_caches(x: Tensor, keeps: tuple[int, ...]) -> None:
+    """Both lossy caches of one tensor, packed and unpacked."""
+    for keep in keeps:
+        packed = call("pack_largest", x, keep)
+        assert_bits(packed, reference.pack_largest(x, keep))
+        back = call("unpack_largest", packed, keep, x.shape, x.dtype, x.stride())
+        assert_bits(back, reference.unpack_largest(packed, keep, x.shape, x.dtype, x.stride()))
+    packed = call("pack_int8", x)
+    assert_bits(packed, reference.pack_int8(x))
+    back = call("unpack_int8", packed, x.shape, x.dtype, x.stride())
+    assert_bits(back, reference.unpack_int8(packed, x.shape, x.dtype, x.stride()))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_damaged_caches(dtype: torch.dtype) -> None:
+    """Whatever a cache holds, nothing but the result is touched."""
+    for size in (300, 20000):
+        for keep in (900, 5000):
+            noise = torch.randint(0, 256, (reference.largest_bytes(size, keep, dtype.itemsize),), dtype=torch.uint8)
+            configure("random:7", 0, races=0)  # one place twice: either value may stay
+            ops.unpack_largest(noise, keep, [size], dtype)
 
 
 @pytest.mark.xfail(strict=True, reason="a cache at an odd storage offset makes misaligned accesses")
@@ -281,7 +293,15 @@ def test_max_pool(seed: int) -> None:
 def test_common_max_pool(extent: int, padding: int, dtype: torch.dtype) -> None:
     """Windows that move by two, for which there may be kernels of their own: planes of several tiles, rows and channels that are and are no multiples of a vector."""
     pool = ([extent] * 2, [2, 2], [padding] * 2, [1, 1])
-    for shape in ((1, 8, 9, 16), (2, 16, 5, 10), (1, 3, 7, 7), (1, 1, 70, 72), (3, 5, 2, 3), (1, 1, 3, 2100)):
+    for shape in (
+        (1, 8, 9, 16),
+        (2, 16, 5, 10),
+        (1, 3, 7, 7),
+        (1, 1, 70, 72),
+        (3, 5, 2, 3),
+        (1, 1, 3, 2100),
+        *([(1, 1, 1, 1)] if padding else []),
+    ):
         x = pooled(shape, dtype)
         check_max_pool(x, *pool, ceil_mode=random.random() < 0.5)
         if shape[1] > 1:
@@ -444,6 +464,22 @@ def check_batch_norm_apply(x: Tensor, rows: list[Tensor]) -> None:
         assert_bits(joined, got)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_batch_norm_of_nothing_and_of_one(dtype: torch.dtype) -> None:
+    for shape in ((0, 5, 3, 3), (2, 5, 0), (1, 1, 1, 1), (1, 1)):
+        x, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+        rows = norm_rows(torch.randn(3, shape[1], dtype=torch.float64), dtype, own=False)
+        for name, reads in (
+            ("batch_norm_apply", (x, *rows, None)),
+            ("batch_norm_activation_backward", (grad, x, *rows)),
+        ):
+            some = ([True] * 3,) if name.endswith("backward") else ()
+            made = call(name, *reads, "clamp", 0.0, INF, *some)
+            expected = getattr(reference, name)(*reads, "clamp", 0.0, INF, *some)
+            for a, b in zip(made, expected, strict=True) if some else ((made, expected),):
+                torch.testing.assert_close(a, b, equal_nan=True)
+
+
 def exact_backward(
     grad: Tensor,
     x: Tensor,
@@ -585,7 +621,7 @@ def test_rms_norm(seed: int) -> None:
 @pytest.mark.parametrize("parameter", ["own", "wide", "none"])
 def test_common_rms_norm(parameter: str, dtype: torch.dtype) -> None:
     """Rows of one vector to many, more of them than blocks, all of one type but the weight."""
-    for shape in ((41, 8), (13, 64), (5, 3, 264), (9, 1000), (2, 4096), (3, 8200), (0, 16)):
+    for shape in ((1, 1), (41, 8), (13, 64), (5, 3, 264), (9, 1000), (2, 4096), (3, 8200), (0, 16)):
         x, grad, residual = (torch.randn(shape).to(dtype) for _ in range(3))
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         weight = None if parameter == "none" else torch.randn(shape[-1]).to(dtype if parameter == "own" else wide)

@@ -40,14 +40,16 @@ def run_checks(
         "-p",
         "no:cacheprovider",
         "-p",
-        "tests.cuda_emulator.control",
+        "cuda_emulator.control",
     ]
     environment = {**os.environ, "MONET_LIKE_EMULATED": str(library), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(HERE.parent), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     if rounds is not None:
         environment["MONET_LIKE_EMULATED_ROUNDS"] = str(rounds)
     for name in list(environment):
-        if name.startswith("PYTEST_"):  # the process is no worker of an outer pytest
+        if name.startswith("PYTEST_") or name == "MONET_LIKE_KERNELS":  # the process is no worker of an outer pytest
             del environment[name]
     done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)  # fmt: skip
     return done.returncode, done.stdout
