@@ -1,4 +1,4 @@
-// What every CUDA file needs: the types, the launch, the loop.
+// What every CUDA file shares: element types, 16-byte vectors, the loop around them, grids and divisors.
 
 #pragma once
 
@@ -10,18 +10,172 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
 #include <type_traits>
 
 #include "../checks.h"
 
 namespace monet_like {
 
+// The type that elements are computed in.
 template <typename T>
 using op_type = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 constexpr int kThreads = 256;
 
-// Enough blocks to fill any GPU; kernels stride over what is left.
+// Independent vectors that a thread loads before it uses the first of them: 64 bytes a thread in flight hide the latency
+// of an H100's memory at half of the resident threads.
+constexpr int kUnroll = 4;
+
+#define MONET_DISPATCH_FLOATS(type, name, ...) \
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, name, __VA_ARGS__)
+
+// ---- vectors ----
+
+// Elements that one instruction loads or stores, 16 bytes if nothing else is said.
+//
+// No streaming hints: what a kernel writes the next task reads, often from the L2 cache, and whether an input is read for
+// the last time only the schedule knows.
+template <typename T, int N = 16 / sizeof(T)>
+struct alignas(sizeof(T) * N) Vector {
+  T at[N];
+};
+
+template <int N, typename T>
+__device__ __forceinline__ Vector<T, N> load(const T* p) {
+  return *reinterpret_cast<const Vector<T, N>*>(p);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store(T* p, const Vector<T, N>& v) {
+  *reinterpret_cast<Vector<T, N>*>(p) = v;
+}
+
+template <typename T>
+inline constexpr int kVector = 16 / sizeof(T);
+
+// Whether 16 bytes can be loaded at `p`.
+template <typename T>
+MONET_HD bool is_aligned(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
+}
+
+// Elements before the first one of `p` at a multiple of 16 bytes.
+template <typename T>
+MONET_HD int before_aligned(const T* p) {
+  return static_cast<int>((0 - reinterpret_cast<uintptr_t>(p)) % 16 / sizeof(T));
+}
+
+// A tensor whose data can be read 16 bytes at a time: `t`, or a copy if it is a view that starts anywhere else. The
+// allocator's own tensors never need one.
+inline at::Tensor aligned(const at::Tensor& t) {
+  return !t.defined() || t.numel() == 0 || is_aligned(static_cast<const char*>(t.const_data_ptr()))
+      ? t
+      : at::empty_like(t).copy_(t);
+}
+
+// ---- the loop ----
+
+// For vectors first, first + step, ... below count: use(v, fetch(v)), with kUnroll fetches before the first use. One loop
+// with a condition on each vector, rather than a second loop for the rest, keeps the code short.
+template <typename Index, typename Fetch, typename Use>
+__device__ __forceinline__ void for_vectors(Index count, Index first, Index step, const Fetch& fetch, const Use& use) {
+  for (Index v = first; v < count; v += kUnroll * step) {
+    decltype(fetch(v)) fetched[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      if (v + k * step < count) {
+        fetched[k] = fetch(v + k * step);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      if (v + k * step < count) {
+        use(v + k * step, fetched[k]);
+      }
+    }
+  }
+}
+
+// ---- indices ----
+
+// Largest number of elements that kernels with 32-bit indices take: a loop may step past it without overflow.
+constexpr int64_t kMost32 = int64_t(1) << 30;
+
+// Calls f with a zero of the index type: 32 bits for tensors of up to `kMost32` elements, 64 beyond.
+template <typename F>
+void with_index(int64_t count, const F& f) {
+  count <= kMost32 ? f(int32_t(0)) : f(int64_t(0));
+}
+
+// Position of this thread in its grid, and threads of the grid: where flat loops start and how far they step.
+template <typename Index>
+__device__ __forceinline__ Index grid_thread() {
+  return static_cast<Index>(blockIdx.x) * static_cast<Index>(blockDim.x) + static_cast<Index>(threadIdx.x);
+}
+
+template <typename Index>
+__device__ __forceinline__ Index grid_threads() {
+  return static_cast<Index>(gridDim.x) * static_cast<Index>(blockDim.x);
+}
+
+// Division by a number that is known before the launch: a multiplication and a shift. Exact for numerators below 2^31
+// and divisors from 1 to 2^31 (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994).
+struct Divisor {
+  uint32_t divisor = 1, multiplier = 1, shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(int64_t d) : divisor(static_cast<uint32_t>(d)) {
+    while ((int64_t(1) << shift) < d) {
+      ++shift;
+    }
+    const uint64_t excess = (uint64_t(1) << shift) - divisor;
+    multiplier = static_cast<uint32_t>((excess << 32) / divisor + 1);
+  }
+
+  MONET_HD uint32_t quotient(uint32_t n) const {
+    return (static_cast<uint32_t>((static_cast<uint64_t>(n) * multiplier) >> 32) + n) >> shift;
+  }
+  // n becomes the remainder.
+  MONET_HD uint32_t split(uint32_t& n) const {
+    const uint32_t q = quotient(n);
+    n -= q * divisor;
+    return q;
+  }
+};
+
+// ---- grids ----
+
+// Blocks of a kernel that the current device runs at once. CUDA is asked once per kernel and device.
+template <auto Kernel>
+int64_t resident_blocks(int threads = kThreads, size_t shared_bytes = 0) {
+  static std::array<std::atomic<int>, 64> known{};
+  int device = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  std::atomic<int>& blocks = known[static_cast<size_t>(device) % known.size()];
+  if (blocks == 0) {
+    int processors = 0, each = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, Kernel, threads, shared_bytes));
+    blocks = std::max(1, processors * each);
+  }
+  return blocks;
+}
+
+// A grid for a kernel that strides over `wanted` blocks of work: no block waits for another one to end.
+template <auto Kernel>
+unsigned int grid_for(int64_t wanted, int threads = kThreads, size_t shared_bytes = 0) {
+  return static_cast<unsigned int>(std::clamp<int64_t>(wanted, 1, resident_blocks<Kernel>(threads, shared_bytes)));
+}
+
+// Blocks of work of a flat loop over vectors.
+inline int64_t blocks_of(int64_t vectors) {
+  return (vectors + kThreads * kUnroll - 1) / (kThreads * kUnroll);
+}
+
+// For kernels of one element at a time.
 inline unsigned int blocks_for(int64_t threads_wanted) {
   return static_cast<unsigned int>(std::clamp<int64_t>((threads_wanted + kThreads - 1) / kThreads, 1, 1 << 16));
 }
