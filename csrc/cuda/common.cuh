@@ -34,12 +34,12 @@ constexpr int kUnroll = 4;
 
 // ---- vectors ----
 
-// Elements that one instruction loads or stores, 16 bytes if nothing else is said.
+// Elements that lie next to each other, loaded and stored 16 bytes at a time, or all at once if they are fewer bytes.
 //
 // No streaming hints: what a kernel writes the next task reads, often from the L2 cache, and whether an input is read for
 // the last time only the schedule knows.
 template <typename T, int N = 16 / sizeof(T)>
-struct alignas(sizeof(T) * N) Vector {
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T at[N];
 };
 
@@ -101,8 +101,8 @@ __device__ __forceinline__ void for_vectors(Index count, Index first, Index step
 
 // ---- indices ----
 
-// Largest number of elements that kernels with 32-bit indices take: a loop may step past it without overflow.
-constexpr int64_t kMost32 = int64_t(1) << 30;
+// Largest number of elements that kernels with 32-bit indices take: a loop may step past it by one turn of a whole grid.
+constexpr int64_t kMost32 = (int64_t(1) << 31) - (int64_t(1) << 24);
 
 // Calls f with a zero of the index type: 32 bits for tensors of up to `kMost32` elements, 64 beyond.
 template <typename F>
@@ -110,13 +110,23 @@ void with_index(int64_t count, const F& f) {
   count <= kMost32 ? f(int32_t(0)) : f(int64_t(0));
 }
 
+// For kernels that treat every element alike: f(first, count) for parts that 32-bit indices reach, each a multiple of 16
+// elements but the last. A launch more is cheaper than a second copy of the kernel's code.
+template <typename F>
+void for_parts(int64_t numel, const F& f) {
+  constexpr int64_t kPart = int64_t(1) << 30;
+  for (int64_t first = 0; first < numel; first += kPart) {
+    f(first, static_cast<int32_t>(std::min(kPart, numel - first)));
+  }
+}
+
 // Position of this thread in its grid, and threads of the grid: where flat loops start and how far they step.
-template <typename Index>
+template <typename Index = int32_t>
 __device__ __forceinline__ Index grid_thread() {
   return static_cast<Index>(blockIdx.x) * static_cast<Index>(blockDim.x) + static_cast<Index>(threadIdx.x);
 }
 
-template <typename Index>
+template <typename Index = int32_t>
 __device__ __forceinline__ Index grid_threads() {
   return static_cast<Index>(gridDim.x) * static_cast<Index>(blockDim.x);
 }

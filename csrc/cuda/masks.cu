@@ -22,100 +22,199 @@ struct InRange {
   }
 };
 
-struct IsTrue {
-  __device__ bool operator()(uint8_t x) const { return x != 0; }
-};
+// Elements whose bits make one byte: a thread has kUnroll times as many at a time, 32.
+constexpr int kByte = 8;
 
-// One warp makes 32 bits by a ballot; its first lane writes them. The output ends at the last byte in use.
 template <typename T, typename P>
-__global__ void pack_kernel(const T* x, uint8_t* out, int64_t numel, P predicate) {
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / 32);
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  for (int64_t word = warp; word * 32 < numel; word += warps) {
-    const int64_t i = word * 32 + lane;
-    const bool flag = i < numel && predicate(x[i]);
-    const unsigned int bits = __ballot_sync(0xffffffffu, flag);
-    if (word * 32 + 32 <= numel) {
-      if (lane == 0) {
-        reinterpret_cast<unsigned int*>(out)[word] = bits;
-      }
-    } else if (lane < (numel - word * 32 + 7) / 8) {
-      out[word * 4 + lane] = static_cast<uint8_t>(bits >> (8 * lane));
-    }
+__device__ __forceinline__ uint8_t pack_byte(const T* values, int count, const P& passes) {
+  unsigned int bits = 0;
+#pragma unroll
+  for (int j = 0; j < kByte; ++j) {
+    bits |= j < count && passes(values[j]) ? 1u << j : 0u;
+  }
+  return static_cast<uint8_t>(bits);
+}
+
+// The output ends at the last byte in use.
+template <typename T, typename P>
+__global__ void pack_kernel(const T* __restrict__ x, uint8_t* __restrict__ out, int count, P passes) {
+  const int bytes = count / kByte;
+  for_vectors(
+      bytes, grid_thread(), grid_threads(), [&](int v) { return load<kByte>(x + v * kByte); },
+      [&](int v, const Vector<T, kByte>& values) { out[v] = pack_byte(values.at, kByte, passes); });
+  if (grid_thread() == 0 && bytes * kByte < count) {
+    out[bytes] = pack_byte(x + bytes * kByte, count - bytes * kByte, passes);
   }
 }
 
-__device__ __forceinline__ bool bit_at(const uint8_t* mask, int64_t i) {
-  return (mask[i >> 3] >> (i & 7)) & 1;
+// ---- bytes: four of them in a word of 32 bits ----
+
+constexpr int kBytes = 16;  // a vector of them
+
+// Bit j of the result: whether byte j is not zero.
+__device__ __forceinline__ unsigned int nonzero_bytes(unsigned int bytes) {
+  const unsigned int top = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
+  return ((top >> 7) * 0x10204080u) >> 28;  // the products meet in the top four bits, and nowhere carry
+}
+
+// Byte j of the result: bit j, for the lowest four.
+__device__ __forceinline__ unsigned int spread_bits(unsigned int bits) {
+  return ((bits & 15u) * 0x00204081u) & 0x01010101u;
+}
+
+__global__ void pack_bool_kernel(const uint8_t* __restrict__ mask, uint8_t* __restrict__ out, int count) {
+  const int vectors = count / kBytes;
+  for_vectors(
+      vectors, grid_thread(), grid_threads(),
+      [&](int v) { return load<kBytes / 4>(reinterpret_cast<const uint32_t*>(mask) + v * (kBytes / 4)); },
+      [&](int v, const Vector<uint32_t>& words) {
+        const unsigned int bits = nonzero_bytes(words.at[0]) | nonzero_bytes(words.at[1]) << 4 |
+            nonzero_bytes(words.at[2]) << 8 | nonzero_bytes(words.at[3]) << 12;
+        reinterpret_cast<uint16_t*>(out)[v] = static_cast<uint16_t>(bits);
+      });
+  const int first = vectors * kBytes + grid_thread() * kByte;
+  if (first < count && grid_thread() < kBytes / kByte) {
+    out[first / kByte] = pack_byte(mask + first, count - first, [](uint8_t x) { return x != 0; });
+  }
+}
+
+__global__ void unpack_kernel(const uint8_t* __restrict__ mask, uint8_t* __restrict__ out, int count) {
+  const int vectors = count / kBytes;
+  for_vectors(
+      vectors, grid_thread(), grid_threads(),
+      [&](int v) { return static_cast<unsigned int>(reinterpret_cast<const uint16_t*>(mask)[v]); },
+      [&](int v, unsigned int bits) {
+        const Vector<uint32_t> words{
+            {spread_bits(bits), spread_bits(bits >> 4), spread_bits(bits >> 8), spread_bits(bits >> 12)}};
+        store(reinterpret_cast<uint32_t*>(out) + v * (kBytes / 4), words);
+      });
+  const int i = vectors * kBytes + grid_thread();
+  if (i < count) {
+    out[i] = (mask[i / kByte] >> (i % kByte)) & 1;
+  }
+}
+
+// ---- elements and their bits ----
+
+// out[i] = change(in[i], bit i). `in` may be `out`: a thread reads its elements before it writes them.
+template <typename T, typename F>
+__device__ __forceinline__ void change_by_bit(const T* in, const uint8_t* __restrict__ mask, T* out, int count, F change) {
+  struct Masked {
+    Vector<T, kByte> values;
+    unsigned int bits;
+  };
+  const int bytes = count / kByte;
+  for_vectors(
+      bytes, grid_thread(), grid_threads(),
+      [&](int v) { return Masked{load<kByte>(in + v * kByte), mask[v]}; },
+      [&](int v, Masked masked) {
+#pragma unroll
+        for (int j = 0; j < kByte; ++j) {
+          masked.values.at[j] = change(masked.values.at[j], (masked.bits >> j & 1) != 0);
+        }
+        store(out + v * kByte, masked.values);
+      });
+  const int i = bytes * kByte + grid_thread();
+  if (i < count) {
+    out[i] = change(in[i], (mask[bytes] >> (i % kByte) & 1) != 0);
+  }
 }
 
 template <typename U>
-__global__ void keep_where_kernel(const U* in, const uint8_t* mask, U* out, int64_t numel) {
-  MONET_GRID_STRIDE(i, numel) {
-    out[i] = bit_at(mask, i) ? in[i] : U(0);
-  }
-}
-
-__global__ void unpack_kernel(const uint8_t* mask, bool* out, int64_t numel) {
-  MONET_GRID_STRIDE(i, numel) {
-    out[i] = bit_at(mask, i);
-  }
+__global__ void keep_where_kernel(const U* in, const uint8_t* __restrict__ mask, U* out, int count) {
+  change_by_bit(in, mask, out, count, [](U x, bool keep) { return keep ? x : U(0); });
 }
 
 template <typename T>
 __global__ void scale_where_kernel(
-    const T* in, const uint8_t* mask, T* out, int64_t numel, op_type<T> scale, op_type<T> otherwise) {
-  MONET_GRID_STRIDE(i, numel) {
-    // Multiply rather than select: inf * 0 is NaN, as in (x * mask) * scale.
-    out[i] = static_cast<T>(static_cast<op_type<T>>(in[i]) * (bit_at(mask, i) ? scale : otherwise));
+    const T* in, const uint8_t* __restrict__ mask, T* out, int count, op_type<T> scale, op_type<T> otherwise) {
+  // Multiply rather than select: inf * 0 is NaN, as in (x * mask) * scale.
+  change_by_bit(in, mask, out, count, [=](T x, bool keep) {
+    return static_cast<T>(static_cast<op_type<T>>(x) * (keep ? scale : otherwise));
+  });
+}
+
+// ---- half bytes ----
+
+// Of four bytes the low halves, next to each other.
+__device__ __forceinline__ unsigned int join_word(unsigned int bytes) {
+  const unsigned int pairs = (bytes & 0x000f000fu) | (bytes >> 4 & 0x00f000f0u);
+  return (pairs | pairs >> 8) & 0xffffu;
+}
+
+__device__ __forceinline__ unsigned int split_word(unsigned int halves) {
+  const unsigned int pairs = (halves & 0xffu) | (halves & 0xff00u) << 8;
+  return (pairs & 0x000f000fu) | (pairs & 0x00f000f0u) << 4;
+}
+
+// The last byte may have half a byte only.
+__global__ void join_nibbles_kernel(const uint8_t* __restrict__ in, uint8_t* __restrict__ out, int count) {
+  const int vectors = count / kBytes;
+  for_vectors(
+      vectors, grid_thread(), grid_threads(),
+      [&](int v) { return load<kBytes / 4>(reinterpret_cast<const uint32_t*>(in) + v * (kBytes / 4)); },
+      [&](int v, const Vector<uint32_t>& words) {
+        const Vector<uint32_t, 2> joined{
+            {join_word(words.at[0]) | join_word(words.at[1]) << 16,
+             join_word(words.at[2]) | join_word(words.at[3]) << 16}};
+        store(reinterpret_cast<uint32_t*>(out) + v * 2, joined);
+      });
+  const int i = vectors * kBytes + 2 * grid_thread();
+  if (i < count) {
+    const unsigned int high = i + 1 < count ? in[i + 1] : 0u;
+    out[i / 2] = static_cast<uint8_t>((in[i] & 15u) | high << 4);
   }
 }
 
-// One thread per byte; the last one may have half a byte only.
-__global__ void join_nibbles_kernel(const uint8_t* in, uint8_t* out, int64_t numel) {
-  MONET_GRID_STRIDE(b, (numel + 1) / 2) {
-    const uint8_t high = 2 * b + 1 < numel ? in[2 * b + 1] : 0;
-    out[b] = static_cast<uint8_t>((in[2 * b] & 15) | (high << 4));
-  }
-}
-
-__global__ void split_nibbles_kernel(const uint8_t* in, uint8_t* out, int64_t numel) {
-  MONET_GRID_STRIDE(i, numel) {
+__global__ void split_nibbles_kernel(const uint8_t* __restrict__ in, uint8_t* __restrict__ out, int count) {
+  const int vectors = count / kBytes;
+  for_vectors(
+      vectors, grid_thread(), grid_threads(),
+      [&](int v) { return load<2>(reinterpret_cast<const uint32_t*>(in) + v * 2); },
+      [&](int v, const Vector<uint32_t, 2>& joined) {
+        const Vector<uint32_t> words{
+            {split_word(joined.at[0]), split_word(joined.at[0] >> 16), split_word(joined.at[1]),
+             split_word(joined.at[1] >> 16)}};
+        store(reinterpret_cast<uint32_t*>(out) + v * (kBytes / 4), words);
+      });
+  const int i = vectors * kBytes + grid_thread();
+  if (i < count) {
     out[i] = (in[i / 2] >> (i % 2 * 4)) & 15;
   }
 }
 
+// ---- launches ----
+
+at::Tensor empty_mask(const at::Tensor& x) {
+  return at::empty({packed_bytes(x.numel())}, x.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
+}
+
 template <typename T, typename P>
-at::Tensor pack_with(const at::Tensor& dense, const T* x, P predicate) {
-  const int64_t n = dense.numel();
-  at::Tensor out = at::empty(
-      {packed_bytes(n)}, dense.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
-  if (n > 0) {
-    pack_kernel<<<blocks_for(n), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        x, out.mutable_data_ptr<uint8_t>(), n, predicate);
+at::Tensor pack_with(const at::Tensor& x, P passes) {
+  const at::Tensor in = aligned(in_packing_order(x));
+  at::Tensor out = empty_mask(x);
+  for_parts(x.numel(), [&](int64_t first, int count) {
+    pack_kernel<T, P>
+        <<<grid_for<pack_kernel<T, P>>(blocks_of(count / kByte)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+            in.const_data_ptr<T>() + first, out.mutable_data_ptr<uint8_t>() + first / kByte, count, passes);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  });
   return out;
 }
 
 at::Tensor pack_sign(const at::Tensor& x) {
   check_floating(x, "pack_sign", "x");
   const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor dense = in_packing_order(x);
-  return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "pack_sign", [&] {
-    return pack_with(dense, dense.const_data_ptr<scalar_t>(), Positive<scalar_t>{});
-  });
+  return MONET_DISPATCH_FLOATS(
+      x.scalar_type(), "pack_sign", [&] { return pack_with<scalar_t>(x, Positive<scalar_t>{}); });
 }
 
 at::Tensor pack_range(const at::Tensor& x, double lo, double hi) {
   check_floating(x, "pack_range", "x");
   const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor dense = in_packing_order(x);
-  return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "pack_range", [&] {
+  return MONET_DISPATCH_FLOATS(x.scalar_type(), "pack_range", [&] {
     using O = op_type<scalar_t>;
-    return pack_with(
-        dense, dense.const_data_ptr<scalar_t>(), InRange<scalar_t>{static_cast<O>(lo), static_cast<O>(hi)});
+    return pack_with<scalar_t>(x, InRange<scalar_t>{static_cast<O>(lo), static_cast<O>(hi)});
   });
 }
 
@@ -123,23 +222,30 @@ at::Tensor pack_bool(const at::Tensor& mask) {
   TORCH_CHECK_TYPE(
       mask.scalar_type() == at::kBool, "monet_like::pack_bool: mask must be bool, got ", mask.scalar_type());
   const c10::cuda::CUDAGuard guard(mask.device());
-  const at::Tensor dense = in_packing_order(mask);
-  return pack_with(dense, static_cast<const uint8_t*>(dense.const_data_ptr()), IsTrue{});
+  const at::Tensor in = aligned(in_packing_order(mask));
+  at::Tensor out = empty_mask(mask);
+  for_parts(mask.numel(), [&](int64_t first, int count) {
+    pack_bool_kernel<<<
+        grid_for<pack_bool_kernel>(blocks_of(count / kBytes)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        static_cast<const uint8_t*>(in.const_data_ptr()) + first, out.mutable_data_ptr<uint8_t>() + first / kByte, count);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return out;
 }
 
 template <typename U>
 void keep_where_typed(const at::Tensor& in, const at::Tensor& mask, const at::Tensor& out) {
-  keep_where_kernel<U><<<blocks_for(in.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      static_cast<const U*>(in.const_data_ptr()), mask.const_data_ptr<uint8_t>(),
-      static_cast<U*>(out.mutable_data_ptr()), in.numel());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  for_parts(in.numel(), [&](int64_t first, int count) {
+    keep_where_kernel<U>
+        <<<grid_for<keep_where_kernel<U>>(blocks_of(count / kByte)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+            static_cast<const U*>(in.const_data_ptr()) + first, mask.const_data_ptr<uint8_t>() + first / kByte,
+            static_cast<U*>(out.mutable_data_ptr()) + first, count);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
 }
 
 // Keeps or clears whole bit patterns, so a kept gradient is unchanged whatever it holds.
 void keep_where_dense(const at::Tensor& in, const at::Tensor& mask, const at::Tensor& out) {
-  if (in.numel() == 0) {
-    return;
-  }
   switch (in.element_size()) {
     case 2:
       return keep_where_typed<uint16_t>(in, mask, out);
@@ -150,14 +256,18 @@ void keep_where_dense(const at::Tensor& in, const at::Tensor& mask, const at::Te
   }
 }
 
+// What is written for `in`, which lies as x or is a copy of it: a copy is ours to overwrite.
+at::Tensor output_for(const at::Tensor& in, const at::Tensor& x) {
+  return in.is_same(x) ? at::empty_strided(in.sizes(), in.strides(), in.options()) : in;
+}
+
 at::Tensor keep_where(const at::Tensor& x, const at::Tensor& mask, at::IntArrayRef stride) {
   check_floating(x, "keep_where", "x");
   check_packed(mask, x.numel(), x, "keep_where");
   const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor dense = to_packing_order(x, stride, "keep_where");
-  // A copy made for the layout is ours to overwrite.
-  const at::Tensor out = dense.is_same(x) ? at::empty_strided(dense.sizes(), dense.strides(), dense.options()) : dense;
-  keep_where_dense(dense, mask, out);
+  const at::Tensor in = aligned(to_packing_order(x, stride, "keep_where"));
+  const at::Tensor out = output_for(in, x);
+  keep_where_dense(in, mask, out);
   return out;
 }
 
@@ -165,10 +275,10 @@ at::Tensor& keep_where_(at::Tensor& x, const at::Tensor& mask, at::IntArrayRef s
   check_floating(x, "keep_where_", "x");
   check_packed(mask, x.numel(), x, "keep_where_");
   const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor dense = to_packing_order(x, stride, "keep_where_");
-  keep_where_dense(dense, mask, dense);
-  if (!dense.is_same(x)) {
-    x.copy_(dense);
+  const at::Tensor in = aligned(to_packing_order(x, stride, "keep_where_"));
+  keep_where_dense(in, mask, in);
+  if (!in.is_same(x)) {
+    x.copy_(in);
   }
   return x;
 }
@@ -177,11 +287,13 @@ at::Tensor unpack_bool(const at::Tensor& packed, at::IntArrayRef size, at::IntAr
   const c10::cuda::CUDAGuard guard(packed.device());
   at::Tensor out = empty_in_packing_order(size, stride, packed.options().dtype(at::kBool), "unpack_bool");
   check_packed(packed, out.numel(), out, "unpack_bool");
-  if (out.numel() > 0) {
-    unpack_kernel<<<blocks_for(out.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        packed.const_data_ptr<uint8_t>(), out.mutable_data_ptr<bool>(), out.numel());
+  const at::Tensor mask = aligned(packed);
+  for_parts(out.numel(), [&](int64_t first, int count) {
+    unpack_kernel<<<
+        grid_for<unpack_kernel>(blocks_of(count / kBytes)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        mask.const_data_ptr<uint8_t>() + first / kByte, static_cast<uint8_t*>(out.mutable_data_ptr()) + first, count);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  });
   return out;
 }
 
@@ -190,30 +302,33 @@ at::Tensor masked_scale(
   check_floating(x, "masked_scale", "x");
   check_packed(packed, x.numel(), x, "masked_scale");
   const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor dense = to_packing_order(x, stride, "masked_scale");
-  const at::Tensor out = dense.is_same(x) ? at::empty_strided(dense.sizes(), dense.strides(), dense.options()) : dense;
-  if (x.numel() > 0) {
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "masked_scale", [&] {
-      scale_where_kernel<scalar_t><<<blocks_for(x.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          dense.const_data_ptr<scalar_t>(), packed.const_data_ptr<uint8_t>(), out.mutable_data_ptr<scalar_t>(),
-          x.numel(), static_cast<op_type<scalar_t>>(scale), static_cast<op_type<scalar_t>>(otherwise));
+  const at::Tensor in = aligned(to_packing_order(x, stride, "masked_scale"));
+  const at::Tensor out = output_for(in, x);
+  MONET_DISPATCH_FLOATS(x.scalar_type(), "masked_scale", [&] {
+    using O = op_type<scalar_t>;
+    for_parts(x.numel(), [&](int64_t first, int count) {
+      scale_where_kernel<scalar_t>
+          <<<grid_for<scale_where_kernel<scalar_t>>(blocks_of(count / kByte)), kThreads, 0,
+             c10::cuda::getCurrentCUDAStream()>>>(
+              in.const_data_ptr<scalar_t>() + first, packed.const_data_ptr<uint8_t>() + first / kByte,
+              out.mutable_data_ptr<scalar_t>() + first, count, static_cast<O>(scale), static_cast<O>(otherwise));
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
-  }
+  });
   return out;
 }
 
 at::Tensor pack_nibbles(const at::Tensor& x) {
   check_bytes(x, "pack_nibbles");
   const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor dense = in_packing_order(x);
-  const int64_t bytes = (x.numel() + 1) / 2;
-  at::Tensor out = at::empty({bytes}, x.options().memory_format(at::MemoryFormat::Contiguous));
-  if (bytes > 0) {
-    join_nibbles_kernel<<<blocks_for(bytes), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        dense.const_data_ptr<uint8_t>(), out.mutable_data_ptr<uint8_t>(), x.numel());
+  const at::Tensor in = aligned(in_packing_order(x));
+  at::Tensor out = at::empty({(x.numel() + 1) / 2}, x.options().memory_format(at::MemoryFormat::Contiguous));
+  for_parts(x.numel(), [&](int64_t first, int count) {
+    join_nibbles_kernel<<<
+        grid_for<join_nibbles_kernel>(blocks_of(count / kBytes)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        in.const_data_ptr<uint8_t>() + first, out.mutable_data_ptr<uint8_t>() + first / 2, count);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  });
   return out;
 }
 
@@ -221,11 +336,13 @@ at::Tensor unpack_nibbles(const at::Tensor& packed, at::IntArrayRef size, at::In
   const c10::cuda::CUDAGuard guard(packed.device());
   at::Tensor out = empty_in_packing_order(size, stride, packed.options(), "unpack_nibbles");
   check_nibbles(packed, out.numel());
-  if (out.numel() > 0) {
-    split_nibbles_kernel<<<blocks_for(out.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        packed.const_data_ptr<uint8_t>(), out.mutable_data_ptr<uint8_t>(), out.numel());
+  const at::Tensor in = aligned(packed);
+  for_parts(out.numel(), [&](int64_t first, int count) {
+    split_nibbles_kernel<<<
+        grid_for<split_nibbles_kernel>(blocks_of(count / kBytes)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        in.const_data_ptr<uint8_t>() + first / 2, out.mutable_data_ptr<uint8_t>() + first, count);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  });
   return out;
 }
 
