@@ -82,6 +82,7 @@ inline at::Tensor aligned(const at::Tensor& t) {
 // with a condition on each vector, rather than a second loop for the rest, keeps the code short.
 template <typename Index, typename Fetch, typename Use>
 __device__ __forceinline__ void for_vectors(Index count, Index first, Index step, const Fetch& fetch, const Use& use) {
+#pragma unroll 1
   for (Index v = first; v < count; v += kUnroll * step) {
     decltype(fetch(v)) fetched[kUnroll];
 #pragma unroll
@@ -183,6 +184,11 @@ unsigned int grid_for(int64_t wanted, int threads = kThreads, size_t shared_byte
 // Blocks of work of a flat loop over vectors.
 inline int64_t blocks_of(int64_t vectors) {
   return (vectors + kThreads * kUnroll - 1) / (kThreads * kUnroll);
+}
+
+// The same for threads that have one element, or one vector, after the other.
+inline int64_t blocks_each(int64_t count) {
+  return (count + kThreads - 1) / kThreads;
 }
 
 // For kernels of one element at a time.

@@ -1,4 +1,8 @@
 // Max pooling on the GPU that remembers one byte per output instead of ATen's int64 index.
+//
+// A unit is what is pooled apart from all else: a plane, or with channels last an image whose pixels have `lanes` channels.
+// Windows of 3 x 3 and 2 x 2 that move by two, those of nearly every network, have kernels of their own: planes pass
+// through shared memory, channels go through registers. All others take the general ones.
 
 #include <torch/library.h>
 
@@ -11,41 +15,102 @@
 namespace monet_like {
 namespace {
 
-// Where an element of a plane-by-plane or channels-last tensor lies.
-struct Place {
-  int64_t plane_base, h, w, lane_pitch;
+// A window in 32 bits, and its divisors.
+struct Geometry {
+  int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  int in_h, in_w, out_h, out_w, lanes;
+  Divisor by_in_h, by_in_w, by_out_h, by_out_w, by_lanes, by_stride_h, by_stride_w, by_dilation_h, by_dilation_w,
+      by_kernel_w;
+
+  Geometry(const Window& w, int64_t many)
+      : kernel_h(narrow(w.kernel_h)), kernel_w(narrow(w.kernel_w)), stride_h(narrow(w.stride_h)),
+        stride_w(narrow(w.stride_w)), pad_h(narrow(w.pad_h)), pad_w(narrow(w.pad_w)), dilation_h(narrow(w.dilation_h)),
+        dilation_w(narrow(w.dilation_w)), in_h(narrow(w.in_h)), in_w(narrow(w.in_w)), out_h(narrow(w.out_h)),
+        out_w(narrow(w.out_w)), lanes(narrow(many)), by_in_h(in_h), by_in_w(in_w), by_out_h(out_h), by_out_w(out_w),
+        by_lanes(lanes), by_stride_h(stride_h), by_stride_w(stride_w), by_dilation_h(dilation_h),
+        by_dilation_w(dilation_w), by_kernel_w(kernel_w) {}
+
+  MONET_HD int in_area() const { return in_h * in_w; }
+  MONET_HD int out_area() const { return out_h * out_w; }
+
+  static int narrow(int64_t n) {
+    TORCH_CHECK_VALUE(
+        n >= 0 && n < (int64_t(1) << 30), "monet_like: max pooling on a GPU takes extents below 2^30, got ", n);
+    return static_cast<int>(n);
+  }
 };
 
-// Splits a memory position of a [.., height, width] tensor; `base_area` is the plane area of the tensor to address.
-__device__ __forceinline__ Place place_of(
-    int64_t i, int64_t height, int64_t width, int64_t channels, bool channels_last, int64_t base_area) {
-  if (channels_last) {
-    const int64_t c = i % channels, pixel = i / channels;
-    const int64_t n = pixel / (height * width);
-    return {n * base_area * channels + c, pixel / width % height, pixel % width, channels};
-  }
-  return {i / (height * width) * base_area, i / width % height, i % width, 1};
+// Element i of a pooled tensor, or of one that was pooled.
+struct Place {
+  int unit, h, w, lane;
+};
+
+__device__ __forceinline__ Place place_of(int i, const Divisor& by_h, const Divisor& by_w, const Divisor& by_lanes) {
+  uint32_t lane = static_cast<uint32_t>(i), w = by_lanes.split(lane), h = by_w.split(w);
+  const uint32_t unit = by_h.split(h);
+  return {static_cast<int>(unit), static_cast<int>(h), static_cast<int>(w), static_cast<int>(lane)};
 }
+
+__device__ __forceinline__ Place pooled_place(int i, const Geometry& g) {
+  return place_of(i, g.by_out_h, g.by_out_w, g.by_lanes);
+}
+
+// As Window::first_step.
+__device__ __forceinline__ int first_step(int start, int dilation, const Divisor& by_dilation) {
+  return start >= 0 ? 0 : static_cast<int>(by_dilation.quotient(static_cast<uint32_t>(dilation - 1 - start)));
+}
+
+// As Window::index_of.
+__device__ __forceinline__ int index_of(const Place& at, int offset, const Geometry& g) {
+  uint32_t kw = static_cast<uint32_t>(offset);
+  const int kh = static_cast<int>(g.by_kernel_w.split(kw));
+  return (at.h * g.stride_h - g.pad_h + kh * g.dilation_h) * g.in_w + at.w * g.stride_w - g.pad_w +
+      static_cast<int>(kw) * g.dilation_w;
+}
+
+// As Window::offset_of.
+__device__ __forceinline__ int offset_of(const Place& at, int64_t index, const Geometry& g) {
+  const int start_h = at.h * g.stride_h - g.pad_h, start_w = at.w * g.stride_w - g.pad_w;
+  const int first = first_step(start_h, g.dilation_h, g.by_dilation_h) * g.kernel_w +
+      first_step(start_w, g.dilation_w, g.by_dilation_w);
+  if (index == index_of(at, first, g)) {
+    return first;
+  }
+  if (index < 0 || index >= g.in_area()) {
+    return -1;
+  }
+  uint32_t w = static_cast<uint32_t>(index);
+  const int h = static_cast<int>(g.by_in_w.split(w));
+  uint32_t dh = static_cast<uint32_t>(h - start_h), dw = w - static_cast<uint32_t>(start_w);
+  if (h < start_h || static_cast<int>(w) < start_w) {
+    return -1;
+  }
+  const int kh = static_cast<int>(g.by_dilation_h.split(dh)), kw = static_cast<int>(g.by_dilation_w.split(dw));
+  return dh != 0 || dw != 0 || kh >= g.kernel_h || kw >= g.kernel_w ? -1 : kh * g.kernel_w + kw;
+}
+
+// ---- any window ----
 
 // One thread per output. Cells in ATen's order: of equal maxima the first wins, of NaNs the last.
 template <typename T>
 __global__ void pool_kernel(
-    const T* in, T* y, uint8_t* offsets, Window w, int64_t channels, bool channels_last, int64_t numel) {
+    const T* __restrict__ in, T* __restrict__ y, uint8_t* __restrict__ offsets, Geometry g, int count) {
   using O = op_type<T>;
-  MONET_GRID_STRIDE(i, numel) {
-    const Place at = place_of(i, w.out_h, w.out_w, channels, channels_last, w.in_h * w.in_w);
-    const T* plane = in + at.plane_base;
-    const int64_t h0 = w.start_h(at.h), w0 = w.start_w(at.w);
-    const int64_t first_h = Window::first_step(h0, w.dilation_h), first_w = Window::first_step(w0, w.dilation_w);
+  for (int i = grid_thread(); i < count; i += grid_threads()) {
+    const Place at = pooled_place(i, g);
+    const T* plane = in + at.unit * g.in_area() * g.lanes + at.lane;
+    const int h0 = at.h * g.stride_h - g.pad_h, w0 = at.w * g.stride_w - g.pad_w;
+    const int first_h = first_step(h0, g.dilation_h, g.by_dilation_h);
+    const int first_w = first_step(w0, g.dilation_w, g.by_dilation_w);
     O best = -std::numeric_limits<O>::infinity();
-    int64_t cell = first_h * w.kernel_w + first_w;
-    for (int64_t kh = first_h; kh < w.kernel_h && h0 + kh * w.dilation_h < w.in_h; ++kh) {
-      for (int64_t kw = first_w; kw < w.kernel_w && w0 + kw * w.dilation_w < w.in_w; ++kw) {
-        const int64_t pixel = (h0 + kh * w.dilation_h) * w.in_w + w0 + kw * w.dilation_w;
-        const O value = static_cast<O>(plane[pixel * at.lane_pitch]);
+    int cell = first_h * g.kernel_w + first_w;
+    for (int kh = first_h; kh < g.kernel_h && h0 + kh * g.dilation_h < g.in_h; ++kh) {
+      const T* row = plane + (h0 + kh * g.dilation_h) * g.in_w * g.lanes;
+      for (int kw = first_w; kw < g.kernel_w && w0 + kw * g.dilation_w < g.in_w; ++kw) {
+        const O value = static_cast<O>(row[(w0 + kw * g.dilation_w) * g.lanes]);
         if (value > best || value != value) {
           best = value;
-          cell = kh * w.kernel_w + kw;
+          cell = kh * g.kernel_w + kw;
         }
       }
     }
@@ -56,33 +121,29 @@ __global__ void pool_kernel(
 
 // One thread per input: it gathers from the windows that chose it, in the order of the outputs (no atomics, so the
 // result never varies), summing in at least float32 and rounding once.
+//
+// As in ATen's kernel a window is asked for the index of its cell, not for the cell: a window wholly in the padding has
+// none in the image, and what ATen then names may be the index of a pixel in a row below.
 template <typename T>
 __global__ void pool_backward_kernel(
-    const T* grad, const uint8_t* offsets, T* out, Window w, int64_t channels, bool channels_last, int64_t numel) {
+    const T* __restrict__ grad, const uint8_t* __restrict__ offsets, T* __restrict__ out, Geometry g, int count) {
   using O = op_type<T>;
-  MONET_GRID_STRIDE(i, numel) {
-    const Place at = place_of(i, w.in_h, w.in_w, channels, channels_last, w.out_h * w.out_w);
+  for (int i = grid_thread(); i < count; i += grid_threads()) {
+    const Place at = place_of(i, g.by_in_h, g.by_in_w, g.by_lanes);
     // Windows that may reach this pixel: start <= position <= start + (kernel - 1) * dilation.
-    const int64_t top = at.h + w.pad_h - (w.kernel_h - 1) * w.dilation_h;
-    const int64_t left = at.w + w.pad_w - (w.kernel_w - 1) * w.dilation_w;
-    const int64_t oh0 = top <= 0 ? 0 : (top + w.stride_h - 1) / w.stride_h;
-    const int64_t ow0 = left <= 0 ? 0 : (left + w.stride_w - 1) / w.stride_w;
-    const int64_t oh1 = min((at.h + w.pad_h) / w.stride_h + 1, w.out_h);
-    const int64_t ow1 = min((at.w + w.pad_w) / w.stride_w + 1, w.out_w);
+    const int top = at.h + g.pad_h - (g.kernel_h - 1) * g.dilation_h;
+    const int left = at.w + g.pad_w - (g.kernel_w - 1) * g.dilation_w;
+    const int oh0 = static_cast<int>(g.by_stride_h.quotient(static_cast<uint32_t>(max(0, top + g.stride_h - 1))));
+    const int ow0 = static_cast<int>(g.by_stride_w.quotient(static_cast<uint32_t>(max(0, left + g.stride_w - 1))));
+    const int oh1 = min(static_cast<int>(g.by_stride_h.quotient(static_cast<uint32_t>(at.h + g.pad_h))) + 1, g.out_h);
+    const int ow1 = min(static_cast<int>(g.by_stride_w.quotient(static_cast<uint32_t>(at.w + g.pad_w))) + 1, g.out_w);
+    const int index = at.h * g.in_w + at.w;
     O sum = 0;
-    for (int64_t oh = oh0; oh < oh1; ++oh) {
-      const int64_t dh = at.h - w.start_h(oh);
-      if (dh % w.dilation_h != 0) {
-        continue;
-      }
-      for (int64_t ow = ow0; ow < ow1; ++ow) {
-        const int64_t dw = at.w - w.start_w(ow);
-        if (dw % w.dilation_w != 0) {
-          continue;
-        }
-        const int64_t cell = dh / w.dilation_h * w.kernel_w + dw / w.dilation_w;
-        const int64_t pooled = at.plane_base + (oh * w.out_w + ow) * at.lane_pitch;
-        if (offsets[pooled] == cell) {
+    for (int oh = oh0; oh < oh1; ++oh) {
+      const int row = (at.unit * g.out_h + oh) * g.out_w;
+      for (int ow = ow0; ow < ow1; ++ow) {
+        const int pooled = (row + ow) * g.lanes + at.lane;
+        if (index_of({at.unit, oh, ow, at.lane}, offsets[pooled], g) == index) {
           sum += static_cast<O>(grad[pooled]);
         }
       }
@@ -92,21 +153,444 @@ __global__ void pool_backward_kernel(
 }
 
 __global__ void to_indices_kernel(
-    const uint8_t* offsets, int64_t* indices, Window w, int64_t channels, bool channels_last, int64_t numel) {
-  MONET_GRID_STRIDE(i, numel) {
-    const Place at = place_of(i, w.out_h, w.out_w, channels, channels_last, 0);
-    indices[i] = w.index_of(at.h, at.w, offsets[i]);
-  }
+    const uint8_t* __restrict__ offsets, int64_t* __restrict__ indices, Geometry g, int count) {
+  for_vectors(
+      count, grid_thread(), grid_threads(), [&](int i) { return offsets[i]; },
+      [&](int i, uint8_t offset) { indices[i] = index_of(pooled_place(i, g), offset, g); });
 }
 
 __global__ void to_offsets_kernel(
-    const int64_t* indices, uint8_t* offsets, Window w, int64_t channels, bool channels_last, int64_t numel) {
-  MONET_GRID_STRIDE(i, numel) {
-    const Place at = place_of(i, w.out_h, w.out_w, channels, channels_last, 0);
-    const int64_t cell = w.offset_of(at.h, at.w, indices[i]);
-    CUDA_KERNEL_ASSERT(cell >= 0 && "monet_like::max_pool2d_offsets: an index lies outside its window");
-    offsets[i] = static_cast<uint8_t>(cell);
+    const int64_t* __restrict__ indices, uint8_t* __restrict__ offsets, Geometry g, int count) {
+  for_vectors(
+      count, grid_thread(), grid_threads(), [&](int i) { return indices[i]; },
+      [&](int i, int64_t index) {
+        const int cell = offset_of(pooled_place(i, g), index, g);
+        CUDA_KERNEL_ASSERT(cell >= 0 && "monet_like::max_pool2d_offsets: an index lies outside its window");
+        offsets[i] = static_cast<uint8_t>(cell);
+      });
+}
+
+// ---- windows of K x K that move by kStep ----
+
+constexpr int kStep = 2;
+
+// The K x K cells of a window without dilation. Where it reaches beyond the image its outermost cells are taken again:
+// they neither change the maximum nor, once their numbers are corrected, the choice.
+template <int K>
+struct Cells {
+  int start_h, start_w, last_h, last_w, row[K], column[K];  // positions in the image
+
+  __device__ __forceinline__ Cells(int oh, int ow, const Geometry& g)
+      : start_h(oh * kStep - g.pad_h), start_w(ow * kStep - g.pad_w), last_h(g.in_h - 1), last_w(g.in_w - 1) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      // The padding is at most one: every other cell lies in the image or past its end.
+      row[k] = k == 0 ? max(start_h, 0) : min(start_h + k, last_h);
+      column[k] = k == 0 ? max(start_w, 0) : min(start_w + k, last_w);
+    }
   }
+
+  // The number of a cell, of which `taken` may be another one's.
+  __device__ __forceinline__ uint8_t number(int taken) const {
+    const int kh = min(max(taken / K, -start_h), last_h - start_h);
+    const int kw = min(max(taken % K, -start_w), last_w - start_w);
+    return static_cast<uint8_t>(kh * K + kw);
+  }
+};
+
+template <typename O>
+__device__ __forceinline__ void consider(O value, int cell, O& best, int& chosen) {
+  if (value > best || value != value) {
+    best = value;
+    chosen = cell;
+  }
+}
+
+// Planes are done in bands: some rows of a plane, or some whole planes. What a band reads and what it writes are adjacent
+// in memory.
+struct Bands {
+  int planes, total_planes;  // of a band, of all
+  int rows, total_rows;      // likewise, of a plane
+  int count;
+  Divisor by_parts, by_rows;
+
+  // Of planes of `area` elements and rows of `width` that are read. n rows of a band need n * moves + more of them, and all
+  // that a band needs fits into `room` elements; there are no bands where one row does not fit.
+  Bands(
+      int64_t total_planes, int64_t total_rows, int64_t area, int64_t width, int64_t moves, int64_t more, int64_t room)
+      : planes(1), total_planes(static_cast<int>(total_planes)), rows(0), total_rows(static_cast<int>(total_rows)),
+        count(0) {
+    if (room / width < more + moves) {
+      return;
+    }
+    const int64_t whole = std::max(area, (total_rows * moves + more) * width), most = (room / width - more) / moves;
+    const int64_t parts = (total_rows + most - 1) / most;
+    planes = static_cast<int>(std::max<int64_t>(1, std::min(total_planes, room / whole)));
+    rows = static_cast<int>((total_rows + parts - 1) / parts);
+    by_parts = Divisor((total_rows + rows - 1) / rows);
+    by_rows = Divisor(rows);
+    count = static_cast<int>((total_planes + planes - 1) / planes * by_parts.divisor);
+  }
+};
+
+// One of them.
+struct Band {
+  int plane, planes, row, rows;
+
+  __device__ __forceinline__ Band(int index, const Bands& bands) {
+    uint32_t part = static_cast<uint32_t>(index);
+    plane = static_cast<int>(bands.by_parts.split(part)) * bands.planes;
+    planes = min(bands.planes, bands.total_planes - plane);
+    row = static_cast<int>(part) * bands.rows;
+    rows = min(bands.rows, bands.total_rows - row);
+  }
+};
+
+constexpr int kTile = 16384;  // bytes of shared memory for what is pooled
+
+// Loads elements [begin, end) of a tensor that starts at a multiple of 16 bytes. Element i will be at tile[i - the result].
+template <typename T>
+__device__ __forceinline__ int load_tile(const T* __restrict__ from, int begin, int end, T* tile) {
+  const int origin = begin - static_cast<int>(reinterpret_cast<uintptr_t>(from + begin) % 16 / sizeof(T));
+  const int count = end - origin, vectors = count / kVector<T>;
+  for_vectors(
+      vectors, static_cast<int>(threadIdx.x), kThreads,
+      [&](int v) { return load<kVector<T>>(from + origin + v * kVector<T>); },
+      [&](int v, const Vector<T>& values) { store(tile + v * kVector<T>, values); });
+  const int i = vectors * kVector<T> + static_cast<int>(threadIdx.x);
+  if (i < count) {
+    tile[i] = from[origin + i];
+  }
+  return origin;
+}
+
+template <typename T, int K>
+__global__ void pool_planes_kernel(
+    const T* __restrict__ in, T* __restrict__ y, uint8_t* __restrict__ offsets, Geometry g, Bands bands) {
+  using O = op_type<T>;
+  __shared__ Vector<T> shared[kTile / 16];
+  T* tile = reinterpret_cast<T*>(shared);
+  for (int index = blockIdx.x; index < bands.count; index += gridDim.x) {
+    const Band band(index, bands);
+    const int top = max(band.row * kStep - g.pad_h, 0);
+    const int bottom = min((band.row + band.rows - 1) * kStep - g.pad_h + K, g.in_h);
+    const int origin = load_tile(
+        in, band.plane * g.in_area() + top * g.in_w, (band.plane + band.planes - 1) * g.in_area() + bottom * g.in_w,
+        tile);
+    __syncthreads();
+    const int first = band.plane * g.out_area() + band.row * g.out_w, count = band.planes * band.rows * g.out_w;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      uint32_t ow = static_cast<uint32_t>(i), oh = g.by_out_w.split(ow);
+      const int plane = band.plane + static_cast<int>(bands.by_rows.split(oh));
+      const Cells<K> cells(band.row + static_cast<int>(oh), static_cast<int>(ow), g);
+      const T* from = tile + (plane * g.in_area() - origin);
+      O best = static_cast<O>(from[cells.row[0] * g.in_w + cells.column[0]]);
+      int chosen = 0;
+#pragma unroll
+      for (int kh = 0; kh < K; ++kh) {
+#pragma unroll
+        for (int kw = 0; kw < K; ++kw) {
+          if (kh + kw > 0) {
+            consider(static_cast<O>(from[cells.row[kh] * g.in_w + cells.column[kw]]), kh * K + kw, best, chosen);
+          }
+        }
+      }
+      y[first + i] = static_cast<T>(best);
+      offsets[first + i] = cells.number(chosen);
+    }
+    __syncthreads();
+  }
+}
+
+// Channels last: a thread has a vector of channels of one output.
+template <typename T, int K>
+__global__ void pool_pixels_kernel(
+    const T* __restrict__ in, T* __restrict__ y, uint8_t* __restrict__ offsets, Geometry g, Divisor by_vectors,
+    int count) {
+  using O = op_type<T>;
+  constexpr int N = kVector<T>;
+  for (int i = grid_thread(); i < count; i += grid_threads()) {
+    const Place at = place_of(i, g.by_out_h, g.by_out_w, by_vectors);
+    const Cells<K> cells(at.h, at.w, g);
+    const T* from = in + at.unit * g.in_area() * g.lanes + at.lane * N;
+    Vector<T, N> values[K * K];
+#pragma unroll
+    for (int k = 0; k < K * K; ++k) {
+      values[k] = load<N>(from + (cells.row[k / K] * g.in_w + cells.column[k % K]) * g.lanes);
+    }
+    Vector<T, N> top;
+    Vector<uint8_t, N> numbers;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      O best = static_cast<O>(values[0].at[j]);
+      int chosen = 0;
+#pragma unroll
+      for (int k = 1; k < K * K; ++k) {
+        consider(static_cast<O>(values[k].at[j]), k, best, chosen);
+      }
+      top.at[j] = static_cast<T>(best);
+      numbers.at[j] = cells.number(chosen);
+    }
+    store(y + i * N, top);
+    store(offsets + i * N, numbers);
+  }
+}
+
+// The windows over a square of kStep x kStep inputs, along one axis, of which the first input is kStep * a: windows a + kLow
+// to a + kHigh. Input kStep * a + i is cell i + Pad - kStep * j of window a + j.
+template <int K, int Pad>
+struct Overlap {
+  static constexpr int kLow = -((K - 1 - Pad) / kStep), kHigh = (kStep - 1 + Pad) / kStep, kCount = kHigh - kLow + 1;
+
+  // Of input i and the window at position j of these; negative or K and more: not a cell of it.
+  static constexpr MONET_HD int cell(int i, int j) { return i + Pad - kStep * (j + kLow); }
+  static constexpr MONET_HD bool has(int i, int j) { return cell(i, j) >= 0 && cell(i, j) < K; }
+};
+
+// A thread has kStep rows of `Columns` adjacent inputs and adds to each what the windows over it have for it, in the order
+// of the windows.
+template <typename T, int K, int Pad, int Columns>
+__global__ void __launch_bounds__(kThreads, 4) pool_planes_backward_kernel(
+    const T* __restrict__ grad, const uint8_t* __restrict__ offsets, T* __restrict__ out, Geometry g, Bands bands,
+    Divisor by_columns) {
+  using O = op_type<T>;
+  using Over = Overlap<K, Pad>;
+  constexpr int kWindows = Columns / kStep - 1 + Over::kCount;  // in a row
+  __shared__ Vector<T> shared_grad[kTile / 16];
+  __shared__ Vector<uint8_t> shared_offsets[kTile / 16 / sizeof(T) + 2];
+  T* gradients = reinterpret_cast<T*>(shared_grad);
+  uint8_t* chosen = reinterpret_cast<uint8_t*>(shared_offsets);
+  for (int index = blockIdx.x; index < bands.count; index += gridDim.x) {
+    const Band band(index, bands);
+    const int top = max(band.row + Over::kLow, 0), bottom = min(band.row + band.rows + Over::kHigh, g.out_h);
+    const int begin = band.plane * g.out_area() + top * g.out_w;
+    const int end = (band.plane + band.planes - 1) * g.out_area() + bottom * g.out_w;
+    const int grad_origin = load_tile(grad, begin, end, gradients);
+    const int offset_origin = load_tile(offsets, begin, end, chosen);
+    __syncthreads();
+    const int columns = static_cast<int>(by_columns.divisor), count = band.planes * band.rows * columns;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      uint32_t x = static_cast<uint32_t>(i), a = by_columns.split(x);
+      const int plane = band.plane + static_cast<int>(bands.by_rows.split(a));
+      const int oh0 = band.row + static_cast<int>(a) + Over::kLow;
+      const int ow0 = static_cast<int>(x) * (Columns / kStep) + Over::kLow;
+      O sums[kStep][Columns] = {};
+#pragma unroll
+      for (int j = 0; j < Over::kCount; ++j) {
+        const bool row_inside = oh0 + j >= 0 && oh0 + j < g.out_h;
+        const int row = plane * g.out_area() + (oh0 + j) * g.out_w + ow0;
+#pragma unroll
+        for (int m = 0; m < kWindows; ++m) {
+          int cell = K * K;  // a window that does not exist chose no input
+          O value = 0;
+          if (row_inside && ow0 + m >= 0 && ow0 + m < g.out_w) {
+            cell = chosen[row + m - offset_origin];
+            value = static_cast<O>(gradients[row + m - grad_origin]);
+          }
+#pragma unroll
+          for (int ih = 0; ih < kStep; ++ih) {
+#pragma unroll
+            for (int iw = 0; iw < Columns; ++iw) {
+              const int mine = m - iw / kStep;  // the position of the window over this square
+              if (mine >= 0 && mine < Over::kCount && Over::has(ih, j) && Over::has(iw % kStep, mine) &&
+                  cell == Over::cell(ih, j) * K + Over::cell(iw % kStep, mine)) {
+                sums[ih][iw] += value;
+              }
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int ih = 0; ih < kStep; ++ih) {
+        const int h = (band.row + static_cast<int>(a)) * kStep + ih;
+        if (h < g.in_h) {
+          Vector<T, Columns> made;
+#pragma unroll
+          for (int iw = 0; iw < Columns; ++iw) {
+            made.at[iw] = static_cast<T>(sums[ih][iw]);
+          }
+          store(out + plane * g.in_area() + h * g.in_w + static_cast<int>(x) * Columns, made);
+        }
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// Channels last: a thread has a vector of channels of kStep x kStep inputs.
+template <typename T, int K, int Pad>
+__global__ void __launch_bounds__(kThreads, 4) pool_pixels_backward_kernel(
+    const T* __restrict__ grad, const uint8_t* __restrict__ offsets, T* __restrict__ out, Geometry g, Divisor by_h,
+    Divisor by_w, Divisor by_vectors, int count) {
+  using O = op_type<T>;
+  using Over = Overlap<K, Pad>;
+  constexpr int N = kVector<T>, kCount = Over::kCount;
+  for (int i = grid_thread(); i < count; i += grid_threads()) {
+    const Place at = place_of(i, by_h, by_w, by_vectors);
+    Vector<T, N> values[kCount * kCount];
+    Vector<uint8_t, N> cells[kCount * kCount];
+#pragma unroll
+    for (int k = 0; k < kCount * kCount; ++k) {
+      const int oh = at.h + Over::kLow + k / kCount, ow = at.w + Over::kLow + k % kCount;
+      const int from = ((at.unit * g.out_h + oh) * g.out_w + ow) * g.lanes + at.lane * N;
+      const bool inside = oh >= 0 && oh < g.out_h && ow >= 0 && ow < g.out_w;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        values[k].at[j] = T(0);
+        cells[k].at[j] = K * K;  // a window that does not exist chose no input
+      }
+      if (inside) {
+        values[k] = load<N>(grad + from);
+        cells[k] = load<N>(offsets + from);
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < kStep * kStep; ++p) {
+      const int ih = p / kStep, iw = p % kStep, h = at.h * kStep + ih, w = at.w * kStep + iw;
+      Vector<T, N> made;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        O sum = 0;
+#pragma unroll
+        for (int k = 0; k < kCount * kCount; ++k) {
+          if (Over::has(ih, k / kCount) && Over::has(iw, k % kCount) &&
+              cells[k].at[j] == Over::cell(ih, k / kCount) * K + Over::cell(iw, k % kCount)) {
+            sum += static_cast<O>(values[k].at[j]);
+          }
+        }
+        made.at[j] = static_cast<T>(sum);
+      }
+      if (h < g.in_h && w < g.in_w) {
+        store(out + ((at.unit * g.in_h + h) * g.in_w + w) * g.lanes + at.lane * N, made);
+      }
+    }
+  }
+}
+
+// ---- launches ----
+
+// Calls f(first unit, how many) for parts of a tensor that 32-bit indices reach.
+template <typename F>
+void for_units(const Geometry& g, int64_t units, const F& f) {
+  const int64_t each = std::max<int64_t>(int64_t(g.in_h) * g.in_w, int64_t(g.out_h) * g.out_w) * g.lanes;
+  TORCH_CHECK_VALUE(
+      each <= kMost32, "monet_like: max pooling on a GPU takes planes, or images with channels last, of up to ", kMost32,
+      " elements, got ", each);
+  const int64_t most = std::max<int64_t>(1, kMost32 / std::max<int64_t>(each, 1));
+  for (int64_t first = 0; first < units; first += most) {
+    f(first, static_cast<int>(std::min(most, units - first)));
+  }
+}
+
+bool moves_by_two(const Window& w) {
+  return w.stride_h == kStep && w.stride_w == kStep && w.dilation_h == 1 && w.dilation_w == 1 &&
+      w.kernel_h == w.kernel_w;
+}
+
+// Elements of a tile that are surely free for what a band reads: it may start anywhere in a vector.
+template <typename T>
+constexpr int64_t kRoom = kTile / sizeof(T) - 16;
+
+// What one call of an operator computes on; pointers are those of the units of one launch.
+struct Units {
+  Geometry g;
+  int units;
+  c10::cuda::CUDAStream stream;
+  bool by_two;
+};
+
+template <typename T, int K>
+bool pool_by_two(const Units& u, const T* in, T* y, uint8_t* offsets) {
+  const Geometry& g = u.g;
+  if (g.lanes > 1) {
+    if (g.lanes % kVector<T> != 0) {
+      return false;
+    }
+    const int count = u.units * g.out_area() * (g.lanes / kVector<T>);
+    pool_pixels_kernel<T, K><<<grid_for<pool_pixels_kernel<T, K>>(blocks_each(count)), kThreads, 0, u.stream>>>(
+        in, y, offsets, g, Divisor(g.lanes / kVector<T>), count);
+    return true;
+  }
+  const Bands bands(u.units, g.out_h, g.in_area(), g.in_w, kStep, K - kStep, kRoom<T>);
+  if (bands.count == 0) {
+    return false;
+  }
+  pool_planes_kernel<T, K><<<grid_for<pool_planes_kernel<T, K>>(bands.count), kThreads, 0, u.stream>>>(
+      in, y, offsets, g, bands);
+  return true;
+}
+
+template <typename T>
+void pool(const Units& u, const T* in, T* y, uint8_t* offsets) {
+  if (!(u.by_two && u.g.kernel_h == 3 && pool_by_two<T, 3>(u, in, y, offsets)) &&
+      !(u.by_two && u.g.kernel_h == 2 && pool_by_two<T, 2>(u, in, y, offsets))) {
+    const int count = u.units * u.g.out_area() * u.g.lanes;
+    pool_kernel<T><<<grid_for<pool_kernel<T>>(blocks_each(count)), kThreads, 0, u.stream>>>(in, y, offsets, u.g, count);
+  }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <typename T, int K, int Pad, int Columns>
+bool pool_planes_backward(const Units& u, const T* grad, const uint8_t* offsets, T* out) {
+  const Geometry& g = u.g;
+  const Bands bands(
+      u.units, (g.in_h + kStep - 1) / kStep, g.out_area(), g.out_w, 1, Overlap<K, Pad>::kCount - 1, kRoom<T>);
+  if (bands.count == 0) {
+    return false;
+  }
+  pool_planes_backward_kernel<T, K, Pad, Columns>
+      <<<grid_for<pool_planes_backward_kernel<T, K, Pad, Columns>>(bands.count), kThreads, 0, u.stream>>>(
+          grad, offsets, out, g, bands, Divisor(g.in_w / Columns));
+  return true;
+}
+
+template <typename T, int K, int Pad>
+bool pool_backward_by_two(const Units& u, const T* grad, const uint8_t* offsets, T* out) {
+  const Geometry& g = u.g;
+  if (!u.by_two || g.kernel_h != K || g.pad_h != Pad || g.pad_w != Pad) {
+    return false;
+  }
+  if (g.lanes > 1) {
+    if (g.lanes % kVector<T> != 0) {
+      return false;
+    }
+    const int high = (g.in_h + kStep - 1) / kStep, wide = (g.in_w + kStep - 1) / kStep, vectors = g.lanes / kVector<T>;
+    const int count = u.units * high * wide * vectors;
+    pool_pixels_backward_kernel<T, K, Pad>
+        <<<grid_for<pool_pixels_backward_kernel<T, K, Pad>>(blocks_each(count)), kThreads, 0, u.stream>>>(
+            grad, offsets, out, g, Divisor(high), Divisor(wide), Divisor(vectors), count);
+    return true;
+  }
+  if (g.in_w % kVector<T> == 0) {
+    return pool_planes_backward<T, K, Pad, kVector<T>>(u, grad, offsets, out);
+  }
+  return g.in_w % kStep == 0 && pool_planes_backward<T, K, Pad, kStep>(u, grad, offsets, out);
+}
+
+template <typename T>
+void pool_backward(const Units& u, const T* grad, const uint8_t* offsets, T* out) {
+  if (!pool_backward_by_two<T, 3, 1>(u, grad, offsets, out) && !pool_backward_by_two<T, 3, 0>(u, grad, offsets, out) &&
+      !pool_backward_by_two<T, 2, 0>(u, grad, offsets, out)) {
+    const int count = u.units * u.g.in_area() * u.g.lanes;
+    pool_backward_kernel<T>
+        <<<grid_for<pool_backward_kernel<T>>(blocks_each(count)), kThreads, 0, u.stream>>>(
+            grad, offsets, out, u.g, count);
+  }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Calls f(units, elements before them in what was pooled, the same in what is pooled) for each launch of a call.
+template <typename F>
+void for_launches(const Pooling& call, const F& f) {
+  const int64_t units = call.channels_last ? call.pool.batch : call.pool.planes;
+  const Geometry g(call.pool.window, call.channels_last ? call.pool.channels : 1);
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  for_units(g, units, [&](int64_t first, int count) {
+    const int64_t before = first * g.lanes;
+    f(Units{g, count, stream, moves_by_two(call.pool.window)}, before * g.in_area(), before * g.out_area());
+  });
 }
 
 std::tuple<at::Tensor, at::Tensor> max_pool2d_with_offsets(
@@ -116,11 +600,13 @@ std::tuple<at::Tensor, at::Tensor> max_pool2d_with_offsets(
   const Pooling call = pooling_forward("max_pool2d_with_offsets", x, kernel, stride, padding, dilation, ceil_mode);
   const at::Tensor& y = call.out;
   if (y.numel() > 0) {
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "max_pool2d_with_offsets", [&] {
-      pool_kernel<scalar_t><<<blocks_for(y.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          call.in.const_data_ptr<scalar_t>(), y.mutable_data_ptr<scalar_t>(), call.cells.mutable_data_ptr<uint8_t>(),
-          call.pool.window, call.pool.channels, call.channels_last, y.numel());
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    const at::Tensor in = aligned(call.in);
+    MONET_DISPATCH_FLOATS(x.scalar_type(), "max_pool2d_with_offsets", [&] {
+      for_launches(call, [&](const Units& units, int64_t inputs, int64_t outputs) {
+        pool(
+            units, in.const_data_ptr<scalar_t>() + inputs, y.mutable_data_ptr<scalar_t>() + outputs,
+            call.cells.mutable_data_ptr<uint8_t>() + outputs);
+      });
     });
   }
   return {y, call.cells};
@@ -134,10 +620,12 @@ at::Tensor max_pool2d_offsets(
       "max_pool2d_offsets", indices, "indices", at::kLong, at::kByte, input_size, kernel, stride, padding, dilation);
   const at::Tensor& offsets = call.out;
   if (offsets.numel() > 0) {
-    to_offsets_kernel<<<blocks_for(offsets.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        call.in.const_data_ptr<int64_t>(), offsets.mutable_data_ptr<uint8_t>(), call.pool.window, call.pool.channels,
-        call.channels_last, offsets.numel());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    for_launches(call, [&](const Units& u, int64_t, int64_t first) {
+      const int count = u.units * u.g.out_area() * u.g.lanes;
+      to_offsets_kernel<<<grid_for<to_offsets_kernel>(blocks_of(count)), kThreads, 0, u.stream>>>(
+          call.in.const_data_ptr<int64_t>() + first, offsets.mutable_data_ptr<uint8_t>() + first, u.g, count);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    });
   }
   return offsets;
 }
@@ -151,10 +639,12 @@ at::Tensor max_pool2d_offsets_to_indices(
       dilation);
   const at::Tensor& indices = call.out;
   if (indices.numel() > 0) {
-    to_indices_kernel<<<blocks_for(indices.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        call.in.const_data_ptr<uint8_t>(), indices.mutable_data_ptr<int64_t>(), call.pool.window, call.pool.channels,
-        call.channels_last, indices.numel());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    for_launches(call, [&](const Units& u, int64_t, int64_t first) {
+      const int count = u.units * u.g.out_area() * u.g.lanes;
+      to_indices_kernel<<<grid_for<to_indices_kernel>(blocks_of(count)), kThreads, 0, u.stream>>>(
+          call.in.const_data_ptr<uint8_t>() + first, indices.mutable_data_ptr<int64_t>() + first, u.g, count);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    });
   }
   return indices;
 }
@@ -167,11 +657,13 @@ at::Tensor max_pool2d_offsets_backward(
       "max_pool2d_offsets_backward", grad, offsets, input_size, kernel, stride, padding, dilation);
   const at::Tensor& out = call.out;
   if (out.numel() > 0) {
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "max_pool2d_offsets_backward", [&] {
-      pool_backward_kernel<scalar_t><<<blocks_for(out.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          call.in.const_data_ptr<scalar_t>(), call.cells.const_data_ptr<uint8_t>(), out.mutable_data_ptr<scalar_t>(),
-          call.pool.window, call.pool.channels, call.channels_last, out.numel());
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    const at::Tensor upstream = aligned(call.in), cells = aligned(call.cells);
+    MONET_DISPATCH_FLOATS(grad.scalar_type(), "max_pool2d_offsets_backward", [&] {
+      for_launches(call, [&](const Units& units, int64_t inputs, int64_t outputs) {
+        pool_backward(
+            units, upstream.const_data_ptr<scalar_t>() + outputs, cells.const_data_ptr<uint8_t>() + outputs,
+            out.mutable_data_ptr<scalar_t>() + inputs);
+      });
     });
   }
   return out;
