@@ -253,10 +253,11 @@ template <typename T>
 __device__ __forceinline__ int load_tile(const T* __restrict__ from, int begin, int end, T* tile) {
   const int origin = begin - static_cast<int>(reinterpret_cast<uintptr_t>(from + begin) % 16 / sizeof(T));
   const int count = end - origin, vectors = count / kVector<T>;
+  // As words: elements of a byte would take a register each.
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(from + origin);
   for_vectors(
-      vectors, static_cast<int>(threadIdx.x), kThreads,
-      [&](int v) { return load<kVector<T>>(from + origin + v * kVector<T>); },
-      [&](int v, const Vector<T>& values) { store(tile + v * kVector<T>, values); });
+      vectors, static_cast<int>(threadIdx.x), kThreads, [&](int v) { return load<4>(words + v * 4); },
+      [&](int v, const Vector<uint32_t>& four) { store(reinterpret_cast<uint32_t*>(tile) + v * 4, four); });
   const int i = vectors * kVector<T> + static_cast<int>(threadIdx.x);
   if (i < count) {
     tile[i] = from[origin + i];
@@ -431,20 +432,15 @@ __global__ void __launch_bounds__(kThreads, 4) pool_pixels_backward_kernel(
     const Place at = place_of(i, by_h, by_w, by_vectors);
     Vector<T, N> values[kCount * kCount];
     Vector<uint8_t, N> cells[kCount * kCount];
+    bool exists[kCount * kCount];
 #pragma unroll
     for (int k = 0; k < kCount * kCount; ++k) {
       const int oh = at.h + Over::kLow + k / kCount, ow = at.w + Over::kLow + k % kCount;
-      const int from = ((at.unit * g.out_h + oh) * g.out_w + ow) * g.lanes + at.lane * N;
-      const bool inside = oh >= 0 && oh < g.out_h && ow >= 0 && ow < g.out_w;
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        values[k].at[j] = T(0);
-        cells[k].at[j] = K * K;  // a window that does not exist chose no input
-      }
-      if (inside) {
-        values[k] = load<N>(grad + from);
-        cells[k] = load<N>(offsets + from);
-      }
+      const int near_h = min(max(oh, 0), g.out_h - 1), near_w = min(max(ow, 0), g.out_w - 1);
+      const int from = ((at.unit * g.out_h + near_h) * g.out_w + near_w) * g.lanes + at.lane * N;
+      values[k] = load<N>(grad + from);
+      cells[k] = load<N>(offsets + from);
+      exists[k] = oh == near_h && ow == near_w;
     }
 #pragma unroll
     for (int p = 0; p < kStep * kStep; ++p) {
@@ -455,7 +451,7 @@ __global__ void __launch_bounds__(kThreads, 4) pool_pixels_backward_kernel(
         O sum = 0;
 #pragma unroll
         for (int k = 0; k < kCount * kCount; ++k) {
-          if (Over::has(ih, k / kCount) && Over::has(iw, k % kCount) &&
+          if (Over::has(ih, k / kCount) && Over::has(iw, k % kCount) && exists[k] &&
               cells[k].at[j] == Over::cell(ih, k / kCount) * K + Over::cell(iw, k % kCount)) {
             sum += static_cast<O>(values[k].at[j]);
           }
