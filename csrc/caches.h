@@ -76,12 +76,18 @@ MONET_HD int8_t int8_of(O x, float scale) {
   return scale != scale ? int8_t(0) : static_cast<int8_t>(units);
 }
 
-inline void check_cache(const at::Tensor& packed, int64_t bytes, const char* op) {
+// Elements of `alignment` bytes are read from the cache's first byte on: a view of other bytes may start anywhere.
+inline void check_cache(const at::Tensor& packed, int64_t bytes, int64_t alignment, const char* op) {
   TORCH_CHECK_TYPE(
       packed.scalar_type() == at::kByte, "monet_like::", op, ": the cache must be uint8, got ", packed.scalar_type());
   TORCH_CHECK_VALUE(
       packed.dim() == 1 && packed.is_contiguous() && packed.numel() == bytes, "monet_like::", op,
       ": the cache of such a tensor has shape [", bytes, "] and is contiguous, got shape ", packed.sizes());
+  const auto address = reinterpret_cast<uintptr_t>(packed.const_data_ptr());
+  TORCH_CHECK_VALUE(
+      address % static_cast<uintptr_t>(alignment) == 0, "monet_like::", op, ": the cache must start at a multiple of ",
+      alignment, " bytes in memory, got a view that starts at byte ", packed.storage_offset(),
+      " of its storage; pass packed.clone()");
 }
 
 // Calls f(place in the block, which of the kept ones) for every kept element of a block of n; whatever the index says,
@@ -121,7 +127,7 @@ inline Largest check_mm_largest(const at::Tensor& grad, const at::Tensor& packed
       columns);
   Largest layout = largest(grad, keep, grad.scalar_type(), "mm_largest");
   layout.numel = grad.size(0) * columns;
-  check_cache(packed, layout.bytes(), "mm_largest");
+  check_cache(packed, layout.bytes(), layout.itemsize, "mm_largest");
   return layout;
 }
 

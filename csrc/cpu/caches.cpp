@@ -138,7 +138,7 @@ at::Tensor unpack_largest(
   at::Tensor out = empty_in_packing_order(size, stride, packed.options().dtype(dtype), "unpack_largest");
   check_floating(out, "unpack_largest", "the result");
   const Largest layout = largest(out, keep, dtype, "unpack_largest");
-  check_cache(packed, layout.bytes(), "unpack_largest");
+  check_cache(packed, layout.bytes(), layout.itemsize, "unpack_largest");
   const uint8_t* bytes = packed.const_data_ptr<uint8_t>();
   with_bits(layout.itemsize, [&](auto zero) {
     using U = decltype(zero);
@@ -223,7 +223,7 @@ at::Tensor unpack_int8(
     const at::Tensor& packed, at::IntArrayRef size, at::ScalarType dtype, at::IntArrayRef stride) {
   at::Tensor out = empty_in_packing_order(size, stride, packed.options().dtype(dtype), "unpack_int8");
   check_floating(out, "unpack_int8", "the result");
-  check_cache(packed, int8_bytes(out.numel()), "unpack_int8");
+  check_cache(packed, int8_bytes(out.numel()), sizeof(float), "unpack_int8");
   const float* scales = reinterpret_cast<const float*>(packed.const_data_ptr<uint8_t>());
   const int8_t* bytes = reinterpret_cast<const int8_t*>(scales + scale_count(out.numel()));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "unpack_int8", [&] {

@@ -10,52 +10,104 @@
 namespace monet_like {
 namespace {
 
-constexpr int kWarps = kThreads / 32;
+// ---- the largest elements ----
+
+// A block of elements has a block of threads. Each thread has kUnits times kUnit adjacent elements, of which it holds all,
+// so that they are loaded once; unit k of thread t is unit k * kSelectors + t of the block.
+constexpr int kSelectors = 512, kSelectorWarps = kSelectors / 32, kUnit = 8;
+constexpr int kUnits = static_cast<int>(Largest::kBlock) / kUnit / kSelectors;
 
 template <typename U>
 __device__ __forceinline__ U magnitude(U bits) {
   return bits & static_cast<U>(static_cast<U>(~U(0)) >> 1);
 }
 
-// For the threads of a block, in order: how many before this one have the flag, and how many have it in all.
-__device__ __forceinline__ int rank_in_block(bool flag, int& total) {
-  __shared__ int counts[kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned int bits = __ballot_sync(0xffffffffu, flag);
-  if (lane == 0) {
-    counts[warp] = __popc(bits);
-  }
-  __syncthreads();
-  int before = __popc(bits & ((1u << lane) - 1));
-  total = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    before += w < warp ? counts[w] : 0;
-    total += counts[w];
-  }
-  __syncthreads();
-  return before;
+__device__ __forceinline__ int unit_start(int k) {
+  return (k * kSelectors + static_cast<int>(threadIdx.x)) * kUnit;
 }
 
-// The magnitude from which on `wanted` of n elements are kept, eight bits at a time; `wanted` becomes how many of it.
+// The sum of `value` over the lanes up to this one.
+__device__ __forceinline__ unsigned int sum_up_to(unsigned int value) {
+  for (int step = 1; step < 32; step *= 2) {
+    const unsigned int below = __shfl_up_sync(0xffffffffu, value, step);
+    value += static_cast<int>(threadIdx.x % 32) >= step ? below : 0u;
+  }
+  return value;
+}
+
+// counts[k] becomes the sum over all units before unit k of this thread.
+__device__ __forceinline__ void sum_before(unsigned int (&counts)[kUnits]) {
+  __shared__ unsigned int totals[kUnits * kSelectorWarps];
+  constexpr int kEach = kUnits * kSelectorWarps / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    const unsigned int up_to = sum_up_to(counts[k]);
+    if (lane == 31) {
+      totals[k * kSelectorWarps + warp] = up_to;
+    }
+    counts[k] = up_to - counts[k];
+  }
+  __syncthreads();
+  if (warp == 0) {
+    unsigned int own[kEach], sum = 0;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      own[e] = totals[lane * kEach + e];
+      sum += own[e];
+    }
+    unsigned int before = sum_up_to(sum) - sum;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      totals[lane * kEach + e] = before;
+      before += own[e];
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    counts[k] += totals[k * kSelectorWarps + warp];
+  }
+}
+
+// The magnitude from which on `wanted` of the first n elements are kept, eight bits at a time; `wanted` becomes how many
+// of that magnitude.
 template <typename U>
-__device__ U select(const U* x, int n, int& wanted) {
-  __shared__ unsigned int bins[256];
+__device__ U select(const Vector<U, kUnit> (&values)[kUnits], int n, int& wanted) {
+  constexpr int kBins = 256, kEach = kBins / 32;
+  __shared__ unsigned int bins[kBins];
   __shared__ int bin, rest;
   U found = 0, known = 0;  // the leading bits, and which bits these are
   for (int low = 8 * sizeof(U) - 8; low >= 0; low -= 8) {
-    bins[threadIdx.x] = 0;
+    if (threadIdx.x < kBins) {
+      bins[threadIdx.x] = 0;
+    }
     __syncthreads();
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const U key = magnitude(x[i]);
-      if ((key & known) == found) {
-        atomicAdd(&bins[(key >> low) & 255], 1u);
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+#pragma unroll
+      for (int j = 0; j < kUnit; ++j) {
+        const U key = magnitude(values[k].at[j]);
+        if (unit_start(k) + j < n && (key & known) == found) {
+          atomicAdd(&bins[(key >> low) & 255], 1u);
+        }
       }
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      rest = wanted;
-      for (bin = 255; bins[bin] < rest; --bin) {
-        rest -= bins[bin];
+    if (threadIdx.x < 32) {  // one warp: the largest bins are its first lane's
+      const int largest = kBins - 1 - static_cast<int>(threadIdx.x) * kEach;
+      unsigned int sum = 0;
+      for (int e = 0; e < kEach; ++e) {
+        sum += bins[largest - e];
+      }
+      int missing = wanted - static_cast<int>(sum_up_to(sum) - sum);
+      if (missing > 0 && missing <= static_cast<int>(sum)) {
+        int here = largest;
+        for (; static_cast<int>(bins[here]) < missing; --here) {
+          missing -= static_cast<int>(bins[here]);
+        }
+        bin = here;
+        rest = missing;
       }
     }
     __syncthreads();
@@ -67,76 +119,119 @@ __device__ U select(const U* x, int n, int& wanted) {
   return found;
 }
 
-// One thread block for each block of elements.
 template <typename U>
-__global__ void pack_largest_kernel(const U* x, uint8_t* packed, Largest layout) {
-  static_assert(kThreads == 256, "select has a thread for every bin");
+__global__ void __launch_bounds__(kSelectors) pack_largest_kernel(
+    const U* __restrict__ x, uint8_t* __restrict__ packed, Largest layout) {
   const int64_t first = blockIdx.x * Largest::kBlock;
   const int n = static_cast<int>(min(static_cast<int64_t>(Largest::kBlock), layout.numel - first));
-  U* values = reinterpret_cast<U*>(packed) + layout.kept(first);
+  U* kept = reinterpret_cast<U*>(packed) + layout.kept(first);
   uint8_t* index = packed + layout.index_at(first);
+  const bool places = layout.places();
   x += first;
-  int ties = static_cast<int>(layout.kept(n));
-  const U threshold = select(x, n, ties);
-  int made = 0, equals = 0;
-  for (int start = 0; start < n; start += kThreads) {
-    const int i = start + threadIdx.x;
-    const U key = i < n ? magnitude(x[i]) : U(0);
-    int total;
-    const bool equal = i < n && key == threshold;
-    const int rank = equals + rank_in_block(equal, total);
-    equals += total;
-    const bool keep = i < n && (key > threshold || (equal && rank < ties));
-    const int place = made + rank_in_block(keep, total);
-    made += total;
-    if (keep) {
-      values[place] = x[i];
-    }
-    if (layout.places()) {
-      if (keep) {
-        reinterpret_cast<uint16_t*>(index)[place] = static_cast<uint16_t>(i);
-      }
+  Vector<U, kUnit> values[kUnits];
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    const int start = unit_start(k);
+    if (start + kUnit <= n) {
+      values[k] = load<kUnit>(x + start);
     } else {
-      const unsigned int bits = __ballot_sync(0xffffffffu, keep);
-      const int lane = threadIdx.x % 32, word = i - lane;
-      if (lane < 4 && word + 8 * lane < n) {
-        index[word / 8 + lane] = static_cast<uint8_t>(bits >> (8 * lane));
+#pragma unroll
+      for (int j = 0; j < kUnit; ++j) {
+        values[k].at[j] = start + j < n ? x[start + j] : U(0);
       }
+    }
+  }
+  int ties = static_cast<int>(layout.kept(n));
+  const U threshold = select(values, n, ties);
+  // Before each unit: elements above the threshold in the low half, elements equal to it in the high half.
+  unsigned int counts[kUnits];
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    counts[k] = 0;
+#pragma unroll
+    for (int j = 0; j < kUnit; ++j) {
+      const U key = magnitude(values[k].at[j]);
+      counts[k] += unit_start(k) + j >= n ? 0u : key > threshold ? 1u : key == threshold ? 1u << 16 : 0u;
+    }
+  }
+  sum_before(counts);
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    const int start = unit_start(k);
+    int above = static_cast<int>(counts[k] & 0xffffu), equal = static_cast<int>(counts[k] >> 16);
+    unsigned int bits = 0;
+#pragma unroll
+    for (int j = 0; j < kUnit; ++j) {
+      const U key = magnitude(values[k].at[j]);
+      const bool larger = start + j < n && key > threshold, same = start + j < n && key == threshold;
+      if (larger || (same && equal < ties)) {
+        const int place = above + min(equal, ties);
+        kept[place] = values[k].at[j];
+        if (places) {
+          reinterpret_cast<uint16_t*>(index)[place] = static_cast<uint16_t>(start + j);
+        }
+        bits |= 1u << j;
+      }
+      above += larger ? 1 : 0;
+      equal += same ? 1 : 0;
+    }
+    if (!places && start < n) {
+      index[start / kUnit] = static_cast<uint8_t>(bits);
     }
   }
 }
 
 // From a block on, as many as there are thread blocks. Whatever the index says, nothing outside the block is touched.
 template <typename U>
-__global__ void unpack_largest_kernel(const uint8_t* packed, U* out, Largest layout, int64_t from_block) {
+__global__ void __launch_bounds__(kSelectors) unpack_largest_kernel(
+    const uint8_t* __restrict__ packed, U* __restrict__ out, Largest layout, int64_t from_block) {
   const int64_t first = (from_block + blockIdx.x) * Largest::kBlock;
   const int n = static_cast<int>(min(static_cast<int64_t>(Largest::kBlock), layout.numel - first));
   const int kept = static_cast<int>(layout.kept(n));
   const U* values = reinterpret_cast<const U*>(packed) + layout.kept(first);
   const uint8_t* index = packed + layout.index_at(first);
+  const bool places = layout.places();
   out += blockIdx.x * Largest::kBlock;
-  if (layout.places()) {
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      out[i] = U(0);
+  unsigned int bits[kUnits], before[kUnits];
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    const int start = unit_start(k);
+    bits[k] = places || start >= n ? 0u : index[start / kUnit];
+    bits[k] &= start + kUnit <= n ? 255u : (1u << max(n - start, 0)) - 1;
+    before[k] = static_cast<unsigned int>(__popc(bits[k]));
+  }
+  if (!places) {
+    sum_before(before);
+  }
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    const int start = unit_start(k);
+    int place = static_cast<int>(before[k]);
+    Vector<U, kUnit> made;
+#pragma unroll
+    for (int j = 0; j < kUnit; ++j) {
+      const bool keep = (bits[k] >> j & 1) != 0 && place < kept;
+      made.at[j] = keep ? values[place] : U(0);
+      place += keep ? 1 : 0;
     }
+    if (start + kUnit <= n) {
+      store(out + start, made);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kUnit; ++j) {
+        if (start + j < n) {
+          out[start + j] = made.at[j];
+        }
+      }
+    }
+  }
+  if (places) {
     __syncthreads();
-    for (int i = threadIdx.x; i < kept; i += kThreads) {
+    for (int i = threadIdx.x; i < kept; i += kSelectors) {
       const int place = reinterpret_cast<const uint16_t*>(index)[i];
       if (place < n) {
         out[place] = values[i];
       }
-    }
-    return;
-  }
-  int used = 0;
-  for (int start = 0; start < n; start += kThreads) {
-    const int i = start + threadIdx.x;
-    const bool keep = i < n && ((index[i / 8] >> (i % 8)) & 1);
-    int total;
-    const int place = used + rank_in_block(keep, total);
-    used += total;
-    if (i < n) {
-      out[i] = keep && place < kept ? values[place] : U(0);
     }
   }
 }
@@ -145,13 +240,13 @@ at::Tensor pack_largest(const at::Tensor& x, int64_t keep) {
   check_floating(x, "pack_largest", "x");
   const c10::cuda::CUDAGuard guard(x.device());
   const Largest layout = largest(x, keep, x.scalar_type(), "pack_largest");
-  const at::Tensor dense = in_packing_order(x);
+  const at::Tensor dense = aligned(in_packing_order(x));
   at::Tensor out = empty_cache(layout.bytes(), x);
   if (x.numel() > 0) {
     with_bits(layout.itemsize, [&](auto zero) {
       using U = decltype(zero);
       pack_largest_kernel<U>
-          <<<static_cast<unsigned int>(layout.blocks()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+          <<<static_cast<unsigned int>(layout.blocks()), kSelectors, 0, c10::cuda::getCurrentCUDAStream()>>>(
               static_cast<const U*>(dense.const_data_ptr()), out.mutable_data_ptr<uint8_t>(), layout);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
@@ -165,7 +260,7 @@ void unpack_blocks(
   with_bits(layout.itemsize, [&](auto zero) {
     using U = decltype(zero);
     unpack_largest_kernel<U>
-        <<<static_cast<unsigned int>(last - first), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        <<<static_cast<unsigned int>(last - first), kSelectors, 0, c10::cuda::getCurrentCUDAStream()>>>(
             packed.const_data_ptr<uint8_t>(), static_cast<U*>(out.mutable_data_ptr()), layout, first);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
@@ -177,7 +272,7 @@ at::Tensor unpack_largest(
   at::Tensor out = empty_in_packing_order(size, stride, packed.options().dtype(dtype), "unpack_largest");
   check_floating(out, "unpack_largest", "the result");
   const Largest layout = largest(out, keep, dtype, "unpack_largest");
-  check_cache(packed, layout.bytes(), "unpack_largest");
+  check_cache(packed, layout.bytes(), layout.itemsize, "unpack_largest");
   if (out.numel() > 0) {
     unpack_blocks(packed, layout, 0, layout.blocks(), out);
   }
@@ -211,57 +306,120 @@ at::Tensor mm_largest(
   return out;
 }
 
-// One warp for each block of kScaled elements. A NaN is not found by a maximum, so whether all are finite goes apart.
+// ---- eight bits ----
+
+// What a thread has of a block of kScaled elements, one block a warp: elements that start at a multiple of 16 bytes.
+constexpr int kEighth = static_cast<int>(kScaled) / 32;
+
+// The scale of a block, of whose elements this lane has count. A NaN is not found by a maximum, so whether all are finite
+// goes apart.
 template <typename T>
-__global__ void to_int8_kernel(const T* x, float* scales, int8_t* out, int64_t numel) {
+__device__ __forceinline__ float warp_scale(const Vector<T, kEighth>& values, int count) {
   using O = op_type<T>;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps;
-  const int lane = threadIdx.x % 32;
-  for (int64_t b = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; b * kScaled < numel; b += warps) {
-    const int64_t end = min(numel, (b + 1) * kScaled);
-    O top = 0;
-    bool finite = true;
-    for (int64_t i = b * kScaled + lane; i < end; i += 32) {
-      const O value = static_cast<O>(x[i]);
-      finite = finite && value - value == O(0);
-      top = max(top, value < O(0) ? -value : value);
+  O top = 0;
+  bool finite = true;
+#pragma unroll
+  for (int j = 0; j < kEighth; ++j) {
+    const O value = j < count ? static_cast<O>(values.at[j]) : O(0);
+    finite = finite && value - value == O(0);
+    top = max(top, value < O(0) ? -value : value);
+  }
+  for (int step = 16; step > 0; step /= 2) {
+    top = max(top, __shfl_xor_sync(0xffffffffu, top, step));
+  }
+  return __all_sync(0xffffffffu, finite) ? int8_scale(top) : __int_as_float(0x7fc00000);
+}
+
+// The bytes lie behind the scales and so start at a multiple of four only.
+template <typename T>
+__global__ void to_int8_kernel(const T* __restrict__ x, float* __restrict__ scales, int8_t* __restrict__ out, int count) {
+  using O = op_type<T>;
+  constexpr int kBlock = static_cast<int>(kScaled);
+  const int lane = static_cast<int>(threadIdx.x) % 32, blocks = count / kBlock;
+  for_vectors(
+      blocks, grid_thread() / 32, grid_threads() / 32,
+      [&](int b) { return load<kEighth>(x + b * kBlock + lane * kEighth); },
+      [&](int b, const Vector<T, kEighth>& values) {
+        const float scale = warp_scale(values, kEighth);
+        if (lane == 0) {
+          scales[b] = scale;
+        }
+#pragma unroll
+        for (int half = 0; half < kEighth; half += 4) {
+          Vector<int8_t, 4> made;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            made.at[j] = int8_of(static_cast<O>(values.at[half + j]), scale);
+          }
+          store(out + b * kBlock + lane * kEighth + half, made);
+        }
+      });
+  if (grid_thread() < 32 && blocks * kBlock < count) {
+    const int start = blocks * kBlock + lane * kEighth;
+    Vector<T, kEighth> values;
+#pragma unroll
+    for (int j = 0; j < kEighth; ++j) {
+      values.at[j] = start + j < count ? x[start + j] : T(0);
     }
-    for (int step = 16; step > 0; step /= 2) {
-      top = max(top, __shfl_xor_sync(0xffffffffu, top, step));
-    }
-    const bool all = __all_sync(0xffffffffu, finite);
-    const float scale = all ? int8_scale(top) : __int_as_float(0x7fc00000);
+    const float scale = warp_scale(values, kEighth);
     if (lane == 0) {
-      scales[b] = scale;
+      scales[blocks] = scale;
     }
-    for (int64_t i = b * kScaled + lane; i < end; i += 32) {
-      out[i] = int8_of(static_cast<O>(x[i]), scale);
+#pragma unroll
+    for (int j = 0; j < kEighth; ++j) {
+      if (start + j < count) {
+        out[start + j] = int8_of(static_cast<O>(values.at[j]), scale);
+      }
     }
   }
 }
 
 template <typename T>
-__global__ void from_int8_kernel(const float* scales, const int8_t* in, T* out, int64_t numel) {
-  MONET_GRID_STRIDE(i, numel) {
-    out[i] = static_cast<T>(static_cast<op_type<T>>(in[i]) * static_cast<op_type<T>>(scales[i / kScaled]));
+__global__ void from_int8_kernel(
+    const float* __restrict__ scales, const int8_t* __restrict__ in, T* __restrict__ out, int count) {
+  using O = op_type<T>;
+  struct Scaled {
+    Vector<uint32_t, 2> bytes;
+    float scale;
+  };
+  const int vectors = count / kEighth;
+  for_vectors(
+      vectors, grid_thread(), grid_threads(),
+      [&](int v) {
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(in) + v * 2;
+        return Scaled{{{words[0], words[1]}}, scales[v / 32]};  // kScaled elements are 32 vectors
+      },
+      [&](int v, const Scaled& scaled) {
+        Vector<T, kEighth> made;
+#pragma unroll
+        for (int j = 0; j < kEighth; ++j) {
+          const auto byte = static_cast<int8_t>(scaled.bytes.at[j / 4] >> (j % 4 * 8));
+          made.at[j] = static_cast<T>(static_cast<O>(byte) * static_cast<O>(scaled.scale));
+        }
+        store(out + v * kEighth, made);
+      });
+  const int i = vectors * kEighth + grid_thread();
+  if (i < count) {
+    out[i] = static_cast<T>(static_cast<O>(in[i]) * static_cast<O>(scales[i / static_cast<int>(kScaled)]));
   }
 }
 
 at::Tensor pack_int8(const at::Tensor& x) {
   check_floating(x, "pack_int8", "x");
   const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor dense = in_packing_order(x);
+  const at::Tensor in = aligned(in_packing_order(x));
   at::Tensor out = empty_cache(int8_bytes(x.numel()), x);
-  if (x.numel() > 0) {
-    float* scales = reinterpret_cast<float*>(out.mutable_data_ptr<uint8_t>());
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "pack_int8", [&] {
+  float* scales = reinterpret_cast<float*>(out.mutable_data_ptr<uint8_t>());
+  int8_t* bytes = reinterpret_cast<int8_t*>(scales + scale_count(x.numel()));
+  MONET_DISPATCH_FLOATS(x.scalar_type(), "pack_int8", [&] {
+    for_parts(x.numel(), [&](int64_t first, int count) {
       to_int8_kernel<scalar_t>
-          <<<blocks_for(scale_count(x.numel()) * 32), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-              dense.const_data_ptr<scalar_t>(), scales, reinterpret_cast<int8_t*>(scales + scale_count(x.numel())),
-              x.numel());
+          <<<grid_for<to_int8_kernel<scalar_t>>(blocks_of(count / kEighth)), kThreads, 0,
+             c10::cuda::getCurrentCUDAStream()>>>(
+              in.const_data_ptr<scalar_t>() + first, scales + first / kScaled, bytes + first, count);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
-  }
+  });
   return out;
 }
 
@@ -270,17 +428,18 @@ at::Tensor unpack_int8(
   const c10::cuda::CUDAGuard guard(packed.device());
   at::Tensor out = empty_in_packing_order(size, stride, packed.options().dtype(dtype), "unpack_int8");
   check_floating(out, "unpack_int8", "the result");
-  check_cache(packed, int8_bytes(out.numel()), "unpack_int8");
-  if (out.numel() > 0) {
-    const float* scales = reinterpret_cast<const float*>(packed.const_data_ptr<uint8_t>());
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "unpack_int8", [&] {
+  check_cache(packed, int8_bytes(out.numel()), sizeof(float), "unpack_int8");
+  const float* scales = reinterpret_cast<const float*>(packed.const_data_ptr<uint8_t>());
+  const int8_t* bytes = reinterpret_cast<const int8_t*>(scales + scale_count(out.numel()));
+  MONET_DISPATCH_FLOATS(dtype, "unpack_int8", [&] {
+    for_parts(out.numel(), [&](int64_t first, int count) {
       from_int8_kernel<scalar_t>
-          <<<blocks_for(out.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-              scales, reinterpret_cast<const int8_t*>(scales + scale_count(out.numel())),
-              out.mutable_data_ptr<scalar_t>(), out.numel());
+          <<<grid_for<from_int8_kernel<scalar_t>>(blocks_of(count / kEighth)), kThreads, 0,
+             c10::cuda::getCurrentCUDAStream()>>>(
+              scales + first / kScaled, bytes + first, out.mutable_data_ptr<scalar_t>() + first, count);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
-  }
+  });
   return out;
 }
 

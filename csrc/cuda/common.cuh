@@ -56,6 +56,22 @@ __device__ __forceinline__ void store(T* p, const Vector<T, N>& v) {
 template <typename T>
 inline constexpr int kVector = 16 / sizeof(T);
 
+// The 16 bytes at `p` as words, and elements of them. What waits in registers should wait so: elements of one or two bytes
+// would take a register each.
+using Words = Vector<uint32_t, 4>;
+
+template <typename T>
+__device__ __forceinline__ Words load_words(const T* p) {
+  return load<4>(reinterpret_cast<const uint32_t*>(p));
+}
+
+template <typename T>
+__device__ __forceinline__ Vector<T> elements(const Words& words) {
+  Vector<T> v;
+  __builtin_memcpy(&v, &words, sizeof(v));
+  return v;
+}
+
 // Whether 16 bytes can be loaded at `p`.
 template <typename T>
 MONET_HD bool is_aligned(const T* p) {
@@ -159,17 +175,18 @@ struct Divisor {
 
 // ---- grids ----
 
-// Blocks of a kernel that the current device runs at once. CUDA is asked once per kernel and device.
+// Blocks of `threads` threads, a multiple of 32, that the current device runs of a kernel at once. CUDA is asked once.
 template <auto Kernel>
-int64_t resident_blocks(int threads = kThreads, size_t shared_bytes = 0) {
-  static std::array<std::atomic<int>, 64> known{};
+int64_t resident_blocks(int threads) {
+  constexpr size_t kDevices = 64, kWarps = 33;
+  static std::array<std::atomic<int>, kDevices * kWarps> known{};
   int device = 0;
   C10_CUDA_CHECK(cudaGetDevice(&device));
-  std::atomic<int>& blocks = known[static_cast<size_t>(device) % known.size()];
+  std::atomic<int>& blocks = known[(static_cast<size_t>(device) % kDevices) * kWarps + threads / 32];
   if (blocks == 0) {
     int processors = 0, each = 0;
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-    C10_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, Kernel, threads, shared_bytes));
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, Kernel, threads, 0));
     blocks = std::max(1, processors * each);
   }
   return blocks;
@@ -177,8 +194,8 @@ int64_t resident_blocks(int threads = kThreads, size_t shared_bytes = 0) {
 
 // A grid for a kernel that strides over `wanted` blocks of work: no block waits for another one to end.
 template <auto Kernel>
-unsigned int grid_for(int64_t wanted, int threads = kThreads, size_t shared_bytes = 0) {
-  return static_cast<unsigned int>(std::clamp<int64_t>(wanted, 1, resident_blocks<Kernel>(threads, shared_bytes)));
+unsigned int grid_for(int64_t wanted, int threads = kThreads) {
+  return static_cast<unsigned int>(std::clamp<int64_t>(wanted, 1, resident_blocks<Kernel>(threads)));
 }
 
 // Blocks of work of a flat loop over vectors.

@@ -253,11 +253,10 @@ template <typename T>
 __device__ __forceinline__ int load_tile(const T* __restrict__ from, int begin, int end, T* tile) {
   const int origin = begin - static_cast<int>(reinterpret_cast<uintptr_t>(from + begin) % 16 / sizeof(T));
   const int count = end - origin, vectors = count / kVector<T>;
-  // As words: elements of a byte would take a register each.
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(from + origin);
   for_vectors(
-      vectors, static_cast<int>(threadIdx.x), kThreads, [&](int v) { return load<4>(words + v * 4); },
-      [&](int v, const Vector<uint32_t>& four) { store(reinterpret_cast<uint32_t*>(tile) + v * 4, four); });
+      vectors, static_cast<int>(threadIdx.x), kThreads,
+      [&](int v) { return load_words(from + origin + v * kVector<T>); },
+      [&](int v, const Words& words) { store(reinterpret_cast<uint32_t*>(tile) + v * 4, words); });
   const int i = vectors * kVector<T> + static_cast<int>(threadIdx.x);
   if (i < count) {
     tile[i] = from[origin + i];
@@ -422,7 +421,7 @@ __global__ void __launch_bounds__(kThreads, 4) pool_planes_backward_kernel(
 
 // Channels last: a thread has a vector of channels of kStep x kStep inputs.
 template <typename T, int K, int Pad>
-__global__ void __launch_bounds__(kThreads, 4) pool_pixels_backward_kernel(
+__global__ void __launch_bounds__(kThreads, 3) pool_pixels_backward_kernel(
     const T* __restrict__ grad, const uint8_t* __restrict__ offsets, T* __restrict__ out, Geometry g, Divisor by_h,
     Divisor by_w, Divisor by_vectors, int count) {
   using O = op_type<T>;

@@ -1,17 +1,23 @@
 // RMS norm on the GPU: forward, the same from the saved reciprocal roots, and the gradient.
 //
-// A block has one row at a time. Every tensor may have a dtype of its own, looked up at run time: all threads take the same
-// branch, and only float and double are compiled.
+// A block has one row at a time, which waits in the registers of its threads between the sum over it and its use: every
+// tensor passes through once. Rows that do not fit, or do not start at multiples of 16 bytes, and rare mixtures of dtypes
+// take kernels that read twice and look up dtypes at run time.
 
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <tuple>
 
 #include "common.cuh"
 
 namespace monet_like {
 namespace {
+
+constexpr int kMostThreads = 512;
+
+// ---- rows of any width, tensors of any dtype ----
 
 // A tensor of any floating dtype; null if there is none.
 struct Floats {
@@ -67,21 +73,24 @@ struct Floats {
   }
 };
 
-// The sum over all threads of a block, for all of them.
+// The sum over all threads of a block, for all of them. Turns alternate between two places, so that one barrier is enough.
 template <typename O>
-__device__ __forceinline__ O block_sum(O value) {
-  __shared__ O shared[kThreads / 32];
+__device__ __forceinline__ O block_sum(O value, int turn) {
+  __shared__ O shared[2][kMostThreads / 32];
   for (int step = 16; step > 0; step /= 2) {
-    value += __shfl_down_sync(0xffffffffu, value, step);
+    value += __shfl_xor_sync(0xffffffffu, value, step);
   }
-  __syncthreads();  // the sum of the row before has been read
+  const int warps = static_cast<int>(blockDim.x / 32);
+  if (warps == 1) {
+    return value;
+  }
   if (threadIdx.x % 32 == 0) {
-    shared[threadIdx.x / 32] = value;
+    shared[turn % 2][threadIdx.x / 32] = value;
   }
   __syncthreads();
   O total = 0;
-  for (int warp = 0; warp < kThreads / 32; ++warp) {
-    total += shared[warp];
+  for (int warp = 0; warp < warps; ++warp) {
+    total += shared[turn % 2][warp];
   }
   return total;
 }
@@ -89,6 +98,7 @@ __device__ __forceinline__ O block_sum(O value) {
 template <typename O>
 __global__ void forward_kernel(
     Floats x, Floats weight, O* rstd, bool given_rstd, Floats y, int64_t rows, int64_t width, O eps, bool rounded) {
+  int turn = 0;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const int64_t start = row * width;
     O r = 0;
@@ -100,7 +110,7 @@ __global__ void forward_kernel(
         const O value = x.at<O>(start + i);
         squares += value * value;
       }
-      r = O(1) / sqrt(block_sum(squares) / static_cast<O>(width) + eps);
+      r = O(1) / sqrt(block_sum(squares, turn++) / static_cast<O>(width) + eps);
       if (threadIdx.x == 0) {
         rstd[row] = r;
       }
@@ -122,6 +132,7 @@ __global__ void backward_kernel(
   for (int64_t i = threadIdx.x; mine != nullptr && i < width; i += kThreads) {
     mine[i] = 0;
   }
+  int turn = 0;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const int64_t start = row * width;
     const O r = rstd[row];
@@ -130,7 +141,7 @@ __global__ void backward_kernel(
       const O w = weight.data == nullptr ? O(1) : weight.at<O>(i);
       dot += grad.at<O>(start + i) * w * x.at<O>(start + i);
     }
-    const O slope = block_sum(dot) / static_cast<O>(width) * r * r * r;
+    const O slope = block_sum(dot, turn++) / static_cast<O>(width) * r * r * r;
     for (int64_t i = threadIdx.x; i < width; i += kThreads) {
       const O g = grad.at<O>(start + i), value = x.at<O>(start + i);
       const O w = weight.data == nullptr ? O(1) : weight.at<O>(i);
@@ -143,28 +154,248 @@ __global__ void backward_kernel(
   }
 }
 
+// ---- rows in registers ----
+
+constexpr int kHeld = 4;  // vectors of a row that a thread holds
+
+// The vectors of this thread; zeros past the end of the row.
+template <typename T>
+struct Held {
+  Words words[kHeld];
+
+  __device__ __forceinline__ Held(const T* row, int width) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * kVector<T>;
+      words[k] = row != nullptr && i < width ? load_words(row + i) : Words{};
+    }
+  }
+};
+
+// The same of elements whose vectors are cut as those of T are; T itself or wider.
+template <typename T, typename G>
+struct HeldAs {
+  static constexpr int kParts = sizeof(G) / sizeof(T);
+  Words words[kHeld][kParts];
+
+  __device__ __forceinline__ HeldAs(const G* row, int width) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * kVector<T>;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        words[k][part] = i < width ? load_words(row + i + part * kVector<G>) : Words{};
+      }
+    }
+  }
+  __device__ __forceinline__ G at(int k, int j) const {
+    return elements<G>(words[k][j / kVector<G>]).at[j % kVector<G>];
+  }
+};
+
+template <typename T, typename W, typename Y>
+__global__ void __launch_bounds__(kMostThreads) forward_row_kernel(
+    const T* __restrict__ x, const W* __restrict__ weight, op_type<T>* __restrict__ rstd, bool given_rstd,
+    Y* __restrict__ y, int64_t rows, int width, op_type<T> eps, bool rounded) {
+  using O = op_type<T>;
+  constexpr int N = kVector<T>;
+  int turn = 0;
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const Held<T> held(x + row * width, width);
+    O r = 0;
+    if (given_rstd) {
+      r = rstd[row];
+    } else {
+      O squares = 0;
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        const Vector<T> values = elements<T>(held.words[k]);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          squares += static_cast<O>(values.at[j]) * static_cast<O>(values.at[j]);
+        }
+      }
+      r = O(1) / sqrt(block_sum(squares, turn++) / static_cast<O>(width) + eps);
+      if (threadIdx.x == 0) {
+        rstd[row] = r;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * N;
+      if (i < width) {
+        const Vector<T> values = elements<T>(held.words[k]);
+        Vector<O, N> made;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          const O value = static_cast<O>(values.at[j]) * r;
+          made.at[j] = rounded ? static_cast<O>(static_cast<T>(value)) : value;
+        }
+        if (weight != nullptr) {
+          const Vector<W, N> w = load<N>(weight + i);
+#pragma unroll
+          for (int j = 0; j < N; ++j) {
+            made.at[j] *= static_cast<O>(w.at[j]);
+          }
+        }
+        Vector<Y, N> stored;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          stored.at[j] = static_cast<Y>(made.at[j]);
+        }
+        store(y + row * width + i, stored);
+      }
+    }
+  }
+}
+
+// partial[block, i] sums what the block's rows add to the weight's gradient; a thread's columns are the same in all rows.
+template <typename T, typename W, typename G>
+__global__ void __launch_bounds__(kMostThreads) backward_row_kernel(
+    const G* __restrict__ grad, const T* __restrict__ x, const W* __restrict__ weight,
+    const op_type<T>* __restrict__ rstd, const T* __restrict__ residual, T* __restrict__ grad_x,
+    op_type<T>* __restrict__ partial, int64_t rows, int width) {
+  using O = op_type<T>;
+  constexpr int N = kVector<T>;
+  O sums[kHeld][N] = {};
+  int turn = 0;
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const int64_t start = row * width;
+    const Held<T> held(x + start, width);
+    const HeldAs<T, G> upstream(grad + start, width);
+    const Held<T> before(residual == nullptr ? nullptr : residual + start, width);
+    const O r = rstd[row];
+    O dot = 0;
+    O through[kHeld][N];  // gradients times weights
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * N;
+      const Vector<T> values = elements<T>(held.words[k]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const O g = static_cast<O>(upstream.at(k, j)), value = static_cast<O>(values.at[j]);
+        sums[k][j] += g * (value * r);
+        through[k][j] = g;
+      }
+      if (weight != nullptr && i < width) {
+        const Vector<W, N> w = load<N>(weight + i);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          through[k][j] *= static_cast<O>(w.at[j]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        dot += through[k][j] * static_cast<O>(values.at[j]);
+      }
+    }
+    const O slope = block_sum(dot, turn++) / static_cast<O>(width) * r * r * r;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * N;
+      if (i < width) {
+        const Vector<T> values = elements<T>(held.words[k]), more = elements<T>(before.words[k]);
+        Vector<T> made;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          const O own = through[k][j] * r - static_cast<O>(values.at[j]) * slope;
+          made.at[j] = static_cast<T>(static_cast<O>(more.at[j]) + own);
+        }
+        store(grad_x + start + i, made);
+      }
+    }
+  }
+  if (partial == nullptr) {
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * N;
+    if (i < width) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        partial[static_cast<int64_t>(blockIdx.x) * width + i + j] = sums[k][j];
+      }
+    }
+  }
+}
+
+// ---- launches ----
+
 unsigned int blocks_for_rows(int64_t rows, int64_t most) {
   return static_cast<unsigned int>(std::clamp<int64_t>(rows, 1, most));
 }
 
+// Contiguous, and where 16 bytes can be read at a time; undefined if it is not given.
 at::Tensor dense(const std::optional<at::Tensor>& t) {
-  return given(t) ? t->contiguous() : at::Tensor();
+  return given(t) ? aligned(t->contiguous()) : at::Tensor();
+}
+
+template <typename T>
+const T* data_of(const at::Tensor& t) {
+  return t.defined() ? static_cast<const T*>(t.const_data_ptr()) : nullptr;
+}
+
+// Threads that hold a row of `width` elements of type T; 0 if it is held in no registers.
+template <typename T>
+int threads_for(int64_t width) {
+  const int64_t each = kHeld * kVector<T>, threads = (width + each * 32 - 1) / (each * 32) * 32;
+  return width % kVector<T> == 0 && threads <= kMostThreads ? static_cast<int>(threads) : 0;
+}
+
+// Calls f(zero of the type of `a`, zero of the type of `b`) where each is T or the type that T is computed in, and says
+// whether it did; undefined tensors count as T.
+template <typename T, typename F>
+bool with_types(const at::Tensor& a, const at::Tensor& b, const F& f) {
+  using O = op_type<T>;
+  constexpr auto own = c10::CppTypeToScalarType<T>::value, wide = c10::CppTypeToScalarType<O>::value;
+  const auto type_a = a.defined() ? a.scalar_type() : own, type_b = b.defined() ? b.scalar_type() : own;
+  if ((type_a != own && type_a != wide) || (type_b != own && type_b != wide)) {
+    return false;
+  }
+  if (type_a == own) {
+    type_b == own ? f(T{}, T{}) : f(T{}, O{});
+  } else {
+    type_b == own ? f(O{}, T{}) : f(O{}, O{});
+  }
+  return true;
 }
 
 // y, and rstd where it is not given.
 void forward(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const RowShape& shape, double eps, bool rounded,
     const at::Tensor& rstd, bool given_rstd, const at::Tensor& y) {
-  if (shape.rows == 0) {
+  if (shape.rows == 0 || shape.width == 0) {
+    if (!given_rstd) {
+      rstd.fill_(std::numeric_limits<double>::quiet_NaN());  // the mean of nothing
+    }
     return;
   }
-  const at::Tensor in = x.contiguous(), w = dense(weight);
+  const at::Tensor in = dense(x), w = dense(weight);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  bool done = false;
+  MONET_DISPATCH_FLOATS(x.scalar_type(), "rms_norm", [&] {
+    using O = op_type<scalar_t>;
+    const int threads = threads_for<scalar_t>(shape.width);
+    done = threads > 0 && with_types<scalar_t>(w, y, [&](auto of_weight, auto of_y) {
+      using W = decltype(of_weight);
+      using Y = decltype(of_y);
+      forward_row_kernel<scalar_t, W, Y>
+          <<<grid_for<forward_row_kernel<scalar_t, W, Y>>(shape.rows, threads), threads, 0, stream>>>(
+              data_of<scalar_t>(in), data_of<W>(w), static_cast<O*>(const_cast<void*>(rstd.const_data_ptr())),
+              given_rstd, y.mutable_data_ptr<Y>(), shape.rows, static_cast<int>(shape.width), static_cast<O>(eps),
+              rounded);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    });
+  });
+  if (done) {
+    return;
+  }
   with_opmath(x, [&](auto zero) {
     using O = decltype(zero);
-    forward_kernel<O>
-        <<<blocks_for_rows(shape.rows, 65535), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-            Floats(in), Floats(w), static_cast<O*>(const_cast<void*>(rstd.const_data_ptr())), given_rstd, Floats(y),
-            shape.rows, shape.width, static_cast<O>(eps), rounded);
+    forward_kernel<O><<<blocks_for_rows(shape.rows, 65535), kThreads, 0, stream>>>(
+        Floats(in), Floats(w), static_cast<O*>(const_cast<void*>(rstd.const_data_ptr())), given_rstd, Floats(y),
+        shape.rows, shape.width, static_cast<O>(eps), rounded);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
@@ -201,21 +432,48 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
   const c10::cuda::CUDAGuard guard(x.device());
   at::Tensor grad_x = at::empty(x.sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
   // Enough blocks to fill a GPU, few enough that their partial sums are small beside the gradient.
-  const unsigned int blocks = blocks_for_rows((shape.rows + 7) / 8, 1024);
+  const int64_t wanted = std::max((shape.rows + 31) / 32, std::min<int64_t>((shape.rows + 3) / 4, 256));
+  const auto stream = c10::cuda::getCurrentCUDAStream();
   at::Tensor partial;
-  if (given(weight)) {
-    partial = at::zeros({static_cast<int64_t>(blocks), shape.width}, row_statistics_options(x));
-  }
-  if (shape.rows > 0) {
-    const at::Tensor upstream = grad.contiguous(), in = x.contiguous(), w = dense(weight), known = rstd.contiguous();
+  const auto partial_for = [&](unsigned int blocks) {
+    if (given(weight)) {
+      partial = at::empty({static_cast<int64_t>(blocks), shape.width}, row_statistics_options(x));
+    }
+    return partial;
+  };
+  if (shape.rows == 0 || shape.width == 0) {
+    partial_for(1).zero_();
+  } else {
+    const at::Tensor upstream = dense(grad), in = dense(x), w = dense(weight), known = rstd.contiguous();
     const at::Tensor before = dense(residual);
-    with_opmath(x, [&](auto zero) {
-      using O = decltype(zero);
-      backward_kernel<O><<<blocks, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          Floats(upstream), Floats(in), Floats(w), known.const_data_ptr<O>(), Floats(before), Floats(grad_x),
-          partial.defined() ? partial.mutable_data_ptr<O>() : nullptr, shape.rows, shape.width);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    bool done = false;
+    MONET_DISPATCH_FLOATS(x.scalar_type(), "rms_norm_backward", [&] {
+      using O = op_type<scalar_t>;
+      const int threads = threads_for<scalar_t>(shape.width);
+      const bool adds_own = !before.defined() || before.scalar_type() == x.scalar_type();
+      done = threads > 0 && adds_own && with_types<scalar_t>(w, upstream, [&](auto of_weight, auto of_grad) {
+        using W = decltype(of_weight);
+        using G = decltype(of_grad);
+        const unsigned int blocks = grid_for<backward_row_kernel<scalar_t, W, G>>(wanted, threads);
+        O* sums = const_cast<O*>(data_of<O>(partial_for(blocks)));
+        backward_row_kernel<scalar_t, W, G><<<blocks, threads, 0, stream>>>(
+            data_of<G>(upstream), data_of<scalar_t>(in), data_of<W>(w), known.const_data_ptr<O>(),
+            data_of<scalar_t>(before), grad_x.mutable_data_ptr<scalar_t>(), sums, shape.rows,
+            static_cast<int>(shape.width));
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      });
     });
+    if (!done) {
+      const unsigned int blocks = blocks_for_rows(wanted, 1024);
+      with_opmath(x, [&](auto zero) {
+        using O = decltype(zero);
+        O* sums = const_cast<O*>(data_of<O>(partial_for(blocks)));
+        backward_kernel<O><<<blocks, kThreads, 0, stream>>>(
+            Floats(upstream), Floats(in), Floats(w), known.const_data_ptr<O>(), Floats(before), Floats(grad_x), sums,
+            shape.rows, shape.width);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      });
+    }
   }
   at::Tensor grad_weight;
   if (given(weight)) {
