@@ -141,6 +141,7 @@ __global__ void pool_backward_kernel(
     O sum = 0;
     for (int oh = oh0; oh < oh1; ++oh) {
       const int row = (at.unit * g.out_h + oh) * g.out_w;
+#pragma unroll 1
       for (int ow = ow0; ow < ow1; ++ow) {
         const int pooled = (row + ow) * g.lanes + at.lane;
         if (index_of({at.unit, oh, ow, at.lane}, offsets[pooled], g) == index) {

@@ -442,7 +442,9 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     return partial;
   };
   if (shape.rows == 0 || shape.width == 0) {
-    partial_for(1).zero_();
+    if (partial_for(1).defined()) {
+      partial.zero_();
+    }
   } else {
     const at::Tensor upstream = dense(grad), in = dense(x), w = dense(weight), known = rstd.contiguous();
     const at::Tensor before = dense(residual);

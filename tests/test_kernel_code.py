@@ -1,0 +1,108 @@
+"""The reader of compiled CUDA kernels (benchmarks/kernel_code.py) notices what it is there to notice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kernel_code
+from benchmarks.kernel_code import Bounds, Code, Row
+
+SOURCE = """
+struct alignas(16) Four { float at[4]; };
+template <typename T>
+__global__ void vectors_kernel(const Four* __restrict__ x, Four* __restrict__ y, int count) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    Four v = x[i];
+    v.at[0] += 1.0f;
+    y[i] = v;
+  }
+}
+template <typename T>
+__global__ void scalars_kernel(const T* __restrict__ x, T* __restrict__ y, int count) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    y[i] = x[i] + T(1);
+  }
+}
+template <typename T>
+__global__ void divides_kernel(const T* __restrict__ x, T* __restrict__ y, int count, int width) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    y[i] = x[i / width];
+  }
+}
+template <typename T>
+__global__ void divides_64_bits_kernel(const T* __restrict__ x, T* __restrict__ y, long long count, long long width) {
+  for (long long i = threadIdx.x; i < count; i += blockDim.x) {
+    y[i] = x[i % width];
+  }
+}
+__global__ void greedy_kernel(const float* __restrict__ x, float* __restrict__ y, int count) {
+  __shared__ float all[12000];
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    all[threadIdx.x] = x[i];
+    __syncthreads();
+    y[i] = all[(threadIdx.x + 1) % 12000];
+  }
+}
+__global__ void nobody_stated_kernel(float* x) { x[threadIdx.x] = 0; }
+template __global__ void vectors_kernel<float>(const Four*, Four*, int);
+template __global__ void scalars_kernel<float>(const float*, float*, int);
+template __global__ void divides_kernel<float>(const float*, float*, int, int);
+template __global__ void divides_64_bits_kernel<float>(const float*, float*, long long, long long);
+"""
+WIDE = Bounds(kernel_code.own, kernel_code.own, load=16, store=16, issue=0.5)
+NARROW = Bounds(kernel_code.own, kernel_code.own, load=4, store=4, issue=2.0)
+BOUNDS = {
+    "vectors_kernel": WIDE,
+    "scalars_kernel": WIDE,
+    "divides_kernel": NARROW,
+    "divides_64_bits_kernel": NARROW,
+    "greedy_kernel": replace(NARROW, resident=1280),
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
+    source = tmp_path_factory.mktemp("code") / "planted.cu"
+    source.write_text(SOURCE)
+    try:
+        found = list(kernel_code.rows_of([source], ["90"], BOUNDS))
+    except kernel_code.ToolMissing as reason:
+        pytest.skip(str(reason))
+    return {row.kernel.partition("<")[0]: row for row in found}
+
+
+def test_a_kernel_that_keeps_its_bounds(rows: dict[str, Row]) -> None:
+    row = rows["vectors_kernel"]
+    assert row.problems == ()
+    assert (row.load, row.store, row.divisions) == (16, 16, 0)
+    assert 1 < row.per_element < 10
+
+
+def test_scalar_accesses_are_seen(rows: dict[str, Row]) -> None:
+    assert {"loads 4 bytes at a time, not 16", "stores 4 bytes at a time, not 16"} <= set(rows["scalars_kernel"].problems)
+
+
+@pytest.mark.parametrize("kernel", ["divides_kernel", "divides_64_bits_kernel"])
+def test_divisions_in_loops_are_seen(rows: dict[str, Row], kernel: str) -> None:
+    assert any("divisions of integers" in problem for problem in rows[kernel].problems)
+
+
+def test_few_resident_threads_are_seen(rows: dict[str, Row]) -> None:
+    assert rows["greedy_kernel"].problems == ("1024 resident threads, not 1280",)
+
+
+def test_a_kernel_without_bounds_fails(rows: dict[str, Row]) -> None:
+    assert any("no bounds are stated" in problem for problem in rows["nobody_stated_kernel"].problems)
+
+
+def test_instructions_beyond_the_bound_are_seen() -> None:
+    """A loop of 36 instructions for 4 bytes read and 4 written; needs no compiler."""
+    body = ["LDG.E R2, [R4.64]", *["FADD R2, R2, R2"] * 33, "STG.E [R6.64], R2", "@!P0 BRA 0x10"]
+    texts = ["MOV R1, R2", *body, "EXIT"]
+    code = Code("busy_kernel<float>", tuple((16 * i, text) for i, text in enumerate(texts)), 32, 0, 0)
+    row = kernel_code.judged(code, "90", {"busy_kernel": Bounds(NARROW.loads, NARROW.stores, 4, 4, issue=0.5)})
+    assert (row.per_element, row.per_byte) == (36, 4.5)
+    assert row.problems == ("takes 0.51 of the issue slots, more than 0.5",)
