@@ -3,7 +3,8 @@
 #
 #   bash scripts/gpu_check.sh [FOLDER]      default: gpu_check
 #
-# Builds csrc, runs tests/gpu, replays the schedules in solutions/ beside plain PyTorch and profiles their models.
+# Builds csrc, runs tests/gpu, measures the kernels' GB/s beside copy_, replays the schedules in solutions/ beside plain
+# PyTorch and profiles their models.
 # FOLDER then holds gpu_check.md, replays.csv, profiles/ and a log of each stage, and FOLDER.tar.gz all of it. Schedules
 # are solved elsewhere from the profiles (solve.py --profile); a second call replays those. MINUTES (9), PYTHON (python3),
 # SOLUTIONS (a folder of schedules), MODELS (a regular expression: only these), STEPS, TESTS (tests/gpu) and BUILD (1; 0: the
@@ -36,6 +37,7 @@ stage() { # NAME SECONDS COMMAND...: run it with its output in NAME.log, and say
 : >"$out/stages.txt"
 [[ ${BUILD:-1} == 0 ]] || stage build $((limit / 3)) env MONET_LIKE_CUDA=1 "$python" -m monet_like.kernels.build
 stage tests $((limit / 4)) "$python" -m pytest -q -o addopts= ${TESTS:-tests/gpu}
+stage bandwidth $((limit / 8)) "$python" -m benchmarks.kernel_bandwidth --out "$out/kernel_bandwidth.md"
 left=$((limit - SECONDS - 10))
 stage measure "$left" "$python" scripts/gpu_check.py --out "$out" --seconds $((left - 20)) \
   ${SOLUTIONS:+--solutions "$SOLUTIONS"} ${MODELS:+--models "$MODELS"} ${STEPS:+--steps "$STEPS"}

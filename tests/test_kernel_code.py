@@ -82,7 +82,9 @@ def test_a_kernel_that_keeps_its_bounds(rows: dict[str, Row]) -> None:
 
 
 def test_scalar_accesses_are_seen(rows: dict[str, Row]) -> None:
-    assert {"loads 4 bytes at a time, not 16", "stores 4 bytes at a time, not 16"} <= set(rows["scalars_kernel"].problems)
+    assert {"loads 4 bytes at a time, not 16", "stores 4 bytes at a time, not 16"} <= set(
+        rows["scalars_kernel"].problems
+    )
 
 
 @pytest.mark.parametrize("kernel", ["divides_kernel", "divides_64_bits_kernel"])

@@ -386,6 +386,16 @@ def test_max_pool_window_wholly_in_the_padding(impl: Any) -> None:
     assert_bits(impl("max_pool2d_offsets_to_indices")(offsets, x.shape, *pool), indices)
 
 
+def test_max_pool_gradient_of_a_window_wholly_in_the_padding(impl: Any) -> None:
+    """ATen names the pixel below as the one such a window chose, and the gradient goes there."""
+    x, pool = torch.zeros(1, 1, 11, 1), ([3, 2], [3, 2], [0, 1], [3, 2])
+    y, indices = aten.max_pool2d_with_indices(x, *pool, True)
+    _, offsets = impl("max_pool2d_with_offsets")(x, *pool, True)
+    made = impl("max_pool2d_offsets_backward")(torch.ones_like(y), offsets, x.shape, *pool)
+    assert_bits(made, aten.max_pool2d_with_indices_backward(torch.ones_like(y), x, *pool, True, indices))
+    assert made.flatten().nonzero().flatten().tolist() == [1, 4, 7]
+
+
 def test_max_pool_backward_survives_corrupt_offsets() -> None:
     if not kernels.available("cpu"):
         pytest.skip(kernels.status())
@@ -867,6 +877,27 @@ def test_fakes_know_the_dtype_of_the_statistics(dtype: torch.dtype) -> None:
             fake = [mode.from_tensor(t) for t in (x, c)]
             made = ops.batch_norm_train(fake[0], fake[1], fake[1], None, None, 0.1, 1e-5, *RELU, True)
         assert [t.dtype for t in made] == [t.dtype for t in real]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_caches_at_odd_offsets_are_refused(impl: Any, dtype: torch.dtype) -> None:
+    x = torch.randn(300).to(dtype)
+
+    def moved(packed: Tensor, by: int) -> Tensor:
+        return torch.cat([packed.new_zeros(by), packed])[by:]
+
+    largest, scaled = impl("pack_largest")(x, 2000), impl("pack_int8")(x)
+    for unpack, packed, least in (
+        (lambda cache: impl("unpack_largest")(cache, 2000, x.shape, dtype), largest, dtype.itemsize),
+        (lambda cache: impl("mm_largest")(x.view(300, 1), cache, 2000, 1), largest, dtype.itemsize),
+        (lambda cache: impl("unpack_int8")(cache, x.shape, dtype), scaled, 4),
+    ):
+        assert_bits(unpack(moved(packed, 8)), unpack(packed))
+        message = (
+            rf"must start at a multiple of {least} bytes in memory, got a view that starts at byte 1 of its storage"
+        )
+        with pytest.raises(ValueError, match=message):
+            unpack(moved(packed, 1))
 
 
 def test_wrong_arguments_are_named() -> None:

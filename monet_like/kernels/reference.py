@@ -219,9 +219,15 @@ def int8_bytes(numel: int) -> int:
     return (numel + INT8_BLOCK - 1) // INT8_BLOCK * 4 + numel
 
 
-def _check_cache(packed: Tensor, size: int) -> None:
-    if packed.dtype != torch.uint8 or packed.shape != (size,):
+def _check_cache(packed: Tensor, size: int, alignment: int) -> None:
+    """``alignment``: bytes of the elements that are read from the cache's first byte on."""
+    if packed.dtype != torch.uint8 or packed.shape != (size,) or not packed.is_contiguous():
         raise ValueError(f"the cache of such a tensor is uint8[{size}], got {packed.dtype}{list(packed.shape)}")
+    if packed.storage_offset() % alignment:
+        raise ValueError(
+            f"the cache must start at a multiple of {alignment} bytes in memory, got a view that starts at byte "
+            f"{packed.storage_offset()} of its storage; pass packed.clone()"
+        )
 
 
 def _check_keep(keep: int) -> None:
@@ -261,7 +267,7 @@ def unpack_largest(
     _check_keep(keep)
     out = empty_in_packing_order(size, stride, packed, dtype)
     count = out.numel()
-    _check_cache(packed, largest_bytes(count, keep, dtype.itemsize))
+    _check_cache(packed, largest_bytes(count, keep, dtype.itemsize), dtype.itemsize)
     kept = largest_kept(count, keep)
     values, index = packed[: kept * dtype.itemsize].view(dtype), packed[kept * dtype.itemsize :]
     flat = _flat(out).zero_()
@@ -309,7 +315,7 @@ def unpack_int8(packed: Tensor, size: Sequence[int], dtype: torch.dtype, stride:
     """The inverse of pack_int8 but for rounding; contiguous if no stride is given."""
     out = empty_in_packing_order(size, stride, packed, dtype)
     count = out.numel()
-    _check_cache(packed, int8_bytes(count))
+    _check_cache(packed, int8_bytes(count), torch.float32.itemsize)
     start = packed.numel() - count
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scales = packed[:start].view(torch.float32).to(wide).repeat_interleave(INT8_BLOCK)[:count]
