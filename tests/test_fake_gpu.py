@@ -64,7 +64,7 @@ def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:
     assert len(set(moved["peaks"])) == 1
     assert moved["peaks"][0] <= moved["predicted"]
     assert moved["plans"] == 1, "moving the model made another plan"
-    assert offload["pinned"] > 0
+    assert 0 < offload["pinned"] <= offload["pinned predicted"]
     assert offload["asked"] <= offload["predicted"] <= 0.75 * offload["plain"]
     assert distributed["predicted"] == moved["predicted"]
     # Neither the workspace that cuBLAS keeps from its first call on, nor the rest of a block of the allocator.

@@ -56,7 +56,10 @@ class Editor:
 
     def value(self, name: str, kind: Any, meta: TensorMeta, *, on_host: bool = False) -> int:
         """A new value with a storage of its own, ``on_host`` where no budget counts it."""
-        on_device, host = (0, meta.storage_bytes) if on_host else (meta.allocated_bytes, 0)
+        host = meta.storage_bytes
+        if self.device.type == "cuda":  # PyTorch's cache of pinned memory has blocks of powers of two
+            host = 1 << max(0, host - 1).bit_length()
+        on_device, host = (0, host) if on_host else (meta.allocated_bytes, 0)
         self.values.append(Value(name, on_device, kind, str(meta), host))
         self.metas.append(meta)
         return len(self.values) - 1
