@@ -62,10 +62,15 @@ _EXISTS = -1
 
 
 def _zero_gradients(program: Program) -> frozenset[int]:
-    """Zeros that a backward makes by itself, as ``torch.normal``'s does for its mean: they are added to gradients."""
-    return frozenset(
-        value for task in program.tasks if task.calls[-1].op == "aten.zeros.default" for value in task.writes
-    )
+    """Zeros that a backward makes by itself, as ``torch.normal``'s does for its mean, and what it makes of them alone.
+
+    They are added to gradients, as gradients that exist.
+    """
+    zeros: set[int] = set()
+    for task in program.tasks:
+        if task.calls[-1].op == "aten.zeros.default" or not zeros.isdisjoint(task.reads):
+            zeros.update(task.writes)
+    return frozenset(zeros)
 
 
 def _dependencies(program: Program) -> dict[int, frozenset[int]]:

@@ -199,8 +199,17 @@ class Sampled(nn.Module):
         return torch.normal(mean, 0.1) * self.scale, mean
 
 
-def test_zeros_are_a_gradient_where_another_is_missing() -> None:
-    plain, x = Sampled(), torch.randn(3, 4)
+class SampledOfAMultiple(Sampled):
+    """The zeros are multiplied on their way to where another gradient is missing."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = self.mean(x)
+        return torch.normal(mean * torch.arange(4), 0.1) * self.scale, mean
+
+
+@pytest.mark.parametrize("kind", [Sampled, SampledOfAMultiple])
+def test_zeros_are_a_gradient_where_another_is_missing(kind: type[nn.Module]) -> None:
+    plain, x = kind(), torch.randn(3, 4)
     mine = wrapped(plain, x, drop=0.7)
     for model in (plain, mine):
         model(x)[0].sum().backward()
