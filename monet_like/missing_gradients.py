@@ -67,8 +67,11 @@ def _zero_gradients(program: Program) -> frozenset[int]:
     They are added to gradients, as gradients that exist.
     """
     zeros: set[int] = set()
-    for task in program.tasks:
-        if task.calls[-1].op == "aten.zeros.default" or not zeros.isdisjoint(task.reads):
+    incoming = set(program.tangents)
+    for task in (*program.tasks, *(task for slot in program.slots for task in slot)):
+        if not incoming.isdisjoint(task.reads):
+            incoming.update(task.writes)
+        elif task.calls[-1].op == "aten.zeros.default" or not zeros.isdisjoint(task.reads):
             zeros.update(task.writes)
     return frozenset(zeros)
 

@@ -200,11 +200,11 @@ class Sampled(nn.Module):
 
 
 class SampledOfAMultiple(Sampled):
-    """The zeros are multiplied on their way to where another gradient is missing."""
+    """The zeros are multiplied, also by parameters, on their way to where another gradient is missing."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean = self.mean(x)
-        return torch.normal(mean * torch.arange(4), 0.1) * self.scale, mean
+        return torch.normal(mean.sin() * self.scale * torch.arange(4), 0.1) * self.scale, mean
 
 
 @pytest.mark.parametrize("kind", [Sampled, SampledOfAMultiple])
