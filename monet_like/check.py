@@ -21,7 +21,7 @@ from .capture import TensorMeta
 from .comparison import Differences, Tensors, Verdict, compare, differences
 from .compiler import Example, default_names
 from .errors import UsageError
-from .measure import allocated_peak
+from .measure import allocated_peak, have_workspaces
 from .mode import is_lossy, parse_mode
 from .precision import autocast_as, autocast_name, in_layout, layout_of
 from .problem import Problem, read_problem
@@ -213,8 +213,12 @@ def _as_double(example: Example) -> Example:
 
 
 def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:
-    """Peak of a whole step: what exists before it, and the rise above that, without the loss and its gradient."""
+    """Peak of a whole step: what exists before it, and the rise above that, without the loss and its gradient.
+
+    What cuBLAS keeps from one step to the next is not in it: it is the device's, whatever the schedule.
+    """
     model.zero_grad(set_to_none=True)
+    have_workspaces(device)
 
     def step() -> None:
         results = pytree.tree_leaves(model(*example[0], **example[1]))
