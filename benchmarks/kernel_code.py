@@ -154,6 +154,7 @@ class Code:
     """The machine code of one kernel and what it uses."""
 
     name: str  # as in C++, with the types of its elements
+    source: str  # name of the file that it is in, without suffix; empty where the compiler does not tell
     instructions: tuple[tuple[int, str], ...]  # address and text
     registers: int
     shared_bytes: int
@@ -211,7 +212,9 @@ def read_code(cubin: Path) -> list[Code]:
         lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(@?[^;/]*[^;]*);", text)
         registers, stack, shared = resources[mangled]
         instructions = tuple((int(address, 16), " ".join(words.split())) for address, words in lines)
-        found.append(Code(name, instructions, registers, shared, stack))
+        # Names of an anonymous namespace hold the file's, with its length before it.
+        file = re.search(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+?)_cu_", mangled)
+        found.append(Code(name, file[1] if file else "", instructions, registers, shared, stack))
     return found
 
 
@@ -418,6 +421,31 @@ def rows_of(
             yield from (judged(code, architecture, bounds) for code in read_code(cubin))
 
 
+def rows_of_built(built: Path, names: Sequence[str], architectures: Sequence[str]) -> Iterator[Row]:
+    """The same from a compiled library or object, for those architectures that are in it.
+
+    Args:
+        built: the file.
+        names: of the sources whose kernels are wanted; none: all.
+
+    Raises:
+        ToolMissing: no cuobjdump.
+        MonetError: the file has no code for any of the architectures.
+    """
+    if not built.exists():
+        raise MonetError(f"{built} is not there: compile it with MONET_LIKE_CUDA=1 python -m monet_like.kernels.build")
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([find_cuobjdump(), "-xelf", "all", str(built.resolve())], check=True, cwd=folder, capture_output=True)  # fmt: skip
+        cubins = [(cubin, arch) for cubin in sorted(Path(folder).iterdir()) for arch in architectures if f".sm_{arch}." in cubin.name]  # fmt: skip
+        if not cubins:
+            raise MonetError(
+                f"{built} has no code for sm_{' or sm_'.join(architectures)}: set TORCH_CUDA_ARCH_LIST, build anew"
+            )
+        codes = [(code, arch) for cubin, arch in cubins for code in read_code(cubin)]
+    wanted = [(code, arch) for code, arch in codes if not names or code.source in names]
+    yield from (judged(code, arch, BOUNDS) for code, arch in sorted(wanted, key=lambda one: (one[1], one[0].source)))
+
+
 HEADER = ("arch", "kernel", "per element", "per byte", "issue", "load", "store", "divisions", "registers", "shared", "resident", "problems")  # fmt: skip
 
 
@@ -451,9 +479,10 @@ def markdown(rows: Sequence[Row]) -> str:
 @click.command()
 @click.argument("names", nargs=-1)
 @click.option("--arch", "architectures", multiple=True, default=("80", "90"), type=click.Choice(sorted(MULTIPROCESSOR)), help="Compute capability; may be given twice.")  # fmt: skip
+@click.option("--built", is_flag=True, help="Read the library that is built instead of compiling.")
 @click.option("--csv", "as_csv", is_flag=True, help="Rows separated by commas instead of a table.")
 @click.option("--markdown", "into", type=click.Path(path_type=Path, dir_okay=False), help="Also write this file.")
-def main(names: Sequence[str], architectures: Sequence[str], as_csv: bool, into: Path | None) -> None:
+def main(names: Sequence[str], architectures: Sequence[str], built: bool, as_csv: bool, into: Path | None) -> None:
     """Read what the compiler made of csrc/cuda, and fail where a kernel leaves its bounds.
 
     NAMES are files of csrc/cuda without their suffix, such as masks; default: all.
@@ -464,7 +493,8 @@ def main(names: Sequence[str], architectures: Sequence[str], as_csv: bool, into:
         raise click.ClickException(f"csrc/cuda has no {', '.join(sorted(unknown))}: give any of {there}")
     sources = [source for source in sources if not names or source.stem in names]
     try:
-        rows = list(rows_of(sources, architectures))
+        library = build.library_path("kernels_cuda")
+        rows = list(rows_of_built(library, names, architectures) if built else rows_of(sources, architectures))
     except MonetError as error:
         raise click.ClickException(str(error)) from error
     if as_csv:

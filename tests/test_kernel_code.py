@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import kernel_code
 from benchmarks.kernel_code import Bounds, Code, Row
+from monet_like.errors import MonetError
+from monet_like.kernels import build
 
 SOURCE = """
 struct alignas(16) Four { float at[4]; };
@@ -99,11 +101,25 @@ def test_a_kernel_without_bounds_fails(rows: dict[str, Row]) -> None:
     assert any("no bounds are stated" in problem for problem in rows["nobody_stated_kernel"].problems)
 
 
+def test_the_built_kernels_keep_their_bounds() -> None:
+    library = build.library_path("kernels_cuda")
+    sources = [*build.source_directory().glob("*.h"), *build.source_directory().glob("cuda/*")]
+    if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in sources):
+        pytest.skip(
+            "the CUDA kernels are not built from the present sources: MONET_LIKE_CUDA=1 python -m monet_like.kernels.build"
+        )
+    try:
+        found = list(kernel_code.rows_of_built(library, (), ("80", "90")))
+    except MonetError as reason:
+        pytest.skip(str(reason))
+    assert found and not [(row.architecture, row.kernel, row.problems) for row in found if row.problems]
+
+
 def test_instructions_beyond_the_bound_are_seen() -> None:
     """A loop of 36 instructions for 4 bytes read and 4 written; needs no compiler."""
     body = ["LDG.E R2, [R4.64]", *["FADD R2, R2, R2"] * 33, "STG.E [R6.64], R2", "@!P0 BRA 0x10"]
     texts = ["MOV R1, R2", *body, "EXIT"]
-    code = Code("busy_kernel<float>", tuple((16 * i, text) for i, text in enumerate(texts)), 32, 0, 0)
+    code = Code("busy_kernel<float>", "", tuple((16 * i, text) for i, text in enumerate(texts)), 32, 0, 0)
     row = kernel_code.judged(code, "90", {"busy_kernel": Bounds(NARROW.loads, NARROW.stores, 4, 4, issue=0.5)})
     assert (row.per_element, row.per_byte) == (36, 4.5)
     assert row.problems == ("takes 0.51 of the issue slots, more than 0.5",)
