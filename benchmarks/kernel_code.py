@@ -115,7 +115,7 @@ BOUNDS: Mapping[str, Bounds] = {
     ),
     # Rows of any width and tensors of any dtype, looked up for each element.
     "forward_kernel": Bounds(own, own, load=2, store=2, issue=1.5),
-    "backward_kernel": Bounds(own, own, load=2, store=2, issue=1.5),
+    "backward_kernel": Bounds(own, own, load=2, store=2, issue=1.5, resident=768),
     "to_int8_kernel": Bounds(own, lambda _: 1, load=16, store=4, issue=1.4, resident=512),
     "from_int8_kernel": Bounds(lambda _: 1, own, load=4, store=16, issue=0.3),
     # Bound by the search for the smallest magnitude that is kept, not by memory.
