@@ -54,7 +54,7 @@ def test_the_allocator_sees_what_is_predicted(fake_gpu: Run, name: str) -> None:
     if not name.startswith("decoder"):  # plain PyTorch keeps the gradients of packed queries, keys and values longer
         assert 0.98 * found["plain predicted"] < found["plain asked"] <= found["plain predicted"], found
     assert found["predicted"] <= 0.8 * found["plain predicted"], found
-    assert found["allocated"] <= found["predicted"] + found["unsplit"], found
+    assert 0.9 * found["predicted"] < found["allocated"] <= found["predicted"] + found["unsplit"], found
 
 
 def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:

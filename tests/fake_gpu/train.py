@@ -161,13 +161,14 @@ def train(name: str) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats(CUDA)
     before = torch.cuda.memory_allocated(CUDA)
     step(running, args)
+    rise = torch.cuda.max_memory_allocated(CUDA) - before
     plain = InAutocast(wrapped._model, running.dtype)
     return {
         "predicted": wrapped.record.peak_bytes,
         "asked": asked,
         "plain predicted": wrapped.record.plain_peak_bytes,
         "plain asked": step_peak(plain, (args, {}), CUDA),
-        "allocated": resident_bytes(wrapped, (args, {})) + torch.cuda.max_memory_allocated(CUDA) - before,
+        "allocated": resident_bytes(wrapped, (args, {})) + rise,
         "unsplit": unsplit_bytes(large_values(wrapped)),
     }
 
