@@ -141,8 +141,8 @@ def _timed(function: Callable[[], Any], device: torch.device, before: Callable[[
     return time.perf_counter() - started
 
 
-#: For so many cycles of the GPU's clock, about 0.2 ms, the CPU launches ahead of it.
-_LEAD_CYCLES = 400_000
+#: For so many cycles of the GPU's clock, about a millisecond, the CPU launches ahead of it.
+_LEAD_CYCLES = 2_000_000
 
 
 #: So many bytes later nothing of a value is left in a CPU's caches: in what a core has of its own, and in its share of what
