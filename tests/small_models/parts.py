@@ -103,7 +103,7 @@ class NoisyBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, y = ctx.saved_tensors
-        noise = torch.rand(gradient.shape, dtype=gradient.dtype) + 0.5
+        noise = torch.rand_like(gradient) + 0.5
         return gradient * y * noise, gradient * x * noise
 
 
