@@ -41,18 +41,33 @@ MONET_HD double open_bound(double bound) {
   return bound - bound == 0 ? bound : __builtin_nan("");
 }
 
-// How y follows from x in training-mode batch norm. The three round differently; ATen's CPU kernels use Folded
-// (baseline x86), FoldedFma (AVX2, AVX-512) for dense tensors and Plain for strided ones, CUDA kernels use Plain.
-enum class Formula : int { Folded, FoldedFma, Plain };
+// x * a + b, rounded once. No compiler fuses a product and a sum that the source keeps apart (-ffp-contract=off,
+// -fmad=false): what is fused in ATen's kernels is fused here by this.
+template <typename O>
+MONET_HD O fused(O x, O a, O b) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(O) == 4) {
+    return __fmaf_rn(x, a, b);
+  } else {
+    return __fma_rn(x, a, b);
+  }
+#else
+  if constexpr (sizeof(O) == 4) {
+    return __builtin_fmaf(x, a, b);
+  } else {
+    return __builtin_fma(x, a, b);
+  }
+#endif
+}
+
+// How y follows from x in training-mode batch norm. The four round differently. ATen's CPU kernels use Folded (baseline
+// x86), FoldedFma (AVX2, AVX-512) for dense tensors and Plain for strided ones; its CUDA kernels use Cuda for all.
+enum class Formula : int { Folded, FoldedFma, Plain, Cuda };
 
 template <Formula F, typename O>
 MONET_HD O fused_or_not(O x, O a, O b) {
-  if constexpr (F == Formula::FoldedFma) {
-    if constexpr (sizeof(O) == 4) {
-      return __builtin_fmaf(x, a, b);
-    } else {
-      return __builtin_fma(x, a, b);
-    }
+  if constexpr (F == Formula::FoldedFma || F == Formula::Cuda) {
+    return fused(x, a, b);
   } else {
     return x * a + b;
   }
@@ -110,7 +125,8 @@ MONET_HD O activated(O y, O lo, O hi) {
   } else if constexpr (A == Activation::LeakyRelu) {
     return y > O(0) ? y : y * lo;
   } else if constexpr (A == Activation::Hardswish) {
-    return y * clamped(y + O(3), O(0), O(6)) / O(6);
+    const O bounded = y * clamped(y + O(3), O(0), O(6));
+    return F == Formula::Cuda ? bounded * static_cast<O>(1.0f / 6.0f) : bounded / O(6);
   } else {
     return y / (O(1) + exponential<F>(-y));
   }
@@ -132,7 +148,7 @@ MONET_HD O activation_gradient(O grad, O y, O lo, O hi) {
   }
 }
 
-// Per-channel constants. Folded: a = weight * invstd, b = bias - mean * a. Plain: a = weight, b = bias.
+// Per-channel constants. Folded: a = weight * invstd, b = bias - mean * a. Plain, Cuda: a = weight, b = bias.
 template <typename O>
 struct Channel {
   O a, b, mean, invstd;
@@ -142,6 +158,8 @@ template <Formula F, typename O>
 MONET_HD O normalised(O x, O a, O b, O mean, O invstd) {
   if constexpr (F == Formula::Plain) {
     return ((x - mean) * invstd) * a + b;
+  } else if constexpr (F == Formula::Cuda) {
+    return fused((x - mean) * a, invstd, b);
   } else {
     return fused_or_not<F>(x, a, b);
   }
@@ -149,7 +167,7 @@ MONET_HD O normalised(O x, O a, O b, O mean, O invstd) {
 
 template <Formula F, typename O>
 MONET_HD Channel<O> channel_constants(O weight, O bias, O mean, O invstd) {
-  if constexpr (F == Formula::Plain) {
+  if constexpr (F == Formula::Plain || F == Formula::Cuda) {
     return {weight, bias, mean, invstd};
   } else {
     const O a = invstd * weight;

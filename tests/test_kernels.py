@@ -648,6 +648,21 @@ def test_batch_norm_activation_backward_is_accurate(impl: Any, shape: tuple[int,
             assert got[1].dtype == got[2].dtype == (mean.dtype if weight is None else weight.dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("image", [False, True])
+def test_bounds_are_not_rounded_to_the_elements_type(impl: Any, image: bool, dtype: torch.dtype) -> None:
+    """hardtanh(-0.9, 0.7) lets the gradient of the largest bfloat16 below 0.7 through, as ATen does."""
+    x = torch.arange(1 << 15).to(torch.int16).view(dtype)  # all that are positive
+    x = torch.cat((x[x <= 1], -x[x <= 1])).view(1, 1, -1) if image else torch.cat((x[x <= 1], -x[x <= 1])).view(-1, 1)
+    grad, one = torch.ones_like(x), torch.ones(1)
+    identity = (one, 0 * one, 0 * one, one)
+    expected = aten.hardtanh_backward(grad, x, -0.9, 0.7)
+    got = impl("batch_norm_activation_backward")(grad, x, *identity, "clamp", -0.9, 0.7, [False, True, True])
+    assert got[2] == expected.sum(dtype=torch.float32)
+    y = impl("batch_norm_apply")(x, *identity, None, "clamp", -0.9, 0.7)
+    assert torch.equal(y, aten.hardtanh(x, -0.9, 0.7))
+
+
 def test_batch_norm_activation_backward_leaves_out_what_is_not_asked(impl: Any) -> None:
     x = torch.randn(3, 4, 5, 5)
     _, mean, invstd = train(x, None, None)

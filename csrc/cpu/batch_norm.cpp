@@ -170,6 +170,8 @@ void with_formula(Formula formula, const F& f) {
       return f(std::integral_constant<Formula, Formula::FoldedFma>{});
     case Formula::Plain:
       return f(std::integral_constant<Formula, Formula::Plain>{});
+    case Formula::Cuda:  // not on a CPU
+      return;
   }
 }
 
@@ -207,13 +209,6 @@ at::Tensor activate_(at::Tensor y, Activation activation, double lo, double hi) 
       return at::silu_(y);
   }
   return y;
-}
-
-// A number of an activation in the type of the computation. Bounds that the element type cannot hold are rounded to it,
-// as ATen does.
-template <typename T>
-op_type<T> number(Activation activation, double value) {
-  return activation == Activation::Clamp ? load(static_cast<T>(value)) : static_cast<op_type<T>>(value);
 }
 
 bool by_rows(NormLayout layout, const NormShape& shape) {
@@ -304,7 +299,8 @@ void apply_to(const at::Tensor& x, const NormShape& shape, const Forward& forwar
     using O = op_type<scalar_t>;
     const Constants<O> k =
         constants<O>(formula, shape.channels, forward.weight, forward.bias, forward.mean, forward.invstd);
-    const O lo = number<scalar_t>(forward.activation, forward.lo), hi = number<scalar_t>(forward.activation, forward.hi);
+    // In the type of the computation, as ATen has them in its gradients: of the activated value that is rounded later they
+    const O lo = static_cast<O>(forward.lo), hi = static_cast<O>(forward.hi);
     with_formula(formula, [&](auto chosen) {
       with_activation(forward.activation, [&](auto followed) {
         constexpr Formula F = decltype(chosen)::value;
@@ -603,7 +599,7 @@ at::Tensor finish_(
   AT_DISPATCH_REDUCED_FLOATING_TYPES(y.scalar_type(), "batch_norm_train", [&] {
     scalar_t* to = y.mutable_data_ptr<scalar_t>();
     const scalar_t* other = given(residual) ? residual->const_data_ptr<scalar_t>() : to;
-    const float low = number<scalar_t>(activation, lo), high = number<scalar_t>(activation, hi);
+    const float low = static_cast<float>(lo), high = static_cast<float>(hi);
     at::parallel_for(0, y.numel(), 32768, [&](int64_t begin, int64_t end) {
       if (!given(residual) && lo == 0 && hi == kInfinity) {
         constexpr uint16_t kInf = std::is_same_v<scalar_t, c10::Half> ? 0x7c00 : 0x7f80;
@@ -1013,8 +1009,8 @@ void backward_to(
     using O = op_type<scalar_t>;
     const Constants<O> k = constants<O>(b.formula, shape.channels, b.weight, b.bias, b.mean, b.invstd);
     const bool clamps = b.activation == Activation::Clamp;
-    const O low = number<scalar_t>(b.activation, clamps ? open_bound(b.lo) : b.lo);
-    const O high = number<scalar_t>(b.activation, clamps ? open_bound(b.hi) : b.hi);
+    const O low = static_cast<O>(clamps ? open_bound(b.lo) : b.lo);
+    const O high = static_cast<O>(clamps ? open_bound(b.hi) : b.hi);
     const auto read = [&](const at::Tensor& t) -> Pitched<const scalar_t> {
       return t.defined() ? Pitched<const scalar_t>{t.const_data_ptr<scalar_t>(), pitch_of(t, rows_first)}
                          : Pitched<const scalar_t>{nullptr, 0};

@@ -41,7 +41,7 @@ __device__ __forceinline__ Channel<O> channel_at(const O* k, int64_t c, int64_t 
 
 template <typename O>
 __device__ __forceinline__ O value_of(O x, const Channel<O>& k) {
-  return normalised<Formula::Plain>(x, k.a, k.b, k.mean, k.invstd);
+  return normalised<Formula::Cuda>(x, k.a, k.b, k.mean, k.invstd);
 }
 
 // `inner` elements of one channel lie next to each other: the image if contiguous, one if channels last.
@@ -66,7 +66,7 @@ __global__ void apply_kernel(
     if (residual != nullptr) {
       y = static_cast<O>(static_cast<T>(y + static_cast<O>(residual[i])));
     }
-    out[placed(i, run, pitch)] = static_cast<T>(activated<A>(y, lo, hi));
+    out[placed(i, run, pitch)] = static_cast<T>(activated<A, Formula::Cuda>(y, lo, hi));
   }
 }
 
@@ -74,7 +74,7 @@ template <Activation A, typename T>
 __device__ __forceinline__ op_type<T> gradient_through(
     T grad, op_type<T> x, const Channel<op_type<T>>& k, op_type<T> lo, op_type<T> hi) {
   const op_type<T> y = static_cast<op_type<T>>(static_cast<T>(value_of(x, k)));  // as it was stored
-  return activation_gradient<A>(static_cast<op_type<T>>(grad), y, lo, hi);
+  return activation_gradient<A, Formula::Cuda>(static_cast<op_type<T>>(grad), y, lo, hi);
 }
 
 constexpr int kLanes = 32;  // blocks are kLanes x kRows threads
@@ -199,13 +199,6 @@ __global__ void input_grad_kernel(
   }
 }
 
-// A number of an activation in the type of the computation; bounds as the element type holds them.
-template <typename T>
-op_type<T> number(Activation activation, double value) {
-  using O = op_type<T>;
-  return activation == Activation::Clamp ? static_cast<O>(static_cast<T>(value)) : static_cast<O>(value);
-}
-
 bool by_rows(const at::Tensor& dense, const NormShape& shape) {
   return norm_layout(dense) == NormLayout::ChannelsLast || shape.image == 1;
 }
@@ -242,8 +235,8 @@ void apply_to(
       apply_kernel<A, scalar_t><<<blocks_for(x.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
           x.const_data_ptr<scalar_t>(), residual.defined() ? residual.const_data_ptr<scalar_t>() : nullptr,
           out.mutable_data_ptr<scalar_t>(), out.is_contiguous() ? x.numel() : run, out.stride(0), k.const_data_ptr<O>(),
-          shape.channels, rows_first ? 1 : shape.image, x.numel(), number<scalar_t>(known.activation, known.lo),
-          number<scalar_t>(known.activation, known.hi));
+          shape.channels, rows_first ? 1 : shape.image, x.numel(), static_cast<O>(known.lo),
+          static_cast<O>(known.hi));
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   });
@@ -354,8 +347,8 @@ void backward_to(
     const O* constants_data = k.const_data_ptr<O>();
     double* parts = partial.mutable_data_ptr<double>();
     const bool clamps = known.activation == Activation::Clamp;
-    const O low = number<scalar_t>(known.activation, clamps ? open_bound(known.lo) : known.lo);
-    const O high = number<scalar_t>(known.activation, clamps ? open_bound(known.hi) : known.hi);
+    const O low = static_cast<O>(clamps ? open_bound(known.lo) : known.lo);
+    const O high = static_cast<O>(clamps ? open_bound(known.hi) : known.hi);
     with_activation(known.activation, [&](auto chosen) {
       constexpr Activation A = decltype(chosen)::value;
       if (channels_last) {

@@ -477,11 +477,11 @@ def _finished(y: Tensor, residual: Tensor | None, activation: str, lo: float, hi
 
 
 def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    """The y of training-mode batch norm from its saved statistics.
+    """The y of training-mode batch norm from its saved statistics, with the bits of ATen's on the same device.
 
-    ATen's dense kernel computes x * alpha + beta with alpha = invstd * weight and beta = bias - mean * alpha, fused
-    or not as its compiler liked. In inference mode with variance 1, eps 0 and weight alpha it runs the same kernel
-    on the same constants: the same bits.
+    On CUDA ATen has an operator for it. On the CPU its dense kernel computes x * alpha + beta with
+    alpha = invstd * weight and beta = bias - mean * alpha, fused or not as its compiler liked. In inference mode with
+    variance 1, eps 0 and weight alpha it runs the same kernel on the same constants: the same bits.
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     half_parameters = mean.dtype == torch.float16
@@ -490,7 +490,10 @@ def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Ten
     bias = torch.zeros_like(mean) if bias is None else bias.to(compute)
     if x.numel() == 0:
         return torch.empty_like(x, memory_format=norm_format(x))
-    if not x.is_cuda and not x.is_contiguous(memory_format=norm_format(x)):  # ATen's formula for strided tensors
+    if x.is_cuda:
+        y = aten.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
+        return y.contiguous(memory_format=norm_format(x))
+    if not x.is_contiguous(memory_format=norm_format(x)):  # ATen's formula for strided tensors
         m, s, w, b = (t.view((1, -1) + (1,) * (x.dim() - 2)) for t in (mean, invstd, weight, bias))
         y = ((x.to(compute) - m) * s) * w + b
         return y.to(x.dtype).contiguous(memory_format=norm_format(x))
@@ -604,6 +607,7 @@ def batch_norm_activation_backward_joined(
 def _through(grad: Tensor, y: Tensor, activation: str, lo: float, hi: float) -> Tensor:
     """The gradient through an activation of y."""
     if activation == "clamp":
+        y = y.float() if y.itemsize == 2 else y  # numbers are rounded to the type of what they are compared with
         stopped = y <= lo if lo > -math.inf else torch.zeros_like(y, dtype=torch.bool)
         if hi < math.inf:
             stopped |= y >= hi
