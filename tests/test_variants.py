@@ -71,6 +71,28 @@ def test_input_gradients_of_convolutions_need_no_input() -> None:
         assert touched_bytes(captured, swapped) - touched_bytes(captured, plain) == 4  # the one element
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape", "depthwise"),
+    [
+        (nn.Conv2d(4, 4, 3, padding=1, groups=4), (2, 4, 6, 6), True),
+        (nn.Conv2d(4, 8, 3, groups=4), (2, 4, 6, 6), True),
+        (nn.Conv1d(4, 4, 3, groups=4), (2, 4, 6), True),
+        (nn.ConvTranspose2d(4, 4, 3, groups=4), (2, 4, 6, 6), True),
+        (nn.Conv2d(4, 4, 3, groups=2), (2, 4, 6, 6), False),
+        (nn.Conv2d(1, 4, 3), (2, 1, 6, 6), False),
+    ],
+)
+def test_the_gradient_of_a_depthwise_convolution_is_another_kernel_on_cuda(
+    layer: nn.Module, shape: tuple[int, ...], depthwise: bool
+) -> None:
+    inputs = (torch.randn(shape, requires_grad=True),)
+    captured = capture(layer, inputs, target=torch.device("cuda", 0))
+    for mode, expected in (("normal", not depthwise), ("conv_normal", True)):
+        assert ("conv.transposed" in {task.variant for task in tasks_of(admitted(captured, mode))}) is expected
+    words = {t.word for t in tasks_of(with_variants(capture(layer, inputs))) if t.variant == "conv.transposed"}
+    assert words <= {"conv"}  # on a CPU
+
+
 def test_gradients_of_batch_norm_and_its_relu_are_one_slot() -> None:
     captured = offered("resnet18")
     slots = [slot for slot in captured.program.slots if "batch_norm_clamp.backward" in {way.variant for way in slot}]

@@ -4,7 +4,8 @@ PyTorch reads a convolution's input for the shape of its gradient alone. On a CP
 serves as well, where all lies in row-major order: the same operator, the same bits, and a copy of that size while it runs.
 The gradient is also a transposed convolution (and that of a transposed one a plain one), in any layout and without the
 copy: on CUDA by the same kernels; on a CPU oneDNN, or PyTorch in its place, may add in another order, so that there it
-takes the word ``conv``.
+takes the word ``conv``. So does a depthwise one on CUDA: PyTorch has a kernel of its own for its gradient (``use_cudnn`` and
+``is_depthwise`` in PyTorch's Convolution.cpp), and cuDNN's for the transposed convolution.
 
 ``conv`` also admits forwards that add in another order and agree to rounding, not to the bit: a 1x1 convolution as a
 matrix product over each image's pixels, and im2col.
@@ -33,7 +34,8 @@ def offer(editor: Editor) -> None:
             if by_shape is not None:
                 editor.add_way(slot, (*way.calls[:-1], *by_shape), "conv.shape_only")
             if (turned := input_gradient(editor, way.calls[:-1], call, out)) is not None:
-                word = "" if editor.device.type == "cuda" else "conv"
+                same = editor.device.type == "cuda" and not _is_depthwise(editor, way)
+                word = "" if same else "conv"
                 editor.add_way(slot, (*way.calls[:-1], turned), "conv.transposed", word=word)
     for task, call in list(editor.find(_CONVOLUTION)):
         _forward(editor, task, call)
@@ -93,6 +95,13 @@ def input_gradient(editor: Editor, before: Sequence[Call], call: Call, out: int)
     # A transposed convolution is told how many cells at the far end the strides have skipped.
     skipped = [want - got for want, got in zip(wanted.shape[2:], made.shape[2:], strict=True)]
     return turned(skipped) if editor.result((*before, turned(skipped))) == wanted else None
+
+
+def _is_depthwise(editor: Editor, way: Task) -> bool:
+    """Whether a gradient is of a convolution with a group for every channel, or of the transpose of such a one."""
+    *before, call = way.calls
+    weight = Call("aten.detach.default", (call.args[2],), (), (Ref("filters"),))
+    return call.args[-2] > 1 and editor.result((*before, weight)).shape[1] == 1
 
 
 def _plain(editor: Editor, *found: Any) -> bool:
