@@ -203,19 +203,23 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over names, reads, writes, operators, and what parameters and buffers look like.
+        """sha256 over the values, the tasks, their operators and arguments, and over parameters' names and layouts.
 
-        Sizes of activations are not in it, so it is equal for the same model at another batch.
+        Values, tasks and temporaries count by their place in the order, not by name: names differ between captures on two
+        devices. Sizes of activations are not in it, so it is equal for the same model at another batch; of the numbers
+        among arguments only those that no size changes are (`_NUMBERS`).
         """
         digest = hashlib.sha256()
-        for value in self.values:
+        tangents = frozenset(self.tangents)
+        for index, value in enumerate(self.values):
+            name = value.name if value.kind in RESIDENT_KINDS or index in tangents else ""
             own = value.spec if value.kind in ("parameter", "buffer") else ""
-            digest.update(f"{value.name}:{value.kind}:{own};".encode())
+            digest.update(f"{name}:{value.kind}:{own};".encode())
         for group in (self.tasks, *self.slots):
             for task in group:
-                calls = ",".join(call.op for call in task.calls)
+                calls = ",".join(_described(task))
                 digest.update(
-                    f"{task.name}|{task.reads}|{task.writes}|{task.variant}|{task.overwrites}|{task.runs}|{calls};".encode()
+                    f"{task.reads}|{task.writes}|{task.variant}|{task.overwrites}|{task.runs}|{calls};".encode()
                 )
             digest.update(b"/")
         digest.update(f"{self.outputs}{self.tangents}{self.gradients}".encode())
@@ -257,6 +261,41 @@ class Program:
             _require(value in read, None, f"tangent {self.values[value].name} is read by no slot")
         for value in self.outputs:
             _require(bool(self.producers[value]), None, f"output {self.values[value].name} has no producer")
+
+
+#: Positions of arguments whose numbers are of the model alone: strides, paddings, dilations, groups, sizes of windows.
+_NUMBERS = {
+    "aten.convolution.default": (3, 4, 5, 8),
+    "aten.convolution_backward.default": (4, 5, 6, 9),
+    "aten.max_pool2d_with_indices.default": (1, 2, 3, 4),
+    "aten.max_pool2d_with_indices_backward.default": (2, 3, 4, 5),
+}
+
+
+def _described(task: Task) -> Iterator[str]:
+    """The calls of a task for a fingerprint: temporaries by their order, no sizes, no devices."""
+    temporaries: dict[str, int] = {}
+
+    def described(leaf: Any, numbers: bool) -> str:
+        if isinstance(leaf, Ref):
+            known = isinstance(leaf.name, int)
+            return f"v{leaf.name}" if known else f"t{temporaries.setdefault(str(leaf.name), len(temporaries))}"
+        if isinstance(leaf, tuple | list):
+            return f"[{' '.join(filter(None, (described(part, numbers) for part in leaf)))}]"
+        if leaf is None or isinstance(leaf, bool):
+            return str(leaf)
+        if isinstance(leaf, int | float | complex):
+            return str(leaf) if numbers else ""
+        text = str(leaf)
+        is_device = text.startswith(("cpu", "cuda"))  # there are several alike
+        return text if not is_device and (isinstance(leaf, str) or text.startswith("torch.")) else ""
+
+    for call in task.calls:
+        alike = _NUMBERS.get(call.op, ())
+        args = [described(leaf, place in alike) for place, leaf in enumerate(call.args)]
+        kwargs = [f"{name}={described(leaf, False)}" for name, leaf in call.kwargs]
+        outs = [described(out, False) for out in call.outs]
+        yield f"{call.op}({' '.join((*args, *kwargs))})->{' '.join(outs)}{call.unpack:d}"
 
 
 def may_meet(one: Task, other: Task) -> bool:

@@ -13,8 +13,8 @@ from .files import dump_plain, load_plain, read_bytes, write_atomically
 from .schedule import Schedule
 
 FORMAT = "monet_like schedule"
-#: 3: the fingerprint knows the sizes of parameters and buffers.
-VERSION = 3
+#: 4: the fingerprint knows arguments, and no names but those of parameters, buffers and inputs.
+VERSION = 4
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,7 @@ def test_a_value_that_is_too_long_to_show(tmp_path: Path) -> None:
     assert str(caught.value).endswith("file.pkl is damaged: a field holds a list, not str; solve again")
     with pytest.raises(ScheduleFileError) as caught:
         ScheduleRecord.load(changed(tmp_path / "file.pkl", lambda content: content.update(version=bomb)))
-    assert "has format version of type list, this one reads 3" in str(caught.value)
+    assert "has format version of type list, this one reads 4" in str(caught.value)
 
 
 # Damaged schedules --------------------------------------------------------------------------------------------
@@ -376,7 +376,8 @@ def test_another_pickle(tmp_path: Path, content: Any) -> None:
 @pytest.mark.parametrize(
     ("version", "shown"),
     [
-        (4, "4"),
+        (5, "5"),
+        (3, "3"),
         (2, "2"),
         (1, "1"),
         (True, "of type bool"),
@@ -390,8 +391,8 @@ def test_another_version(tmp_path: Path, version: Any, shown: str) -> None:
     with pytest.raises(ScheduleFileError) as caught:
         ScheduleRecord.load(path)
     assert str(caught.value) == (
-        f"{path} was made by {'an earlier' if version in (1, 2) and type(version) is int else 'another'} version of "
-        f"monet_like: it has format version {shown}, this one reads 3; solve again"
+        f"{path} was made by {'an earlier' if version in (1, 2, 3) and type(version) is int else 'another'} version of "
+        f"monet_like: it has format version {shown}, this one reads 4; solve again"
     )
 
 

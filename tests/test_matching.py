@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from monet_like import ScheduleWrapper
 from monet_like.capture import capture
 from monet_like.compiler import Request, captured_for, compile_schedule
 from monet_like.errors import ScheduleFileError, UsageError
+from monet_like.program import RESIDENT_KINDS, Program, Ref, Task, refs
+from monet_like.replay import admitted
 from monet_like.roofline import DEVICES
 from monet_like.schedule_file import ScheduleRecord
 
@@ -52,6 +55,63 @@ def test_the_fingerprint_knows_parameters_and_buffers(changed: nn.Module) -> Non
     x = torch.randn(4, 3, 16, 16)
     other = capture(changed.train(), (x.to(next(changed.parameters()).dtype),)).program
     assert capture(Net().train(), (x,)).program.fingerprint != other.fingerprint
+
+
+def renamed(program: Program) -> Program:
+    """A program that is another's but for the names of what the trace makes, as one of another device is."""
+
+    def named(leaf: Any) -> Any:
+        if isinstance(leaf, tuple | list):
+            return type(leaf)(map(named, leaf))
+        return Ref(f"other_{leaf.name}") if isinstance(leaf, Ref) and isinstance(leaf.name, str) else leaf
+
+    def task(task: Task) -> Task:
+        calls = (replace(call, args=named(call.args), outs=named(call.outs)) for call in task.calls)
+        return replace(task, name=f"other_{task.name}", calls=tuple(calls))
+
+    own = {*program.tangents, *(v for v, value in enumerate(program.values) if value.kind in RESIDENT_KINDS)}
+    values = [v if i in own else replace(v, name=f"other_{v.name}") for i, v in enumerate(program.values)]
+    slots = tuple(tuple(map(task, slot)) for slot in program.slots)
+    return replace(program, values=tuple(values), tasks=tuple(map(task, program.tasks)), slots=slots)
+
+
+def test_names_of_what_the_trace_makes_are_no_part_of_the_fingerprint() -> None:
+    program = admitted(capture(Net().train(), (torch.randn(4, 3, 16, 16),)), "inplace_conv_multiway_newnode").program
+    other = renamed(program)
+    assert other != program and any(
+        isinstance(ref.name, str) for t in other.every_task() for c in t.calls for ref in refs(c)
+    )
+    assert other.fingerprint == program.fingerprint
+    parameter = next(i for i, value in enumerate(program.values) if value.kind == "parameter")
+    values = list(program.values)
+    values[parameter] = replace(values[parameter], name="another")
+    assert replace(program, values=tuple(values)).fingerprint != program.fingerprint
+
+
+class Layers(nn.Module):
+    """Operators in one order, with arguments that can be others."""
+
+    def __init__(self, stride: int = 1, window: int = 2, approximate: str = "none", turned: bool = False) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(3, 8, 3, stride, 1), nn.MaxPool2d(window)
+        self.act, self.turned = nn.GELU(approximate), turned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(self.pool(self.conv(x)))
+        y = x.sigmoid()
+        return y - x if self.turned else x - y
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [Layers(stride=2), Layers(window=3), Layers(approximate="tanh"), Layers(turned=True), Layers().bfloat16()],
+)
+def test_the_fingerprint_knows_arguments(changed: nn.Module) -> None:
+    x = torch.randn(4, 3, 24, 24, dtype=next(changed.parameters()).dtype)
+    own = capture(Layers().train(), (x.float(),)).program
+    other, halved = (capture(changed.train(), (some,)).program for some in (x, x[:2]))
+    assert [c.op for t in own.every_task() for c in t.calls] == [c.op for t in other.every_task() for c in t.calls]
+    assert own.fingerprint != other.fingerprint == halved.fingerprint
 
 
 def test_a_head_of_another_size_is_refused(record: ScheduleRecord) -> None:
