@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from .errors import MonetError
+from .measure import have_workspaces
 from .schedule_file import ScheduleRecord
 from .units import format_bytes
 
@@ -16,7 +17,8 @@ def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | 
 
     To be called before the first step, with the model on its device. PyTorch's allocator keeps the block and cuts the
     step's tensors from it; else it asks the driver for blocks of many sizes, some of which fit nothing later on. With
-    ``PYTORCH_ALLOC_CONF=expandable_segments:True`` none of this is needed.
+    ``PYTORCH_ALLOC_CONF=expandable_segments:True`` none of this is needed. cuBLAS's workspaces are taken before the block, so that
+    they lie beside it.
 
     Args:
         schedule: a schedule file, or a loaded `ScheduleRecord`.
@@ -33,9 +35,11 @@ def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type != "cuda":
         return 0
+    torch._C._cuda_clearCublasWorkspaces()  # no schedule counts them; they are taken anew, beside the block
     wanted = max(0, record.peak_bytes - torch.cuda.memory_allocated(place))
     torch.cuda.empty_cache()
     try:
+        have_workspaces(place)
         torch.empty(wanted, dtype=torch.uint8, device=place)
     except torch.OutOfMemoryError:
         free, total = torch.cuda.mem_get_info(place)

@@ -49,6 +49,13 @@ from .tracing import HELD, FlatModule, reaches_output, trace_joint
 #: The CUDA caching allocator hands out multiples of this.
 CUDA_GRANULARITY_BYTES = 512
 
+
+def allocated_bytes(asked: int, device: torch.device) -> int:
+    """What the device's allocator counts for a block of so many bytes."""
+    step = CUDA_GRANULARITY_BYTES if device.type == "cuda" else 1
+    return -(-asked // step) * step
+
+
 _FAKE_QUANTIZE = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default
 _NORMALISATIONS = (
     torch.ops.aten.native_layer_norm.default,
@@ -110,8 +117,7 @@ class TensorMeta:
     @property
     def allocated_bytes(self) -> int:
         """What the device's allocator counts for the storage."""
-        step = CUDA_GRANULARITY_BYTES if self.device.type == "cuda" else 1
-        return -(-self.storage_bytes // step) * step
+        return allocated_bytes(self.storage_bytes, self.device)
 
     @property
     def contiguous(self) -> bool:

@@ -224,7 +224,7 @@ def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:
         results = pytree.tree_leaves(model(*example[0], **example[1]))
         _Loss.apply(*(t for t in results if isinstance(t, torch.Tensor) and t.requires_grad)).backward()
 
-    scalar = TensorMeta.of(torch.zeros((), device=device)).allocated_bytes
+    scalar = TensorMeta.of(torch.zeros((), device=device)).storage_bytes
     return resident_bytes(model, example) + allocated_peak(step, device) - 2 * scalar
 
 
@@ -245,9 +245,9 @@ class _Loss(torch.autograd.Function):
 
 
 def resident_bytes(model: nn.Module, example: Example) -> int:
-    """Bytes that exist before a step: parameters, buffers and inputs."""
+    """Bytes that exist before a step: parameters, buffers and inputs, each as the device's allocator counts it."""
     inputs = (t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor))
-    return sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), *inputs))
+    return sum(TensorMeta.of(t).allocated_bytes for t in (*model.parameters(), *model.buffers(), *inputs))
 
 
 def _measured_peak(console: Console, problem: Problem, record: ScheduleRecord, example: Example) -> tuple[int, bool]:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .capture import Captured, TensorMeta
+from .capture import Captured, TensorMeta, allocated_bytes
 from .codegen import Block, compile_block
 from .errors import ProfileError
 from .kernels import runs_here
@@ -162,7 +162,8 @@ class _Trial:
             self._maker = maker.as_uniform
             allocated = self._by_itself(self._peak)
         # The copy counts once among what is allocated, and takes the place of the first thing that is written.
-        self.workspace_bytes = max(0, allocated - sum(maker.captured.metas[v].storage_bytes for v in writes))
+        beside = allocated - sum(maker.captured.metas[v].storage_bytes for v in writes)
+        self.workspace_bytes = allocated_bytes(max(0, beside), maker.device)
 
     def seconds(self) -> float:
         """Least wall seconds of a few runs."""

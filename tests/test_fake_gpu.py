@@ -29,7 +29,7 @@ def fake_gpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     def run(what: str, *arguments: str, ends_well: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
         paths = [str(ROOT), str(HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = ["bash", str(ROOT / "scripts" / what)] if what.endswith(".sh") else [sys.executable, what]
-        environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHON": sys.executable, "FAKE_GPU": "1"}
+        environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHON": sys.executable}
         done = build.run(library, [*command, *arguments], **environment)
         assert done.returncode == 0 or not ends_well, done.stderr[-4000:]
         return done
@@ -59,11 +59,14 @@ def test_the_allocator_sees_what_is_predicted(fake_gpu: Run, name: str) -> None:
 
 def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:
     """One process for all: on two GPUs, with copies on the host, in DistributedDataParallel, and its profile."""
-    what = ("two_devices:unet", "offload:unet", "distributed:unet", "workspaces:unet")
-    moved, offload, distributed, workspaces = asked(fake_gpu, *what, FAKE_GPU_DEVICES="2")
+    what = ("live:decoder", "two_devices:unet", "moved:ramp", "offload:unet", "distributed:unet", "workspaces:unet")
+    live, moved, ramp, offload, distributed, workspaces = asked(fake_gpu, *what, FAKE_GPU_DEVICES="2")
+    # The first step in its process: autograd's thread has not multiplied yet, and takes cuBLAS's workspace.
+    assert 0.98 * live["predicted"] < live["bytes"] <= live["predicted"]
     assert len(set(moved["peaks"])) == 1
     assert moved["peaks"][0] <= moved["predicted"]
     assert moved["plans"] == 1, "moving the model made another plan"
+    assert ramp == {"asked for": "moved:ramp", "device": "cuda:0", "plans": 1}
     assert 0 < offload["pinned"] <= offload["pinned predicted"]
     assert offload["asked"] <= offload["predicted"] <= 0.75 * offload["plain"]
     assert distributed["predicted"] == moved["predicted"]
@@ -71,6 +74,37 @@ def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:
     found = workspaces["bytes"]
     assert found["relu"] == found["cat"] == found["max_pool2d_with_indices"] == 0, found
     assert 0 < found["convolution"] < 2**24, found
+
+
+def test_the_block_that_is_reserved_is_all_that_steps_take(fake_gpu: Run) -> None:
+    """Also where cuBLAS has taken its workspaces before."""
+    (found,) = asked(fake_gpu, "reserve:resnet50")
+    assert found["wanted"] == found["predicted"] - found["resident"], found
+    assert found["after"] == found["before"], found
+
+
+def test_workspaces_are_whole_units_of_the_allocator(fake_gpu: Run) -> None:
+    (found,) = asked(fake_gpu, "workspaces:mobilenet channels_last bfloat16")
+    assert not found["odd"], found
+
+
+def test_inputs_of_a_profile_are_made_on_the_device(fake_gpu: Run) -> None:
+    """The stub tells of every copy of more than 1 MiB, as of the one that follows."""
+    done = fake_gpu(str(HERE / "train.py"), "copies:resnet50", FAKE_GPU_TRACE="1")
+    _, meanwhile, after = done.stderr.split("profiled\n")
+    assert "from=pageable to=device" in after
+    assert "from=device to=device" in meanwhile
+    assert "from=pageable" not in meanwhile
+    assert "from=pinned" not in meanwhile
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected_bytes"), [("80", 8519680), ("90", 2**25), ("103", 2**25), ("120", 2**25)]
+)
+def test_what_cublas_keeps(fake_gpu: Run, capability: str, expected_bytes: int) -> None:
+    """Two workspaces, of a size that PyTorch chooses by the GPU's capability."""
+    (found,) = asked(fake_gpu, "cublas:", FAKE_GPU_CAPABILITY=capability)
+    assert found["bytes"] == 2 * expected_bytes
 
 
 def test_time_is_taken_on_the_device_and_behind_a_lead(fake_gpu: Run) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from ..capture import Captured
 from ..check import resident_bytes, train_step
 from ..compiler import Example
-from ..measure import allocated_peaks
+from ..measure import allocated_peaks, have_workspaces
 from ..runtime import Step, run_step
 from ..schedule import Schedule
 
@@ -61,6 +61,7 @@ def live_step(
 
         train_step(forward, example)
 
+    have_workspaces(captured.device)
     peaks = [before + peak for peak in allocated_peaks(step, captured.device)]
     model.zero_grad(set_to_none=True)
     loss = len(schedule.forward) + 1  # the first stretch is before the first run

@@ -4,9 +4,10 @@
 // tell how many were launched between them, at 10 us each. Copies above 1 MiB move nothing. What is not defined here or
 // in cublas.c returns 0 (see build.py).
 //
-//   FAKE_GPU_DEVICES  how many GPUs (1)
-//   FAKE_GPU_BYTES    memory of each (80 GiB)
-//   FAKE_GPU_TRACE    a line on stderr for every event and launch, with its device
+//   FAKE_GPU_DEVICES     how many GPUs (1)
+//   FAKE_GPU_BYTES       memory of each (80 GiB)
+//   FAKE_GPU_CAPABILITY  its compute capability, as 90 for 9.0 (90)
+//   FAKE_GPU_TRACE       a line on stderr for every event and launch, with its device, and for every copy that moves nothing
 
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
@@ -116,9 +117,17 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* found, const 
   return cudaSuccess;
 }
 
+static const char* place(const void* address) {
+  struct cudaPointerAttributes found;
+  cudaPointerGetAttributes(&found, address);
+  return found.type == cudaMemoryTypeDevice ? "device" : found.type == cudaMemoryTypeHost ? "pinned" : "pageable";
+}
+
 static cudaError_t copied(void* to, const void* from, size_t bytes) {
   if (bytes <= SMALL_COPY) {
     memmove(to, from, bytes);
+  } else if (getenv("FAKE_GPU_TRACE")) {
+    fprintf(stderr, "fake_gpu: copy bytes=%zu from=%s to=%s\n", bytes, place(from), place(to));
   }
   ++fake_gpu_launches;
   return cudaSuccess;
@@ -184,7 +193,8 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* found, int device) {
   memset(found, 0, sizeof(*found));
   strcpy(found->name, "NVIDIA H100 80GB HBM3");
   found->totalGlobalMem = total_bytes();
-  found->major = 9;
+  found->major = (int)setting("FAKE_GPU_CAPABILITY", 90) / 10;
+  found->minor = (int)setting("FAKE_GPU_CAPABILITY", 90) % 10;
   found->multiProcessorCount = 132;
   found->l2CacheSize = 50 << 20;
   found->memoryBusWidth = 5120;

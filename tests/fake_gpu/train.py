@@ -20,9 +20,10 @@ from torch import nn
 import monet_like
 from monet_like.check import resident_bytes, step_peak
 from monet_like.compiler import Request, captured_for, compile_schedule, measured_costs
-from monet_like.measure import UNSPLIT_BYTES, seconds_of, unsplit_bytes
+from monet_like.measure import UNSPLIT_BYTES, have_workspaces, seconds_of, unsplit_bytes
 from monet_like.models.unet import UNet
 from monet_like.program import Cost
+from monet_like.report.live import live_step
 from monet_like.roofline import DEVICES
 from monet_like.simulate import moments
 
@@ -55,6 +56,17 @@ class Decoder(nn.Module):
             y = self.norms[2 * i + 1](x)
             x = x + self.down[i](nn.functional.silu(self.gate[i](y)) * self.up[i](y))
         return self.norms[-1](x) @ self.embedding.weight.T
+
+
+class Ramp(nn.Module):
+    """Makes a tensor on its parameters' device, and its only argument is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, scale: float) -> torch.Tensor:
+        return (torch.arange(64.0, device=self.weight.device) * self.weight * scale).relu()
 
 
 def image(batch: int, size: int) -> torch.Tensor:
@@ -201,15 +213,26 @@ def offload(name: str) -> dict[str, Any]:
     }
 
 
+def large_blocks() -> int:
+    """Bytes that the allocator has reserved for blocks of more than 1 MiB; smaller ones are never cut from these."""
+    return int(torch.cuda.memory_stats(CUDA)["reserved_bytes.large_pool.current"])
+
+
 def reserve(name: str) -> dict[str, Any]:
     """What is reserved before the first step is all that the steps take."""
     wrapped, args, running = planned(name)
+    step_peak(running, (args, {}), CUDA)  # cuBLAS has its workspaces, as after the steps of another model
     running.zero_grad(set_to_none=True)
-    torch.cuda.empty_cache()
-    monet_like.reserve(wrapped.record)
-    before = torch.cuda.memory_reserved()
-    step(running, args)
-    return {"before": before, "after": torch.cuda.memory_reserved(), "predicted": wrapped.record.peak_bytes}
+    wanted = monet_like.reserve(wrapped.record)
+    before = large_blocks()
+    step_peak(running, (args, {}), CUDA)
+    return {
+        "wanted": wanted,
+        "resident": resident_bytes(wrapped, (args, {})),
+        "predicted": wrapped.record.peak_bytes,
+        "before": before,
+        "after": large_blocks(),
+    }
 
 
 def distributed(name: str) -> dict[str, Any]:
@@ -233,7 +256,47 @@ def workspaces(name: str) -> dict[str, Any]:
     for task in captured.program.tasks:
         operator = task.calls[-1].op.split(".")[1]
         found[operator] = max(found.get(operator, 0), costs[task.cost].workspace_bytes)
-    return {"bytes": found}
+    return {"bytes": found, "odd": [cost.workspace_bytes for cost in costs.values() if cost.workspace_bytes % 512]}
+
+
+def copies(name: str) -> dict[str, Any]:
+    """A profile; what is copied meanwhile is between two lines on stderr, after them a copy from the host."""
+    made, _ = CASES[name]
+    model, args = made()
+    request = Request(model.to(CUDA), (args, {}), "normal")
+    captured = captured_for(request, request.example)
+    print("profiled", file=sys.stderr, flush=True)
+    measured_costs(request, captured, CUDA)
+    print("profiled", file=sys.stderr, flush=True)
+    torch.zeros(2**20).to(CUDA)
+    return {}
+
+
+def cublas(_: str) -> dict[str, Any]:
+    """What the workspaces of cuBLAS take."""
+    torch.zeros(1, device=CUDA)
+    before = torch.cuda.memory_allocated(CUDA)
+    have_workspaces(CUDA)
+    return {"bytes": torch.cuda.memory_allocated(CUDA) - before}
+
+
+def live(name: str) -> dict[str, Any]:
+    """The most memory of a step of the report's, the first in its process, and what is predicted."""
+    wrapped, args, _ = planned(name)
+    ((kept,),) = wrapped._steps.values()
+    schedule = wrapped.record.schedule
+    found = live_step(wrapped._model, kept.captured, schedule, (args, {}), 0, "a fake GPU")
+    return {"bytes": max(found.bytes), "predicted": wrapped.record.peak_bytes}
+
+
+def moved(name: str) -> dict[str, Any]:
+    """A model that makes a tensor where it is, from the second GPU to the first."""
+    wrapped = monet_like.auto_schedule(Ramp().to("cuda:1"), (2.0,), memory_budget="100%", time_limit_seconds=5.0)
+    wrapped(2.0).sum().backward()
+    wrapped.to(CUDA).zero_grad()
+    result = wrapped(2.0)
+    result.sum().backward()
+    return {"device": str(result.device), "plans": len(wrapped.records)}
 
 
 def timed(name: str) -> dict[str, Any]:
@@ -254,7 +317,23 @@ def saved(path: str) -> dict[str, Any]:
     return {}
 
 
-WHAT = {what.__name__: what for what in (train, two_devices, offload, reserve, distributed, workspaces, timed, saved)}
+WHAT = {
+    what.__name__: what
+    for what in (
+        train,
+        two_devices,
+        offload,
+        reserve,
+        distributed,
+        workspaces,
+        timed,
+        saved,
+        copies,
+        live,
+        moved,
+        cublas,
+    )
+}
 
 
 def main() -> None:

@@ -21,9 +21,12 @@ def record(peak_bytes: int) -> ScheduleRecord:
 
 
 def test_one_block_that_the_step_is_cut_from() -> None:
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     kept = torch.empty(2**20, device="cuda")
-    assert monet_like.reserve(record(2**30)) == 2**30 - torch.cuda.memory_allocated()
+    wanted = 2**30 - torch.cuda.memory_allocated()
+    assert monet_like.reserve(record(2**30)) == wanted
+    assert monet_like.reserve(record(2**30)) == wanted  # cuBLAS has its workspaces now, which no schedule counts
     reserved = torch.cuda.memory_reserved()
     assert reserved >= 2**30 - 2**22
     parts = [torch.empty(2**24, dtype=torch.uint8, device="cuda") for _ in range(40)]
