@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from .absent_gpu import convolutions
 from .constants import Constants, constant_name
 from .eager_calls import called_in_place, eager_layouts, fills_with_noise, in_place_form
 from .errors import CaptureError, UsageError
@@ -264,7 +265,8 @@ def capture(
         )
     if target is not None:
         _move(graph, mode, target)
-    return _without_dropit(_Builder(flat, graph, mode, made_last).build(), model)
+    with convolutions(target or torch.device("cpu")):
+        return _without_dropit(_Builder(flat, graph, mode, made_last).build(), model)
 
 
 def _adds_under_names(graph: fx.Graph, flat: FlatModule) -> bool:

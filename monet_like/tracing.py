@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import absent_gpu, sync_batch_norm
 from . import fakes as fakes_of_pytorchs
-from . import sync_batch_norm
 from .constants import ConstantsFound, HeldTensors, constant_name, foreign_memory
 from .eager_calls import InPlaceCalls, called_in_place, changes_its_first
 from .errors import CaptureError
@@ -311,7 +311,7 @@ def _export(
             stack.enter_context(_is_compiling())
         fakes_of_pytorchs.register()
         flat.tracing_mode = _Constants()
-        stack.enter_context(_attention_of(target))
+        stack.enter_context(absent_gpu.as_on(target))
         stack.enter_context(sync_batch_norm.traced(processes))
         stack.enter_context(_unvalidated())
         stack.enter_context(fakes_of_pytorchs.ctc_loss_by_steps())
@@ -665,44 +665,6 @@ def _unvalidated() -> Iterator[None]:
         distribution.set_default_validate_args(before)
 
 
-@contextlib.contextmanager
-def _attention_of(target: torch.device | None) -> Iterator[None]:
-    """Have PyTorch's function for attention take the operator that it takes on ``target``."""
-    own = nn.functional.scaled_dot_product_attention
-    if target is not None and target.type == "cuda":
-        nn.functional.scaled_dot_product_attention = _cuda_attention
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = own
-
-
-def _cuda_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Attention by the operator that PyTorch takes on CUDA.
-
-    Of the fused ones only the memory-efficient one takes float32 (``sdp_utils.cpp`` in PyTorch: what each can be used
-    for). For 16-bit floats the choice depends on the card and on versions, with a mask on alignments: no guess.
-    """
-    plain = all(t.dtype == torch.float32 and t.dim() == 4 for t in (query, key, value))
-    if not plain or attn_mask is not None or enable_gqa or torch.is_autocast_enabled("cpu"):
-        raise CaptureError(
-            "which attention operator a GPU takes is known without the GPU only for float32 [N, heads, length, width], "
-            "without a mask, grouped heads and autocast; capture this model on the GPU"
-        )
-    attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    result: torch.Tensor = attend(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0]
-    return result
-
-
 def _data_dependent(error: BaseException) -> bool:
     return isinstance(error, DataDependentOutputException) or "data-dependent" in str(error)
 
@@ -713,6 +675,7 @@ def _reason(error: BaseException) -> str:
     internal = (
         "/torch/",
         "/monet_like/tracing.py",
+        "/monet_like/absent_gpu.py",
         "/monet_like/recorder.py",
         "/monet_like/eager_calls.py",
         "/monet_like/constants.py",

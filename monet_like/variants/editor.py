@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..absent_gpu import convolutions
 from ..capture import Captured, TensorMeta, make_task
 from ..operators import resolve
 from ..program import Call, Ref, Task, Value
@@ -179,7 +180,7 @@ class Editor:
 
     def results(self, calls: Sequence[Call]) -> dict[Ref, TensorMeta]:
         """What ``calls`` make."""
-        with fake_mode(), torch.no_grad(), torch._C._DisableAutocast():
+        with fake_mode(), convolutions(self.device), torch.no_grad(), torch._C._DisableAutocast():
             known: dict[Ref, torch.Tensor] = {}
             found: dict[Ref, TensorMeta] = {}
 

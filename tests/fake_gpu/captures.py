@@ -1,0 +1,166 @@
+"""Models captured for a GPU: on it where there is one, and else as where it is absent.
+
+``python captures.py CASE...`` prints a line of JSON for each case of `CASES`: the program's fingerprint, or why there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+from monet_like.capture import Captured, capture
+from monet_like.errors import CaptureError
+from monet_like.models.unet import UNet
+from monet_like.replay import admitted
+
+CUDA = torch.device("cuda", 0)
+MODE = "inplace_conv_multiway_newnode"
+HERE = torch.cuda.is_available()
+
+
+class Decoder(nn.Module):
+    """Causal attention between RMS norms, gated layers, a float32 head: what autocast casts in several ways."""
+
+    def __init__(self, width: int = 64, heads: int = 4, tokens: int = 256) -> None:
+        super().__init__()
+        self.heads, self.embedding, self.norm = heads, nn.Embedding(tokens, width), nn.RMSNorm(width)
+        self.attention, self.joined = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.gate, self.down = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        parts = self.attention(self.norm(x)).chunk(3, -1)
+        parts = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        x = x + self.joined(
+            nn.functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(-2)
+        )
+        gate, up = self.gate(x).chunk(2, -1)
+        x = self.norm(x + self.down(nn.functional.silu(gate) * up))
+        return nn.functional.cross_entropy((x @ self.embedding.weight.T).flatten(0, 1), tokens.flatten())
+
+
+class WrittenOut(nn.Module):
+    """Attention by matrix products, a region of autocast of its own, and operators that CPUs' autocast casts otherwise."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.queries, self.keys = nn.Linear(width, width), nn.Linear(width, width)
+        self.conv, self.norm, self.head = (
+            nn.Conv1d(width, width, 3, padding=1),
+            nn.GroupNorm(4, width),
+            nn.Linear(width, 4),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = (self.queries(x) @ self.keys(x).transpose(1, 2)).softmax(-1)
+        x = torch.cat([scores @ x, x * 2], 1)
+        x = self.norm(self.conv(x.transpose(1, 2))).exp().cumsum(-1) + x.transpose(1, 2).pow(2)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = self.head(x.transpose(1, 2)).norm(dim=-1) + nn.functional.layer_norm(x, x.shape[-1:]).sum(1)
+        with torch.autocast("cuda", enabled=False):
+            z = self.head(x.float().transpose(1, 2))
+        return nn.functional.smooth_l1_loss(y, z.mean(-1)) + torch.logsumexp(z, -1).mean()
+
+
+def image(model: nn.Module, size: int = 64, batch: int = 4) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return model, (torch.randn(batch, 3, size, size),)
+
+
+#: How to make a model and its inputs, the dtype of autocast, that of the parameters, and whether it is channels-last.
+Case = tuple[Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]], torch.dtype | None, torch.dtype, bool]
+_FLOAT, _BF16, _FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def _resnet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return image(torchvision.models.resnet18(num_classes=10))
+
+
+def _vit() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return image(torchvision.models.VisionTransformer(64, 16, 3, 4, 64, 128, num_classes=10, dropout=0.1))
+
+
+def _decoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Decoder(), (torch.randint(0, 256, (4, 32)),)
+
+
+def _unet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return image(UNet(width=8, depth=2))
+
+
+def _efficientnet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return image(torchvision.models.efficientnet_b0(num_classes=10))
+
+
+def _written_out() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return WrittenOut(), (torch.randn(2, 8, 32),)
+
+
+def _losses() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return BinaryLoss(), (torch.rand(4, 8),)
+
+
+class BinaryLoss(nn.Module):
+    """A loss that a GPU's autocast refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy(self.layer(x).sigmoid(), x)
+
+
+CASES: dict[str, Case] = {
+    "resnet": (_resnet, None, _FLOAT, False),
+    "resnet channels_last": (_resnet, None, _FLOAT, True),
+    "resnet channels_last bfloat16": (_resnet, None, _BF16, True),
+    "resnet channels_last autocast": (_resnet, _BF16, _FLOAT, True),
+    "resnet channels_last autocast float16": (_resnet, _FP16, _FLOAT, True),
+    "efficientnet": (_efficientnet, None, _FLOAT, False),
+    "efficientnet channels_last autocast": (_efficientnet, _BF16, _FLOAT, True),
+    "unet autocast": (_unet, _BF16, _FLOAT, False),
+    "unet channels_last bfloat16": (_unet, None, _BF16, True),
+    "vit": (_vit, None, _FLOAT, False),
+    "vit autocast": (_vit, _BF16, _FLOAT, False),
+    "decoder autocast": (_decoder, _BF16, _FLOAT, False),
+    "written out": (_written_out, None, _FLOAT, False),
+    "written out autocast": (_written_out, _BF16, _FLOAT, False),
+    "binary loss autocast": (_losses, _BF16, _FLOAT, False),
+}
+
+
+def captured(name: str) -> Captured:
+    """A case with all variants."""
+    make, cast, dtype, channels_last = CASES[name]
+    model, inputs = make()
+    model.to(dtype)
+    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        inputs = tuple(x.to(memory_format=torch.channels_last) for x in inputs)
+    if HERE:
+        model, inputs = model.to(CUDA), tuple(x.to(CUDA) for x in inputs)
+    with torch.autocast("cuda" if HERE else "cpu", cast or _BF16, enabled=cast is not None):
+        return admitted(capture(model, inputs, target=None if HERE else CUDA), MODE)
+
+
+def told(name: str) -> dict[str, Any]:
+    """The fingerprint of a case and of plain PyTorch's program, and its layouts; or why it cannot be captured."""
+    try:
+        of = captured(name)
+    except CaptureError as error:
+        return {"refused": str(error)}
+    specs = [value.spec for value in of.program.values]
+    return {"fingerprint": of.program.fingerprint, "plain": of.plain.fingerprint, "values": specs}
+
+
+if __name__ == "__main__":
+    torch.backends.cudnn.enabled = True  # as it is for captures, see `build`
+    for case in sys.argv[1:] or CASES:
+        print(json.dumps(told(case)))
