@@ -5,7 +5,7 @@ chooses by device while it traces is chosen here as on a GPU:
 
 * what autocast casts, by the lists for ``AutocastCUDA`` in ``ATen/autocast_mode.h`` of PyTorch;
 * how the results of convolutions lie, by the kernels that PyTorch takes on CUDA (``Convolution.cpp``, ``ConvUtils.h``);
-* the operator for attention, where it is known.
+* the operator for attention, where it is known, and the one for RMS norm.
 
 What only the GPU itself can tell is refused.
 """
@@ -67,7 +67,7 @@ def as_on(target: torch.device | None) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        for context in (_attention(), _autocast(), _regions(), convolutions(target), _Refusals()):
+        for context in (_attention(), _autocast(), _regions(), convolutions(target), _fused_rms_norm(), _Refusals()):
             stack.enter_context(context)
         yield
 
@@ -233,6 +233,56 @@ def _twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _in_rows(tensor: torch.Tensor) -> bool:
     return bool(torch._prims_common.suggest_memory_format(tensor) == torch.contiguous_format)
+
+
+# RMS norm -----------------------------------------------------------------------------------------------------------
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """``aten._fused_rms_norm`` and its gradient as two operators, as ``derivatives.yaml`` of PyTorch has them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            result, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.shape = shape
+        ctx.mark_non_differentiable(rstd)
+        return result, rstd
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        x, rstd, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        gradients = torch.ops.aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, wanted)
+        of_x, of_weight = (gradient if needed else None for gradient, needed in zip(gradients, wanted, strict=True))
+        return of_x, None, of_weight, None
+
+
+@contextlib.contextmanager
+def _fused_rms_norm() -> Iterator[None]:
+    """RMS norm is one operator, as where it has a kernel; on a CPU PyTorch writes it out."""
+    name = "aten::_fused_rms_norm"
+    known = name in torch._C._dispatch_get_all_op_names()
+    if not known or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+        yield
+        return
+
+    def never_run(*_: Any) -> Any:
+        raise AssertionError("tensors of a trace are fake")
+
+    op = torch.ops.aten._fused_rms_norm.default
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(op, never_run, "CPU")
+    library.impl(op, _FusedRmsNorm.apply, "AutogradCPU")
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        library._destroy()
+        op._dispatch_cache.clear()
 
 
 # Attention, and what is refused -------------------------------------------------------------------------------------

@@ -191,6 +191,33 @@ def test_a_region_has_the_default_dtype_of_a_gpu() -> None:
         assert captured.metas[captured.outputs[0].value].dtype == torch.float16
 
 
+# Operators with kernels on a GPU alone --------------------------------------------------------------------------
+
+
+def test_rms_norm_is_all_that_pytorch_writes_out_on_a_cpu_alone() -> None:
+    """Operators that are written out where a device has no kernel of its own for them."""
+
+    def has(name: str, *keys: str) -> bool:
+        return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
+
+    names = [n for n in torch._C._dispatch_get_all_op_names() if has(n, "CompositeImplicitAutograd")]
+    there = {n for n in names if n.startswith("aten::") and has(n, "CUDA", "AutogradCUDA")}
+    assert there - {n for n in names if has(n, "CPU", "AutogradCPU")} <= {"aten::_fused_rms_norm"}
+
+
+def test_rms_norm_is_afterwards_what_it_was() -> None:
+    layer, x = nn.RMSNorm(6), torch.randn(3, 6)
+
+    def gradients() -> list[torch.Tensor]:
+        return [*torch.autograd.grad(layer(x).exp().sum(), layer.parameters())]
+
+    before = gradients()
+    operators = [[call.op for t in absent(layer, x).program.every_task() for call in t.calls] for _ in range(2)]
+    assert operators[0] == operators[1] == ["aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default"]
+    assert all(map(torch.equal, gradients(), before))
+    assert "aten._fused_rms_norm.default" not in [c.op for t in capture(layer, (x,)).program.tasks for c in t.calls]
+
+
 # Layouts --------------------------------------------------------------------------------------------------------
 
 

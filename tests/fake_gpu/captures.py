@@ -105,6 +105,17 @@ def _losses() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return BinaryLoss(), (torch.rand(4, 8),)
 
 
+def _norms() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    layers = (
+        nn.RMSNorm(32),
+        nn.Linear(32, 32),
+        nn.RMSNorm(32, elementwise_affine=False),
+        nn.Linear(32, 8),
+        nn.RMSNorm((6, 8)),
+    )
+    return nn.Sequential(*layers), (torch.randn(4, 6, 32),)
+
+
 class BinaryLoss(nn.Module):
     """A loss that a GPU's autocast refuses."""
 
@@ -128,6 +139,9 @@ CASES: dict[str, Case] = {
     "unet channels_last bfloat16": (_unet, None, _BF16, True),
     "vit": (_vit, None, _FLOAT, False),
     "vit autocast": (_vit, _BF16, _FLOAT, False),
+    "decoder": (_decoder, None, _FLOAT, False),
+    "norms bfloat16": (_norms, None, _BF16, False),
+    "norms autocast": (_norms, _BF16, _FLOAT, False),
     "decoder autocast": (_decoder, _BF16, _FLOAT, False),
     "written out": (_written_out, None, _FLOAT, False),
     "written out autocast": (_written_out, _BF16, _FLOAT, False),
