@@ -25,7 +25,7 @@ def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | 
         device: default: the current CUDA device, or the CPU where there is none.
 
     Returns:
-        Bytes reserved; 0 on a device without a caching allocator.
+        Bytes of the block; 0 on a device without a caching allocator.
 
     Raises:
         MonetError: so much is not free.
@@ -35,8 +35,8 @@ def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type != "cuda":
         return 0
-    torch._C._cuda_clearCublasWorkspaces()  # no schedule counts them; they are taken anew, beside the block
-    wanted = max(0, record.peak_bytes - torch.cuda.memory_allocated(place))
+    torch._C._cuda_clearCublasWorkspaces()  # they are taken anew, beside the block
+    wanted = max(0, record.peak_bytes - record.cublas_bytes - torch.cuda.memory_allocated(place))
     torch.cuda.empty_cache()
     try:
         have_workspaces(place)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from .capture import Captured
 from .compiler import Prepared, Request, captured_for, measured_costs, optimizer_bytes, plain_report, profile_batch
+from .cublas import measured_bytes, multiplies
 from .errors import ProfileError
 from .problem import Problem, example_for
 from .profile_data import Profile
@@ -54,11 +56,23 @@ class Batches:
 
     def __init__(self, problem: Problem, limits: DeviceLimits | None) -> None:
         self.problem, self.limits = problem, limits
-        self.extra_bytes = optimizer_bytes(problem.request.model, problem.request.optimizer)
         self.measured: tuple[Measured, ...] = ()
         self._made_last: tuple[str, ...] | None = None
         self._captured: dict[int, Captured] = {}
         self._prepared: dict[int, Prepared] = {}
+
+    def cublas_bytes(self, batch: int) -> int:
+        """What cuBLAS's workspaces take in a step at ``batch``."""
+        return self._workspaces if multiplies(self.captured(batch)) else 0
+
+    def extra_bytes(self, batch: int) -> int:
+        """Resident memory beyond the program's: the optimizer's state, and `cublas_bytes`."""
+        request = self.problem.request
+        return optimizer_bytes(request.model, request.optimizer) + self.cublas_bytes(batch)
+
+    @cached_property
+    def _workspaces(self) -> int:
+        return measured_bytes(self.problem.device) if self.limits is None else self.limits.cublas_bytes
 
     def request(self, batch: int) -> Request:
         """The problem's request at ``batch``."""
@@ -112,9 +126,10 @@ class Batches:
             captured = self.captured(batch)
             costs, note = self._costs(batch, captured)
             device = f"roofline:{self.limits.name}" if self.limits else device_name(self.problem.device)
-            profile = Profile(device, costs, note, {"torch": torch.__version__})
-            plain = plain_report(captured, costs, self.extra_bytes)
-            self._prepared[batch] = Prepared(captured, profile, costs, self.extra_bytes, plain, {})
+            profile = Profile(device, costs, note, {"torch": torch.__version__}, cublas_bytes=self._workspaces)
+            extra = self.extra_bytes(batch)
+            plain = plain_report(captured, costs, extra)
+            self._prepared[batch] = Prepared(captured, profile, costs, extra, plain, {}, self.cublas_bytes(batch))
         return self._prepared[batch]
 
     def _costs(self, batch: int, captured: Captured) -> tuple[dict[str, Cost], str]:

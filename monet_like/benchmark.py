@@ -208,7 +208,9 @@ def accumulating(ready: Prepared) -> Prepared:
         program=replace(_until_delivered(ready.captured), gradients=()),
         as_called=replace(ready.captured.plain, gradients=()),
     )
-    return replace(ready, captured=captured, plain=plain_report(captured, ready.costs, 0), extra_bytes=0)
+    return replace(
+        ready, captured=captured, plain=plain_report(captured, ready.costs, 0), extra_bytes=0, cublas_bytes=0
+    )
 
 
 def _until_delivered(captured: Captured) -> Program:

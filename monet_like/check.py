@@ -215,7 +215,7 @@ def _as_double(example: Example) -> Example:
 def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:
     """Peak of a whole step: what exists before it, and the rise above that, without the loss and its gradient.
 
-    What cuBLAS keeps from one step to the next is not in it: it is the device's, whatever the schedule.
+    What cuBLAS keeps from one step to the next is not in it; schedules count it beside (`ScheduleRecord.cublas_bytes`).
     """
     model.zero_grad(set_to_none=True)
     have_workspaces(device)
@@ -255,7 +255,7 @@ def _measured_peak(console: Console, problem: Problem, record: ScheduleRecord, e
     limit = min(problem.budget_bytes, record.budget_bytes)
     wrapped = ScheduleWrapper(copy.deepcopy(problem.spec.module), record)
     started = time.perf_counter()
-    peak = step_peak(wrapped, example, problem.device) + record.optimizer_bytes
+    peak = step_peak(wrapped, example, problem.device) + record.extra_bytes
     seconds = time.perf_counter() - started
     console.print(
         f"one step: peak {format_bytes(peak)} ({peak} bytes), predicted {format_bytes(record.peak_bytes)}, "

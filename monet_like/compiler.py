@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture import Captured, capture
+from .cublas import measured_bytes, multiplies
 from .errors import ProfileError, UsageError
 from .plan import Plan, plan, store_all
 from .precision import autocast_as, in_layout, layout_of, weights_layout
@@ -70,7 +71,8 @@ class Prepared:
         captured: the program with the admitted variants.
         profile: where the costs come from.
         costs: of all tasks of the program.
-        extra_bytes: the optimizer's state.
+        extra_bytes: the optimizer's state, and cuBLAS's workspaces.
+        cublas_bytes: of them the latter.
         plain: the simulator's report on plain PyTorch's schedule.
         stage_seconds: wall seconds of capture and profile.
     """
@@ -81,6 +83,7 @@ class Prepared:
     extra_bytes: int
     plain: Report
     stage_seconds: Mapping[str, float]
+    cublas_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -323,12 +326,20 @@ def prepare(
     started = time.perf_counter()
     if captured is None:
         captured = captured_for(request, request.example)
-    extra = optimizer_bytes(request.model, request.optimizer)
     seconds = {"capture": time.perf_counter() - started}
     started = time.perf_counter()
     found = _profiled(request, captured, device, profile, save_profile, progress)
     seconds["profile"] = time.perf_counter() - started
-    return Prepared(captured, found, found.costs, extra, plain_report(captured, found.costs, extra), seconds)
+    cublas = found.cublas_bytes if multiplies(captured) else 0
+    extra = optimizer_bytes(request.model, request.optimizer) + cublas
+    return Prepared(captured, found, found.costs, extra, plain_report(captured, found.costs, extra), seconds, cublas)
+
+
+def with_workspaces_of(record: ScheduleRecord, ready: Prepared) -> Prepared:
+    """What was prepared, with as much of cuBLAS's workspaces as a schedule counts: none in files that do not say."""
+    extra = ready.extra_bytes - ready.cublas_bytes + record.cublas_bytes
+    plain = plain_report(ready.captured, ready.costs, extra)
+    return replace(ready, extra_bytes=extra, cublas_bytes=record.cublas_bytes, plain=plain)
 
 
 def _profiled(
@@ -343,7 +354,8 @@ def _profiled(
         costs = roofline(captured, profile)
         settings = f": {profile.settings}" if profile.settings else ""
         note = f"estimated from datasheet rates ({profile.source}{settings})"
-        return Profile(f"roofline:{profile.name}", costs, note, {"torch": torch.__version__})
+        made_with = {"torch": torch.__version__}
+        return Profile(f"roofline:{profile.name}", costs, note, made_with, cublas_bytes=profile.cublas_bytes)
     if profile and profile.device != device_name(device):
         completed = _completed(profile, captured, device)
         if completed is not profile and save_profile:
@@ -359,10 +371,14 @@ def _profiled(
     known = profile.costs if profile else {}
     costs, note = measured_costs(request, captured, device, known=known, progress=progress)
     if profile is None or note:
-        profile = to_profile(costs, device, note)
-        if save_profile:
-            save_profile(profile)
-    return profile
+        made = to_profile(costs, device, note)
+    elif device.type == "cuda" and not profile.cublas_bytes:  # files of before do not say
+        made = replace(profile, cublas_bytes=measured_bytes(device))
+    else:
+        return profile
+    if save_profile:
+        save_profile(made)
+    return made
 
 
 def _completed(profile: Profile, captured: Captured, device: torch.device) -> Profile:
@@ -405,7 +421,8 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         solve_seconds=sum(found.stage_seconds.values()),
         ablation=request.ablation,
         optimizer=request.optimizer,
-        optimizer_bytes=ready.extra_bytes,
+        optimizer_bytes=ready.extra_bytes - ready.cublas_bytes,
+        cublas_bytes=ready.cublas_bytes,
         autocast=request.autocast,
         layout=weights_layout(request.model),
         made_last=captured.made_last,

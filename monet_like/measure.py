@@ -74,8 +74,7 @@ def have_workspaces(device: torch.device) -> None:
     """Have cuBLAS take what it keeps: a workspace for the thread of the forward, and one for autograd's.
 
     It takes them from PyTorch's allocator in the first product of either thread; else the first step would seem to need
-    them. PyTorch 2.14 takes 32 MiB each on a GPU of capability 9.x, 10.x or 12.x, 8.1 MiB on others, and what
-    ``CUBLAS_WORKSPACE_CONFIG`` says where that is set (its `getChosenWorkspaceSize`); cuBLASLt's products use the same.
+    them. Their size (`monet_like.cublas`) is 32 MiB each on a GPU of capability 9.x, 10.x or 12.x, 8.1 MiB on others.
     """
     if device.type == "cuda":
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):

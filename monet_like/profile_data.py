@@ -29,6 +29,7 @@ class Profile:
         note: how, in words: at which batch, and whether scaled.
         versions: of the libraries that ran.
         settings: of PyTorch and the environment that they ran with (`monet_like.settings`); empty: not known.
+        cublas_bytes: what cuBLAS's workspaces take there (`monet_like.cublas`); 0 in files that do not say.
     """
 
     device: str
@@ -36,6 +37,7 @@ class Profile:
     note: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
+    cublas_bytes: int = 0
 
     def save(self, path: Path) -> None:
         """Write the file; an interrupted write leaves the old one."""
@@ -71,7 +73,10 @@ class Profile:
             settings = dict(content.get("settings", {}))
             if not all(isinstance(text, str) for text in (device, note, *versions.values(), *settings.values())):
                 raise TypeError("device, note, versions and settings must be text")
-            return Profile(device, costs, note, versions, settings)
+            cublas_bytes = content.get("cublas_bytes", 0)
+            if type(cublas_bytes) is not int or not 0 <= cublas_bytes < 2**63:
+                raise ValueError(f"cublas_bytes is no number of bytes: {str(cublas_bytes)[:40]}")
+            return Profile(device, costs, note, versions, settings, cublas_bytes)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ScheduleFileError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
 

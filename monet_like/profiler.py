@@ -23,6 +23,7 @@ import torch
 
 from .capture import Captured, TensorMeta, allocated_bytes
 from .codegen import Block, compile_block
+from .cublas import measured_bytes
 from .errors import ProfileError
 from .kernels import runs_here
 from .kernels.sync_batch_norm import COMMUNICATING
@@ -334,4 +335,4 @@ def matched(wanted: Captured, measured: Captured) -> Iterable[tuple[Task, Task]]
 
 def to_profile(costs: Mapping[str, Cost], device: torch.device, note: str) -> Profile:
     """A `Profile` of this machine."""
-    return Profile(device_name(device), dict(costs), note, versions(), settings_of(device))
+    return Profile(device_name(device), dict(costs), note, versions(), settings_of(device), measured_bytes(device))

@@ -206,7 +206,7 @@ class ScheduleWrapper(nn.Module):
         warn_of_twins(captured, device_of(self), stacklevel=3)
         within = None
         if self.backend == "inductor" and _described_all(args, kwargs) == record.inputs:
-            within = record.peak_bytes - record.optimizer_bytes
+            within = record.peak_bytes - record.extra_bytes
         step = Step(captured, record.schedule, within)
         if within is None and not captured.gradients_in_rows:
             step.for_row_major = self._for_row_major(record, step, args, kwargs)
@@ -541,7 +541,7 @@ def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch
         needed = simulate(program, record.schedule, Free()).peak_bytes
     except ScheduleError as error:
         raise ScheduleFileError(f"the schedule does not fit the program it names: {error}; solve again") from None
-    promised = record.peak_bytes - record.optimizer_bytes
+    promised = record.peak_bytes - record.extra_bytes
     # A GPU's allocator rounds sizes up.
     rounded = CUDA_GRANULARITY_BYTES * len(program.values) if device.type != planned_for(record.device).kind else 0
     if not record.peak_bytes:
@@ -558,7 +558,7 @@ def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch
 def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.device, promised: int) -> str:
     """Why a schedule does not fit its budget where twins run, in words; "" if it does, or if none run."""
     needed = simulate(captured.program, record.schedule, workspaces_of_twins(captured, device.type)).peak_bytes
-    budget = record.budget_bytes - record.optimizer_bytes
+    budget = record.budget_bytes - record.extra_bytes
     if needed <= max(promised, budget):
         return ""
     return (

@@ -20,6 +20,9 @@ sparsity, half of it is taken; nothing here was measured, but for ``cpu``):
   53.8, 11 GB, 616 GB/s. It has no TF32.
 * p100: "NVIDIA Tesla P100" datasheet, PCIe 16 GB: FP32 9.3 TFLOPS, FP16 18.7, 732 GB/s. It has no TF32.
 
+What cuBLAS keeps there follows from the compute capability ("CUDA GPU Compute Capability", developer.nvidia.com/cuda/gpus) and
+from PyTorch's source, see `monet_like.cublas`.
+
 The rates are those of PyTorch's default settings: convolutions of float32 run in TF32 (``torch.backends.cudnn.allow_tf32``),
 matrix products of float32 do not (``torch.backends.cuda.matmul.allow_tf32``).
 
@@ -51,6 +54,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .capture import Captured
 from .codegen import Block, compile_block
+from .cublas import default_bytes
 from .kernels.reference import largest_kept
 from .mode import ALGORITHMS
 from .profiler import distinct_tasks
@@ -75,6 +79,7 @@ class DeviceLimits:
         memory_bytes: in all, a GB of the datasheet taken as 2**30 bytes; 0: not told.
         device: ``cuda`` or ``cpu``, what programs for it are captured as.
         products: PyTorch's names of the device, without the maker's; none: none are known.
+        cublas_bytes: what cuBLAS's workspaces take in a step (`monet_like.cublas`).
     """
 
     name: str
@@ -88,6 +93,7 @@ class DeviceLimits:
     memory_bytes: int = 0
     device: str = "cpu"
     products: tuple[str, ...] = ()
+    cublas_bytes: int = 0
 
     @property
     def settings(self) -> str:
@@ -115,6 +121,7 @@ def _gpu(
     bandwidth: float,
     link: float,
     gigabytes: int,
+    capability: tuple[int, int],
     products: tuple[str, ...],
     source: str,
 ) -> DeviceLimits:
@@ -131,6 +138,7 @@ def _gpu(
         memory_bytes=gigabytes * GIB,
         device="cuda",
         products=products,
+        cublas_bytes=default_bytes(capability[0]),
     )
 
 
@@ -158,6 +166,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=732e9,
             link=PCIE3,
             gigabytes=16,
+            capability=(6, 0),
             products=("Tesla P100-PCIE-16GB",),
             source="NVIDIA Tesla P100 PCIe 16 GB datasheet",
         ),
@@ -167,6 +176,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=1555e9,
             link=PCIE4,
             gigabytes=40,
+            capability=(8, 0),
             products=("A100-SXM4-40GB", "A100-PCIE-40GB"),
             source="NVIDIA A100 40 GB PCIe datasheet",
         ),
@@ -176,6 +186,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=1935e9,
             link=PCIE4,
             gigabytes=80,
+            capability=(8, 0),
             products=("A100 80GB PCIe",),
             source="NVIDIA A100 80 GB PCIe datasheet",
         ),
@@ -185,6 +196,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=2039e9,
             link=PCIE4,
             gigabytes=80,
+            capability=(8, 0),
             products=("A100-SXM4-80GB",),
             source="NVIDIA A100 80 GB SXM datasheet",
         ),
@@ -194,6 +206,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=3350e9,
             link=PCIE5,
             gigabytes=80,
+            capability=(9, 0),
             products=("H100 80GB HBM3",),
             source="NVIDIA H100 SXM datasheet",
         ),
@@ -203,6 +216,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=2000e9,
             link=PCIE5,
             gigabytes=80,
+            capability=(9, 0),
             products=("H100 PCIe",),
             source="NVIDIA H100 PCIe datasheet",
         ),
@@ -212,6 +226,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=3900e9,
             link=PCIE5,
             gigabytes=94,
+            capability=(9, 0),
             products=("H100 NVL",),
             source="NVIDIA H100 NVL datasheet",
         ),
@@ -221,6 +236,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=4800e9,
             link=PCIE5,
             gigabytes=141,
+            capability=(9, 0),
             products=("H200",),
             source="NVIDIA H200 SXM datasheet",
         ),
@@ -230,6 +246,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=4800e9,
             link=PCIE5,
             gigabytes=141,
+            capability=(9, 0),
             products=("H200 NVL",),
             source="NVIDIA H200 NVL datasheet",
         ),
@@ -239,6 +256,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=4000e9,
             link=NVLINK_C2C,
             gigabytes=96,
+            capability=(9, 0),
             products=("GH200 480GB", "GH200 120GB"),  # the host's memory: the GPU has 96 GB in both
             source="NVIDIA GH200 Grace Hopper Superchip datasheet",
         ),
@@ -248,6 +266,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=616e9,
             link=PCIE3,
             gigabytes=11,
+            capability=(7, 5),
             products=("GeForce RTX 2080 Ti",),
             source="NVIDIA Turing whitepaper, reference card",
         ),
@@ -257,6 +276,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=1008e9,
             link=PCIE4,
             gigabytes=24,
+            capability=(8, 9),
             products=("GeForce RTX 4090",),
             source="NVIDIA Ada architecture whitepaper",
         ),

@@ -46,6 +46,7 @@ class ScheduleRecord:
         ablation: operator choice only, no recompute.
         budget_bytes: of the whole training step.
         optimizer, optimizer_bytes: whose state is counted, and how much that is.
+        cublas_bytes: what is counted for cuBLAS's workspaces (`monet_like.cublas`); 0 in files that do not say.
         device, versions: what the profile was measured on, and with.
         fingerprint: of the program (`Program.fingerprint`).
         autocast: the autocast dtype the model was captured under, or "".
@@ -86,6 +87,12 @@ class ScheduleRecord:
     made_last: tuple[str, ...] = ()
     note: str = ""
     counts: dict[str, int] = field(default_factory=dict)
+    cublas_bytes: int = 0
+
+    @property
+    def extra_bytes(self) -> int:
+        """Resident memory beyond the program's: the optimizer's state and cuBLAS's workspaces."""
+        return self.optimizer_bytes + self.cublas_bytes
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
@@ -150,7 +157,8 @@ class ScheduleRecord:
                 for i in _listed(content["inputs"])
             )
             made_last = tuple(_typed(name, str) for name in _listed(content.get("made_last", [])))
-            scalars = {name: _typed(content[name], kinds) for name, kinds in _SCALARS}
+            known = _LATER | content
+            scalars = {name: _typed(known[name], kinds) for name, kinds in _SCALARS}
             for name, kind in (("versions", str), ("counts", int)):
                 scalars[name] = {_typed(key, str): _typed(value, kind) for key, value in scalars[name].items()}
         except KeyError as error:
@@ -189,7 +197,10 @@ _SCALARS: tuple[tuple[str, Any], ...] = (
     ("layout", str),
     ("note", str),
     ("counts", dict),
+    ("cublas_bytes", int),
 )
+#: Fields that files of this format did not always have.
+_LATER = {"cublas_bytes": 0}
 
 
 def _typed(value: Any, kinds: Any) -> Any:

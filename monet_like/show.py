@@ -177,6 +177,8 @@ def _bound(record: ScheduleRecord) -> str:
 
 def _add_counts(table: Table, record: ScheduleRecord) -> None:
     counts = record.counts
+    if record.cublas_bytes:
+        table.add_row("cuBLAS", f"{format_bytes(record.cublas_bytes)} for its workspaces, in all peaks")
     table.add_row(
         "values",
         f"{counts.get('kept', 0)} kept for the backward, {counts.get('dropped', 0)} not; "

@@ -123,7 +123,7 @@ class Tuner:
         def fitting(batch: int) -> bool:
             self.say(f"batch {batch}: does it fit")
             program, costs = self.batches.captured(batch).program, self.batches.estimated(batch)
-            return fits(program, costs, self.budget_bytes, extra_bytes=self.batches.extra_bytes) is not None
+            return fits(program, costs, self.budget_bytes, extra_bytes=self.batches.extra_bytes(batch)) is not None
 
         return _largest_power(fitting, self.budget_bytes)
 
@@ -308,7 +308,7 @@ def _measured(
         example = real_example(replace(problem, request=request))
         say(f"batch {candidate.batch}: measure")
         with autocast_as(problem.request.autocast, problem.device):
-            peaks.append(step_peak(wrapped, example, problem.device) + record.optimizer_bytes)
+            peaks.append(step_peak(wrapped, example, problem.device) + record.extra_bytes)
         runs.append((wrapped, example))
     if plain is not None:
         runs.append((model, real_example(replace(problem, request=family.request(plain.batch)))))

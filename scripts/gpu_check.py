@@ -157,7 +157,7 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     wrong = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
     return Replay(
         name, "measured", record.model, record.inputs[0].shape[0], record.budget_bytes, record.device,
-        plain.peak_bytes, peak, record.peak_bytes, reserved, seconds[0], seconds[1], record.plain_seconds, record.seconds,
+        plain.peak_bytes + record.extra_bytes, peak + record.extra_bytes, record.peak_bytes, reserved, seconds[0], seconds[1], record.plain_seconds, record.seconds,
         error, plain.rounding, wrong,
     )  # fmt: skip
 

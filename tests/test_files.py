@@ -54,6 +54,7 @@ RECORD = ScheduleRecord(
     ablation=True,
     optimizer="adam",
     optimizer_bytes=2**28,
+    cublas_bytes=2**26,
     autocast="bfloat16",
     layout="channels_last",
     made_last=("classifier.0.weight", "classifier.3.weight"),
@@ -396,7 +397,7 @@ def test_another_version(tmp_path: Path, version: Any, shown: str) -> None:
     )
 
 
-OPTIONAL = {"schedule", "made_last"}  # the first is three; without the second files are from before it was there
+OPTIONAL = {"schedule", "made_last", "cublas_bytes"}  # the first is three; without the others files are from before
 FIELDS = ("forward", "again", "ways", "inputs", *(f.name for f in fields(ScheduleRecord) if f.name not in OPTIONAL))
 
 
@@ -444,6 +445,7 @@ def test_a_missing_field(tmp_path: Path, name: str) -> None:
         ("peak_bytes", False),
         ("plain_peak_bytes", None),
         ("optimizer_bytes", True),
+        ("cublas_bytes", -1),
         ("seconds", "1.0"),
         ("seconds", True),
         ("plain_seconds", None),

@@ -18,6 +18,7 @@ Fronts = Mapping[str, Sequence[tuple[int, float]]]
 _COLOURS: Mapping[str, str] = {
     "parameters": "#8c939c",
     "optimizer": "#c3c8ce",
+    "cublas": "#dfe3e8",
     "inputs": "#b9a36b",
     "gradients": "#5f9e8f",
     "kept": "#4c78a8",

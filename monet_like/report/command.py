@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..check import real_example
-from ..compiler import Prepared, captured_for
+from ..compiler import Prepared, captured_for, with_workspaces_of
 from ..errors import UsageError
 from ..explore import strategy_points
 from ..files import check_writable, write_atomically
@@ -65,11 +65,11 @@ def report(
         captured = captured_for(problem.request, problem.request.example)
         program = captured.program
         check_program(record, captured, problem.request.expression, problem.device)
-        ready = prepare_with(profile, store, problem, progress, captured)
+        ready = with_workspaces_of(record, prepare_with(profile, store, problem, progress, captured))
         figures = Figures(
             record,
-            plain_course(captured, ready.costs, ready.extra_bytes),
-            course(captured, program, record.schedule, ready.costs, ready.extra_bytes),
+            plain_course(captured, ready.costs, ready.extra_bytes, ready.cublas_bytes),
+            course(captured, program, record.schedule, ready.costs, ready.extra_bytes, ready.cublas_bytes),
             ready.profile.device,
             _fronts(ready, problem, record, front, progress.at) if front != "off" else {},
         )

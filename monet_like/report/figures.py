@@ -15,6 +15,7 @@ from ..simulate import cost_of, moments
 KINDS: Mapping[str, str] = {
     "parameters": "parameters and buffers",
     "optimizer": "optimizer state",
+    "cublas": "cuBLAS's workspaces",
     "inputs": "inputs",
     "gradients": "gradients of parameters",
     "kept": "kept for the backward",
@@ -107,24 +108,31 @@ def layers_of(captured: Captured, program: Program) -> list[str]:
     return [known[v] or MODEL if v in known else OUTSIDE for v in range(len(program.values))]
 
 
-def plain_course(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int) -> Course:
+def plain_course(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int, cublas_bytes: int = 0) -> Course:
     """The course of plain PyTorch's step."""
     program, schedule, eager = plain_step(captured, costs)
-    return course(captured, program, schedule, eager, extra_bytes)
+    return course(captured, program, schedule, eager, extra_bytes, cublas_bytes)
 
 
 def course(
-    captured: Captured, program: Program, schedule: Schedule, costs: Mapping[str, Cost], extra_bytes: int
+    captured: Captured,
+    program: Program,
+    schedule: Schedule,
+    costs: Mapping[str, Cost],
+    extra_bytes: int,
+    cublas_bytes: int = 0,
 ) -> Course:
     """The course of a schedule's step, as the simulator counts it.
 
     Args:
         program: of ``captured``: with its variants, or as it was before them.
+        extra_bytes: resident memory beyond the program's; of it ``cublas_bytes`` are cuBLAS's workspaces, the rest is the
+            optimizer's state.
     """
     layers = layers_of(captured, program)
     values, places = program.values, _places(program, schedule)
     always = [(layers[v], places[v], value.bytes) for v, value in enumerate(values) if value.kind in RESIDENT_KINDS]
-    always.append((OUTSIDE, _PLACE["optimizer"], extra_bytes))
+    always += [(OUTSIDE, _PLACE["optimizer"], extra_bytes - cublas_bytes), (OUTSIDE, _PLACE["cublas"], cublas_bytes)]
     runs: list[Run] = []
     most, at_peak, begins = -1, always, 0.0
     for step, task, alive, _ in moments(program, schedule, costs, extra_bytes=extra_bytes):

@@ -23,7 +23,7 @@ class Live:
     """What a real step took.
 
     Attributes:
-        bytes: the most memory during every run, in the schedule's order; the optimizer's state included.
+        bytes: the most memory during every run, in the schedule's order; the optimizer's state and cuBLAS's workspaces included.
         loss_bytes: the most while the loss was computed, between forward and backward.
         device: where, in words.
     """
@@ -41,7 +41,7 @@ def live_step(
     Args:
         model: what was captured; its gradients are removed.
         example: real inputs on the model's device.
-        extra_bytes: counted on top, such as optimizer state, which no step allocates.
+        extra_bytes: counted on top: optimizer state, which no step allocates, and cuBLAS's workspaces, which outlive it.
     """
     model.zero_grad(set_to_none=True)
     known: dict[str, torch.Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}

@@ -22,7 +22,17 @@ SUFFIX = ".json"
 #: Fields that stand once where all schedules have the same.
 _SHARED = (
     *("format", "version", "model", "inputs", "mode", "ablation", "fingerprint", "made_last", "versions", "autocast"),
-    *("layout", "optimizer", "optimizer_bytes", "solver", "status", "bound_seconds", "gap", "bound_kind"),
+    *(
+        "layout",
+        "optimizer",
+        "optimizer_bytes",
+        "cublas_bytes",
+        "solver",
+        "status",
+        "bound_seconds",
+        "gap",
+        "bound_kind",
+    ),
     "solve_seconds",
 )
 

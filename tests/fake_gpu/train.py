@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import torchvision
 from torch import nn
 
 import monet_like
-from monet_like.check import resident_bytes, step_peak
+from monet_like.check import _Loss, resident_bytes, step_peak
 from monet_like.compiler import Request, captured_for, compile_schedule, measured_costs
 from monet_like.measure import UNSPLIT_BYTES, have_workspaces, seconds_of, unsplit_bytes
 from monet_like.models.unet import UNet
@@ -92,8 +93,16 @@ def unet() -> Made:
     return UNet(width=8, depth=2), (image(6, 64),)
 
 
-def decoder() -> Made:
-    return Decoder(), (torch.randint(0, 256, (8, 128), device=CUDA),)
+def resnet18() -> Made:
+    return torchvision.models.resnet18(num_classes=10), (image(32, 64),)
+
+
+def decoder(batch: int = 8) -> Made:
+    return Decoder(), (torch.randint(0, 256, (batch, 128), device=CUDA),)
+
+
+def large_decoder() -> Made:
+    return decoder(128)
 
 
 #: Models, and how each is trained: autocast's dtype or none.
@@ -104,6 +113,8 @@ CASES: dict[str, tuple[Callable[[], Made], torch.dtype | None]] = {
     "unet": (unet, None),
     "decoder": (decoder, None),
     "decoder bfloat16": (decoder, torch.bfloat16),
+    "large decoder": (large_decoder, None),
+    "resnet18": (resnet18, None),
 }
 
 
@@ -165,9 +176,10 @@ def large_values(wrapped: Any) -> int:
 
 
 def train(name: str) -> dict[str, Any]:
-    """One schedule: what it predicts, and what the allocator counts while it runs."""
+    """One schedule: what it predicts without cuBLAS's workspaces, and what the allocator counts while it runs."""
     wrapped, args, running = planned(name)
-    asked = step_peak(running, (args, {}), CUDA)  # the first step; it takes no account of cuBLAS's workspaces
+    extra = wrapped.record.extra_bytes
+    asked = step_peak(running, (args, {}), CUDA)
     running.zero_grad(set_to_none=True)
     torch.cuda.synchronize(CUDA)
     torch.cuda.reset_peak_memory_stats(CUDA)
@@ -176,11 +188,31 @@ def train(name: str) -> dict[str, Any]:
     rise = torch.cuda.max_memory_allocated(CUDA) - before
     plain = InAutocast(wrapped._model, running.dtype)
     return {
-        "predicted": wrapped.record.peak_bytes,
+        "predicted": wrapped.record.peak_bytes - extra,
         "asked": asked,
-        "plain predicted": wrapped.record.plain_peak_bytes,
+        "plain predicted": wrapped.record.plain_peak_bytes - extra,
         "plain asked": step_peak(plain, (args, {}), CUDA),
         "allocated": resident_bytes(wrapped, (args, {})) + rise,
+        "unsplit": unsplit_bytes(large_values(wrapped)),
+    }
+
+
+def whole(name: str) -> dict[str, Any]:
+    """All that the allocator has given out at once, at most, counted from when it had given out nothing."""
+    assert not torch.cuda.memory_allocated(CUDA)
+    wrapped, args, running = planned(name)
+    gc.collect()
+    torch.cuda.synchronize(CUDA)
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    result = running(*args)
+    _Loss.apply(result).backward()
+    record = wrapped.record
+    return {
+        "most": torch.cuda.max_memory_allocated(CUDA),
+        "asked": torch.cuda.memory_stats(CUDA)["requested_bytes.all.peak"],
+        "predicted": record.peak_bytes,
+        "plain predicted": record.plain_peak_bytes,
+        "cublas": record.cublas_bytes,
         "unsplit": unsplit_bytes(large_values(wrapped)),
     }
 
@@ -195,7 +227,8 @@ def two_devices(name: str) -> dict[str, Any]:
         moved = tuple(arg.to(device) for arg in args)
         step(running, moved)
         peaks.append(step_peak(running, (moved, {}), device))
-    return {"predicted": wrapped.record.peak_bytes, "peaks": peaks, "plans": len(wrapped.records)}
+    record = wrapped.record
+    return {"predicted": record.peak_bytes - record.extra_bytes, "peaks": peaks, "plans": len(wrapped.records)}
 
 
 def offload(name: str) -> dict[str, Any]:
@@ -204,10 +237,11 @@ def offload(name: str) -> dict[str, Any]:
     torch.empty(1, pin_memory=True)  # what the profile has freed is given back when the next block is asked for
     torch.cuda.reset_peak_host_memory_stats()
     step(running, args)
+    extra = wrapped.record.extra_bytes
     return {
-        "predicted": wrapped.record.peak_bytes,
+        "predicted": wrapped.record.peak_bytes - extra,
         "asked": step_peak(running, (args, {}), CUDA),
-        "plain": wrapped.record.plain_peak_bytes,
+        "plain": wrapped.record.plain_peak_bytes - extra,
         "pinned predicted": wrapped.record.counts["host_bytes"],
         "pinned": torch.cuda.host_memory_stats()["active_bytes.peak"],
     }
@@ -228,6 +262,7 @@ def reserve(name: str) -> dict[str, Any]:
     step_peak(running, (args, {}), CUDA)
     return {
         "wanted": wanted,
+        "cublas": wrapped.record.cublas_bytes,
         "resident": resident_bytes(wrapped, (args, {})),
         "predicted": wrapped.record.peak_bytes,
         "before": before,
@@ -242,7 +277,7 @@ def distributed(name: str) -> dict[str, Any]:
         wrapped, args, running = planned(name)
         step(nn.parallel.DistributedDataParallel(running, device_ids=[0]), args)
         torch.distributed.destroy_process_group()
-    return {"predicted": wrapped.record.peak_bytes}
+    return {"predicted": wrapped.record.peak_bytes - wrapped.record.extra_bytes}
 
 
 def workspaces(name: str) -> dict[str, Any]:
@@ -285,7 +320,7 @@ def live(name: str) -> dict[str, Any]:
     wrapped, args, _ = planned(name)
     ((kept,),) = wrapped._steps.values()
     schedule = wrapped.record.schedule
-    found = live_step(wrapped._model, kept.captured, schedule, (args, {}), 0, "a fake GPU")
+    found = live_step(wrapped._model, kept.captured, schedule, (args, {}), wrapped.record.extra_bytes, "a fake GPU")
     return {"bytes": max(found.bytes), "predicted": wrapped.record.peak_bytes}
 
 
@@ -321,6 +356,7 @@ WHAT = {
     what.__name__: what
     for what in (
         train,
+        whole,
         two_devices,
         offload,
         reserve,

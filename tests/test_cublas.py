@@ -1,0 +1,166 @@
+"""What cuBLAS keeps counts where a program multiplies on a GPU; tests/test_fake_gpu.py compares it with the allocator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from monet_like.capture import capture
+from monet_like.cli import main
+from monet_like.compiler import Compiled, Request, captured_for, compile_schedule, prepare, with_workspaces_of
+from monet_like.cublas import LARGE_BYTES, SMALL_BYTES, default_bytes, multiplies
+from monet_like.errors import ScheduleFileError
+from monet_like.files import dump_plain, load_plain
+from monet_like.profile_data import Profile
+from monet_like.program import Cost
+from monet_like.roofline import DEVICES
+from monet_like.schedule_file import ScheduleRecord
+from monet_like.simulate import simulate
+from monet_like.tracing import fake_mode
+from monet_like.zoo import build as building
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+ON_HOPPER = 2 * 2**25
+
+
+class Squared(nn.Module):
+    """A product without a layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+
+def net(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), *more)
+
+
+def linear_net() -> nn.Module:
+    return net(nn.Flatten(), nn.Linear(512, 4))
+
+
+def request(model: nn.Module, target: torch.device | None = CUDA, optimizer: str = "none") -> Request:
+    with fake_mode():
+        example = ((torch.empty(4, 3, 8, 8),), {})
+    return Request(model, example, "normal", "a net", target=target, optimizer=optimizer, strategy="store_all")
+
+
+def compiled(model: nn.Module, device: str = "h100", optimizer: str = "none") -> Compiled:
+    target = None if device == "cpu" else CUDA
+    return compile_schedule(request(model, target, optimizer), 2**40, CPU, profile=DEVICES[device])
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (net(), False),
+        (linear_net(), True),
+        (net(Squared()), True),
+        (net(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Softmax(-1)), False),
+        (nn.ConvTranspose2d(3, 4, 2), False),  # cuDNN's
+    ],
+)
+def test_which_programs_multiply(model: nn.Module, expected: bool) -> None:
+    with fake_mode():
+        x = torch.empty(4, 3, 8, 8)
+    assert multiplies(capture(model, (x,), target=CUDA)) is expected
+
+
+def test_without_cudnn_convolutions_are_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_mode():
+        captured = capture(net(), (torch.empty(4, 3, 8, 8),), target=CUDA)
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    assert multiplies(captured)
+
+
+def test_a_variant_may_multiply() -> None:
+    """Convolutions by columns are offered, and a schedule may take them."""
+    plain = request(net())
+    assert not multiplies(captured_for(plain, plain.example))
+    with_columns = dataclasses.replace(plain, mode="conv")
+    assert multiplies(captured_for(with_columns, with_columns.example))
+
+
+def test_sizes_by_capability() -> None:
+    assert (LARGE_BYTES, SMALL_BYTES) == (32 * 2**20, 8519680)
+    assert [default_bytes(major) // 2 for major in (6, 7, 8, 9, 10, 11, 12)] == [
+        *[SMALL_BYTES] * 3, LARGE_BYTES, LARGE_BYTES, SMALL_BYTES, LARGE_BYTES,
+    ]  # fmt: skip
+    hopper = {name for name, limits in DEVICES.items() if limits.cublas_bytes == 2 * LARGE_BYTES}
+    assert hopper == {"h100", "h100-pcie", "h100-nvl", "h200", "h200-nvl", "gh200"}
+    assert {limits.cublas_bytes for name, limits in DEVICES.items() if name not in hopper | {"cpu"}} == {
+        2 * SMALL_BYTES
+    }
+    assert DEVICES["cpu"].cublas_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "expected"),
+    [
+        (linear_net(), "h100", ON_HOPPER),
+        (linear_net(), "a100", 2 * 8519680),
+        (net(), "h100", 0),
+        (linear_net(), "cpu", 0),
+    ],
+)
+def test_a_schedule_counts_them_with_the_optimizer_s_state(model: nn.Module, device: str, expected: int) -> None:
+    found = compiled(model, device, "adam")
+    record, state = found.record, 2 * sum(4 * p.numel() for p in model.parameters())
+    assert (record.cublas_bytes, record.optimizer_bytes, record.extra_bytes) == (expected, state, state + expected)
+    report = simulate(found.captured.program, record.schedule, found.costs)
+    assert record.peak_bytes == report.peak_bytes + state + expected
+    without = compile_schedule(
+        request(model, None if device == "cpu" else CUDA),
+        2**40,
+        CPU,
+        profile=dataclasses.replace(DEVICES[device], cublas_bytes=0),
+    )
+    assert record.plain_peak_bytes == without.record.plain_peak_bytes + state + expected
+
+
+def test_what_is_shown(tmp_path: Path) -> None:
+    compiled(linear_net()).record.save(tmp_path / "net.pkl")
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "net.pkl")]).output
+    assert "64.0 MB for its workspaces, in all peaks" in " ".join(shown.split())
+    compiled(net()).record.save(tmp_path / "net.pkl")
+    assert "cuBLAS" not in CliRunner().invoke(main, ["inspect", str(tmp_path / "net.pkl")]).output
+
+
+def test_files_of_before_count_none(tmp_path: Path) -> None:
+    record = compiled(linear_net()).record
+    content = load_plain(dump_plain(record.content()), tmp_path)
+    assert ScheduleRecord.of_content(content, "x") == record
+    del content["cublas_bytes"]
+    assert ScheduleRecord.of_content(content, "x") == dataclasses.replace(record, cublas_bytes=0)
+    Profile("roofline:h100", {"a": Cost(1.0, 2)}, cublas_bytes=7).save(tmp_path / "new.json")
+    assert Profile.load(tmp_path / "new.json").cublas_bytes == 7
+    written = json.loads((tmp_path / "new.json").read_text())
+    for wrong in (-1, True, 1.5, "7", 2**63):
+        (tmp_path / "wrong.json").write_text(json.dumps({**written, "cublas_bytes": wrong}))
+        with pytest.raises(ScheduleFileError, match="is damaged"):
+            Profile.load(tmp_path / "wrong.json")
+    del written["cublas_bytes"]
+    (tmp_path / "old.json").write_text(json.dumps(written))
+    assert Profile.load(tmp_path / "old.json").cublas_bytes == 0
+
+
+def test_a_report_counts_what_its_schedule_does() -> None:
+    model = linear_net()
+    record = compiled(model).record
+    ready = prepare(request(model), CPU, profile=DEVICES["h100"])
+    assert ready.cublas_bytes == ready.extra_bytes == ON_HOPPER
+    assert with_workspaces_of(record, ready) == ready
+    before = with_workspaces_of(dataclasses.replace(record, cublas_bytes=0), ready)
+    assert before.cublas_bytes == before.extra_bytes == 0
+    assert before.plain.peak_bytes == ready.plain.peak_bytes - ON_HOPPER
+
+
+def test_the_zoo_is_planned_without_them() -> None:
+    _, ready = building._prepared("torchvision.models.resnet18()", 2, "h100")
+    assert multiplies(ready.captured)
+    assert ready.extra_bytes == ready.cublas_bytes == 0
