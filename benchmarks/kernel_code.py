@@ -30,7 +30,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -63,6 +63,8 @@ class Bounds:
         threads: of a block.
         spills: bytes of registers that may be kept in memory.
         whole: the kernel counts as one loop: its threads do one thing each, and its loops are parts of that.
+        odd: a loop without an access as wide as the kernel's widest is not counted: it has the few elements before and
+            behind the vectors of an image.
     """
 
     loads: Callable[[Sizes], float]
@@ -74,6 +76,7 @@ class Bounds:
     threads: int = 256
     spills: int = 0
     whole: bool = False
+    odd: bool = False
 
 
 def own(sizes: Sizes) -> float:
@@ -86,7 +89,45 @@ def last(sizes: Sizes) -> float:
     return sizes[-1]
 
 
-#: By the kernel's name. Pooling's elements are outputs in the forward and inputs in the backward; windows move by two.
+def twice(sizes: Sizes) -> float:
+    """An element of each of two tensors."""
+    return 2 * sizes[0]
+
+
+def nothing(_: Sizes) -> float:
+    """Sums, which are few."""
+    return 0
+
+
+def _of_batch_norm() -> dict[str, Bounds]:
+    """Batch norm's kernels, in planes and in columns.
+
+    What follows it is the first template argument: clamps (0) and leaky ReLU (1) keep up with the memory; hardswish and
+    SiLU divide, and exceed it in 16 bits. The kernels `any_...` take single elements and look up the activation for each;
+    where a jump through a table does, which hides loops, the kernel counts as one.
+    """
+    found = {}
+    for form, threads in (("planes", 256), ("columns", 512)):
+        for kernel, loads, stores, issue, of_divisions in (
+            ("moments", own, nothing, 0.75, None),
+            ("sums", twice, nothing, 0.5, 1.3),
+            ("normalise", own, own, 0.8, 1.5),
+            ("input_grad", twice, own, 0.9, 1.4),
+        ):
+            common = Bounds(loads, stores, load=2, store=0, issue=6.5, resident=512, threads=threads, spills=16)
+            single = replace(common, store=2, issue=1.8, whole=True) if stores is own else common
+            wide = replace(common, load=16, store=16 if stores is own else 0, issue=issue, odd=form == "planes")
+            found[f"any_{kernel}_{form}_kernel"] = single
+            if of_divisions is None:
+                found[f"{kernel}_{form}_kernel"] = wide
+                continue
+            for follows in range(4):
+                bounds = replace(wide, issue=of_divisions) if follows >= 2 else wide
+                found[f"{kernel}_{form}_kernel<{follows}"] = bounds
+    return found
+
+
+#: By the kernel's name, or that and its first template argument: "kernel<0". Pooling's elements are outputs in the forward and inputs in the backward; windows move by two.
 #: Above one in `issue` are 16-bit planes under 3 x 3 windows (nine comparisons for eleven bytes), 16-bit planes whose width
 #: is no multiple of eight, 8-bit caches of 16-bit elements (a division of floats for three bytes), and what any window or
 #: any dtype takes.
@@ -121,6 +162,7 @@ BOUNDS: Mapping[str, Bounds] = {
     # Bound by the search for the smallest magnitude that is kept, not by memory.
     "pack_largest_kernel": Bounds(own, own, load=16, store=2, issue=1.0, resident=512, threads=512, whole=True),
     "unpack_largest_kernel": Bounds(own, own, load=2, store=16, issue=0.6, threads=512, whole=True),
+    **_of_batch_norm(),
 }
 
 
@@ -360,10 +402,12 @@ def resident_threads(architecture: str, registers: int, shared_bytes: int, threa
 def judged(code: Code, architecture: str, bounds: Mapping[str, Bounds]) -> Row:
     """The figures of a kernel, compared with its bounds."""
     kernel, _, types = code.name.partition("<")
-    stated = bounds.get(kernel)
+    stated = bounds.get(f"{kernel}<{types.partition(',')[0]}") or bounds.get(kernel)
     limit = stated or Bounds(own, own, load=1, store=1, issue=float("inf"), resident=0)
     sizes = [SIZES[t] for t in re.split(r"[<>,]\s*", types) if t in SIZES] or [1]
     parts = loops(code, limit.whole)
+    if limit.odd:
+        parts = [p for p in parts if max([*p.loads, *p.stores]) == max(w for q in parts for w in (*q.loads, *q.stores))]
     needs = limit.loads(sizes), limit.stores(sizes)
     per_element = 0.0
     for loop in parts:

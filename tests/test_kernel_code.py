@@ -54,7 +54,7 @@ template __global__ void divides_kernel<float>(const float*, float*, int, int);
 template __global__ void divides_64_bits_kernel<float>(const float*, float*, long long, long long);
 """
 #: Of csrc/cuda, those whose kernels have bounds.
-SOURCES = ("caches", "masks", "max_pool", "rms_norm")
+SOURCES = ("batch_norm", "caches", "masks", "max_pool", "rms_norm")
 WIDE = Bounds(kernel_code.own, kernel_code.own, load=16, store=16, issue=0.5)
 NARROW = Bounds(kernel_code.own, kernel_code.own, load=4, store=4, issue=2.0)
 BOUNDS = {
@@ -125,3 +125,13 @@ def test_instructions_beyond_the_bound_are_seen() -> None:
     row = kernel_code.judged(code, "90", {"busy_kernel": Bounds(NARROW.loads, NARROW.stores, 4, 4, issue=0.5)})
     assert (row.per_element, row.per_byte) == (36, 4.5)
     assert row.problems == ("takes 0.51 of the issue slots, more than 0.5",)
+
+
+def test_loops_over_odd_elements_are_left_out_where_that_is_stated() -> None:
+    """A loop over vectors of four floats, and one over what is left over; needs no compiler."""
+    loop = ["LDG.E{0} R4, [R2.64]", "FADD R4, R4, R4", "STG.E{0} [R6.64], R4", "@!P0 BRA {1}"]
+    body = [text.format(*which) for which in ((".128", "0x10"), ("", "0x50")) for text in loop]
+    texts = ["MOV R1, R2", *body, "EXIT"]
+    code = Code("two_kernel<float>", "", tuple((16 * i, text) for i, text in enumerate(texts)), 32, 0, 0)
+    assert kernel_code.judged(code, "90", {"two_kernel": WIDE}).per_element == 5
+    assert kernel_code.judged(code, "90", {"two_kernel": replace(WIDE, odd=True)}).per_element == 1

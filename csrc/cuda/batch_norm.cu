@@ -1,4 +1,17 @@
 // Training-mode batch norm on the GPU, alone or with what follows it, and the gradient of both.
+//
+// Two launches each way: sums of every channel in parts, then a pass over the elements, in which every block adds up the
+// parts of its own channels, always in the same order. Tensors are seen in one of two forms:
+//
+//   planes   a block has a part of one channel: images of any size, read 16 bytes at a time but for what is before the first
+//            and behind the last multiple of 16 bytes;
+//   columns  a block has adjacent columns of a matrix whose rows are pixels with their channels (channels last), or whole
+//            short images of all channels; a thread has the same columns in all of its rows, and their constants in registers.
+//
+// Tensors that do not lie so that 16 bytes can be read at a time, and float64, take the same code with single elements and
+// with the activation looked up at run time (kernels `any_...`).
+//
+// Statistics that must have ATen's bits (`exact`) are ATen's own, in its two launches; the inverse root is part of the pass.
 
 #include <ATen/ops/batch_norm_update_stats.h>
 #include <ATen/ops/cat.h>
@@ -13,194 +26,1022 @@
 namespace monet_like {
 namespace {
 
-// The constants of all channels, [4, C]: weight, bias, mean, invstd in the type of the computation. They are few;
-// gathering them with ATen costs a handful of small launches and spares a kernel per mixture of dtypes.
-at::Tensor constants(
-    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const at::Tensor& mean, const at::Tensor& invstd) {
-  const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor k = at::empty({4, x.size(1)}, x.options().dtype(type).memory_format(at::MemoryFormat::Contiguous));
-  const auto fill = [&](int64_t row, const std::optional<at::Tensor>& t, double otherwise) {
-    if (t.has_value() && t->defined()) {
-      k.select(0, row).copy_(*t);
-    } else {
-      k.select(0, row).fill_(otherwise);
+constexpr int kColumnThreads = 512;   // of a block of columns, at most
+constexpr int kColumnChannels = 256;  // of a block of columns, at most
+constexpr int kSamples = 8;           // elements whose mean the elements of a channel are shifted by
+
+// ---- numbers of channels ----
+
+// A number for each channel, of any dtype; null: there are none.
+struct Numbers {
+  Floats floats;
+  int64_t stride;
+
+  explicit Numbers(const at::Tensor& t) : floats(t), stride(t.defined() ? t.stride(0) : 0) {}
+  explicit Numbers(const std::optional<at::Tensor>& t) : Numbers(given(t) ? *t : at::Tensor()) {}
+
+  template <typename O>
+  __device__ __forceinline__ O at(int64_t c, O otherwise = O(0)) const {
+    return floats.data == nullptr ? otherwise : floats.at<O>(c * stride);
+  }
+  template <typename O>
+  __device__ __forceinline__ void put(int64_t c, O value) const {
+    if (floats.data != nullptr) {
+      floats.put(c * stride, value);
     }
-  };
-  fill(0, weight, 1);
-  fill(1, bias, 0);
-  fill(2, mean, 0);
-  fill(3, invstd, 0);
-  return k;
-}
+  }
+};
+
+// Two sums for each channel, in parts: [parts, 2, channels]; behind them, of moments, what was subtracted from the elements.
+template <typename O>
+struct Sums {
+  const O* data;
+  int parts;
+  int channels;
+
+  __device__ __forceinline__ O at(int part, int which, int c) const {
+    return data[(static_cast<int64_t>(part) * 2 + which) * channels + c];
+  }
+  __device__ __forceinline__ O shift(int c) const { return data[static_cast<int64_t>(parts) * 2 * channels + c]; }
+};
 
 template <typename O>
-__device__ __forceinline__ Channel<O> channel_at(const O* k, int64_t c, int64_t channels) {
-  return {k[c], k[channels + c], k[2 * channels + c], k[3 * channels + c]};
-}
+struct Pair {
+  O first, second;
+};
+
+// The statistics of a batch norm: saved ones, or mean and variance, or sums to make them from.
+template <typename O>
+struct Statistics {
+  enum Source : int { Saved, Variance, Moments };
+
+  Source source;
+  Numbers weight, bias;
+  Numbers mean, spread;  // read, but of moments; `spread` is invstd or the variance
+  Sums<O> moments;
+  double count;
+  O eps, momentum;
+  Numbers made_mean, made_invstd, running_mean, running_var;
+
+  // Of channel c, where statistics are saved.
+  __device__ __forceinline__ Channel<O> saved(int c) const {
+    return {weight.template at<O>(c, O(1)), bias.template at<O>(c), mean.template at<O>(c), spread.template at<O>(c)};
+  }
+
+  // Of channel c; whoever is told to writes down what is made.
+  __device__ __forceinline__ Channel<O> channel(int c, const Pair<O>& sums, bool writes) const {
+    Channel<O> k = saved(c);
+    if (source == Saved) {
+      return k;
+    }
+    O variance = k.invstd;
+    if (source == Moments) {
+      const double off = static_cast<double>(sums.first) / count;
+      const double raw = static_cast<double>(sums.second) / count - off * off;
+      k.mean = static_cast<O>(static_cast<double>(moments.shift(c)) + off);
+      variance = static_cast<O>(raw < 0 ? 0 : raw);
+    }
+    k.invstd = rsqrt(variance + eps);
+    if (writes) {
+      made_mean.put(c, k.mean);
+      made_invstd.put(c, k.invstd);
+      const O kept = O(1) - momentum;
+      const O unbiased = variance * static_cast<O>(count / (count - 1));
+      running_mean.put(c, fused(k.mean, momentum, kept * running_mean.template at<O>(c)));
+      running_var.put(c, fused(unbiased, momentum, kept * running_var.template at<O>(c)));
+    }
+    return k;
+  }
+};
+
+// What the gradient of x needs of a channel beside its statistics, and where the parameters' gradients go.
+template <typename O>
+struct Slope {
+  O mean_grad, slope, scale;
+};
 
 template <typename O>
-__device__ __forceinline__ O value_of(O x, const Channel<O>& k) {
+struct Gradients {
+  Sums<O> sums;  // of g, and of (x - mean) g
+  double count;
+  Numbers of_weight, of_bias;
+
+  __device__ __forceinline__ Slope<O> channel(int c, const Channel<O>& k, const Pair<O>& total, bool writes) const {
+    const double invstd = k.invstd, dot = total.second;
+    if (writes) {
+      of_weight.put(c, static_cast<O>(dot * invstd));
+      of_bias.put(c, total.first);
+    }
+    return {
+        static_cast<O>(total.first / count), static_cast<O>(dot / count * invstd * invstd), k.invstd * k.a};
+  }
+};
+
+// ---- elements ----
+
+template <typename T, typename O>
+__device__ __forceinline__ O stored(O value) {  // as it reads back
+  return static_cast<O>(static_cast<T>(value));
+}
+
+// What follows a batch norm; its gradient takes bounds as `passes_clamp` wants them.
+template <Activation A, typename O>
+struct Follow {
+  static constexpr Activation kActivation = A;
+  O lo, hi;
+  __device__ __forceinline__ O operator()(O y) const { return activated<A, Formula::Cuda>(y, lo, hi); }
+  __device__ __forceinline__ O gradient(O grad, O y) const {
+    return activation_gradient<A, Formula::Cuda>(grad, y, lo, hi);
+  }
+};
+
+template <typename O>
+struct FollowAny {
+  Activation activation;
+  O lo, hi;
+  __device__ __forceinline__ O operator()(O y) const {
+    switch (activation) {
+      case Activation::Clamp:
+        return Follow<Activation::Clamp, O>{lo, hi}(y);
+      case Activation::LeakyRelu:
+        return Follow<Activation::LeakyRelu, O>{lo, hi}(y);
+      case Activation::Hardswish:
+        return Follow<Activation::Hardswish, O>{lo, hi}(y);
+      default:
+        return Follow<Activation::Silu, O>{lo, hi}(y);
+    }
+  }
+  __device__ __forceinline__ O gradient(O grad, O y) const {
+    switch (activation) {
+      case Activation::Clamp:
+        return Follow<Activation::Clamp, O>{lo, hi}.gradient(grad, y);
+      case Activation::LeakyRelu:
+        return Follow<Activation::LeakyRelu, O>{lo, hi}.gradient(grad, y);
+      case Activation::Hardswish:
+        return Follow<Activation::Hardswish, O>{lo, hi}.gradient(grad, y);
+      default:
+        return Follow<Activation::Silu, O>{lo, hi}.gradient(grad, y);
+    }
+  }
+};
+
+template <typename O>
+__device__ __forceinline__ O normalised_at(O x, const Channel<O>& k) {
   return normalised<Formula::Cuda>(x, k.a, k.b, k.mean, k.invstd);
 }
 
-// `inner` elements of one channel lie next to each other: the image if contiguous, one if channels last.
-__device__ __forceinline__ int64_t channel_of(int64_t i, int64_t inner, int64_t channels) {
-  return (inner == 1 ? i : i / inner) % channels;
+// The gradient by y, the batch norm's result as it was stored.
+template <typename T, typename O, typename F>
+__device__ __forceinline__ O through(T grad, O x, const Channel<O>& k, const F& follow) {
+  return follow.gradient(static_cast<O>(grad), stored<T>(normalised_at(x, k)));
 }
 
-// Where element i lies in channels of a larger tensor, of which `run` elements are adjacent, `pitch` apart.
-__device__ __forceinline__ int64_t placed(int64_t i, int64_t run, int64_t pitch) {
-  return i < run ? i : i / run * pitch + i % run;
+template <typename O>
+__device__ __forceinline__ O input_gradient(O g, O x, O mean, const Slope<O>& s) {
+  return fused(mean - x, s.slope, g - s.mean_grad) * s.scale;
 }
 
-// Each step sees what the one before would have stored; without a residual its pointer is null.
-template <Activation A, typename T>
-__global__ void apply_kernel(
-    const T* in, const T* residual, T* out, int64_t run, int64_t pitch, const op_type<T>* k, int64_t channels,
-    int64_t inner, int64_t numel, op_type<T> lo, op_type<T> hi) {
+// What is made of N elements, each step of what the one before would have stored: one(j), plus the residual if there is
+// one, and last(that).
+template <typename T, int N, typename One, typename Last>
+__device__ __forceinline__ Vector<T, N> finished(
+    bool adds, const Vector<T, N>& residual, const One& one, const Last& last) {
   using O = op_type<T>;
-  MONET_GRID_STRIDE(i, numel) {
-    const Channel<O> channel = channel_at(k, channel_of(i, inner, channels), channels);
-    O y = static_cast<O>(static_cast<T>(value_of(static_cast<O>(in[i]), channel)));
-    if (residual != nullptr) {
-      y = static_cast<O>(static_cast<T>(y + static_cast<O>(residual[i])));
+  O values[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    values[j] = stored<T>(one(j));
+  }
+  if (adds) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      values[j] = stored<T>(values[j] + static_cast<O>(residual.at[j]));
     }
-    out[placed(i, run, pitch)] = static_cast<T>(activated<A, Formula::Cuda>(y, lo, hi));
+  }
+  Vector<T, N> made;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    made.at[j] = static_cast<T>(last(values[j]));
+  }
+  return made;
+}
+
+// N elements as they wait in registers: as words, or one element.
+template <typename T, int N>
+using Waiting = std::conditional_t<N == 1, Vector<T, 1>, Words>;
+
+template <int N, typename T>
+__device__ __forceinline__ Waiting<T, N> wait_for(const T* p) {
+  if constexpr (N == 1) {
+    return {*p};
+  } else {
+    return load_words(p);
   }
 }
 
-template <Activation A, typename T>
-__device__ __forceinline__ op_type<T> gradient_through(
-    T grad, op_type<T> x, const Channel<op_type<T>>& k, op_type<T> lo, op_type<T> hi) {
-  const op_type<T> y = static_cast<op_type<T>>(static_cast<T>(value_of(x, k)));  // as it was stored
-  return activation_gradient<A, Formula::Cuda>(static_cast<op_type<T>>(grad), y, lo, hi);
+template <int N, typename T>
+__device__ __forceinline__ Vector<T, N> opened(const Waiting<T, N>& waiting) {
+  if constexpr (N == 1) {
+    return waiting;
+  } else {
+    return elements<T>(waiting);
+  }
 }
 
-constexpr int kLanes = 32;  // blocks are kLanes x kRows threads
-constexpr int kRows = kThreads / kLanes;
+// x and what is read with it.
+template <typename T, int N>
+struct Two {
+  Waiting<T, N> x, other;
+};
 
-// partial[split, 0 and 1, channel] = sum g and sum (x - m) g over one part of one channel.
-// Planes: a block has one channel; its threads walk along the image. blockIdx = (channel, split).
-template <Activation A, typename T>
-__global__ void reduce_planes_kernel(
-    const T* grad, int64_t grad_pitch, const T* x, const op_type<T>* k, double* partial, int64_t batch, int64_t channels,
-    int64_t image, op_type<T> lo, op_type<T> hi) {
-  using O = op_type<T>;
-  const int64_t c = blockIdx.x;
-  const Channel<O> channel = channel_at(k, c, channels);
-  double sum = 0, dot = 0;
-  for (int64_t n = blockIdx.y; n < batch; n += gridDim.y) {
-    const int64_t base = (n * channels + c) * image, grad_base = n * grad_pitch + c * image;
-    O image_sum = 0, image_dot = 0;
-    for (int64_t i = threadIdx.y * kLanes + threadIdx.x; i < image; i += kThreads) {
-      const O value = static_cast<O>(x[base + i]), g = gradient_through<A>(grad[grad_base + i], value, channel, lo, hi);
-      image_sum += g;
-      image_dot += (value - channel.mean) * g;
+template <typename T, int N>
+struct Three {
+  Waiting<T, N> x, grad, other;
+};
+
+// A tensor, and elements from one image to the next or from one row to the next.
+template <typename T>
+struct Pitched {
+  T* data;
+  int pitch;
+
+  // At image or row n, `first` elements behind its start.
+  __device__ __forceinline__ T* at(int n, int64_t first) const { return data + first + static_cast<int64_t>(n) * pitch; }
+};
+
+// ---- planes ----
+
+// What of a channel a thread has, in planes: images of its own, and of these the vectors of its lane.
+struct Planes {
+  int batch, image;
+
+  // each(n) for the images of this thread's row of threads.
+  template <typename F>
+  __device__ __forceinline__ void images(const F& each) const {
+    const int first = static_cast<int>(blockIdx.y * blockDim.y + threadIdx.y);
+    for (int n = first; n < batch; n += static_cast<int>(gridDim.y * blockDim.y)) {
+      each(n);
     }
-    sum += image_sum;
-    dot += image_dot;
   }
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    sum += __shfl_down_sync(0xffffffffu, sum, step);
-    dot += __shfl_down_sync(0xffffffffu, dot, step);
+
+  // single(i) for elements before and behind the vectors of an image, fetch and use for the vectors, by first elements.
+  template <int N, typename T, typename Single, typename Fetch, typename Use>
+  __device__ __forceinline__ void elements(const T* start, const Single& single, const Fetch& fetch, const Use& use) const {
+    const int lane = static_cast<int>(threadIdx.x);
+    const int before = N == 1 ? 0 : min(before_aligned(start), image);
+    const int vectors = (image - before) / N, odd = image - vectors * N;  // elements before and behind
+    if (blockIdx.z == 0 && lane < odd) {
+      single(lane < before ? lane : vectors * N + lane);
+    }
+    for_vectors<int>(
+        vectors, static_cast<int>(blockIdx.z * blockDim.x) + lane, static_cast<int>(gridDim.z * blockDim.x),
+        [&](int v) { return fetch(before + v * N); }, [&](int v, const auto& fetched) { use(before + v * N, fetched); });
   }
-  __shared__ double shared[2][kRows];
-  if (threadIdx.x == 0) {
-    shared[0][threadIdx.y] = sum;
-    shared[1][threadIdx.y] = dot;
+};
+
+__device__ __forceinline__ int thread_of_block() {
+  return static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+}
+
+__device__ __forceinline__ bool is_first_part() {
+  return blockIdx.y == 0 && blockIdx.z == 0;
+}
+
+template <typename O>
+__device__ __forceinline__ Pair<O> warp_sum(Pair<O> sums) {
+  for (int step = 16; step > 0; step /= 2) {
+    sums.first += __shfl_xor_sync(0xffffffffu, sums.first, step);
+    sums.second += __shfl_xor_sync(0xffffffffu, sums.second, step);
+  }
+  return sums;
+}
+
+// The sums of a channel; each warp adds up the parts for itself.
+template <typename O>
+__device__ __forceinline__ Pair<O> total(const Sums<O>& sums, int c) {
+  Pair<O> all{0, 0};
+  for (int part = thread_of_block() % 32; part < sums.parts; part += 32) {
+    all.first += sums.at(part, 0, c);
+    all.second += sums.at(part, 1, c);
+  }
+  return warp_sum(all);
+}
+
+// Writes this block's part of the sums of its channel.
+template <typename O>
+__device__ __forceinline__ void put_sums(Pair<O> sums, O* partial, int channels) {
+  __shared__ O shared[2][kThreads / 32];
+  const int thread = thread_of_block();
+  sums = warp_sum(sums);
+  if (thread % 32 == 0) {
+    shared[0][thread / 32] = sums.first;
+    shared[1][thread / 32] = sums.second;
   }
   __syncthreads();
-  if (threadIdx.x == 0 && threadIdx.y < 2) {
-    double total = 0;
-    for (int r = 0; r < kRows; ++r) {
-      total += shared[threadIdx.y][r];
+  if (thread < 2) {
+    O all = 0;
+    for (int warp = 0; warp < kThreads / 32; ++warp) {
+      all += shared[thread][warp];
     }
-    partial[(static_cast<int64_t>(blockIdx.y) * 2 + threadIdx.y) * channels + c] = total;
+    const int64_t part = blockIdx.z * gridDim.y + blockIdx.y;
+    partial[(part * 2 + thread) * channels + blockIdx.x] = all;
   }
 }
 
-// Channels last: 32 threads take 32 adjacent channels, the block's rows and the splits share the pixels.
-template <Activation A, typename T>
-__global__ void reduce_rows_kernel(
-    const T* grad, const T* x, const op_type<T>* k, double* partial, int64_t rows, int64_t channels, op_type<T> lo,
-    op_type<T> hi) {
+// Sums of x - shift and of its square. The shift is the mean of a few elements, so that little cancels.
+template <int N, typename T>
+__device__ __forceinline__ void moments_of_planes(const T* x, int pitch, op_type<T>* partial, const Planes& planes) {
   using O = op_type<T>;
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x;
-  double sum = 0, dot = 0;
-  if (c < channels) {
-    const Channel<O> channel = channel_at(k, c, channels);
-    const int64_t first = static_cast<int64_t>(blockIdx.y) * kRows + threadIdx.y;
-    const int64_t step = static_cast<int64_t>(gridDim.y) * kRows;
-    O some_sum = 0, some_dot = 0;
-    int pending = 0;
-    for (int64_t r = first; r < rows; r += step) {
-      const O value = static_cast<O>(x[r * channels + c]);
-      const O g = gradient_through<A>(grad[r * channels + c], value, channel, lo, hi);
-      some_sum += g;
-      some_dot += (value - channel.mean) * g;
-      if (++pending == 64) {
-        sum += some_sum;
-        dot += some_dot;
-        some_sum = some_dot = 0;
-        pending = 0;
+  const int64_t channel = static_cast<int64_t>(blockIdx.x) * planes.image;
+  const Pitched<const T> in{x, pitch};
+  const int64_t sample = thread_of_block() % kSamples;
+  const int n = static_cast<int>(sample * planes.batch / kSamples);
+  O shift = static_cast<O>(*in.at(n, channel + sample * planes.image / kSamples));
+  for (int step = kSamples / 2; step > 0; step /= 2) {
+    shift += __shfl_xor_sync(0xffffffffu, shift, step);
+  }
+  shift /= kSamples;
+  Pair<O> sums{0, 0};
+  const auto add = [&](Pair<O>& to, T element) {
+    const O off = static_cast<O>(element) - shift;
+    to.first += off;
+    to.second = fused(off, off, to.second);
+  };
+  planes.images([&](int image) {
+    const T* from = in.at(image, channel);
+    planes.elements<N>(
+        from, [&](int i) { add(sums, from[i]); }, [&](int i) { return wait_for<N>(from + i); },
+        [&](int, const Waiting<T, N>& waiting) {
+          const Vector<T, N> values = opened<N, T>(waiting);
+          Pair<O> some{0, 0};
+#pragma unroll
+          for (int j = 0; j < N; ++j) {
+            add(some, values.at[j]);
+          }
+          sums.first += some.first;
+          sums.second += some.second;
+        });
+  });
+  const int channels = static_cast<int>(gridDim.x);
+  put_sums(sums, partial, channels);
+  if (is_first_part() && thread_of_block() == 0) {
+    partial[static_cast<int64_t>(gridDim.y) * gridDim.z * 2 * channels + blockIdx.x] = shift;
+  }
+}
+
+// Sums of the gradient by y, and of its products with x - mean.
+template <int N, typename T, typename F>
+__device__ __forceinline__ void sums_of_planes(
+    const T* grad, int grad_pitch, const T* x, int pitch, const Statistics<op_type<T>>& statistics, op_type<T>* partial,
+    const Planes& planes, const F& follow) {
+  using O = op_type<T>;
+  const int c = static_cast<int>(blockIdx.x);
+  const int64_t channel = static_cast<int64_t>(c) * planes.image;
+  const Channel<O> k = statistics.saved(c);
+  Pair<O> sums{0, 0};
+  const auto add = [&](Pair<O>& to, T element, T upstream) {
+    const O value = static_cast<O>(element), g = through(upstream, value, k, follow);
+    to.first += g;
+    to.second = fused(value - k.mean, g, to.second);
+  };
+  planes.images([&](int image) {
+    const T* from = Pitched<const T>{x, pitch}.at(image, channel);
+    const T* upstream = Pitched<const T>{grad, grad_pitch}.at(image, channel);
+    planes.elements<N>(
+        from, [&](int i) { add(sums, from[i], upstream[i]); },
+        [&](int i) { return Two<T, N>{wait_for<N>(from + i), wait_for<N>(upstream + i)}; },
+        [&](int, const Two<T, N>& waiting) {
+          const Vector<T, N> values = opened<N, T>(waiting.x), gradients = opened<N, T>(waiting.other);
+          Pair<O> some{0, 0};
+#pragma unroll
+          for (int j = 0; j < N; ++j) {
+            add(some, values.at[j], gradients.at[j]);
+          }
+          sums.first += some.first;
+          sums.second += some.second;
+        });
+  });
+  put_sums(sums, partial, static_cast<int>(gridDim.x));
+}
+
+template <int N, typename T, typename F>
+__device__ __forceinline__ void normalise_planes(
+    const T* x, int pitch, const T* residual, int residual_pitch, T* out, int out_pitch,
+    const Statistics<op_type<T>>& statistics, const Planes& planes, const F& follow) {
+  using O = op_type<T>;
+  const int c = static_cast<int>(blockIdx.x);
+  const int64_t channel = static_cast<int64_t>(c) * planes.image;
+  const Pair<O> moments = statistics.source == Statistics<O>::Moments ? total(statistics.moments, c) : Pair<O>{0, 0};
+  const Channel<O> k = statistics.channel(c, moments, is_first_part() && thread_of_block() == 0);
+  const bool adds = residual != nullptr;
+  planes.images([&](int image) {
+    const T* from = Pitched<const T>{x, pitch}.at(image, channel);
+    const T* more = adds ? Pitched<const T>{residual, residual_pitch}.at(image, channel) : nullptr;
+    T* to = Pitched<T>{out, out_pitch}.at(image, channel);
+    const auto put = [&](int i, const auto& values, const auto& others) {
+      store(to + i, finished(adds, others, [&](int j) { return normalised_at(static_cast<O>(values.at[j]), k); }, follow));
+    };
+    planes.elements<N>(
+        from,
+        [&](int i) { put(i, Vector<T, 1>{from[i]}, Vector<T, 1>{adds ? more[i] : T(0)}); },
+        [&](int i) {
+          return Two<T, N>{wait_for<N>(from + i), adds ? wait_for<N>(more + i) : Waiting<T, N>{}};
+        },
+        [&](int i, const Two<T, N>& waiting) { put(i, opened<N, T>(waiting.x), opened<N, T>(waiting.other)); });
+  });
+}
+
+template <int N, typename T, typename F>
+__device__ __forceinline__ void input_grad_of_planes(
+    const T* grad, int grad_pitch, const T* x, int pitch, const T* residual, int residual_pitch, T* out, int out_pitch,
+    const Statistics<op_type<T>>& statistics, const Gradients<op_type<T>>& gradients, const Planes& planes,
+    const F& follow) {
+  using O = op_type<T>;
+  const int c = static_cast<int>(blockIdx.x);
+  const int64_t channel = static_cast<int64_t>(c) * planes.image;
+  const Channel<O> k = statistics.saved(c);
+  const Pair<O> sums = total(gradients.sums, c);
+  const Slope<O> slope = gradients.channel(c, k, sums, is_first_part() && thread_of_block() == 0);
+  const bool adds = residual != nullptr;
+  planes.images([&](int image) {
+    const T* from = Pitched<const T>{x, pitch}.at(image, channel);
+    const T* upstream = Pitched<const T>{grad, grad_pitch}.at(image, channel);
+    const T* more = adds ? Pitched<const T>{residual, residual_pitch}.at(image, channel) : nullptr;
+    T* to = Pitched<T>{out, out_pitch}.at(image, channel);
+    const auto put = [&](int i, const auto& values, const auto& gradients, const auto& others) {
+      const auto one = [&](int j) {
+        const O value = static_cast<O>(values.at[j]);
+        return input_gradient(through(gradients.at[j], value, k, follow), value, k.mean, slope);
+      };
+      store(to + i, finished(adds, others, one, [](O made) { return made; }));
+    };
+    planes.elements<N>(
+        from,
+        [&](int i) {
+          put(i, Vector<T, 1>{from[i]}, Vector<T, 1>{upstream[i]}, Vector<T, 1>{adds ? more[i] : T(0)});
+        },
+        [&](int i) {
+          return Three<T, N>{
+              wait_for<N>(from + i), wait_for<N>(upstream + i), adds ? wait_for<N>(more + i) : Waiting<T, N>{}};
+        },
+        [&](int i, const Three<T, N>& waiting) {
+          put(i, opened<N, T>(waiting.x), opened<N, T>(waiting.grad), opened<N, T>(waiting.other));
+        });
+  });
+}
+
+// ---- columns ----
+
+// A tensor as a matrix: `rows` rows of channels times `inner` columns. A block has `tile` channels: the last may have fewer.
+struct Columns {
+  int rows, channels, inner, tile;
+  int spread;  // 2^spread is the least that is not below `tile`
+  Divisor by_inner;
+
+  __device__ __forceinline__ int first_channel() const { return static_cast<int>(blockIdx.x) * tile; }
+  __device__ __forceinline__ int own_channels() const { return min(tile, channels - first_channel()); }
+  // Of this thread's first column, in the block and in the matrix.
+  template <int N>
+  __device__ __forceinline__ int own_column() const {
+    return static_cast<int>(threadIdx.x) * N;
+  }
+  template <int N>
+  __device__ __forceinline__ bool has_columns() const {
+    return own_column<N>() < own_channels() * inner;
+  }
+  template <int N>
+  __device__ __forceinline__ int64_t first_column() const {
+    return static_cast<int64_t>(first_channel()) * inner + own_column<N>();
+  }
+  // Channel of the block that column j of this thread belongs to.
+  template <int N>
+  __device__ __forceinline__ int channel_of(int j) const {
+    return static_cast<int>(by_inner.quotient(static_cast<uint32_t>(own_column<N>() + j)));
+  }
+
+  template <typename Fetch, typename Use>
+  __device__ __forceinline__ void own_rows(const Fetch& fetch, const Use& use) const {
+    for_vectors<int>(
+        rows, static_cast<int>(blockIdx.y * blockDim.y + threadIdx.y), static_cast<int>(gridDim.y * blockDim.y), fetch,
+        use);
+  }
+};
+
+// Calls each(k, c, sums) for the block's channels, by one thread each; `sums` of no parts are zeros. Ends with a barrier.
+template <typename O, typename F>
+__device__ __forceinline__ void for_channels(const Columns& columns, const Sums<O>& sums, const F& each) {
+  __shared__ O shared[2][kColumnThreads];
+  const int thread = thread_of_block(), threads = static_cast<int>(blockDim.x * blockDim.y);
+  const int first = columns.first_channel(), own = columns.own_channels();
+  // Threads that are `high` apart have the same channel, and share its parts. There are more threads than channels.
+  const int high = 1 << columns.spread, sharing = threads >> columns.spread;
+  const int k = thread & (high - 1), turn = thread >> columns.spread;
+  Pair<O> some{0, 0};
+  if (k < own && turn < sharing) {
+    for_vectors<int>(
+        sums.parts, turn, sharing,
+        [&](int part) { return Pair<O>{sums.at(part, 0, first + k), sums.at(part, 1, first + k)}; },
+        [&](int, const Pair<O>& part) {
+          some.first += part.first;
+          some.second += part.second;
+        });
+  }
+  shared[0][thread] = some.first;
+  shared[1][thread] = some.second;
+  __syncthreads();
+  if (thread < own) {
+    for (int other = 1; other < sharing; ++other) {
+      some.first += shared[0][thread + other * high];
+      some.second += shared[1][thread + other * high];
+    }
+    each(thread, first + thread, some);
+  }
+  __syncthreads();
+}
+
+// Adds up `values` of the threads that have the same columns, and the columns of a channel; put(k, sum) by one thread each.
+template <int N, typename O, typename F>
+__device__ __forceinline__ void for_column_sums(const Columns& columns, O (&values)[N], O* shared, const F& put) {
+  const int x = static_cast<int>(threadIdx.x), y = static_cast<int>(threadIdx.y);
+  const int width = static_cast<int>(blockDim.x);
+  for (int left = static_cast<int>(blockDim.y); left > 1;) {
+    const int half = (left + 1) / 2;
+    if (y >= half && y < left) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        shared[((y - half) * N + j) * width + x] = values[j];
       }
     }
-    sum += some_sum;
-    dot += some_dot;
-  }
-  __shared__ double shared[2][kRows][kLanes];
-  shared[0][threadIdx.y][threadIdx.x] = sum;
-  shared[1][threadIdx.y][threadIdx.x] = dot;
-  __syncthreads();
-  if (c < channels && threadIdx.y < 2) {
-    double total = 0;
-    for (int r = 0; r < kRows; ++r) {
-      total += shared[threadIdx.y][r][threadIdx.x];
+    __syncthreads();
+    if (y < left - half) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        values[j] += shared[(y * N + j) * width + x];
+      }
     }
-    partial[(static_cast<int64_t>(blockIdx.y) * 2 + threadIdx.y) * channels + c] = total;
+    __syncthreads();
+    left = half;
   }
+  if (y == 0) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      shared[x * N + j] = values[j];
+    }
+  }
+  __syncthreads();
+  const int thread = thread_of_block(), own = columns.own_channels();
+  if (columns.inner == 1) {
+    if (thread < own) {
+      put(thread, shared[thread]);
+    }
+  } else {
+    const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;  // whole ones
+    for (int k = thread / 32; k < own && thread / 32 < warps; k += warps) {
+      O sum = 0;
+      for (int i = thread % 32; i < columns.inner; i += 32) {
+        sum += shared[k * columns.inner + i];
+      }
+      for (int step = 16; step > 0; step /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      }
+      if (thread % 32 == 0) {
+        put(k, sum);
+      }
+    }
+  }
+  __syncthreads();
 }
 
-// Adds the parts in a fixed order and derives what the second pass needs: d = [3, C] of mean_g, slope, scale.
-template <typename O>
-__global__ void finish_sums_kernel(
-    const double* partial, const O* k, double* sums, O* d, int64_t splits, int64_t channels, int64_t count) {
-  MONET_GRID_STRIDE(c, channels) {
-    double sum = 0, dot = 0;
-    for (int64_t s = 0; s < splits; ++s) {
-      sum += partial[(s * 2) * channels + c];
-      dot += partial[(s * 2 + 1) * channels + c];
+template <int N, typename O>
+__device__ __forceinline__ void put_column_sums(const Columns& columns, O (&first)[N], O (&second)[N], O* partial) {
+  __shared__ O shared[kColumnThreads * N];
+  const auto put = [&](int which) {
+    return [=](int k, O sum) {
+      partial[(static_cast<int64_t>(blockIdx.y) * 2 + which) * columns.channels + columns.first_channel() + k] = sum;
+    };
+  };
+  for_column_sums<N>(columns, first, shared, put(0));
+  for_column_sums<N>(columns, second, shared, put(1));
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void moments_of_columns(const T* x, int pitch, op_type<T>* partial, const Columns& columns) {
+  using O = op_type<T>;
+  __shared__ O shifts[kColumnChannels];
+  const Pitched<const T> in{x, pitch};
+  if (const int k = thread_of_block(); k < columns.own_channels()) {
+    const int c = columns.first_channel() + k;
+    O samples[kSamples];
+#pragma unroll
+    for (int64_t i = 0; i < kSamples; ++i) {
+      const int64_t column = static_cast<int64_t>(c) * columns.inner + i * columns.inner / kSamples;
+      samples[i] = static_cast<O>(*in.at(static_cast<int>(i * columns.rows / kSamples), column));
     }
-    const double weight = k[c], invstd = k[3 * channels + c];
-    sums[c] = sum;
-    sums[channels + c] = dot * invstd;
-    d[c] = static_cast<O>(sum / count);
-    d[channels + c] = static_cast<O>(dot / count * invstd * invstd);
-    d[2 * channels + c] = static_cast<O>(invstd * weight);
+#pragma unroll
+    for (int step = kSamples / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int i = 0; i < step; ++i) {
+        samples[i] += samples[i + step];
+      }
+    }
+    shifts[k] = samples[0] / kSamples;
+    if (blockIdx.y == 0) {
+      partial[static_cast<int64_t>(gridDim.y) * 2 * columns.channels + c] = shifts[k];
+    }
   }
+  __syncthreads();
+  O first[N] = {}, second[N] = {};
+  if (columns.has_columns<N>()) {
+    O shift[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      shift[j] = shifts[columns.channel_of<N>(j)];
+    }
+    const int64_t column = columns.first_column<N>();
+    columns.own_rows(
+        [&](int row) { return wait_for<N>(in.at(row, column)); },
+        [&](int, const Waiting<T, N>& waiting) {
+          const Vector<T, N> values = opened<N, T>(waiting);
+#pragma unroll
+          for (int j = 0; j < N; ++j) {
+            const O off = static_cast<O>(values.at[j]) - shift[j];
+            first[j] += off;
+            second[j] = fused(off, off, second[j]);
+          }
+        });
+  }
+  put_column_sums<N>(columns, first, second, partial);
+}
+
+// The constants of a block's channels, and those of a thread's columns.
+template <typename O>
+struct Table {
+  O values[4][kColumnChannels];
+
+  __device__ __forceinline__ void put(int k, const Channel<O>& c) {
+    values[0][k] = c.a;
+    values[1][k] = c.b;
+    values[2][k] = c.mean;
+    values[3][k] = c.invstd;
+  }
+  template <int N>
+  __device__ __forceinline__ void get(const Columns& columns, Channel<O> (&own)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const int k = columns.channel_of<N>(j);
+      own[j] = {values[0][k], values[1][k], values[2][k], values[3][k]};
+    }
+  }
+};
+
+template <int N, typename T, typename F>
+__device__ __forceinline__ void sums_of_columns(
+    const T* grad, int grad_pitch, const T* x, int pitch, const Statistics<op_type<T>>& statistics, op_type<T>* partial,
+    const Columns& columns, const F& follow) {
+  using O = op_type<T>;
+  __shared__ Table<O> table;
+  for_channels(columns, Sums<O>{nullptr, 0, 0}, [&](int k, int c, const Pair<O>&) {
+    table.put(k, statistics.saved(c));
+  });
+  O first[N] = {}, second[N] = {};
+  if (columns.has_columns<N>()) {
+    Channel<O> own[N];
+    table.get(columns, own);
+    const int64_t column = columns.first_column<N>();
+    const Pitched<const T> in{x, pitch}, upstream{grad, grad_pitch};
+    columns.own_rows(
+        [&](int row) { return Two<T, N>{wait_for<N>(in.at(row, column)), wait_for<N>(upstream.at(row, column))}; },
+        [&](int, const Two<T, N>& waiting) {
+          const Vector<T, N> values = opened<N, T>(waiting.x), gradients = opened<N, T>(waiting.other);
+#pragma unroll
+          for (int j = 0; j < N; ++j) {
+            const O value = static_cast<O>(values.at[j]), g = through(gradients.at[j], value, own[j], follow);
+            first[j] += g;
+            second[j] = fused(value - own[j].mean, g, second[j]);
+          }
+        });
+  }
+  put_column_sums<N>(columns, first, second, partial);
+}
+
+template <int N, typename T, typename F>
+__device__ __forceinline__ void normalise_columns(
+    const T* x, int pitch, const T* residual, int residual_pitch, T* out, int out_pitch,
+    const Statistics<op_type<T>>& statistics, const Columns& columns, const F& follow) {
+  using O = op_type<T>;
+  __shared__ Table<O> table;
+  for_channels(columns, statistics.moments, [&](int k, int c, const Pair<O>& moments) {
+    table.put(k, statistics.channel(c, moments, is_first_part()));
+  });
+  if (!columns.has_columns<N>()) {
+    return;
+  }
+  Channel<O> own[N];
+  table.get(columns, own);
+  const int64_t column = columns.first_column<N>();
+  const bool adds = residual != nullptr;
+  const Pitched<const T> in{x, pitch}, more{residual, residual_pitch};
+  const Pitched<T> to{out, out_pitch};
+  columns.own_rows(
+      [&](int row) {
+        return Two<T, N>{
+            wait_for<N>(in.at(row, column)), adds ? wait_for<N>(more.at(row, column)) : Waiting<T, N>{}};
+      },
+      [&](int row, const Two<T, N>& waiting) {
+        const Vector<T, N> values = opened<N, T>(waiting.x);
+        const auto one = [&](int j) { return normalised_at(static_cast<O>(values.at[j]), own[j]); };
+        store(to.at(row, column), finished(adds, opened<N, T>(waiting.other), one, follow));
+      });
+}
+
+template <int N, typename T, typename F>
+__device__ __forceinline__ void input_grad_of_columns(
+    const T* grad, int grad_pitch, const T* x, int pitch, const T* residual, int residual_pitch, T* out, int out_pitch,
+    const Statistics<op_type<T>>& statistics, const Gradients<op_type<T>>& gradients, const Columns& columns,
+    const F& follow) {
+  using O = op_type<T>;
+  __shared__ Table<O> table;
+  __shared__ O slopes[3][kColumnChannels];
+  for_channels(columns, gradients.sums, [&](int k, int c, const Pair<O>& sums) {
+    const Channel<O> channel = statistics.saved(c);
+    table.put(k, channel);
+    const Slope<O> slope = gradients.channel(c, channel, sums, is_first_part());
+    slopes[0][k] = slope.mean_grad;
+    slopes[1][k] = slope.slope;
+    slopes[2][k] = slope.scale;
+  });
+  if (!columns.has_columns<N>()) {
+    return;
+  }
+  Channel<O> own[N];
+  Slope<O> slope[N];
+  table.get(columns, own);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const int k = columns.channel_of<N>(j);
+    slope[j] = {slopes[0][k], slopes[1][k], slopes[2][k]};
+  }
+  const int64_t column = columns.first_column<N>();
+  const bool adds = residual != nullptr;
+  const Pitched<const T> in{x, pitch}, upstream{grad, grad_pitch}, more{residual, residual_pitch};
+  const Pitched<T> to{out, out_pitch};
+  columns.own_rows(
+      [&](int row) {
+        return Three<T, N>{
+            wait_for<N>(in.at(row, column)), wait_for<N>(upstream.at(row, column)),
+            adds ? wait_for<N>(more.at(row, column)) : Waiting<T, N>{}};
+      },
+      [&](int row, const Three<T, N>& waiting) {
+        const Vector<T, N> values = opened<N, T>(waiting.x), upstreams = opened<N, T>(waiting.grad);
+        const auto one = [&](int j) {
+          const O value = static_cast<O>(values.at[j]);
+          return input_gradient(through(upstreams.at[j], value, own[j], follow), value, own[j].mean, slope[j]);
+        };
+        store(to.at(row, column), finished(adds, opened<N, T>(waiting.other), one, [](O made) { return made; }));
+      });
+}
+
+// ---- kernels ----
+
+#define MONET_READS(name) const T* __restrict__ name, int name##_pitch
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) moments_planes_kernel(
+    MONET_READS(x), op_type<T>* __restrict__ partial, Planes planes) {
+  moments_of_planes<kVector<T>>(x, x_pitch, partial, planes);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) any_moments_planes_kernel(
+    MONET_READS(x), op_type<T>* __restrict__ partial, Planes planes) {
+  moments_of_planes<1>(x, x_pitch, partial, planes);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kColumnThreads) moments_columns_kernel(
+    MONET_READS(x), op_type<T>* __restrict__ partial, Columns columns) {
+  moments_of_columns<kVector<T>>(x, x_pitch, partial, columns);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kColumnThreads) any_moments_columns_kernel(
+    MONET_READS(x), op_type<T>* __restrict__ partial, Columns columns) {
+  moments_of_columns<1>(x, x_pitch, partial, columns);
 }
 
 template <Activation A, typename T>
-__global__ void input_grad_kernel(
-    const T* grad, const T* x, T* out, int64_t run, int64_t pitch, const T* residual, int64_t residual_run,
-    int64_t residual_pitch, const op_type<T>* k, const op_type<T>* d, int64_t channels, int64_t inner, int64_t numel,
-    op_type<T> lo, op_type<T> hi) {
-  using O = op_type<T>;
-  MONET_GRID_STRIDE(i, numel) {
-    const int64_t c = channel_of(i, inner, channels);
-    const Channel<O> channel = channel_at(k, c, channels);
-    const int64_t place = placed(i, run, pitch);
-    const O value = static_cast<O>(x[i]), g = gradient_through<A>(grad[place], value, channel, lo, hi);
-    const T own = static_cast<T>((g - d[c] - (value - channel.mean) * d[channels + c]) * d[2 * channels + c]);
-    out[place] = residual == nullptr
-        ? own
-        : static_cast<T>(static_cast<O>(own) + static_cast<O>(residual[placed(i, residual_run, residual_pitch)]));
-  }
+__global__ void __launch_bounds__(kThreads) sums_planes_kernel(
+    MONET_READS(grad), MONET_READS(x), Statistics<op_type<T>> statistics, op_type<T>* __restrict__ partial,
+    Planes planes, Follow<A, op_type<T>> follow) {
+  sums_of_planes<kVector<T>>(grad, grad_pitch, x, x_pitch, statistics, partial, planes, follow);
 }
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) any_sums_planes_kernel(
+    MONET_READS(grad), MONET_READS(x), Statistics<op_type<T>> statistics, op_type<T>* __restrict__ partial,
+    Planes planes, FollowAny<op_type<T>> follow) {
+  sums_of_planes<1>(grad, grad_pitch, x, x_pitch, statistics, partial, planes, follow);
+}
+
+template <Activation A, typename T>
+__global__ void __launch_bounds__(kColumnThreads) sums_columns_kernel(
+    MONET_READS(grad), MONET_READS(x), Statistics<op_type<T>> statistics, op_type<T>* __restrict__ partial,
+    Columns columns, Follow<A, op_type<T>> follow) {
+  sums_of_columns<kVector<T>>(grad, grad_pitch, x, x_pitch, statistics, partial, columns, follow);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kColumnThreads) any_sums_columns_kernel(
+    MONET_READS(grad), MONET_READS(x), Statistics<op_type<T>> statistics, op_type<T>* __restrict__ partial,
+    Columns columns, FollowAny<op_type<T>> follow) {
+  sums_of_columns<1>(grad, grad_pitch, x, x_pitch, statistics, partial, columns, follow);
+}
+
+template <Activation A, typename T>
+__global__ void __launch_bounds__(kThreads) normalise_planes_kernel(
+    MONET_READS(x), MONET_READS(residual), T* __restrict__ out, int out_pitch, Statistics<op_type<T>> statistics,
+    Planes planes, Follow<A, op_type<T>> follow) {
+  normalise_planes<kVector<T>>(
+      x, x_pitch, residual, residual_pitch, out, out_pitch, statistics, planes, follow);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) any_normalise_planes_kernel(
+    MONET_READS(x), MONET_READS(residual), T* __restrict__ out, int out_pitch, Statistics<op_type<T>> statistics,
+    Planes planes, FollowAny<op_type<T>> follow) {
+  normalise_planes<1>(x, x_pitch, residual, residual_pitch, out, out_pitch, statistics, planes, follow);
+}
+
+template <Activation A, typename T>
+__global__ void __launch_bounds__(kColumnThreads) normalise_columns_kernel(
+    MONET_READS(x), MONET_READS(residual), T* __restrict__ out, int out_pitch, Statistics<op_type<T>> statistics,
+    Columns columns, Follow<A, op_type<T>> follow) {
+  normalise_columns<kVector<T>>(
+      x, x_pitch, residual, residual_pitch, out, out_pitch, statistics, columns, follow);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kColumnThreads) any_normalise_columns_kernel(
+    MONET_READS(x), MONET_READS(residual), T* __restrict__ out, int out_pitch, Statistics<op_type<T>> statistics,
+    Columns columns, FollowAny<op_type<T>> follow) {
+  normalise_columns<1>(x, x_pitch, residual, residual_pitch, out, out_pitch, statistics, columns, follow);
+}
+
+template <Activation A, typename T>
+__global__ void __launch_bounds__(kThreads) input_grad_planes_kernel(
+    MONET_READS(grad), MONET_READS(x), MONET_READS(residual), T* __restrict__ out, int out_pitch,
+    Statistics<op_type<T>> statistics, Gradients<op_type<T>> gradients, Planes planes, Follow<A, op_type<T>> follow) {
+  input_grad_of_planes<kVector<T>>(
+      grad, grad_pitch, x, x_pitch, residual, residual_pitch, out, out_pitch, statistics, gradients, planes, follow);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) any_input_grad_planes_kernel(
+    MONET_READS(grad), MONET_READS(x), MONET_READS(residual), T* __restrict__ out, int out_pitch,
+    Statistics<op_type<T>> statistics, Gradients<op_type<T>> gradients, Planes planes, FollowAny<op_type<T>> follow) {
+  input_grad_of_planes<1>(
+      grad, grad_pitch, x, x_pitch, residual, residual_pitch, out, out_pitch, statistics, gradients, planes, follow);
+}
+
+template <Activation A, typename T>
+__global__ void __launch_bounds__(kColumnThreads) input_grad_columns_kernel(
+    MONET_READS(grad), MONET_READS(x), MONET_READS(residual), T* __restrict__ out, int out_pitch,
+    Statistics<op_type<T>> statistics, Gradients<op_type<T>> gradients, Columns columns, Follow<A, op_type<T>> follow) {
+  input_grad_of_columns<kVector<T>>(
+      grad, grad_pitch, x, x_pitch, residual, residual_pitch, out, out_pitch, statistics, gradients, columns, follow);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kColumnThreads) any_input_grad_columns_kernel(
+    MONET_READS(grad), MONET_READS(x), MONET_READS(residual), T* __restrict__ out, int out_pitch,
+    Statistics<op_type<T>> statistics, Gradients<op_type<T>> gradients, Columns columns, FollowAny<op_type<T>> follow) {
+  input_grad_of_columns<1>(
+      grad, grad_pitch, x, x_pitch, residual, residual_pitch, out, out_pitch, statistics, gradients, columns, follow);
+}
+
+#undef MONET_READS
+
+// ---- launches ----
 
 bool by_rows(const at::Tensor& dense, const NormShape& shape) {
   return norm_layout(dense) == NormLayout::ChannelsLast || shape.image == 1;
+}
+
+int narrow(int64_t n) {
+  TORCH_CHECK_VALUE(
+      n <= kMost32, "monet_like: batch norm on a GPU takes images, rows and what is between them of up to ", kMost32,
+      " elements, got ", n);
+  return static_cast<int>(n);
+}
+
+// How the tensors of one call are seen: all are laid out as x, or are channels of such tensors.
+struct Form {
+  bool rows_first, in_columns, in_vectors;
+  int vector;  // elements
+  NormShape shape;
+  Planes planes;
+  Columns columns;
+  dim3 threads;
+
+  // Short images are columns where there are enough of them that a thread's constants are worth having.
+  static constexpr int64_t kShort = 512, kMany = 8;
+
+  Form(const at::Tensor& x, const NormShape& shape, std::initializer_list<at::Tensor> others)
+      : rows_first(by_rows(x, shape)), shape(shape) {
+    const int64_t size = static_cast<int64_t>(x.element_size());
+    vector = static_cast<int>(16 / size);
+    bool aligned = x.scalar_type() != at::kDouble, alike = aligned;
+    const int64_t start = offset_of(x), pitch = pitch_of(x, rows_first) * size % 16;
+    const auto look = [&](const at::Tensor& t) {
+      if (t.defined()) {
+        const int64_t own = pitch_of(t, rows_first) * size % 16;
+        aligned = aligned && offset_of(t) == 0 && own == 0;
+        alike = alike && offset_of(t) == start && (own == pitch || shape.batch == 1);
+      }
+    };
+    look(x);
+    for (const at::Tensor& other : others) {
+      look(other);
+    }
+    const int64_t inner = rows_first ? 1 : shape.image;
+    aligned = aligned && shape.channels * inner % vector == 0;
+    in_columns = rows_first || (aligned && inner < kShort && shape.batch >= kMany);
+    in_vectors = in_columns ? aligned : alike;
+    vector = in_vectors ? vector : 1;
+    in_columns ? see_columns(inner) : see_planes();
+  }
+
+  static int64_t offset_of(const at::Tensor& t) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16);
+  }
+
+  // A warp or several walk along an image, so that each thread has a few vectors of it at once.
+  void see_planes() {
+    const int64_t vectors = shape.image / vector;
+    unsigned int lanes = 32;
+    while (lanes < kThreads && vectors >= 2 * kUnroll * static_cast<int64_t>(lanes)) {
+      lanes *= 2;
+    }
+    threads = dim3(lanes, kThreads / lanes);
+    planes = {narrow(shape.batch), narrow(shape.image)};
+  }
+
+  // Channels last, 128 bytes of a row; else as many whole channels as there are threads for. Each begins at 16 bytes.
+  void see_columns(int64_t inner) {
+    const int64_t least = vector / std::gcd(inner, static_cast<int64_t>(vector)), width = least * inner / vector;
+    const int64_t wanted = inner == 1 ? (in_vectors ? 8 : 64) : kColumnThreads;
+    const int64_t times = std::max<int64_t>(1, std::min(wanted / width, kColumnChannels / least));
+    const int64_t tile = std::min(least * times, shape.channels);
+    columns = {narrow(inner == 1 ? shape.batch * shape.image : shape.batch), narrow(shape.channels),
+               static_cast<int>(inner), static_cast<int>(tile), 0, Divisor(inner)};
+    while ((1 << columns.spread) < tile) {
+      ++columns.spread;
+    }
+    const auto across = static_cast<unsigned int>(tile * inner / vector);
+    threads = dim3(across, kColumnThreads / across);
+  }
+
+  // Blocks of a kernel for what is `threads` here: those that run at once, if there is work for so many.
+  template <auto Kernel>
+  dim3 blocks() const {
+    const int64_t resident = resident_blocks<Kernel>(in_columns ? kColumnThreads : kThreads);
+    const auto bounded = [](int64_t wanted, int64_t work, int64_t each) {
+      return std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>((work + each - 1) / each, 1, 65535));
+    };
+    if (in_columns) {
+      const int64_t across = (shape.channels + columns.tile - 1) / columns.tile;
+      const int64_t down = bounded(resident / across, columns.rows, int64_t(threads.y) * kUnroll);
+      return dim3(static_cast<unsigned int>(across), static_cast<unsigned int>(down));
+    }
+    const int64_t wanted = (resident + shape.channels - 1) / shape.channels;
+    const int64_t down = bounded(wanted, planes.batch, threads.y);
+    const int64_t along = bounded((wanted + down - 1) / down, planes.image / vector, int64_t(threads.x) * kUnroll);
+    return dim3(
+        static_cast<unsigned int>(shape.channels), static_cast<unsigned int>(down), static_cast<unsigned int>(along));
+  }
+};
+
+template <typename T>
+T* data_of(const at::Tensor& t) {
+  return t.defined() ? static_cast<T*>(const_cast<void*>(t.const_data_ptr())) : nullptr;
+}
+
+template <auto Kernel, typename... Arguments>
+void start(const Form& form, dim3 blocks, Arguments... arguments) {
+  Kernel<<<blocks, form.threads, 0, c10::cuda::getCurrentCUDAStream()>>>(arguments...);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+at::TensorOptions options_of_sums(const at::Tensor& x) {  // and of statistics
+  return x.options().dtype(opmath_type(x)).memory_format(at::MemoryFormat::Contiguous);
+}
+
+// Memory for the sums that so many blocks write: two numbers for each channel and part of it, and one for each channel.
+template <typename O>
+Sums<O> sums_of(const Form& form, dim3 blocks, const at::Tensor& x, at::Tensor& partial) {
+  const int64_t parts = int64_t(blocks.y) * blocks.z;
+  partial = at::empty({2 * parts + 1, form.shape.channels}, options_of_sums(x));
+  return {data_of<const O>(partial), static_cast<int>(parts), static_cast<int>(form.shape.channels)};
 }
 
 // What a batch norm and what follows it are known by.
@@ -219,26 +1060,101 @@ struct Known {
   }
 };
 
+// Calls run.operator()<kernel>(planes or columns, what follows) with the kernel of this name that takes a form.
+#define MONET_WITH_KERNEL(name, T, form, known, bounds, run)                                                     \
+  with_follow<T>(form, known, bounds, [&](auto follow) {                                                         \
+    if constexpr (std::is_same_v<decltype(follow), FollowAny<op_type<T>>>) {                                     \
+      (form).in_columns ? run.template operator()<any_##name##_columns_kernel<T>>((form).columns, follow)        \
+                        : run.template operator()<any_##name##_planes_kernel<T>>((form).planes, follow);         \
+    } else {                                                                                                     \
+      constexpr Activation A = decltype(follow)::kActivation;                                                    \
+      (form).in_columns ? run.template operator()<name##_columns_kernel<A, T>>((form).columns, follow)           \
+                        : run.template operator()<name##_planes_kernel<A, T>>((form).planes, follow);            \
+    }                                                                                                            \
+  })
+
+// Bounds of a clamp as its result has them, or as passes_clamp wants them.
+enum class BoundsOf { Result, Gradient };
+
+template <typename T, typename F>
+void with_follow(const Form& form, const Known& known, BoundsOf what, const F& f) {
+  using O = op_type<T>;
+  const bool open = what == BoundsOf::Gradient && known.activation == Activation::Clamp;
+  const O lo = static_cast<O>(open ? open_bound(known.lo) : known.lo);
+  const O hi = static_cast<O>(open ? open_bound(known.hi) : known.hi);
+  if constexpr (!std::is_same_v<T, double>) {
+    if (form.in_vectors) {
+      with_activation(known.activation, [&](auto chosen) { f(Follow<decltype(chosen)::value, O>{lo, hi}); });
+      return;
+    }
+  }
+  f(FollowAny<O>{known.activation, lo, hi});
+}
+
+int pitch_in(const Form& form, const at::Tensor& t) {
+  return t.defined() ? narrow(pitch_of(t, form.rows_first)) : 0;
+}
+
+template <typename O>
+Statistics<O> statistics_of(const Known& known) {
+  const at::Tensor none;
+  return {Statistics<O>::Saved,  Numbers(known.weight), Numbers(known.bias), Numbers(known.mean),
+          Numbers(known.invstd), {nullptr, 0, 0},       0,                   0,
+          0,                     Numbers(none),         Numbers(none),       Numbers(none),
+          Numbers(none)};
+}
+
+template <typename T>
+void normalise(
+    const Form& form, const at::Tensor& x, const Known& known, const Statistics<op_type<T>>& statistics,
+    const at::Tensor& residual, const at::Tensor& out) {
+  const auto run = [&]<auto Kernel>(const auto& shape, const auto& follow) {
+    start<Kernel>(
+        form, form.blocks<Kernel>(), data_of<const T>(x), pitch_in(form, x), data_of<const T>(residual),
+        pitch_in(form, residual), data_of<T>(out), pitch_in(form, out), statistics, shape, follow);
+  };
+  MONET_WITH_KERNEL(normalise, T, form, known, BoundsOf::Result, run);
+}
+
+// Sums of x less a shift of each channel, and of the square of that.
+template <typename T>
+Sums<op_type<T>> moments(const Form& form, const at::Tensor& x, at::Tensor& partial) {
+  using O = op_type<T>;
+  Sums<O> sums{};
+  const auto run = [&]<auto Kernel>(const auto& shape) {
+    const dim3 blocks = form.blocks<Kernel>();
+    sums = sums_of<O>(form, blocks, x, partial);
+    start<Kernel>(form, blocks, data_of<const T>(x), pitch_in(form, x), data_of<O>(partial), shape);
+  };
+  if constexpr (!std::is_same_v<T, double>) {
+    if (form.in_vectors) {
+      form.in_columns ? run.template operator()<moments_columns_kernel<T>>(form.columns)
+                      : run.template operator()<moments_planes_kernel<T>>(form.planes);
+      return sums;
+    }
+  }
+  form.in_columns ? run.template operator()<any_moments_columns_kernel<T>>(form.columns)
+                  : run.template operator()<any_moments_planes_kernel<T>>(form.planes);
+  return sums;
+}
+
+// A tensor to be added, copied if it is neither laid out as x nor channels of what is; undefined if there is none.
+at::Tensor added(const std::optional<at::Tensor>& residual, const at::Tensor& x, const NormShape& shape) {
+  if (!given(residual)) {
+    return at::Tensor();
+  }
+  return pitch_of(*residual, by_rows(x, shape)) >= 0 ? *residual : residual->contiguous(norm_format(x));
+}
+
 // Into `out`: laid out as x, or channels of a contiguous tensor if x is contiguous.
 void apply_to(
-    const at::Tensor& x, const NormShape& shape, const Known& known, const at::Tensor& residual, at::Tensor out) {
+    const at::Tensor& x, const NormShape& shape, const Known& known, const at::Tensor& residual, const at::Tensor& out) {
   if (x.numel() == 0) {
     return;
   }
-  const at::Tensor k = constants(x, known.weight, known.bias, known.mean, known.invstd);
-  const bool rows_first = by_rows(x, shape);
-  const int64_t run = rows_first ? x.numel() : shape.channels * shape.image;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_apply", [&] {
-    using O = op_type<scalar_t>;
-    with_activation(known.activation, [&](auto chosen) {
-      constexpr Activation A = decltype(chosen)::value;
-      apply_kernel<A, scalar_t><<<blocks_for(x.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          x.const_data_ptr<scalar_t>(), residual.defined() ? residual.const_data_ptr<scalar_t>() : nullptr,
-          out.mutable_data_ptr<scalar_t>(), out.is_contiguous() ? x.numel() : run, out.stride(0), k.const_data_ptr<O>(),
-          shape.channels, rows_first ? 1 : shape.image, x.numel(), static_cast<O>(known.lo),
-          static_cast<O>(known.hi));
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-    });
+  const Form form(x, shape, {residual, out});
+  MONET_DISPATCH_FLOATS(x.scalar_type(), "batch_norm_apply", [&] {
+    normalise<scalar_t>(form, x, known, statistics_of<op_type<scalar_t>>(known), residual, out);
   });
 }
 
@@ -252,8 +1168,8 @@ at::Tensor batch_norm_apply(
   const Known known{weight, bias, mean, invstd, check_activation(op, activation), lo, hi};
   const c10::cuda::CUDAGuard guard(x.device());
   const auto format = norm_format(x);
-  at::Tensor out = at::empty(x.sizes(), x.options().memory_format(format));
-  apply_to(x.contiguous(format), shape, known, given(residual) ? residual->contiguous(format) : at::Tensor(), out);
+  const at::Tensor in = x.contiguous(format), out = at::empty(x.sizes(), x.options().memory_format(format));
+  apply_to(in, shape, known, added(residual, in, shape), out);
   return out;
 }
 
@@ -278,19 +1194,69 @@ at::Tensor batch_norm_apply_joined(
   return out;
 }
 
+// Running averages, and how they and the statistics are made.
+struct Training {
+  std::optional<at::Tensor> running_mean, running_var;
+  double momentum, eps;
+  bool exact;
+
+  Training channels(int64_t first, int64_t count) const {
+    const auto some = [&](const std::optional<at::Tensor>& t) {
+      return given(t) ? std::make_optional(t->narrow(0, first, count)) : std::nullopt;
+    };
+    return {some(running_mean), some(running_var), momentum, eps, exact};
+  }
+};
+
+// Into `out`, and the statistics into what `known` has for them.
+void train_to(
+    const at::Tensor& x, const NormShape& shape, const Known& known, const Training& training, const at::Tensor& residual,
+    const at::Tensor& out) {
+  const Form form(x, shape, {residual, out});
+  MONET_DISPATCH_FLOATS(x.scalar_type(), "batch_norm_train", [&] {
+    using O = op_type<scalar_t>;
+    Statistics<O> statistics = statistics_of<O>(known);
+    statistics.made_mean = Numbers(known.mean);
+    statistics.made_invstd = Numbers(known.invstd);
+    statistics.eps = static_cast<O>(training.eps);
+    at::Tensor mean, variance, partial;
+    if (training.exact) {
+      std::tie(mean, variance) =
+          at::batch_norm_update_stats(x, training.running_mean, training.running_var, training.momentum);
+      statistics.source = Statistics<O>::Variance;
+      statistics.mean = Numbers(mean);
+      statistics.spread = Numbers(variance);
+    } else {
+      statistics.source = Statistics<O>::Moments;
+      statistics.mean = statistics.spread = Numbers(at::Tensor());
+      statistics.moments = moments<scalar_t>(form, x, partial);
+      statistics.count = static_cast<double>(shape.batch * shape.image);
+      statistics.momentum = static_cast<O>(training.momentum);
+      statistics.running_mean = Numbers(training.running_mean);
+      statistics.running_var = Numbers(training.running_var);
+    }
+    normalise<scalar_t>(form, x, known, statistics, residual, out);
+  });
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
     double eps, const std::optional<at::Tensor>& residual, c10::string_view activation, double lo, double hi,
-    bool /*exact*/) {  // ATen's statistics are as fast as any here
-  check_norm("batch_norm_train", x, weight, bias, nullptr, nullptr);
+    bool exact) {
+  const char* op = "batch_norm_train";
+  const NormShape shape = check_norm(op, x, weight, bias, nullptr, nullptr);
+  check_residual(op, x, residual);
   const c10::cuda::CUDAGuard guard(x.device());
   if (x.numel() == 0) {
     return at::native_batch_norm(x, weight, bias, running_mean, running_var, true, momentum, eps);
   }
-  auto [mean, invstd] = at::batch_norm_update_stats(x, running_mean, running_var, momentum);
-  invstd.add_(eps).rsqrt_();  // it held the variance
-  return {batch_norm_apply(x, weight, bias, mean, invstd, residual, activation, lo, hi), mean, invstd};
+  const auto format = norm_format(x);
+  const at::Tensor in = x.contiguous(format), out = at::empty(x.sizes(), x.options().memory_format(format));
+  const at::Tensor mean = at::empty({shape.channels}, options_of_sums(x)), invstd = at::empty_like(mean);
+  const Known known{weight, bias, mean, invstd, check_activation(op, activation), lo, hi};
+  train_to(in, shape, known, {running_mean, running_var, momentum, eps, exact}, added(residual, in, shape), out);
+  return {out, mean, invstd};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train_joined(
@@ -303,92 +1269,72 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train_joined(
         at::cat(parts, 1), weight, bias, running_mean, running_var, momentum, eps, std::nullopt, activation, lo, hi,
         exact);
   }
-  check_norm_joined(op, parts, weight, bias, nullptr, nullptr);
+  const NormShape shape = check_norm_joined(op, parts, weight, bias, nullptr, nullptr);
   const c10::cuda::CUDAGuard guard(parts[0].device());
-  std::vector<at::Tensor> means, variances;
+  at::Tensor out = at::empty(joined_sizes(parts), parts[0].options().memory_format(at::MemoryFormat::Contiguous));
+  const at::Tensor mean = at::empty({shape.channels}, options_of_sums(out)), invstd = at::empty_like(mean);
+  const Known known{weight, bias, mean, invstd, check_activation(op, activation), lo, hi};
+  const Training training{running_mean, running_var, momentum, eps, exact};
   int64_t first = 0;
   for (const at::Tensor& part : parts) {
     const int64_t count = part.size(1);
-    const auto channels = [&](const std::optional<at::Tensor>& t) {
-      return given(t) ? std::make_optional(t->narrow(0, first, count)) : std::nullopt;
-    };
-    const auto [mean, variance] =
-        at::batch_norm_update_stats(part, channels(running_mean), channels(running_var), momentum);
-    means.push_back(mean);
-    variances.push_back(variance);
+    train_to(
+        part, {shape.batch, count, shape.image}, known.channels(first, count), training.channels(first, count),
+        at::Tensor(), out.narrow(1, first, count));
     first += count;
   }
-  const at::Tensor mean = at::cat(means), invstd = at::cat(variances).add_(eps).rsqrt_();
-  return {batch_norm_apply_joined(parts, weight, bias, mean, invstd, activation, lo, hi), mean, invstd};
+  return {out, mean, invstd};
 }
 
-// Into `grad_input`, if it is defined, and `sums`, [2, C]: sum g, and sum (x - m) g times invstd. Tensors are laid out as
-// x is, or channels of contiguous ones if x is contiguous.
+// Into `grad_input`, `of_weight` and `of_bias`, those that are defined. Tensors are laid out as x is, or channels of
+// contiguous ones if x is contiguous.
 void backward_to(
     const at::Tensor& grad, const at::Tensor& x, const NormShape& shape, const Known& known, const at::Tensor& grad_input,
-    const at::Tensor& residual, at::Tensor sums) {
-  const int64_t C = shape.channels, rows = shape.batch * shape.image;
-  const at::Tensor k = constants(x, known.weight, known.bias, known.mean, known.invstd);
-  const bool channels_last = by_rows(x, shape);
-  const int64_t image = C * shape.image;  // elements that are adjacent in channels of a contiguous tensor
-  const int64_t run = grad.is_contiguous() || channels_last ? x.numel() : image;
-  const int64_t groups = channels_last ? (C + kLanes - 1) / kLanes : C;
-  // Few channels still fill the GPU: split each over several blocks, about 1024 blocks in all.
-  const int64_t most = channels_last ? (rows + kRows - 1) / kRows : shape.batch;
-  const int64_t splits = std::clamp<int64_t>((1024 + groups - 1) / groups, 1, std::min<int64_t>(most, 65535));
-  const dim3 blocks(static_cast<unsigned int>(groups), static_cast<unsigned int>(splits)), threads(kLanes, kRows);
-  const at::Tensor partial = at::empty({splits, 2, C}, sums.options()), d = at::empty({3, C}, k.options());
-  const at::Tensor own = at::empty({2, C}, sums.options());
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_activation_backward", [&] {
-    using O = op_type<scalar_t>;
-    const scalar_t* g = grad.const_data_ptr<scalar_t>();
-    const scalar_t* from = x.const_data_ptr<scalar_t>();
-    const O* constants_data = k.const_data_ptr<O>();
-    double* parts = partial.mutable_data_ptr<double>();
-    const bool clamps = known.activation == Activation::Clamp;
-    const O low = static_cast<O>(clamps ? open_bound(known.lo) : known.lo);
-    const O high = static_cast<O>(clamps ? open_bound(known.hi) : known.hi);
-    with_activation(known.activation, [&](auto chosen) {
-      constexpr Activation A = decltype(chosen)::value;
-      if (channels_last) {
-        reduce_rows_kernel<A, scalar_t>
-            <<<blocks, threads, 0, stream>>>(g, from, constants_data, parts, rows, C, low, high);
-      } else {
-        reduce_planes_kernel<A, scalar_t><<<blocks, threads, 0, stream>>>(
-            g, pitch_of(grad, false), from, constants_data, parts, shape.batch, C, shape.image, low, high);
-      }
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-      finish_sums_kernel<O><<<blocks_for(C), kThreads, 0, stream>>>(
-          parts, constants_data, own.mutable_data_ptr<double>(), d.mutable_data_ptr<O>(), splits, C, rows);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-      if (grad_input.defined()) {
-        input_grad_kernel<A, scalar_t><<<blocks_for(x.numel()), kThreads, 0, stream>>>(
-            g, from, grad_input.mutable_data_ptr<scalar_t>(), run, grad.stride(0),
-            residual.defined() ? residual.const_data_ptr<scalar_t>() : nullptr, channels_last ? C : image,
-            residual.defined() ? pitch_of(residual, channels_last) : 0, constants_data, d.const_data_ptr<O>(), C,
-            channels_last ? 1 : shape.image, x.numel(), low, high);
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
-      }
-    });
-  });
-  sums.copy_(own);
-}
-
-// Gradients by weight and bias from the sums.
-std::tuple<at::Tensor, at::Tensor> parameter_gradients(
-    const at::Tensor& sums, const std::optional<at::Tensor>& weight, const at::Tensor& mean, std::array<bool, 3> mask) {
-  const auto type = given(weight) ? weight->scalar_type() : mean.scalar_type();
-  const auto row = [&](int64_t i) { return sums.select(0, i).to(type, /*non_blocking=*/false, /*copy=*/true); };
-  return {mask[1] ? row(1) : at::Tensor(), mask[2] ? row(0) : at::Tensor()};
-}
-
-// A gradient to be added, copied if it is neither laid out as x nor channels of what is; undefined if there is none.
-at::Tensor added(const std::optional<at::Tensor>& residual, const at::Tensor& x, const NormShape& shape) {
-  if (!given(residual)) {
-    return at::Tensor();
+    const at::Tensor& residual, const at::Tensor& of_weight, const at::Tensor& of_bias) {
+  if (!grad_input.defined() && !of_weight.defined() && !of_bias.defined()) {
+    return;
   }
-  return pitch_of(*residual, by_rows(x, shape)) >= 0 ? *residual : residual->contiguous(norm_format(x));
+  // What is added does not change the sums.
+  const Form form(x, shape, {grad});
+  Form last(x, shape, {grad, grad_input, residual});
+  MONET_DISPATCH_FLOATS(x.scalar_type(), "batch_norm_activation_backward", [&] {
+    using T = scalar_t;
+    using O = op_type<T>;
+    const Statistics<O> statistics = statistics_of<O>(known);
+    at::Tensor partial;
+    Gradients<O> gradients{{}, static_cast<double>(shape.batch * shape.image), Numbers(of_weight), Numbers(of_bias)};
+    const auto add_up = [&]<auto Kernel>(const auto& seen, const auto& follow) {
+      const dim3 blocks = form.blocks<Kernel>();
+      gradients.sums = sums_of<O>(form, blocks, x, partial);
+      start<Kernel>(
+          form, blocks, data_of<const T>(grad), pitch_in(form, grad), data_of<const T>(x), pitch_in(form, x), statistics,
+          data_of<O>(partial), seen, follow);
+    };
+    MONET_WITH_KERNEL(sums, T, form, known, BoundsOf::Gradient, add_up);
+    if (!grad_input.defined()) {
+      last.planes.batch = last.columns.rows = 0;  // the pass only writes the parameters' gradients
+    }
+    const auto pass = [&]<auto Kernel>(const auto& seen, const auto& follow) {
+      start<Kernel>(
+          last, last.blocks<Kernel>(), data_of<const T>(grad), pitch_in(last, grad), data_of<const T>(x),
+          pitch_in(last, x), data_of<const T>(residual), pitch_in(last, residual), data_of<T>(grad_input),
+          pitch_in(last, grad_input), statistics, gradients, seen, follow);
+    };
+    MONET_WITH_KERNEL(input_grad, T, last, known, BoundsOf::Gradient, pass);
+  });
+}
+
+// The gradients of weight and bias that are asked for, in the type of the weight.
+std::array<at::Tensor, 2> parameter_gradients(
+    const NormShape& shape, const std::optional<at::Tensor>& weight, const at::Tensor& mean, std::array<bool, 3> mask) {
+  const at::TensorOptions options = given(weight) ? weight->options() : mean.options();
+  std::array<at::Tensor, 2> made;
+  for (const int i : {0, 1}) {
+    if (mask[i + 1]) {
+      made[i] = at::empty({shape.channels}, options.memory_format(at::MemoryFormat::Contiguous));
+    }
+  }
+  return made;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
@@ -407,14 +1353,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
   if (mask[0]) {
     grad_input = at::empty(x.sizes(), x.options().memory_format(format));
   }
-  at::Tensor sums = at::zeros({2, shape.channels}, x.options().dtype(at::kDouble).memory_format(at::MemoryFormat::Contiguous));
+  const auto [of_weight, of_bias] = parameter_gradients(shape, weight, mean, mask);
   if (x.numel() > 0) {
     const at::Tensor in = x.contiguous(format);
     backward_to(
-        grad.contiguous(format), in, shape, known, grad_input, mask[0] ? added(residual, in, shape) : at::Tensor(), sums);
+        grad.contiguous(format), in, shape, known, grad_input, mask[0] ? added(residual, in, shape) : at::Tensor(),
+        of_weight, of_bias);
+  } else {
+    for (const at::Tensor& t : {of_weight, of_bias}) {
+      if (t.defined()) {
+        t.zero_();
+      }
+    }
   }
-  const auto [grad_weight, grad_bias] = parameter_gradients(sums, weight, mean, mask);
-  return {grad_input, grad_weight, grad_bias};
+  return {grad_input, of_weight, of_bias};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward_joined(
@@ -432,26 +1384,26 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward_jo
   check_gradient(op, grad, sizes, parts[0].scalar_type());
   const Known known{weight, bias, mean, invstd, check_activation(op, activation), lo, hi};
   const c10::cuda::CUDAGuard guard(parts[0].device());
-  const at::TensorOptions options = parts[0].options().memory_format(at::MemoryFormat::Contiguous);
   const at::Tensor upstream = grad.contiguous();
   at::Tensor grad_input, other;
   if (mask[0]) {
-    grad_input = at::empty(sizes, options);
+    grad_input = at::empty(sizes, parts[0].options().memory_format(at::MemoryFormat::Contiguous));
     check_residual(op, grad_input, residual);
     other = added(residual, grad_input, shape);
   }
-  const at::Tensor sums = at::empty({2, shape.channels}, options.dtype(at::kDouble));
+  const auto [of_weight, of_bias] = parameter_gradients(shape, weight, mean, mask);
   int64_t first = 0;
   for (const at::Tensor& part : parts) {
     const int64_t count = part.size(1);
-    const auto channels = [&](const at::Tensor& t) { return t.defined() ? t.narrow(1, first, count) : t; };
+    const auto channels = [&](const at::Tensor& t, int64_t dim) {
+      return t.defined() ? t.narrow(dim, first, count) : t;
+    };
     backward_to(
-        channels(upstream), part, {shape.batch, count, shape.image}, known.channels(first, count), channels(grad_input),
-        channels(other), channels(sums));
+        channels(upstream, 1), part, {shape.batch, count, shape.image}, known.channels(first, count),
+        channels(grad_input, 1), channels(other, 1), channels(of_weight, 0), channels(of_bias, 0));
     first += count;
   }
-  const auto [grad_weight, grad_bias] = parameter_gradients(sums, weight, mean, mask);
-  return {grad_input, grad_weight, grad_bias};
+  return {grad_input, of_weight, of_bias};
 }
 
 }  // namespace

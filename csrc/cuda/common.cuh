@@ -32,6 +32,63 @@ constexpr int kUnroll = 4;
 #define MONET_DISPATCH_FLOATS(type, name, ...) \
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, name, __VA_ARGS__)
 
+// ---- dtypes known at run time ----
+
+// A tensor of any floating dtype; null if there is none.
+struct Floats {
+  void* data;
+  at::ScalarType type;
+
+  explicit Floats(const at::Tensor& t)
+      : data(t.defined() ? const_cast<void*>(t.const_data_ptr()) : nullptr),
+        type(t.defined() ? t.scalar_type() : at::kFloat) {}
+
+  template <typename O>
+  __device__ __forceinline__ O at(int64_t i) const {
+    switch (type) {
+      case at::kFloat:
+        return static_cast<O>(static_cast<const float*>(data)[i]);
+      case at::kDouble:
+        return static_cast<O>(static_cast<const double*>(data)[i]);
+      case at::kHalf:
+        return static_cast<O>(static_cast<float>(static_cast<const c10::Half*>(data)[i]));
+      default:
+        return static_cast<O>(static_cast<float>(static_cast<const c10::BFloat16*>(data)[i]));
+    }
+  }
+
+  template <typename O>
+  __device__ __forceinline__ void put(int64_t i, O value) const {
+    switch (type) {
+      case at::kFloat:
+        static_cast<float*>(data)[i] = static_cast<float>(value);
+        return;
+      case at::kDouble:
+        static_cast<double*>(data)[i] = static_cast<double>(value);
+        return;
+      case at::kHalf:
+        static_cast<c10::Half*>(data)[i] = static_cast<float>(value);
+        return;
+      default:
+        static_cast<c10::BFloat16*>(data)[i] = static_cast<float>(value);
+    }
+  }
+
+  // What a stored value reads back as.
+  template <typename O>
+  __device__ __forceinline__ O rounded(O value) const {
+    switch (type) {
+      case at::kHalf:
+        return static_cast<O>(static_cast<float>(static_cast<c10::Half>(static_cast<float>(value))));
+      case at::kBFloat16:
+        return static_cast<O>(static_cast<float>(static_cast<c10::BFloat16>(static_cast<float>(value))));
+      default:
+        return value;
+    }
+  }
+};
+
+
 // ---- vectors ----
 
 // Elements that lie next to each other, loaded and stored 16 bytes at a time, or all at once if they are fewer bytes.
@@ -121,12 +178,6 @@ __device__ __forceinline__ void for_vectors(Index count, Index first, Index step
 // Largest number of elements that kernels with 32-bit indices take: a loop may step past it by one turn of a whole grid.
 constexpr int64_t kMost32 = (int64_t(1) << 31) - (int64_t(1) << 24);
 
-// Calls f with a zero of the index type: 32 bits for tensors of up to `kMost32` elements, 64 beyond.
-template <typename F>
-void with_index(int64_t count, const F& f) {
-  count <= kMost32 ? f(int32_t(0)) : f(int64_t(0));
-}
-
 // For kernels that treat every element alike: f(first, count) for parts that 32-bit indices reach, each a multiple of 16
 // elements but the last. A launch more is cheaper than a second copy of the kernel's code.
 template <typename F>
@@ -207,14 +258,5 @@ inline int64_t blocks_of(int64_t vectors) {
 inline int64_t blocks_each(int64_t count) {
   return (count + kThreads - 1) / kThreads;
 }
-
-// For kernels of one element at a time.
-inline unsigned int blocks_for(int64_t threads_wanted) {
-  return static_cast<unsigned int>(std::clamp<int64_t>((threads_wanted + kThreads - 1) / kThreads, 1, 1 << 16));
-}
-
-#define MONET_GRID_STRIDE(i, n)                                                              \
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < (n);     \
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x)
 
 }  // namespace monet_like

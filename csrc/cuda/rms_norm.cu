@@ -19,60 +19,6 @@ constexpr int kMostThreads = 512;
 
 // ---- rows of any width, tensors of any dtype ----
 
-// A tensor of any floating dtype; null if there is none.
-struct Floats {
-  void* data;
-  at::ScalarType type;
-
-  explicit Floats(const at::Tensor& t)
-      : data(t.defined() ? const_cast<void*>(t.const_data_ptr()) : nullptr),
-        type(t.defined() ? t.scalar_type() : at::kFloat) {}
-
-  template <typename O>
-  __device__ __forceinline__ O at(int64_t i) const {
-    switch (type) {
-      case at::kFloat:
-        return static_cast<O>(static_cast<const float*>(data)[i]);
-      case at::kDouble:
-        return static_cast<O>(static_cast<const double*>(data)[i]);
-      case at::kHalf:
-        return static_cast<O>(static_cast<float>(static_cast<const c10::Half*>(data)[i]));
-      default:
-        return static_cast<O>(static_cast<float>(static_cast<const c10::BFloat16*>(data)[i]));
-    }
-  }
-
-  template <typename O>
-  __device__ __forceinline__ void put(int64_t i, O value) const {
-    switch (type) {
-      case at::kFloat:
-        static_cast<float*>(data)[i] = static_cast<float>(value);
-        return;
-      case at::kDouble:
-        static_cast<double*>(data)[i] = static_cast<double>(value);
-        return;
-      case at::kHalf:
-        static_cast<c10::Half*>(data)[i] = static_cast<float>(value);
-        return;
-      default:
-        static_cast<c10::BFloat16*>(data)[i] = static_cast<float>(value);
-    }
-  }
-
-  // What a stored value reads back as.
-  template <typename O>
-  __device__ __forceinline__ O rounded(O value) const {
-    switch (type) {
-      case at::kHalf:
-        return static_cast<O>(static_cast<float>(static_cast<c10::Half>(static_cast<float>(value))));
-      case at::kBFloat16:
-        return static_cast<O>(static_cast<float>(static_cast<c10::BFloat16>(static_cast<float>(value))));
-      default:
-        return value;
-    }
-  }
-};
-
 // The sum over all threads of a block, for all of them. Turns alternate between two places, so that one barrier is enough.
 template <typename O>
 __device__ __forceinline__ O block_sum(O value, int turn) {

@@ -112,7 +112,7 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         for name, number in (("leaky_relu", 0.1), ("hardswish", 0.0), ("silu", 0.0)):
             function = getattr(torch.nn.functional, name)
             expected = function(y, number) if number else function(y)
-            if name == "hardswish" and DEVICE == "cpu":  # ATen's on a GPU multiplies by a sixth in float32, in float64 too
+            if name == "hardswish" and DEVICE == "cpu":  # on a GPU ATen multiplies by a sixth of float32, always
                 expected = (y.double() * (y.double() + 3).clamp(0, 6) * float(torch.tensor(1 / 6))).to(dtype)
             assert_close(ops.batch_norm_apply(*arguments, None, name, number, 0.0), expected, dtype)
         got = ops.batch_norm_train(x, weight, bias, *moved, 0.1, 1e-5, None, "clamp", 0.0, inf, True)
