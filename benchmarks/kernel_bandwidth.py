@@ -101,11 +101,15 @@ def works(x: Tensor) -> Iterator[Work]:
         )
     parameter = torch.ones(x.shape[1], device=x.device)
     relu = ("clamp", 0.0, math.inf)
-    train = (x, parameter, parameter, None, None, 0.1, 1e-5, None, *relu, True)
-    _, mean, invstd = ops.batch_norm_train(*train)
+    train = (x, parameter, parameter, None, None, 0.1, 1e-5, None, *relu)
+    _, mean, invstd = ops.batch_norm_train(*train, False)
     known = (parameter, parameter, mean, invstd)
     yield Work("batch_norm_apply", size(x, x), lambda: ops.batch_norm_apply(x, *known, None, *relu))
-    yield Work("batch_norm_train", size(x, x, x), lambda: ops.batch_norm_train(*train))
+    yield Work("batch_norm_apply, added", size(x, x, x), lambda: ops.batch_norm_apply(x, *known, grad, *relu))
+    yield Work("batch_norm_train", size(x, x, x), lambda: ops.batch_norm_train(*train, False))
+    yield Work(
+        "batch_norm_train, exact", size(x, x, x), lambda: ops.batch_norm_train(*train, True), "ATen's statistics"
+    )
     backward = (grad, x, *known, *relu, [True, True, True])
     yield Work("batch_norm backward", 5 * size(x), lambda: ops.batch_norm_activation_backward(*backward))
 

@@ -986,19 +986,21 @@ struct Form {
     planes = {narrow(shape.batch), narrow(shape.image)};
   }
 
-  // Channels last, 128 bytes of a row; else as many whole channels as there are threads for. Each begins at 16 bytes.
+  // Channels last, 128 bytes of a row; else as many whole channels as there are threads for. Each block's channels begin at
+  // 16 bytes, and all blocks have about as many.
   void see_columns(int64_t inner) {
-    const int64_t least = vector / std::gcd(inner, static_cast<int64_t>(vector)), width = least * inner / vector;
+    const int64_t least = vector / std::gcd(inner, static_cast<int64_t>(vector));
     const int64_t wanted = inner == 1 ? (in_vectors ? 8 : 64) : kColumnThreads;
-    const int64_t times = std::max<int64_t>(1, std::min(wanted / width, kColumnChannels / least));
-    const int64_t tile = std::min(least * times, shape.channels);
+    const int64_t times = std::max<int64_t>(1, std::min(wanted * vector / (least * inner), kColumnChannels / least));
+    const int64_t units = shape.channels / least, across = (units + times - 1) / times;
+    const int64_t tile = (units + across - 1) / across * least;
     columns = {narrow(inner == 1 ? shape.batch * shape.image : shape.batch), narrow(shape.channels),
                static_cast<int>(inner), static_cast<int>(tile), 0, Divisor(inner)};
     while ((1 << columns.spread) < tile) {
       ++columns.spread;
     }
-    const auto across = static_cast<unsigned int>(tile * inner / vector);
-    threads = dim3(across, kColumnThreads / across);
+    const auto width = static_cast<unsigned int>(tile * inner / vector);
+    threads = dim3(width, kColumnThreads / width);
   }
 
   // Blocks of a kernel for what is `threads` here: those that run at once, if there is work for so many.

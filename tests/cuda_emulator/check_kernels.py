@@ -617,6 +617,44 @@ def check_batch_norm_train(x: Tensor, rows: list[Tensor]) -> None:
         assert_bits(call("batch_norm_apply_joined", parts, weight, bias, *joined[1:3], name, lo, hi), joined[0])
 
 
+@pytest.mark.parametrize("shape", [(16, 8, 4, 4), (3, 4, 30, 30)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_own_statistics_far_from_zero(channels_last: bool, shape: tuple[int, ...]) -> None:
+    """Their mean is large beside their deviation, one element is far from all others, and one channel is constant."""
+    x = torch.randn(shape).add(10_000)
+    x[0, 1, 0, 0] = 20_000
+    x[:, 2] = 1234.567
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    _, mean, invstd = call("batch_norm_train", x, None, None, None, None, 0.1, 1e-5, None, "clamp", 0.0, INF, False)
+    exact = aten.native_batch_norm(x.double(), None, None, None, None, True, 0.1, 1e-5)
+    torch.testing.assert_close(mean.double(), exact[1], rtol=4 * torch.finfo(torch.float32).eps, atol=0)
+    torch.testing.assert_close(invstd.double(), exact[2], rtol=1e-5, atol=0)
+    assert mean[2] == x[0, 2, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_batch_norm_takes_two_launches(dtype: torch.dtype) -> None:
+    """Forward and backward, in any layout; one if the statistics are known, and one beside ATen's own."""
+    for shape in ((16, 8, 4, 4), (3, 5, 30, 30), (4, 33)):
+        x = torch.randn(shape).to(dtype)
+        for formed in (x, x.to(memory_format=torch.channels_last) if x.dim() == 4 else x):
+            rows = norm_rows(torch.randn(shape, dtype=torch.float64), dtype, own=False)
+            running = [t.clone() for t in rows[2:]]
+            train = (formed, *rows[:2], *running, 0.1, 1e-5, x, "clamp", 0.0, INF)
+            backward = (x, formed, *rows, "clamp", 0.0, INF)
+            for name, arguments, expected in (
+                ("batch_norm_train", (*train, False), 2),
+                ("batch_norm_train", (*train, True), 1),
+                ("batch_norm_apply", (formed, *rows, x, "clamp", 0.0, INF), 1),
+                ("batch_norm_activation_backward", (*backward, [True] * 3, x), 2),
+                ("batch_norm_activation_backward", (*backward, [False, True, True]), 2),
+                ("batch_norm_activation_backward", (*backward, [False] * 3), 0),
+            ):
+                before = sum(control.launches().values())
+                getattr(ops, name)(*arguments)
+                assert sum(control.launches().values()) - before == expected, (name, shape)
+
+
 @seeds
 def test_rms_norm(seed: int) -> None:
     for dtype in FLOATS:
