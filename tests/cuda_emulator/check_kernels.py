@@ -381,7 +381,7 @@ def test_common_batch_norm(channels_last: bool, dtype: torch.dtype) -> None:
         rows = norm_rows(wide, dtype, own=False)
         check_batch_norm_apply(x, rows)
         check_batch_norm_backward(x, rows)
-        check_batch_norm_train(x, rows)
+        check_batch_norm_train(x, rows, exact_statistics=False)
 
 
 def follower() -> tuple[str, float, float]:
@@ -577,17 +577,16 @@ def test_batch_norm_train(seed: int) -> None:
     for dtype in FLOATS:
         x, rows = norm_input(dtype)
         if x.numel() // x.shape[1] >= 2:
-            check_batch_norm_train(x, rows)
+            check_batch_norm_train(x, rows, exact_statistics=random.random() < 0.3)
 
 
-def check_batch_norm_train(x: Tensor, rows: list[Tensor]) -> None:
+def check_batch_norm_train(x: Tensor, rows: list[Tensor], *, exact_statistics: bool) -> None:
     """Statistics, ATen's or the kernels' own, running averages and results, of one tensor or of two joined."""
     dtype, weight, bias = x.dtype, rows[0], rows[1]
     running = [torch.randn(x.shape[1]).to(weight.dtype), torch.rand(x.shape[1]).to(weight.dtype)]
     moved, wanted = [t.clone() for t in running], [t.double().clone() for t in running]
     name, lo, hi = follower()
     residual = random.choice([None, laid_out(torch.randn(x.shape).to(dtype))])
-    exact_statistics = random.random() < 0.3
     arguments = (x, weight, bias, *moved, 0.2, 1e-3, residual, name, lo, hi, exact_statistics)
     y, mean, invstd, *moved = call("batch_norm_train", *arguments, changed=(3, 4))
     exact = aten.native_batch_norm(x.double(), weight.double(), bias.double(), *wanted, True, 0.2, 1e-3)
