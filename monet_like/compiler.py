@@ -19,6 +19,7 @@ from torch import nn
 from .capture import Captured, capture
 from .cublas import measured_bytes, multiplies
 from .errors import ProfileError, UsageError
+from .made_layouts import as_made
 from .plan import Plan, plan, store_all
 from .precision import autocast_as, in_layout, layout_of, weights_layout
 from .profile_data import Profile
@@ -176,7 +177,7 @@ def measured_costs(
         return costs, ""
     batch, small = request.batch, request.profile_batch or profile_batch(request, captured, device)
     if small >= batch:
-        _measure(Inputs(captured, device), [(t, t) for t in missing], costs, progress, "", timed)
+        _measure(inputs_on(captured, device), [(t, t) for t in missing], costs, progress, "", timed)
         return costs, f"measured at batch {batch}"
     scaling = Scaling(batch, small, min(2 * small, batch))
     keys = {task.cost for task in missing}
@@ -186,10 +187,15 @@ def measured_costs(
         other = captured_for(replace(request, made_last=captured.made_last), example)
         pairs = [(mine, theirs) for mine, theirs in matched(captured, other) if mine.cost in keys]
         got: dict[str, Cost] = {}
-        _measure(Inputs(other, device, batch / count), pairs, got, progress, label, timed and not label)
+        _measure(inputs_on(other, device, batch / count), pairs, got, progress, label, timed and not label)
         found.append(got)
     costs.update((key, scaling.scale(found[0][key], found[1][key])) for key in keys)
     return costs, f"measured at batch {small}, scaled to {batch}"
+
+
+def inputs_on(captured: Captured, device: torch.device, batches: float = 1.0) -> Inputs:
+    """What operators are measured on: on a GPU inputs that lie as its operators make them."""
+    return Inputs(as_made(captured, device) if device.type == "cuda" else captured, device, batches)
 
 
 def _measure(
