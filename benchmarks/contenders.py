@@ -162,7 +162,7 @@ def ours(
     seconds = sum(s for stage, s in found.stage_seconds.items() if stage != "profile") + wrapping
     record = found.record
     gap = -1.0 if record.gap is None else record.gap
-    return Built(module, seconds, record.peak_bytes, record.seconds, record.plain_seconds, gap)
+    return Built(module, seconds, record.peak_bytes - record.cublas_bytes, record.seconds, record.plain_seconds, gap)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from .capture import Captured
-from .compiler import Prepared, Request, captured_for, measured_costs, optimizer_bytes, plain_report, profile_batch
+from .compiler import Prepared, Request, captured_for, measured_costs, optimizer_bytes, prepared, profile_batch
 from .cublas import measured_bytes, multiplies
 from .errors import ProfileError
 from .problem import Problem, example_for
@@ -61,17 +61,13 @@ class Batches:
         self._captured: dict[int, Captured] = {}
         self._prepared: dict[int, Prepared] = {}
 
-    def cublas_bytes(self, batch: int) -> int:
-        """What cuBLAS's workspaces take in a step at ``batch``."""
-        return self._workspaces if multiplies(self.captured(batch)) else 0
-
     def extra_bytes(self, batch: int) -> int:
-        """Resident memory beyond the program's: the optimizer's state, and `cublas_bytes`."""
-        request = self.problem.request
-        return optimizer_bytes(request.model, request.optimizer) + self.cublas_bytes(batch)
+        """Resident memory beyond the program's: the optimizer's state, and cuBLAS's workspaces."""
+        request, plain = self.problem.request, self.captured(batch).plain
+        return optimizer_bytes(request.model, request.optimizer) + self._cublas_bytes * multiplies(plain.every_task())
 
     @cached_property
-    def _workspaces(self) -> int:
+    def _cublas_bytes(self) -> int:
         return measured_bytes(self.problem.device) if self.limits is None else self.limits.cublas_bytes
 
     def request(self, batch: int) -> Request:
@@ -126,10 +122,8 @@ class Batches:
             captured = self.captured(batch)
             costs, note = self._costs(batch, captured)
             device = f"roofline:{self.limits.name}" if self.limits else device_name(self.problem.device)
-            profile = Profile(device, costs, note, {"torch": torch.__version__}, cublas_bytes=self._workspaces)
-            extra = self.extra_bytes(batch)
-            plain = plain_report(captured, costs, extra)
-            self._prepared[batch] = Prepared(captured, profile, costs, extra, plain, {}, self.cublas_bytes(batch))
+            profile = Profile(device, costs, note, {"torch": torch.__version__}, cublas_bytes=self._cublas_bytes)
+            self._prepared[batch] = prepared(self.problem.request, captured, profile, costs, {})
         return self._prepared[batch]
 
     def _costs(self, batch: int, captured: Captured) -> tuple[dict[str, Cost], str]:

@@ -209,7 +209,12 @@ def accumulating(ready: Prepared) -> Prepared:
         as_called=replace(ready.captured.plain, gradients=()),
     )
     return replace(
-        ready, captured=captured, plain=plain_report(captured, ready.costs, 0), extra_bytes=0, cublas_bytes=0
+        ready,
+        captured=captured,
+        plain=plain_report(captured, ready.costs, 0),
+        extra_bytes=0,
+        cublas_bytes=0,
+        variants_cublas_bytes=0,
     )
 
 

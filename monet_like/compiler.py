@@ -17,14 +17,14 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture import Captured, capture
-from .cublas import measured_bytes, multiplies
-from .errors import ProfileError, UsageError
+from .cublas import measured_bytes, multiplies, schedule_multiplies
+from .errors import InfeasibleError, ProfileError, UsageError
 from .made_layouts import as_made
 from .plan import Plan, plan, store_all
 from .precision import autocast_as, in_layout, layout_of, weights_layout
 from .profile_data import Profile
 from .profiler import Inputs, Progress, Scaling, device_name, matched, measure, to_profile
-from .program import Cost, Program, Task
+from .program import REFUSED, Cost, Program, Task
 from .replay import admitted, described, device_of
 from .roofline import DEVICES, DeviceLimits, roofline
 from .schedule import Schedule
@@ -72,8 +72,9 @@ class Prepared:
         captured: the program with the admitted variants.
         profile: where the costs come from.
         costs: of all tasks of the program.
-        extra_bytes: the optimizer's state, and cuBLAS's workspaces.
+        extra_bytes: the optimizer's state, and cuBLAS's workspaces where plain PyTorch multiplies.
         cublas_bytes: of them the latter.
+        variants_cublas_bytes: the workspaces where only variants multiply: for schedules that take one.
         plain: the simulator's report on plain PyTorch's schedule.
         stage_seconds: wall seconds of capture and profile.
     """
@@ -85,6 +86,7 @@ class Prepared:
     plain: Report
     stage_seconds: Mapping[str, float]
     cublas_bytes: int = 0
+    variants_cublas_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -302,10 +304,28 @@ def plan_for(
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Plan:
-    """Plan what was prepared, as the request says; ``strategy`` instead of the request's own, ``options`` are its."""
-    chosen = strategy or request.strategy
+    """Plan what was prepared, as the request says; ``strategy`` instead of the request's own, ``options`` are its.
+
+    Where only variants multiply, cuBLAS's workspaces count if the schedule takes one: then it is planned anew with them, or
+    without these variants where that does not fit.
+    """
+    chosen, program = strategy or request.strategy, ready.captured.program
+    if more := ready.variants_cublas_bytes:
+
+        def found_for(**changed: Any) -> Plan:
+            other = replace(ready, variants_cublas_bytes=0, **changed)
+            return plan_for(other, request, budget_bytes, strategy=strategy, progress=progress, **options)
+
+        found = found_for()
+        if not schedule_multiplies(program, found.schedule):
+            return found
+        try:
+            return found_for(extra_bytes=ready.extra_bytes + more)
+        except InfeasibleError:
+            refused = {task.cost: REFUSED for task in program.every_task() if multiplies([task])}
+            return found_for(costs={**ready.costs, **refused})
     return plan(
-        ready.captured.program,
+        program,
         ready.costs,
         budget_bytes,
         solver=request.solver,
@@ -336,16 +356,25 @@ def prepare(
     started = time.perf_counter()
     found = _profiled(request, captured, device, profile, save_profile, progress)
     seconds["profile"] = time.perf_counter() - started
-    cublas = found.cublas_bytes if multiplies(captured) else 0
+    return prepared(request, captured, found, found.costs, seconds)
+
+
+def prepared(
+    request: Request, captured: Captured, profile: Profile, costs: Mapping[str, Cost], seconds: Mapping[str, float]
+) -> Prepared:
+    """What planning needs, from a program and its costs."""
+    plain, every = multiplies(captured.plain.every_task()), multiplies(captured.every_task())
+    cublas, by_variants = (profile.cublas_bytes * counts for counts in (plain, every and not plain))
     extra = optimizer_bytes(request.model, request.optimizer) + cublas
-    return Prepared(captured, found, found.costs, extra, plain_report(captured, found.costs, extra), seconds, cublas)
+    report = plain_report(captured, costs, extra)
+    return Prepared(captured, profile, costs, extra, report, seconds, cublas, by_variants)
 
 
 def with_workspaces_of(record: ScheduleRecord, ready: Prepared) -> Prepared:
     """What was prepared, with as much of cuBLAS's workspaces as a schedule counts: none in files that do not say."""
-    extra = ready.extra_bytes - ready.cublas_bytes + record.cublas_bytes
-    plain = plain_report(ready.captured, ready.costs, extra)
-    return replace(ready, extra_bytes=extra, cublas_bytes=record.cublas_bytes, plain=plain)
+    optimizer, counted = ready.extra_bytes - ready.cublas_bytes, record.cublas_bytes
+    plain = plain_report(ready.captured, ready.costs, optimizer + counted * bool(ready.cublas_bytes))
+    return replace(ready, extra_bytes=optimizer + counted, cublas_bytes=counted, variants_cublas_bytes=0, plain=plain)
 
 
 def _profiled(
@@ -406,6 +435,8 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
     """What a schedule file holds."""
     captured, profile, plain = ready.captured, ready.profile, ready.plain
     tensors = [t for t in pytree.tree_leaves(request.example) if isinstance(t, torch.Tensor)]
+    optimizer = ready.extra_bytes - ready.cublas_bytes
+    extra = found.report.peak_bytes - simulate(captured.program, found.schedule, ready.costs).peak_bytes
     return ScheduleRecord(
         schedule=found.schedule,
         model=request.expression or type(request.model).__name__,
@@ -427,8 +458,8 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         solve_seconds=sum(found.stage_seconds.values()),
         ablation=request.ablation,
         optimizer=request.optimizer,
-        optimizer_bytes=ready.extra_bytes - ready.cublas_bytes,
-        cublas_bytes=ready.cublas_bytes,
+        optimizer_bytes=optimizer,
+        cublas_bytes=extra - optimizer,
         autocast=request.autocast,
         layout=weights_layout(request.model),
         made_last=captured.made_last,

@@ -1,7 +1,7 @@
 """What cuBLAS keeps: a workspace for each thread that multiplies, from PyTorch's allocator, from the first product on.
 
 A training step has two such threads, the one that calls the model and autograd's. The workspaces outlive every operator, so
-they are resident: a constant of the device that counts for every program with a product.
+they are resident: a constant of the device that counts for every schedule with a product.
 
 PyTorch chooses their size (``getChosenWorkspaceSize`` in aten/src/ATen/cuda/CublasHandlePool.cpp, version 2.14): what
 ``CUBLAS_WORKSPACE_CONFIG`` says where that is set; else 32 MiB on GPUs of capability 9.x, 10.x and 12.x (Hopper, Blackwell),
@@ -10,10 +10,13 @@ and 8.1 MiB on others. Products of cuBLASLt use the same ones.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from .capture import Captured
 from .measure import have_workspaces
+from .program import Program, Task
+from .schedule import Schedule
 
 #: Threads of a step that multiply.
 THREADS = 2
@@ -50,13 +53,20 @@ def measured_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_allocated(device)) - before
 
 
-def multiplies(captured: Captured) -> bool:
-    """Whether a program or one of its variants has an operator that calls cuBLAS on a GPU.
+def multiplies(tasks: Iterable[Task]) -> bool:
+    """Whether one of the tasks has an operator that calls cuBLAS on a GPU.
 
     Convolutions are cuDNN's; where that is off, PyTorch's own are products of columns.
     """
     products = _PRODUCTS if torch.backends.cudnn.enabled else _PRODUCTS | _CONVOLUTIONS
-    return any(_name(call.op) in products for task in captured.every_task() for call in task.calls)
+    return any(_name(call.op) in products for task in tasks for call in task.calls)
+
+
+def schedule_multiplies(program: Program, schedule: Schedule) -> bool:
+    """Whether a schedule runs a task that multiplies: by a variant it can where plain PyTorch does not."""
+    again = {index for tasks in schedule.again for index in tasks}
+    ways = (program.slots[slot][way] for slot, way in enumerate(schedule.ways))
+    return multiplies((*(program.tasks[index] for index in {*schedule.forward, *again}), *ways))
 
 
 def _name(operator: str) -> str:

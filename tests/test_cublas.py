@@ -13,8 +13,8 @@ from torch import nn
 
 from monet_like.capture import capture
 from monet_like.cli import main
-from monet_like.compiler import Compiled, Request, captured_for, compile_schedule, prepare, with_workspaces_of
-from monet_like.cublas import LARGE_BYTES, SMALL_BYTES, default_bytes, multiplies
+from monet_like.compiler import Compiled, Request, compile_schedule, make_record, plan_for, prepare, with_workspaces_of
+from monet_like.cublas import LARGE_BYTES, SMALL_BYTES, default_bytes, multiplies, schedule_multiplies
 from monet_like.errors import ScheduleFileError
 from monet_like.files import dump_plain, load_plain
 from monet_like.profile_data import Profile
@@ -68,22 +68,36 @@ def compiled(model: nn.Module, device: str = "h100", optimizer: str = "none") ->
 def test_which_programs_multiply(model: nn.Module, expected: bool) -> None:
     with fake_mode():
         x = torch.empty(4, 3, 8, 8)
-    assert multiplies(capture(model, (x,), target=CUDA)) is expected
+    assert multiplies(capture(model, (x,), target=CUDA).program.every_task()) is expected
 
 
 def test_without_cudnn_convolutions_are_products(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_mode():
         captured = capture(net(), (torch.empty(4, 3, 8, 8),), target=CUDA)
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    assert multiplies(captured)
+    assert multiplies(captured.program.every_task())
 
 
 def test_a_variant_may_multiply() -> None:
-    """Convolutions by columns are offered, and a schedule may take them."""
-    plain = request(net())
-    assert not multiplies(captured_for(plain, plain.example))
-    with_columns = dataclasses.replace(plain, mode="conv")
-    assert multiplies(captured_for(with_columns, with_columns.example))
+    """Convolutions by columns are offered: cuBLAS's workspaces count for a schedule that takes them, and for no other."""
+    asked = dataclasses.replace(request(net()), mode="conv", strategy="heuristic")
+    ready = prepare(asked, CPU, profile=DEVICES["h100"])
+    assert (ready.extra_bytes, ready.cublas_bytes, ready.variants_cublas_bytes) == (0, 0, ON_HOPPER)
+    columns = [task for task in ready.captured.program.tasks if multiplies([task])]
+    assert columns
+    for factor, expected in ((1e6, 0), (1e-6, ON_HOPPER)):
+        costs = dict(ready.costs)
+        for task in columns:
+            costs[task.cost] = Cost(costs[task.cost].seconds * factor, 0)
+        with_them = dataclasses.replace(ready, costs=costs)
+        found = plan_for(with_them, asked, 2**40)
+        record = make_record(asked, with_them, found, 2**40)
+        assert record.cublas_bytes == expected
+        assert record.peak_bytes == simulate(ready.captured.program, found.schedule, costs).peak_bytes + expected
+        assert record.plain_peak_bytes == ready.plain.peak_bytes < 2**20
+        narrow = plan_for(with_them, asked, ready.plain.peak_bytes)  # no room for workspaces, but for the schedule
+        assert make_record(asked, with_them, narrow, ready.plain.peak_bytes).cublas_bytes == 0
+        assert not schedule_multiplies(ready.captured.program, narrow.schedule)
 
 
 def test_sizes_by_capability() -> None:
@@ -162,5 +176,5 @@ def test_a_report_counts_what_its_schedule_does() -> None:
 
 def test_the_zoo_is_planned_without_them() -> None:
     _, ready = building._prepared("torchvision.models.resnet18()", 2, "h100")
-    assert multiplies(ready.captured)
+    assert multiplies(ready.captured.plain.every_task())
     assert ready.extra_bytes == ready.cublas_bytes == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..check import real_example
 from ..compiler import Prepared, captured_for, with_workspaces_of
+from ..cublas import multiplies
 from ..errors import UsageError
 from ..explore import strategy_points
 from ..files import check_writable, write_atomically
@@ -66,9 +67,10 @@ def report(
         program = captured.program
         check_program(record, captured, problem.request.expression, problem.device)
         ready = with_workspaces_of(record, prepare_with(profile, store, problem, progress, captured))
+        by_plain = record.cublas_bytes if multiplies(captured.plain.every_task()) else 0
         figures = Figures(
             record,
-            plain_course(captured, ready.costs, ready.extra_bytes, ready.cublas_bytes),
+            plain_course(captured, ready.costs, record.optimizer_bytes + by_plain, by_plain),
             course(captured, program, record.schedule, ready.costs, ready.extra_bytes, ready.cublas_bytes),
             ready.profile.device,
             _fronts(ready, problem, record, front, progress.at) if front != "off" else {},
