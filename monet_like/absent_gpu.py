@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import _meta_registrations, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import autocast_mode
 from torch.overrides import TorchFunctionMode
 
 from .errors import CaptureError
@@ -31,6 +32,8 @@ _LOWER, _FLOAT32, _WIDEST = "lower", "float32", "widest"
 #: Autocast asks for a float32 result, by the argument ``dtype`` or by an overload that has it.
 _FLOAT32_RESULT, _FLOAT32_OVERLOAD = "float32 result", "float32 overload"
 _REFUSED = "refused"
+#: The memory-efficient kernel for float32 takes rows of 16 bytes at a time.
+_WIDTHS = 4
 
 _NAMES = {
     _LOWER: """
@@ -67,7 +70,15 @@ def as_on(target: torch.device | None) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        for context in (_attention(), _autocast(), _regions(), convolutions(target), _fused_rms_norm(), _Refusals()):
+        for context in (
+            _attention(),
+            _autocast(),
+            _regions(),
+            convolutions(target),
+            _shapes(),
+            _fused_rms_norm(),
+            _Refusals(),
+        ):
             stack.enter_context(context)
         yield
 
@@ -167,6 +178,7 @@ def _with_dtype(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> tu
 def _regions() -> Iterator[None]:
     """Regions of autocast for ``cuda`` in the forward are regions for the tensors of the trace, with a GPU's default dtype."""
     region, enabled, dtype_of = torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+    cast_of_custom_fwd = autocast_mode._cast
 
     def here(device: str | None = None) -> str:
         return "cpu" if device in (None, "cuda") else device
@@ -181,12 +193,14 @@ def _regions() -> Iterator[None]:
         torch.set_autocast_dtype("cpu", dtype_of("cuda"))
     torch.autocast.__init__ = init  # type: ignore[method-assign]
     torch.is_autocast_enabled = lambda device_type=None: enabled(here(device_type))
+    autocast_mode._cast = lambda value, device_type, dtype: cast_of_custom_fwd(value, here(device_type), dtype)
     torch.get_autocast_dtype = lambda device_type: dtype_of(here(device_type))
     try:
         yield
     finally:
         torch.autocast.__init__ = region  # type: ignore[method-assign]
         torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype_of
+        autocast_mode._cast = cast_of_custom_fwd
         torch.set_autocast_dtype("cpu", before)
 
 
@@ -233,6 +247,20 @@ def _twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _in_rows(tensor: torch.Tensor) -> bool:
     return bool(torch._prims_common.suggest_memory_format(tensor) == torch.contiguous_format)
+
+
+# Other operators ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _shapes() -> Iterator[None]:
+    """What PyTorch says of results without computing them, such as a pixel shuffle's layout, it says as of a GPU's."""
+    own = _meta_registrations.device_hint
+    _meta_registrations.device_hint = lambda tensor: "cuda"
+    try:
+        yield
+    finally:
+        _meta_registrations.device_hint = own
 
 
 # RMS norm -----------------------------------------------------------------------------------------------------------
@@ -315,10 +343,11 @@ def _cuda_attention(
     for). For 16-bit floats the choice depends on the card and on versions, with a mask on alignments: no guess.
     """
     plain = all(t.dtype == torch.float32 and t.dim() == 4 for t in (query, key, value))
-    if not plain or attn_mask is not None or enable_gqa or torch.is_autocast_enabled("cpu"):
+    aligned = plain and all(t.shape[-1] % _WIDTHS == 0 and t.stride(-1) == 1 and t.numel() for t in (query, key, value))
+    if not aligned or attn_mask is not None or enable_gqa or torch.is_autocast_enabled("cpu"):
         raise CaptureError(
-            "which attention operator a GPU takes is known without the GPU only for float32 [N, heads, length, width], "
-            "without a mask, grouped heads and autocast; capture this model on the GPU"
+            "which attention operator a GPU takes is known without the GPU only for float32 [N, heads, length, width] of widths "
+            f"that are multiples of {_WIDTHS}, without a mask, grouped heads and autocast; capture this model on the GPU"
         )
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
     result: torch.Tensor = attend(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0]
@@ -338,4 +367,26 @@ class _Refusals(TorchFunctionMode):
             raise CaptureError(
                 f"a GPU computes {name} by cuDNN or by fused kernels, which are known only there; capture this model on the GPU"
             )
+        if name == "ctc_loss":
+            raise CaptureError(
+                "on a GPU PyTorch asks cuDNN whether it computes a CTC loss, which no trace can; compute the loss outside the model"
+            )
+        if name == "grid_sample" and _by_cudnn(*args, **(kwargs or {})):
+            raise CaptureError(
+                "a GPU samples this grid by cuDNN, in an operator that no trace knows; call grid_sample with align_corners=False, "
+                "or inside `with torch.backends.cudnn.flags(enabled=False):`"
+            )
         return func(*args, **(kwargs or {}))
+
+
+def _by_cudnn(
+    x: torch.Tensor,
+    grid: torch.Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> bool:
+    """Whether cuDNN samples a grid (``cond_cudnn_grid_sampler`` in PyTorch), arguments as of ``grid_sample``."""
+    fits = x.dim() == 4 and x.shape[1] <= 1024 and (mode, padding_mode) == ("bilinear", "zeros")
+    single = all(t.dtype == torch.float32 for t in (x, grid)) or torch.is_autocast_enabled("cpu")
+    return bool(fits and single and align_corners and torch.backends.cudnn.enabled)

@@ -34,7 +34,12 @@ def absent(model: nn.Module, *inputs: Any, autocast: torch.dtype | None = None) 
 # Against the real dispatch on a fake GPU ------------------------------------------------------------------------
 
 #: Cases that cannot be captured without the GPU, and those that cannot be at all.
-REFUSED = {"vit autocast": False, "decoder autocast": False, "binary loss autocast": True}
+REFUSED = {
+    "decoder of narrow heads": False,
+    "vit autocast": False,
+    "decoder autocast": False,
+    "binary loss autocast": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +268,29 @@ def test_recurrent_layers_are_refused(layer: nn.Module, name: str) -> None:
     assert str(caught.value) == (
         f"a GPU computes {name} by cuDNN or by fused kernels, which are known only there; capture this model on the GPU"
     )
+
+
+def _sampled(x: torch.Tensor, align_corners: bool) -> torch.Tensor:
+    return nn.functional.grid_sample(
+        x[None, None], x[None, :, :2, None].expand(1, -1, -1, 2), align_corners=align_corners
+    )
+
+
+def test_what_a_gpu_does_by_operators_that_no_trace_knows_is_refused() -> None:
+    x = torch.randn(4, 8)
+    assert absent(Called(lambda x: _sampled(x, align_corners=False)), x).outputs
+    with torch.backends.cudnn.flags(enabled=False):
+        assert absent(Called(lambda x: _sampled(x, align_corners=True)), x).outputs
+    with pytest.raises(
+        CaptureError, match="samples this grid by cuDNN, in an operator that no trace knows; call grid_sample"
+    ):
+        absent(Called(lambda x: _sampled(x, align_corners=True)), x)
+    targets = torch.ones(2, 1, dtype=torch.long)
+    loss = Called(lambda x: nn.functional.ctc_loss(x.view(4, 2, 4).log_softmax(-1), targets, [4, 4], [1, 1]))
+    with pytest.raises(
+        CaptureError, match="asks cuDNN whether it computes a CTC loss, which no trace can; compute the loss"
+    ):
+        absent(loss, x)
 
 
 def test_a_loss_that_a_gpus_autocast_refuses() -> None:

@@ -116,6 +116,41 @@ def _norms() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return nn.Sequential(*layers), (torch.randn(4, 6, 32),)
 
 
+class Product(torch.autograd.Function):
+    """A product in float32, whatever autocast is active with."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad
+
+
+class Shuffled(nn.Module):
+    """A pixel shuffle, whose result lies otherwise on a GPU, and a custom function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.weight = nn.Conv2d(3, 8, 3, padding=1), nn.Parameter(torch.randn(512, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Product.apply(nn.functional.pixel_shuffle(self.conv(x), 2).flatten(1), self.weight)
+
+
+def _shuffled() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return image(Shuffled(), size=8)
+
+
+def _narrow() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Decoder(width=24), (torch.randint(0, 256, (4, 32)),)  # heads of six elements
+
+
 class BinaryLoss(nn.Module):
     """A loss that a GPU's autocast refuses."""
 
@@ -139,6 +174,9 @@ CASES: dict[str, Case] = {
     "unet channels_last bfloat16": (_unet, None, _BF16, True),
     "vit": (_vit, None, _FLOAT, False),
     "vit autocast": (_vit, _BF16, _FLOAT, False),
+    "shuffled channels_last": (_shuffled, None, _FLOAT, True),
+    "shuffled channels_last autocast": (_shuffled, _BF16, _FLOAT, True),
+    "decoder of narrow heads": (_narrow, None, _FLOAT, False),
     "decoder": (_decoder, None, _FLOAT, False),
     "norms bfloat16": (_norms, None, _BF16, False),
     "norms autocast": (_norms, _BF16, _FLOAT, False),
