@@ -272,8 +272,12 @@ _NUMBERS = {
 }
 
 
+#: Operators that end with the name of the process group that they communicate in.
+_OF_A_GROUP = ("monet_like.sync_batch_norm_gather", "monet_like.sync_batch_norm_all_reduce")
+
+
 def _described(task: Task) -> Iterator[str]:
-    """The calls of a task for a fingerprint: temporaries by their order, no sizes, no devices."""
+    """The calls of a task for a fingerprint: temporaries by their order, no sizes, no devices, no process groups."""
     temporaries: dict[str, int] = {}
 
     def described(leaf: Any, numbers: bool) -> str:
@@ -294,6 +298,8 @@ def _described(task: Task) -> Iterator[str]:
         alike = _NUMBERS.get(call.op, ())
         args = [described(leaf, place in alike) for place, leaf in enumerate(call.args)]
         kwargs = [f"{name}={described(leaf, False)}" for name, leaf in call.kwargs]
+        if call.op.startswith(_OF_A_GROUP):  # the last is the group's name, "" where a plan was made without processes
+            args[-1:] = []
         outs = [described(out, False) for out in call.outs]
         yield f"{call.op}({' '.join((*args, *kwargs))})->{' '.join(outs)}{call.unpack:d}"
 

@@ -103,6 +103,6 @@ def test_hostile_pickles_are_refused(tmp_path: Path) -> None:
         path.write_bytes(hostile)
         with pytest.raises(ScheduleFileError):
             ScheduleRecord.load(path)
-    path.write_bytes(pickle.dumps({"format": "monet_like schedule", "version": 3, "forward": [2**70]}))
+    path.write_bytes(pickle.dumps({"format": "monet_like schedule", "version": 4, "forward": [2**70]}))
     with pytest.raises(ScheduleFileError, match="has no field"):
         ScheduleRecord.load(path)
