@@ -17,8 +17,8 @@ def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | 
 
     To be called before the first step, with the model on its device. PyTorch's allocator keeps the block and cuts the
     step's tensors from it; else it asks the driver for blocks of many sizes, some of which fit nothing later on. With
-    ``PYTORCH_ALLOC_CONF=expandable_segments:True`` none of this is needed. cuBLAS's workspaces are taken before the block, so that
-    they lie beside it.
+    ``PYTORCH_ALLOC_CONF=expandable_segments:True`` none of this is needed. cuBLAS's workspaces are taken before the
+    block, so that they lie beside it.
 
     Args:
         schedule: a schedule file, or a loaded `ScheduleRecord`.

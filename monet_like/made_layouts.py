@@ -44,11 +44,11 @@ def as_made(captured: Captured, device: torch.device) -> Captured:
                 made[key] = _made(task, writes, maker)
             except (RuntimeError, MemoryError, NotImplementedError):
                 continue
-        before = list(metas)
-        for value, meta in zip(writes, made[key], strict=True):
-            if value in fresh and _lies_otherwise(meta, metas[value]):
-                metas[value] = replace(metas[value], stride=meta.stride)
-        if metas != before:
+        found = zip(writes, made[key], strict=True)
+        otherwise = {v: meta.stride for v, meta in found if v in fresh and _lies_otherwise(meta, metas[v])}
+        if otherwise:
+            for value, stride in otherwise.items():
+                metas[value] = replace(metas[value], stride=stride)
             maker.captured = replace(captured, metas=tuple(metas))
         known.update(fresh)
     return maker.captured

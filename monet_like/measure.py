@@ -18,8 +18,9 @@ _MARK = "monet_like.mark"
 def allocated_peak(function: Callable[[], Any], device: torch.device) -> int:
     """Bytes by which allocations rise above where they stood, at most, while ``function`` runs.
 
-    On CUDA what is asked of the caching allocator, not rounded up to its 512 bytes, see `unsplit_bytes`; on a CPU every allocation and release that
-    PyTorch's allocator reports, operator temporaries included. The function runs once and its result is dropped.
+    On CUDA what is asked of the caching allocator, not rounded up to its 512 bytes, see `unsplit_bytes`; on a CPU every
+    allocation and release that PyTorch's allocator reports, operator temporaries included. The function runs once and its
+    result is dropped.
     """
     return max(allocated_peaks(lambda _: function(), device))
 
@@ -74,7 +75,7 @@ def have_workspaces(device: torch.device) -> None:
     """Have cuBLAS take what it keeps: a workspace for the thread of the forward, and one for autograd's.
 
     It takes them from PyTorch's allocator in the first product of either thread; else the first step would seem to need
-    them. Their size (`monet_like.cublas`) is 32 MiB each on a GPU of capability 9.x, 10.x or 12.x, 8.1 MiB on others.
+    them. Their sizes: `monet_like.cublas`.
     """
     if device.type == "cuda":
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):

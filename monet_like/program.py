@@ -271,8 +271,7 @@ _NUMBERS = {
     "aten.max_pool2d_with_indices_backward.default": (2, 3, 4, 5),
 }
 
-
-#: Operators that end with the name of the process group that they communicate in.
+#: Operators whose last argument is the name of the process group that they communicate in; "" in a plan made without one.
 _OF_A_GROUP = ("monet_like.sync_batch_norm_gather", "monet_like.sync_batch_norm_all_reduce")
 
 
@@ -296,10 +295,9 @@ def _described(task: Task) -> Iterator[str]:
 
     for call in task.calls:
         alike = _NUMBERS.get(call.op, ())
-        args = [described(leaf, place in alike) for place, leaf in enumerate(call.args)]
+        known = call.args[:-1] if call.op.startswith(_OF_A_GROUP) else call.args
+        args = [described(leaf, place in alike) for place, leaf in enumerate(known)]
         kwargs = [f"{name}={described(leaf, False)}" for name, leaf in call.kwargs]
-        if call.op.startswith(_OF_A_GROUP):  # the last is the group's name, "" where a plan was made without processes
-            args[-1:] = []
         outs = [described(out, False) for out in call.outs]
         yield f"{call.op}({' '.join((*args, *kwargs))})->{' '.join(outs)}{call.unpack:d}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from monet_like.capture import Captured, TensorMeta, capture
 from monet_like.compiler import Request, compile_schedule
 from monet_like.errors import CaptureError, ScheduleFileError
 from monet_like.kernels.sync_batch_norm import COMMUNICATING
-from monet_like.program import Program
+from monet_like.program import Program, Task
 from monet_like.replay import ScheduleWrapper, admitted
 from monet_like.schedule_file import ScheduleRecord
 from monet_like.sync_batch_norm import convert_sync_batchnorm
@@ -110,6 +111,20 @@ def test_what_communicates_is_done_once_whatever_the_schedule(captured: Captured
 def test_the_same_program_for_every_number_of_processes_and_class(captured: Captured) -> None:
     other = admitted(capture(convert_sync_batchnorm(Net()), (images(3),), processes=7), MODE)
     assert other.program.fingerprint == captured.program.fingerprint
+
+
+def test_the_name_of_the_group_is_no_part_of_the_fingerprint(captured: Captured) -> None:
+    """Plans are made without processes, where it has none."""
+    program = captured.program
+
+    def named(task: Task) -> Task:
+        calls = (replace(c, args=(*c.args[:-1], "7")) if c.op in COMMUNICATING else c for c in task.calls)
+        return replace(task, calls=tuple(calls))
+
+    slots = tuple(tuple(map(named, slot)) for slot in program.slots)
+    other = replace(program, tasks=tuple(map(named, program.tasks)), slots=slots)
+    assert other.tasks != program.tasks and other.slots != program.slots
+    assert other.fingerprint == program.fingerprint
 
 
 def test_it_is_measured_and_planned_without_a_group() -> None:

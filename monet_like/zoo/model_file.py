@@ -22,18 +22,8 @@ SUFFIX = ".json"
 #: Fields that stand once where all schedules have the same.
 _SHARED = (
     *("format", "version", "model", "inputs", "mode", "ablation", "fingerprint", "made_last", "versions", "autocast"),
-    *(
-        "layout",
-        "optimizer",
-        "optimizer_bytes",
-        "cublas_bytes",
-        "solver",
-        "status",
-        "bound_seconds",
-        "gap",
-        "bound_kind",
-    ),
-    "solve_seconds",
+    *("layout", "optimizer", "optimizer_bytes", "cublas_bytes", "solver", "status", "bound_seconds", "gap"),
+    *("bound_kind", "solve_seconds"),
 )
 
 

@@ -22,7 +22,8 @@ from torch import nn
 import monet_like
 from monet_like.check import _Loss, resident_bytes, step_peak
 from monet_like.compiler import Request, captured_for, compile_schedule, measured_costs
-from monet_like.measure import UNSPLIT_BYTES, have_workspaces, seconds_of, unsplit_bytes
+from monet_like.cublas import measured_bytes
+from monet_like.measure import UNSPLIT_BYTES, seconds_of, unsplit_bytes
 from monet_like.models.unet import UNet
 from monet_like.program import Cost
 from monet_like.report.live import live_step
@@ -310,10 +311,7 @@ def copies(name: str) -> dict[str, Any]:
 
 def cublas(_: str) -> dict[str, Any]:
     """What the workspaces of cuBLAS take."""
-    torch.zeros(1, device=CUDA)
-    before = torch.cuda.memory_allocated(CUDA)
-    have_workspaces(CUDA)
-    return {"bytes": torch.cuda.memory_allocated(CUDA) - before}
+    return {"bytes": measured_bytes(CUDA)}
 
 
 def live(name: str) -> dict[str, Any]:
@@ -377,8 +375,8 @@ def main() -> None:
     for asked in sys.argv[1:]:
         what, name = asked.split(":", 1)
         print(json.dumps({"asked for": asked, **WHAT[what](name)}), flush=True)
-    if sys.argv[1:] and what == "cublas":  # so short that autograd's thread may still be starting when the process ends
-        os._exit(0)
+    sys.stderr.flush()
+    os._exit(0)  # autograd's threads may want the interpreter while it ends, and then abort the process
 
 
 if __name__ == "__main__":
