@@ -61,7 +61,7 @@ fi
 "$python" -m pip install --no-build-isolation -e ".$extras"
 
 # pip hides what happened to the kernels; this says it. It compiles only what is out of date.
-if ! "$python" -m monet_like.kernels.build; then
+if ! "$python" -m monet_like.build; then
   echo "The package works without compiled kernels, on slower plain-torch twins." >&2
 fi
 

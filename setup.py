@@ -1,7 +1,7 @@
 """Builds the kernels while the package is installed, if a compiler and torch are there; all else is pyproject.toml.
 
 The build is never required: without it the package runs on plain-torch twins, and
-`python -m monet_like.kernels.build` makes up for it later.
+`python -m monet_like.build` makes up for it later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BuildWithKernels(build_py):
         for folder in ("csrc", "solutions"):
             if (ROOT / folder).is_dir():
                 shutil.copytree(ROOT / folder, package / folder, dirs_exist_ok=True)
-        target = package / "kernels" / "lib"
+        target = package / "lib"
         target.mkdir(parents=True, exist_ok=True)
         for path in libraries:
             shutil.copy2(path, target / path.name)
@@ -47,13 +47,13 @@ def _compile_kernels() -> list[Path]:
     """The libraries and the note on what they were made from; nothing, and a printed reason, where they cannot be compiled."""
     sys.path.insert(0, str(ROOT))
     try:
-        from monet_like.kernels import build
+        from monet_like import build
     finally:
         sys.path.remove(str(ROOT))
     try:
         return build.build()
     except (build.KernelBuildError, OSError) as error:  # a missing compiler must not stop the installation
-        later = "install with --no-build-isolation or run: python -m monet_like.kernels.build"
+        later = "install with --no-build-isolation or run: python -m monet_like.build"
         print(f"monet_like: kernels not built ({error}); {later}", file=sys.stderr)
         return []
 

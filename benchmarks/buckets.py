@@ -22,10 +22,10 @@ import torch.multiprocessing as mp
 import torchvision
 from torch.nn.parallel import DistributedDataParallel
 
-from monet_like.compiler import Request, compile_schedule
-from monet_like.replay import ScheduleWrapper
-from monet_like.roofline import DEVICES
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.compiler.pipeline import Request, compile_schedule
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.profile.roofline import DEVICES
+from monet_like.replay.wrapper import ScheduleWrapper
 
 PROCESSES = 2
 CPU = torch.device("cpu")

@@ -13,12 +13,12 @@ import click
 import torch
 
 from benchmarks import PROFILES
-from monet_like.compiler import Prepared, prepare
+from monet_like.compiler.pipeline import Prepared, prepare
+from monet_like.compiler.problem import Problem, read_problem
 from monet_like.errors import InfeasibleError, SolverError
-from monet_like.plan.search import Search
-from monet_like.problem import Problem, read_problem
-from monet_like.profile_data import Profile
-from monet_like.roofline import DEVICES
+from monet_like.ir.profile_file import Profile
+from monet_like.plan.ilp.search import Search
+from monet_like.profile.roofline import DEVICES
 from monet_like.units import format_seconds
 
 CPU = torch.device("cpu")

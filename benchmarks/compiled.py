@@ -23,10 +23,10 @@ import torchvision
 from torch import nn
 
 from benchmarks.work import LanguageModel, images, tokens
-from monet_like.check import step_peak, step_seconds, train_step
-from monet_like.compiler import Example, Request, compile_schedule
+from monet_like.compiler.pipeline import Example, Request, compile_schedule
 from monet_like.errors import InfeasibleError
-from monet_like.replay import ScheduleWrapper
+from monet_like.replay.verify import step_peak, step_seconds, train_step
+from monet_like.replay.wrapper import ScheduleWrapper
 
 MB = 10**6
 CPU = torch.device("cpu")

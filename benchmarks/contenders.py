@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from benchmarks.work import Job
-from monet_like.compiler import Example
+from monet_like.compiler.pipeline import Example
 
 MB = 10**6
 FULL = "inplace_conv_multiway_newnode"
@@ -146,9 +146,9 @@ def ours(
     backend: str = "eager",
 ) -> Built:
     """A schedule of this package; the budget is the job's, all the memory there is for strategies that take none."""
-    from monet_like.compiler import Request, compile_schedule
-    from monet_like.profile_data import Profile
-    from monet_like.replay import ScheduleWrapper
+    from monet_like.compiler.pipeline import Request, compile_schedule
+    from monet_like.ir.profile_file import Profile
+    from monet_like.replay.wrapper import ScheduleWrapper
 
     request = Request(
         model, example, mode, strategy=strategy, solver="HIGHS", time_limit_seconds=job.solver_seconds,

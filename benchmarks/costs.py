@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from benchmarks.contenders import FULL
 from benchmarks.work import Job
-from monet_like.compiler import Request, captured_for, measured_costs, with_batch
-from monet_like.profile_data import Profile
-from monet_like.profiler import matched, to_profile
-from monet_like.program import Cost
+from monet_like.compiler.pipeline import Request, captured_for, measured_costs, with_batch
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.program import Cost
+from monet_like.profile.profiler import matched, to_profile
 
 
 def measure(job: Job) -> None:

@@ -19,7 +19,7 @@ import click
 import torch
 from torch import Tensor
 
-from monet_like import kernels
+from monet_like import ops
 
 #: Share of the copy's GB/s.
 LEAST = 0.85
@@ -28,7 +28,7 @@ PLAUSIBLE = (20.0, 20_000.0)
 SHAPE = (96, 64, 112, 112)
 ROWS = (16384, 4096)
 REPEATS, BATCHES = 10, 7
-ops = torch.ops.monet_like
+registered = torch.ops.monet_like
 
 
 @dataclass(frozen=True)
@@ -68,60 +68,64 @@ def size(*tensors: Tensor) -> int:
 def works(x: Tensor) -> Iterator[Work]:
     """The operators on a tensor of images."""
     grad, flags = torch.randn_like(x), x > 0
-    mask = ops.pack_sign(x)
-    yield Work("pack_sign", size(x, mask), lambda: ops.pack_sign(x))
-    yield Work("pack_range", size(x, mask), lambda: ops.pack_range(x, 0.0, 6.0))
-    yield Work("keep_where", size(x, x, mask), lambda: ops.keep_where(grad, mask, x.stride()))
-    yield Work("masked_scale", size(x, x, mask), lambda: ops.masked_scale(grad, mask, 2.0, x.stride()))
-    yield Work("pack_bool", size(flags, mask), lambda: ops.pack_bool(flags))
-    yield Work("unpack_bool", size(flags, mask), lambda: ops.unpack_bool(mask, flags.shape, flags.stride()))
+    mask = registered.pack_sign(x)
+    yield Work("pack_sign", size(x, mask), lambda: registered.pack_sign(x))
+    yield Work("pack_range", size(x, mask), lambda: registered.pack_range(x, 0.0, 6.0))
+    yield Work("keep_where", size(x, x, mask), lambda: registered.keep_where(grad, mask, x.stride()))
+    yield Work("masked_scale", size(x, x, mask), lambda: registered.masked_scale(grad, mask, 2.0, x.stride()))
+    yield Work("pack_bool", size(flags, mask), lambda: registered.pack_bool(flags))
+    yield Work("unpack_bool", size(flags, mask), lambda: registered.unpack_bool(mask, flags.shape, flags.stride()))
     halves = flags.to(torch.uint8)
-    joined = ops.pack_nibbles(halves)
-    yield Work("pack_nibbles", size(halves, joined), lambda: ops.pack_nibbles(halves))
+    joined = registered.pack_nibbles(halves)
+    yield Work("pack_nibbles", size(halves, joined), lambda: registered.pack_nibbles(halves))
     yield Work(
-        "unpack_nibbles", size(halves, joined), lambda: ops.unpack_nibbles(joined, halves.shape, halves.stride())
+        "unpack_nibbles", size(halves, joined), lambda: registered.unpack_nibbles(joined, halves.shape, halves.stride())
     )
-    small = ops.pack_int8(x)
+    small = registered.pack_int8(x)
     divides = "a division of floats for each element" if x.element_size() == 2 else ""
-    yield Work("pack_int8", size(x, small), lambda: ops.pack_int8(x), divides)
-    yield Work("unpack_int8", size(x, small), lambda: ops.unpack_int8(small, x.shape, x.dtype, x.stride()))
-    largest = ops.pack_largest(x, 1639)
+    yield Work("pack_int8", size(x, small), lambda: registered.pack_int8(x), divides)
+    yield Work("unpack_int8", size(x, small), lambda: registered.unpack_int8(small, x.shape, x.dtype, x.stride()))
+    largest = registered.pack_largest(x, 1639)
     searches = "the search for the smallest magnitude that is kept"
-    yield Work("pack_largest", size(x, largest), lambda: ops.pack_largest(x, 1639), searches)
+    yield Work("pack_largest", size(x, largest), lambda: registered.pack_largest(x, 1639), searches)
     gathers = "single elements that are read"
     unpack = (largest, 1639, x.shape, x.dtype, x.stride())
-    yield Work("unpack_largest", size(x, largest), lambda: ops.unpack_largest(*unpack), gathers)
+    yield Work("unpack_largest", size(x, largest), lambda: registered.unpack_largest(*unpack), gathers)
     compares = "nine comparisons for each output" if x.element_size() == 2 and x.is_contiguous() else ""
     for name, window, bound_by in (("3x3/2", ([3, 3], [2, 2], [1, 1], [1, 1]), compares), ("2x2/2", ([2, 2], [2, 2], [0, 0], [1, 1]), "")):  # fmt: skip
-        y, cells = ops.max_pool2d_with_offsets(x, *window, False)
+        y, cells = registered.max_pool2d_with_offsets(x, *window, False)
         forward, backward = (x, *window, False), (torch.randn_like(y), cells, x.shape, *window)
-        yield Work(f"max_pool {name}", size(x, y, cells), lambda a=forward: ops.max_pool2d_with_offsets(*a), bound_by)
         yield Work(
-            f"max_pool {name} backward", size(x, y, cells), lambda a=backward: ops.max_pool2d_offsets_backward(*a)
+            f"max_pool {name}", size(x, y, cells), lambda a=forward: registered.max_pool2d_with_offsets(*a), bound_by
+        )
+        yield Work(
+            f"max_pool {name} backward",
+            size(x, y, cells),
+            lambda a=backward: registered.max_pool2d_offsets_backward(*a),
         )
     parameter = torch.ones(x.shape[1], device=x.device)
     relu = ("clamp", 0.0, math.inf)
     train = (x, parameter, parameter, None, None, 0.1, 1e-5, None, *relu)
-    _, mean, invstd = ops.batch_norm_train(*train, False)
+    _, mean, invstd = registered.batch_norm_train(*train, False)
     known = (parameter, parameter, mean, invstd)
-    yield Work("batch_norm_apply", size(x, x), lambda: ops.batch_norm_apply(x, *known, None, *relu))
-    yield Work("batch_norm_apply, added", size(x, x, x), lambda: ops.batch_norm_apply(x, *known, grad, *relu))
-    yield Work("batch_norm_train", size(x, x, x), lambda: ops.batch_norm_train(*train, False))
+    yield Work("batch_norm_apply", size(x, x), lambda: registered.batch_norm_apply(x, *known, None, *relu))
+    yield Work("batch_norm_apply, added", size(x, x, x), lambda: registered.batch_norm_apply(x, *known, grad, *relu))
+    yield Work("batch_norm_train", size(x, x, x), lambda: registered.batch_norm_train(*train, False))
     yield Work(
-        "batch_norm_train, exact", size(x, x, x), lambda: ops.batch_norm_train(*train, True), "ATen's statistics"
+        "batch_norm_train, exact", size(x, x, x), lambda: registered.batch_norm_train(*train, True), "ATen's statistics"
     )
     backward = (grad, x, *known, *relu, [True, True, True])
-    yield Work("batch_norm backward", 5 * size(x), lambda: ops.batch_norm_activation_backward(*backward))
+    yield Work("batch_norm backward", 5 * size(x), lambda: registered.batch_norm_activation_backward(*backward))
 
 
 def row_works(x: Tensor) -> Iterator[Work]:
     """The operators on rows."""
     weight, grad = torch.ones(x.shape[-1], device=x.device, dtype=x.dtype), torch.randn_like(x)
     norm = (weight, 1, 1e-6, False, x.dtype)
-    _, rstd = ops.rms_norm(x, *norm)
-    yield Work("rms_norm", size(x, x), lambda: ops.rms_norm(x, *norm))
+    _, rstd = registered.rms_norm(x, *norm)
+    yield Work("rms_norm", size(x, x), lambda: registered.rms_norm(x, *norm))
     backward = (grad, x, weight, rstd, None, 1)
-    yield Work("rms_norm backward", size(x, x, x), lambda: ops.rms_norm_backward(*backward))
+    yield Work("rms_norm backward", size(x, x, x), lambda: registered.rms_norm_backward(*backward))
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -185,9 +189,9 @@ def main(out: Path | None) -> None:
     """GB/s of every CUDA kernel beside copy_ of the same bytes; fails below 85 % of it."""
     if not torch.cuda.is_available():
         raise click.ClickException("there is no GPU: the kernels' speed can only be measured on one")
-    kernels.load()
-    if not kernels.available("cuda"):
-        raise click.ClickException(f"the CUDA kernels are not compiled: {kernels.status()}")
+    ops.load()
+    if not registered.available("cuda"):
+        raise click.ClickException(f"the CUDA kernels are not compiled: {ops.status()}")
     if not PLAUSIBLE[0] < (rate := copy_rate(2**28)) < PLAUSIBLE[1]:
         print(f"not measured: copy_ seems to move {rate:.0f} GB/s, so this device's clock shows no times")
         return

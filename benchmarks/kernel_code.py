@@ -37,8 +37,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from monet_like import build
 from monet_like.errors import MonetError
-from monet_like.kernels import build
 
 #: Bytes that an H100 SXM moves per cycle and multiprocessor: 3.35 TB/s, 132 of them at 1.755 GHz.
 BYTES_PER_CYCLE = 14.5
@@ -477,7 +477,7 @@ def rows_of_built(built: Path, names: Sequence[str], architectures: Sequence[str
         MonetError: the file has no code for any of the architectures.
     """
     if not built.exists():
-        raise MonetError(f"{built} is not there: compile it with MONET_LIKE_CUDA=1 python -m monet_like.kernels.build")
+        raise MonetError(f"{built} is not there: compile it with MONET_LIKE_CUDA=1 python -m monet_like.build")
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([find_cuobjdump(), "-xelf", "all", str(built.resolve())], check=True, cwd=folder, capture_output=True)  # fmt: skip
         cubins = [(cubin, arch) for cubin in sorted(Path(folder).iterdir()) for arch in architectures if f".sm_{arch}." in cubin.name]  # fmt: skip

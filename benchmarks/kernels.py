@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.malloc import keep_freed
-from monet_like import kernels
+from monet_like import ops
 from monet_like.variants.dropit import kept_of_block
 
 aten = torch.ops.aten
-ops = torch.ops.monet_like
+registered = torch.ops.monet_like
 SHAPES = ((16, 64, 112, 112), (16, 256, 56, 56), (32, 96, 56, 56), (16, 1024, 14, 14), (16, 512, 7, 7))
 POOL: tuple[Any, ...] = ([3, 3], [2, 2], [1, 1], [1, 1])
 Pair = tuple[str, Callable[[], Any], Callable[[], Any]]
@@ -53,42 +53,42 @@ def pairs(x: Tensor) -> Iterator[Pair]:
 
     relu, saved, nothing = ("clamp", 0.0, math.inf), (x, c, c, mean, invstd), ("clamp", -math.inf, math.inf)
     train = (x, c, c, *running, 0.1, 1e-5)
-    yield "BN + ReLU", lambda: ops.batch_norm_train(*train, None, *relu, True), lambda: forward().relu_()
+    yield "BN + ReLU", lambda: registered.batch_norm_train(*train, None, *relu, True), lambda: forward().relu_()
     yield (
         "BN + add + ReLU",
-        lambda: ops.batch_norm_train(*train, residual, *relu, True),
+        lambda: registered.batch_norm_train(*train, residual, *relu, True),
         lambda: forward().add_(residual).relu_(),
     )
     yield (
         "BN + ReLU, statistics in vectors",
-        lambda: ops.batch_norm_train(*train, None, *relu, False),
+        lambda: registered.batch_norm_train(*train, None, *relu, False),
         lambda: forward().relu_(),
     )
     yield (
         "BN + SiLU, statistics in vectors",
-        lambda: ops.batch_norm_train(*train, None, "silu", 0.0, 0.0, False),
+        lambda: registered.batch_norm_train(*train, None, "silu", 0.0, 0.0, False),
         lambda: aten.silu_(forward()),
     )
-    yield "BN again", lambda: ops.batch_norm_apply(*saved, None, *nothing), again
+    yield "BN again", lambda: registered.batch_norm_apply(*saved, None, *nothing), again
     yield (
         "BN + add + ReLU again",
-        lambda: ops.batch_norm_apply(*saved, residual, *relu),
+        lambda: registered.batch_norm_apply(*saved, residual, *relu),
         lambda: again().add_(residual).relu_(),
     )
     yield (
         "gradient of BN + ReLU",
-        lambda: ops.batch_norm_activation_backward(grad, *saved, *relu, [True, True, True]),
+        lambda: registered.batch_norm_activation_backward(grad, *saved, *relu, [True, True, True]),
         lambda: backward(aten.threshold_backward(grad, y, 0)),
     )
     yield (
         "gradient of BN + SiLU",
-        lambda: ops.batch_norm_activation_backward(grad, *saved, "silu", 0.0, 0.0, [True, True, True]),
+        lambda: registered.batch_norm_activation_backward(grad, *saved, "silu", 0.0, 0.0, [True, True, True]),
         lambda: backward(aten.silu_backward(grad, y)),
     )
     larger = aten.cat([grad, residual], 1)[:, : x.shape[1]]
     yield (
         "gradient of BN + ReLU, added to another",
-        lambda: ops.batch_norm_activation_backward(grad, *saved, *relu, [True, True, True], larger),
+        lambda: registered.batch_norm_activation_backward(grad, *saved, *relu, [True, True, True], larger),
         lambda: backward(aten.threshold_backward(grad, y, 0))[0].add_(larger),
     )
     if x.is_contiguous():
@@ -100,44 +100,46 @@ def pairs(x: Tensor) -> Iterator[Pair]:
 
         yield (
             "BN + ReLU of what is joined",
-            lambda: ops.batch_norm_train_joined(parts, *train[1:], *relu, True),
+            lambda: registered.batch_norm_train_joined(parts, *train[1:], *relu, True),
             lambda: aten.native_batch_norm(joined(), *train[1:3], *running, True, 0.1, 1e-5)[0].relu_(),
         )
         yield (
             "BN + ReLU again of what is joined",
-            lambda: ops.batch_norm_apply_joined(parts, *saved[1:], *relu),
+            lambda: registered.batch_norm_apply_joined(parts, *saved[1:], *relu),
             lambda: aten._native_batch_norm_legit.no_stats(joined(), c, c, True, 0.1, 1e-5)[0].relu_(),
         )
         yield (
             "gradient of BN + ReLU of what is joined",
-            lambda: ops.batch_norm_activation_backward_joined(grad, parts, *saved[1:], *relu, [True, True, True]),
+            lambda: registered.batch_norm_activation_backward_joined(
+                grad, parts, *saved[1:], *relu, [True, True, True]
+            ),
             lambda: aten.native_batch_norm_backward(
                 aten.threshold_backward(grad, y, 0), joined(), c, None, None, mean, invstd, True, 1e-5, [True] * 3
             ),
         )
-    mask, stride = ops.pack_sign(x), x.stride()
-    yield "ReLU's signs packed", lambda: ops.pack_sign(x), lambda: x > 0
+    mask, stride = registered.pack_sign(x), x.stride()
+    yield "ReLU's signs packed", lambda: registered.pack_sign(x), lambda: x > 0
     yield (
         "ReLU's gradient, packed",
-        lambda: ops.keep_where(grad, mask, stride),
+        lambda: registered.keep_where(grad, mask, stride),
         lambda: aten.threshold_backward(grad, y, 0),
     )
     yield (
         "leaky ReLU's gradient, packed",
-        lambda: ops.masked_scale(grad, mask, 1.0, stride, 0.1),
+        lambda: registered.masked_scale(grad, mask, 1.0, stride, 0.1),
         lambda: aten.leaky_relu_backward(grad, x, 0.1, False),
     )
-    yield "range packed", lambda: ops.pack_range(x, 0.0, 6.0), lambda: (x > 0) & (x < 6)
+    yield "range packed", lambda: registered.pack_range(x, 0.0, 6.0), lambda: (x > 0) & (x < 6)
     pooled, indices = aten.max_pool2d_with_indices(x, *POOL, False)
-    _, offsets = ops.max_pool2d_with_offsets(x, *POOL, False)
+    _, offsets = registered.max_pool2d_with_offsets(x, *POOL, False)
     yield (
         "max pool",
-        lambda: ops.max_pool2d_with_offsets(x, *POOL, False),
+        lambda: registered.max_pool2d_with_offsets(x, *POOL, False),
         lambda: aten.max_pool2d_with_indices(x, *POOL, False),
     )
     yield (
         "max pool's gradient",
-        lambda: ops.max_pool2d_offsets_backward(pooled, offsets, x.shape, *POOL),
+        lambda: registered.max_pool2d_offsets_backward(pooled, offsets, x.shape, *POOL),
         lambda: aten.max_pool2d_with_indices_backward(pooled, x, *POOL, False, indices),
     )
 
@@ -149,38 +151,38 @@ A_COPY = ", against a copy"
 def caches(x: Tensor) -> Iterator[Pair]:
     """What is packed and unpacked beside PyTorch's own operators, on tensors like ``x``."""
     _, indices = aten.max_pool2d_with_indices(x, *POOL, False)
-    offsets = ops.max_pool2d_offsets(indices, x.shape, *POOL)
-    nibbles, flags, stride = ops.pack_nibbles(offsets), x > 0, x.stride()
-    keep, bits, mask = kept_of_block(0.9), ops.pack_bool(flags), ops.pack_sign(x)
-    largest, eighths, grad = ops.pack_largest(x, keep), ops.pack_int8(x), torch.randn_like(x)
+    offsets = registered.max_pool2d_offsets(indices, x.shape, *POOL)
+    nibbles, flags, stride = registered.pack_nibbles(offsets), x > 0, x.stride()
+    keep, bits, mask = kept_of_block(0.9), registered.pack_bool(flags), registered.pack_sign(x)
+    largest, eighths, grad = registered.pack_largest(x, keep), registered.pack_int8(x), torch.randn_like(x)
     yield (
         "ReLU's gradient, packed, in place",
-        lambda: ops.keep_where_(grad, mask, stride),
+        lambda: registered.keep_where_(grad, mask, stride),
         lambda: aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad),
     )
     packed: tuple[Pair, ...] = (
-        ("dropout's bits", lambda: ops.pack_bool(flags), flags.clone),
-        ("dropout's bits unpacked", lambda: ops.unpack_bool(bits, flags.shape, stride), flags.clone),
-        ("pool positions in a byte", lambda: ops.max_pool2d_offsets(indices, x.shape, *POOL), indices.clone),
+        ("dropout's bits", lambda: registered.pack_bool(flags), flags.clone),
+        ("dropout's bits unpacked", lambda: registered.unpack_bool(bits, flags.shape, stride), flags.clone),
+        ("pool positions in a byte", lambda: registered.max_pool2d_offsets(indices, x.shape, *POOL), indices.clone),
         (
             "pool positions in full",
-            lambda: ops.max_pool2d_offsets_to_indices(offsets, x.shape, *POOL),
+            lambda: registered.max_pool2d_offsets_to_indices(offsets, x.shape, *POOL),
             indices.clone,
         ),
-        ("pool positions in half a byte", lambda: ops.pack_nibbles(offsets), offsets.clone),
+        ("pool positions in half a byte", lambda: registered.pack_nibbles(offsets), offsets.clone),
         (
             "pool positions in a byte again",
-            lambda: ops.unpack_nibbles(nibbles, offsets.shape, offsets.stride()),
+            lambda: registered.unpack_nibbles(nibbles, offsets.shape, offsets.stride()),
             offsets.clone,
         ),
-        ("a tenth kept", lambda: ops.pack_largest(x, keep), x.clone),
+        ("a tenth kept", lambda: registered.pack_largest(x, keep), x.clone),
         (
             "a tenth unpacked",
-            lambda: ops.unpack_largest(largest, keep, x.shape, x.dtype, stride),
+            lambda: registered.unpack_largest(largest, keep, x.shape, x.dtype, stride),
             x.clone,
         ),
-        ("8 bits kept", lambda: ops.pack_int8(x), x.clone),
-        ("8 bits unpacked", lambda: ops.unpack_int8(eighths, x.shape, x.dtype, stride), x.clone),
+        ("8 bits kept", lambda: registered.pack_int8(x), x.clone),
+        ("8 bits unpacked", lambda: registered.unpack_int8(eighths, x.shape, x.dtype, stride), x.clone),
     )
     for what, ours, theirs in packed:
         yield what + A_COPY, ours, theirs
@@ -196,10 +198,10 @@ def products(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
         x, grad = torch.randn(rows, columns).to(dtype), torch.randn(rows, outs).to(dtype)
         for share in (0.9, 0.97):
             keep = kept_of_block(share)
-            packed = ops.pack_largest(x, keep)
+            packed = registered.pack_largest(x, keep)
 
             def ours(packed: Tensor = packed, keep: int = keep, grad: Tensor = grad, columns: int = columns) -> Any:
-                return ops.mm_largest(grad, packed, keep, columns)
+                return registered.mm_largest(grad, packed, keep, columns)
 
             def theirs(x: Tensor = x, grad: Tensor = grad) -> Any:
                 return grad.t() @ x
@@ -217,7 +219,7 @@ def row_norms(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
     for rows, width in ROWS:
         x, grad = torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype)
         w = torch.rand(width).to(dtype) + 0.5
-        rstd = ops.rms_norm(x, w, 1, 1e-6, half, dtype)[1]
+        rstd = registered.rms_norm(x, w, 1, 1e-6, half, dtype)[1]
         normal = (x.float() * rstd).to(dtype)
 
         def apply(x: Tensor, w: Tensor, rstd: Tensor) -> Tensor:
@@ -236,13 +238,13 @@ def row_norms(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
             return of_x.to(x.dtype), (grad * normal).sum(0)
 
         def fused(x: Tensor = x, w: Tensor = w) -> Any:
-            return ops.rms_norm(x, w, 1, 1e-6, half, x.dtype)
+            return registered.rms_norm(x, w, 1, 1e-6, half, x.dtype)
 
         def fused_again(x: Tensor = x, w: Tensor = w, rstd: Tensor = rstd) -> Any:
-            return ops.rms_norm_apply(x, w, rstd, 1, half, x.dtype)
+            return registered.rms_norm_apply(x, w, rstd, 1, half, x.dtype)
 
         def fused_backward(x: Tensor = x, w: Tensor = w, rstd: Tensor = rstd, grad: Tensor = grad) -> Any:
-            return ops.rms_norm_backward(grad, x, w, rstd, None, 1)
+            return registered.rms_norm_backward(grad, x, w, rstd, None, 1)
 
         def again(x: Tensor = x, w: Tensor = w, rstd: Tensor = rstd) -> Tensor:
             return apply(x, w, rstd)
@@ -287,9 +289,9 @@ def medians(ours: Callable[[], Any], theirs: Callable[[], Any], turns: int) -> t
 @click.option("--only", default="", help="Only kernels in whose name this is, such as 'max pool'.")
 def main(turns: int, dtypes: str, only: str) -> None:
     """Print the table."""
-    kernels.load()
+    ops.load()
     keep_freed()
-    print(f"{kernels.status()}; {torch.get_num_threads()} threads, torch {torch.__version__}\n")
+    print(f"{ops.status()}; {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print("| kernel | tensor | ours | ATen | ratio |\n|---|---|---|---|---|")
     slower = rows = 0
     for what, (kernel, ours, theirs) in every_pair(dtypes.split(",")):

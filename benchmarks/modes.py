@@ -14,13 +14,13 @@ from pathlib import Path
 import click
 
 from benchmarks.certified import CPU, MODELS
-from monet_like.compiler import Prepared, prepare
+from monet_like.compiler.pipeline import Prepared, prepare
+from monet_like.compiler.problem import read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
-from monet_like.mode import MONET_MODES
-from monet_like.plan.search import Search
-from monet_like.problem import read_problem
-from monet_like.roofline import DEVICES
+from monet_like.ir.mode import MONET_MODES
+from monet_like.plan.ilp.search import Search
+from monet_like.profile.roofline import DEVICES
 
 PAGE = Path(__file__).parent / "results" / "modes.md"
 

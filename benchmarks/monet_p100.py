@@ -19,10 +19,10 @@ import click
 
 from benchmarks.monet_rules import Table, Verdict, judge, monet_stages, published_stages, read_table
 from monet_like.errors import MonetError, SolverError
-from monet_like.plan.heuristic import find_start
+from monet_like.ir.schedule import Schedule
+from monet_like.plan.ilp.search import Search
+from monet_like.plan.local_search.searcher import find_start
 from monet_like.plan.result import Plan
-from monet_like.plan.search import Search
-from monet_like.schedule import Schedule
 
 MODELS = ("resnet50_184", "googlenet_320", "mobilenet_v2_272", "unet_11", "vgg16_176")
 FULL = "inplace_conv_multiway_newnode"

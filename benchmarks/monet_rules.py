@@ -4,7 +4,7 @@ The tables are the plain JSON files of the P100 benchmark (one per model; schema
 them). `read_table` gives a `Program` and its costs; `monet_stages` says a schedule in MONeT's terms (stages, runs,
 keep sets); `judge` replays that by MONeT's rules, on the JSON alone: it shares no code with the planner.
 
-What MONeT's rules count and `monet_like.simulate` does not: in every run, the inputs of the task and all tensors that
+What MONeT's rules count and `monet_like.ir.simulate` does not: in every run, the inputs of the task and all tensors that
 the full forward still reads after it are counted, whether or not they exist.
 """
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from monet_like.program import Cost, Program, Runs, Task, Value
-from monet_like.schedule import Schedule
+from monet_like.ir.program import Cost, Program, Runs, Task, Value
+from monet_like.ir.schedule import Schedule
 
 Run = tuple[int, int]
 

@@ -32,18 +32,18 @@ import click
 import torch
 from torch import nn
 
-from monet_like.capture import Captured
-from monet_like.check import everything_after_a_step
-from monet_like.comparison import Tensors, compare
-from monet_like.compiler import Example, Request, captured_for, compile_schedule
+from monet_like.capture.lowering import Captured
+from monet_like.cli.terminal import Terminal, show_record
+from monet_like.compiler.pipeline import Example, Request, captured_for, compile_schedule
 from monet_like.errors import InfeasibleError, MonetError, SolverError
-from monet_like.measure import status_bytes
-from monet_like.profile_data import Profile
-from monet_like.replay import ScheduleWrapper
-from monet_like.roofline import DEVICES, roofline
-from monet_like.schedule_file import ScheduleRecord
-from monet_like.settings import versions
-from monet_like.show import Terminal, show_record
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.profile.measure import status_bytes
+from monet_like.profile.roofline import DEVICES, roofline
+from monet_like.profile.settings import versions
+from monet_like.replay.comparison import Tensors, compare
+from monet_like.replay.verify import everything_after_a_step
+from monet_like.replay.wrapper import ScheduleWrapper
 
 CPU = torch.device("cpu")
 MODE = "inplace_multiway_newnode"

@@ -17,15 +17,15 @@ from typing import Any
 import click
 import torch
 
-from monet_like.benchmark import ARCHS, accumulating, find_arch, weight_bytes
-from monet_like.compiler import Prepared, plan_for, prepare
+from monet_like.cli.benchmark import ARCHS, accumulating, find_arch, weight_bytes
+from monet_like.compiler.pipeline import Prepared, plan_for, prepare
+from monet_like.compiler.problem import read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
 from monet_like.plan import Plan
-from monet_like.plan.questions import smallest_budget
-from monet_like.plan.strategies.plain import NO_LIMIT
-from monet_like.problem import read_problem
-from monet_like.roofline import DEVICES
+from monet_like.plan.budgets import smallest_budget
+from monet_like.plan.strategies.checkpointing import NO_LIMIT
+from monet_like.profile.roofline import DEVICES
 from monet_like.units import MIB
 
 CPU = torch.device("cpu")

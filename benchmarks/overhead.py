@@ -17,10 +17,10 @@ import torchvision
 from torch import nn
 
 from benchmarks.work import images
-from monet_like.check import step_seconds
-from monet_like.compiler import Example, Request, compile_schedule
-from monet_like.replay import ScheduleWrapper
-from monet_like.roofline import DEVICES
+from monet_like.compiler.pipeline import Example, Request, compile_schedule
+from monet_like.profile.roofline import DEVICES
+from monet_like.replay.verify import step_seconds
+from monet_like.replay.wrapper import ScheduleWrapper
 
 CPU = torch.device("cpu")
 

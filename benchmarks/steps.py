@@ -20,11 +20,11 @@ from torch import nn
 
 from benchmarks.malloc import keep_freed
 from benchmarks.work import images
-from monet_like.check import step_peak, step_seconds
-from monet_like.compiler import Example, Request, make_record, plan_for, prepare
+from monet_like.compiler.pipeline import Example, Request, make_record, plan_for, prepare
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.models import UNet
-from monet_like.replay import ScheduleWrapper
+from monet_like.replay.verify import step_peak, step_seconds
+from monet_like.replay.wrapper import ScheduleWrapper
 
 MB = 10**6
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from benchmarks.processes import ROOT
 from benchmarks.report import MB, OVERHEAD_GOAL, PLAIN, SAME_TIME, accuracy, planned, trusted
 from benchmarks.rows import Point, Trial, read_rows
 from benchmarks.work import WORK
+from monet_like.cli.zoo.table import write_into
 from monet_like.errors import UsageError
-from monet_like.zoo.table import write_into
 
 BEGIN, END = "<!-- rivals: begin (python -m benchmarks.table) -->", "<!-- rivals: end -->"
 #: A step that is longer than plain PyTorch's by more than this share is no use to many, however little it takes.

@@ -28,10 +28,18 @@ from torch import nn
 from benchmarks.contenders import CONTENDERS, Built
 from benchmarks.malloc import keep_freed
 from benchmarks.work import Job
-from monet_like.check import draws, everything_after_a_step, judged, resident_bytes, shaken, step_peak, train_step
-from monet_like.comparison import Tensors
-from monet_like.compiler import Example
-from monet_like.measure import resident_peak, status_bytes
+from monet_like.compiler.pipeline import Example
+from monet_like.profile.measure import resident_peak, status_bytes
+from monet_like.replay.comparison import Tensors
+from monet_like.replay.verify import (
+    draws,
+    everything_after_a_step,
+    judged,
+    resident_bytes,
+    shaken,
+    step_peak,
+    train_step,
+)
 
 #: Share of the loss by which weights are moved to see how it changes, and how far off the change may be: plain PyTorch's
 #: own gradients are up to 0.7 % off in float32 (MobileNetV2; moved by 0.3 % 1.6, by 0.003 % 2.1), those of other masks
@@ -47,7 +55,7 @@ class Verdict:
         gradient_error: of all gradients together, relative, in the 2-norm; or that of the change of the loss.
         rounding: the same for plain PyTorch, with weights changed in the last places: see `Job`.
         checked: against what: plain, or finite differences where random masks are not plain PyTorch's.
-        correct: every gradient is plain PyTorch's but for rounding: see `monet_like.comparison`.
+        correct: every gradient is plain PyTorch's but for rounding: see `monet_like.replay.comparison`.
         first_seconds: of the first step, which compiles.
     """
 

@@ -1,5 +1,5 @@
 // Operator schemas, once for every device. Device files register kernels under the same names, and
-// monet_like/kernels/schemas.py repeats the strings for a machine without this library (a test compares them).
+// monet_like/ops/registry.py repeats the strings for a machine without this library (a test compares them).
 //
 // All operators run below autograd and are functional, except those whose name ends in `_` and batch_norm_train(_joined),
 // which moves the running statistics as training-mode batch norm does.

@@ -10,10 +10,10 @@ import torch
 import torchvision
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from monet_like.compiler import Compiled, Request, compile_schedule
-from monet_like.roofline import DEVICES
-from monet_like.simulate import Report
-from monet_like.tracing import fake_mode
+from monet_like.capture.tracing import fake_mode
+from monet_like.compiler.pipeline import Compiled, Request, compile_schedule
+from monet_like.ir.simulate import Report
+from monet_like.profile.roofline import DEVICES
 from monet_like.units import GIB
 
 matplotlib.use("Agg")

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 import click
 
 from monet_like.cli import main as command_line
+from monet_like.ir.program import Cost, Program
+from monet_like.ir.schedule import Schedule
 from monet_like.plan.strategies import STRATEGIES
-from monet_like.plan.strategies.plain import Keeping
-from monet_like.program import Cost, Program
-from monet_like.schedule import Schedule
+from monet_like.plan.strategies.checkpointing import Keeping
 
 
 def dearest_first(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule:

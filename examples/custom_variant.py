@@ -13,7 +13,7 @@ from torch import nn
 
 import monet_like
 from monet_like import variants
-from monet_like.program import Call, Ref
+from monet_like.ir.program import Call, Ref
 from monet_like.variants.editor import Editor, like
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .allocator import reserve
     from .api import auto_schedule
-    from .dropit import to_dropit
-    from .marks import mark
-    from .replay import ScheduleWrapper
-    from .sync_batch_norm import convert_sync_batchnorm
+    from .capture.annotations import mark
+    from .nn.dropit import to_dropit
+    from .nn.sync_batch_norm import convert_sync_batchnorm
+    from .replay.allocator import reserve
+    from .replay.wrapper import ScheduleWrapper
 
 __all__ = [
     "ScheduleWrapper",
@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 _LAZY = {
-    "ScheduleWrapper": "replay",
+    "ScheduleWrapper": "replay.wrapper",
     "auto_schedule": "api",
-    "convert_sync_batchnorm": "sync_batch_norm",
-    "mark": "marks",
-    "reserve": "allocator",
-    "to_dropit": "dropit",
+    "convert_sync_batchnorm": "nn.sync_batch_norm",
+    "mark": "capture.annotations",
+    "reserve": "replay.allocator",
+    "to_dropit": "nn.dropit",
 }
 
 

@@ -15,17 +15,17 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .capture import Captured
-from .compiler import Request, captured_for, compile_schedule
+from .capture.guards.reads import Change
+from .capture.lowering import Captured
+from .capture.precision import autocast_name
+from .compiler.pipeline import Request, captured_for, compile_schedule
 from .errors import ScheduleFileError, UsageError
 from .files import cache_folder
-from .precision import autocast_name
-from .profile_data import Profile
-from .profiler import device_name, device_slug
-from .reads import Change
-from .replay import ScheduleWrapper, device_of, exceeds, mismatch
-from .schedule_file import ScheduleRecord
-from .settings import settings_digest
+from .ir.profile_file import Profile
+from .ir.schedule_file import ScheduleRecord
+from .profile.profiler import device_name, device_slug
+from .profile.settings import settings_digest
+from .replay.wrapper import ScheduleWrapper, device_of, exceeds, mismatch
 from .units import MOST_BYTES, parse_bytes
 
 #: Everything that is exact.
@@ -52,7 +52,7 @@ def auto_schedule(
         args, kwargs: example inputs; a tensor, or a tuple of arguments. Without any, the first training call is planned
             for, which takes longer for that.
         memory_budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak.
-        mode: which variants may be used; see `monet_like.mode`.
+        mode: which variants may be used; see `monet_like.ir.mode`.
         solver, time_limit_seconds, gap: for the integer program.
         optimizer: whose state to count: none, sgd, momentum or adam.
         backend: eager or inductor; see `ScheduleWrapper`.

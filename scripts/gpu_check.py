@@ -17,20 +17,20 @@ import torch
 
 from benchmarks.rows import write_rows
 from benchmarks.worker import apart, gradients_of, rounding_of
-from monet_like.allocator import reserve
-from monet_like.capture import Captured
-from monet_like.check import judged, step_peak, step_seconds
-from monet_like.comparison import Tensors
-from monet_like.compiler import Example, Request, captured_for, measured_costs
-from monet_like.elsewhere import known_limits, machine_at
+from monet_like.capture.lowering import Captured
+from monet_like.compiler.pipeline import Example, Request, captured_for, measured_costs
 from monet_like.errors import MonetError
 from monet_like.files import write_atomically
-from monet_like.mode import ALGORITHMS
+from monet_like.ir.mode import ALGORITHMS
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.schedule_file import InputSpec, ScheduleRecord
 from monet_like.models import ModelSpec, build_model
-from monet_like.profile_data import Profile
-from monet_like.profiler import device_name, device_slug, to_profile
-from monet_like.replay import ScheduleWrapper
-from monet_like.schedule_file import InputSpec, ScheduleRecord
+from monet_like.profile.profiler import device_name, device_slug, to_profile
+from monet_like.replay.allocator import reserve
+from monet_like.replay.comparison import Tensors
+from monet_like.replay.compatibility import known_limits, machine_at
+from monet_like.replay.verify import judged, step_peak, step_seconds
+from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.zoo.registry import FILE_NAME, Registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +54,7 @@ class Replay:
         profile: device the costs are from, on which predictions depend.
         gradient_error: of all gradients together, relative, in the 2-norm; ``rounding``: that of plain PyTorch with
             weights changed in the last places. ``wrong``: the gradients that are not plain PyTorch's, by
-            `monet_like.comparison`.
+            `monet_like.replay.comparison`.
         reserved_bytes: by the caching allocator, which had one block to begin with.
     """
 

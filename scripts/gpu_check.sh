@@ -35,7 +35,7 @@ stage() { # NAME SECONDS COMMAND...: run it with its output in NAME.log, and say
 }
 
 : >"$out/stages.txt"
-[[ ${BUILD:-1} == 0 ]] || stage build $((limit / 3)) env MONET_LIKE_CUDA=1 "$python" -m monet_like.kernels.build
+[[ ${BUILD:-1} == 0 ]] || stage build $((limit / 3)) env MONET_LIKE_CUDA=1 "$python" -m monet_like.build
 stage tests $((limit / 4)) "$python" -m pytest -q -o addopts= ${TESTS:-tests/gpu}
 stage bandwidth $((limit / 8)) "$python" -m benchmarks.kernel_bandwidth --out "$out/kernel_bandwidth.md"
 left=$((limit - SECONDS - 10))

@@ -16,8 +16,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from monet_like import kernels  # noqa: E402
-from monet_like.kernels import reference  # noqa: E402
+from monet_like import ops  # noqa: E402
+from monet_like.ops import reference  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -35,6 +35,6 @@ def impl(request: pytest.FixtureRequest) -> Callable[[str], Callable[..., Any]]:
     """The operator of that name: the compiled kernel or the plain-torch twin."""
     if request.param == "twin":
         return lambda name: getattr(reference, name)
-    if not kernels.available("cpu"):
-        pytest.skip(kernels.status())
+    if not ops.available("cpu"):
+        pytest.skip(ops.status())
     return lambda name: getattr(torch.ops.monet_like, name)

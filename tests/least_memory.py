@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from monet_like.program import Cost, Program, Task
-from monet_like.simulate import cost_of
+from monet_like.ir.program import Cost, Program, Task
+from monet_like.ir.simulate import cost_of
 
 
 class _State(NamedTuple):

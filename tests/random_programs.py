@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import combinations
 
 from monet_like.errors import ScheduleError
-from monet_like.plan.needs import find_needs
-from monet_like.program import Cost, Program, Task, Value, ValueKind
-from monet_like.schedule import Schedule
-from monet_like.simulate import simulate
+from monet_like.ir.program import Cost, Program, Task, Value, ValueKind
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.simulate import simulate
+from monet_like.plan.analysis import find_needs
 
 
 class ProgramMaker:

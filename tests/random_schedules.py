@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from monet_like.errors import ScheduleError
-from monet_like.program import Program
-from monet_like.schedule import Schedule
-from monet_like.simulate import simulate
+from monet_like.ir.program import Program
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.simulate import simulate
 
 
 class _Draw:
@@ -110,6 +110,6 @@ def _first(program: Program, value: int) -> bool:
 
 class _Zero(dict):  # type: ignore[type-arg]
     def __missing__(self, key: str):  # type: ignore[no-untyped-def]
-        from monet_like.program import FREE
+        from monet_like.ir.program import FREE
 
         return FREE

@@ -16,10 +16,10 @@ import torch
 from fake_gpu import build, captures
 from torch import nn
 
-from monet_like import absent_gpu
-from monet_like.capture import Captured, capture
+from monet_like.capture import absent_gpu
+from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.tracing import fake_mode
 from monet_like.errors import CaptureError
-from monet_like.tracing import fake_mode
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.device("cuda", 0)

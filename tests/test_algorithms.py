@@ -16,32 +16,32 @@ from click.testing import CliRunner
 from random_programs import best_seconds, random_program
 from torch import nn
 
-from monet_like import kernels
-from monet_like.batches import on_line
-from monet_like.capture import Captured, capture
+from monet_like import ops
+from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.tracing import fake_mode
 from monet_like.cli import main
-from monet_like.codegen import Block, compile_block
-from monet_like.compiler import Request, measured_costs
+from monet_like.cli.batch_search import on_line
+from monet_like.compiler.pipeline import Request, measured_costs
 from monet_like.errors import InfeasibleError, ProfileError
-from monet_like.kernels import reference
-from monet_like.operators import or_pytorchs_own, without_fallback
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.program import REFUSED, Cost, Program, Task
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.simulate import simulate
+from monet_like.ops import reference
 from monet_like.plan import plan, store_all
-from monet_like.plan.questions import fits, smallest_budget
-from monet_like.plan.refused import without_refused
-from monet_like.profile_data import Profile
-from monet_like.profiler import Scaling
-from monet_like.program import REFUSED, Cost, Program, Task
-from monet_like.replay import admitted
-from monet_like.roofline import DEVICES, roofline
-from monet_like.schedule_file import ScheduleRecord
-from monet_like.simulate import simulate
-from monet_like.tracing import fake_mode
+from monet_like.plan.budgets import fits, smallest_budget
+from monet_like.plan.subprogram import without_refused
+from monet_like.profile.profiler import Scaling
+from monet_like.profile.roofline import DEVICES, roofline
+from monet_like.replay.wrapper import admitted
+from monet_like.runtime.codegen import Block, compile_block
+from monet_like.runtime.operators import or_pytorchs_own, without_fallback
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 EXACT = "inplace_conv_multiway_newnode"
 MODE = f"{EXACT}_algorithms"
 FORMATS = (torch.contiguous_format, torch.channels_last)
-kernels.load()
+ops.load()
 ops, aten = torch.ops.monet_like, torch.ops.aten
 
 

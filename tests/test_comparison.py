@@ -19,13 +19,13 @@ from torch import nn
 
 from benchmarks.contenders import Built
 from benchmarks.worker import judge
-from monet_like import check
-from monet_like.check import everything_after_a_step, judged, same_step, shaken
-from monet_like.comparison import MOST, Tensors, Verdict, compare, differences
-from monet_like.compiler import Example, Request, captured_for
+from monet_like.capture.precision import autocast_as
+from monet_like.compiler.pipeline import Example, Request, captured_for
 from monet_like.models.unet import UNet
-from monet_like.precision import autocast_as
-from monet_like.replay import ScheduleWrapper
+from monet_like.replay import verify
+from monet_like.replay.comparison import MOST, Tensors, Verdict, compare, differences
+from monet_like.replay.verify import everything_after_a_step, judged, same_step, shaken
+from monet_like.replay.wrapper import ScheduleWrapper
 
 CPU = torch.device("cpu")
 
@@ -303,7 +303,7 @@ def test_check_diff_fails_for_one_gradient_made_90_percent_wrong(mode: str, monk
     record = record_for(captured, random_schedule(captured.program, 2), mode, (model, *example))
     if mode == "normal":
         assert same_step(Console(quiet=True), model, record, example)
-    monkeypatch.setattr(check, "ScheduleWrapper", faulty)
+    monkeypatch.setattr(verify, "ScheduleWrapper", faulty)
     console = Console(record=True, width=200, quiet=False, file=io.StringIO())
     assert same_step(console, model, record, example) is (mode != "normal")
     text = console.export_text()

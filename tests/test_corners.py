@@ -21,14 +21,14 @@ from torch import nn
 from training import run, twin
 
 from monet_like import ScheduleWrapper, auto_schedule
-from monet_like.capture import capture
-from monet_like.check import step_peak
-from monet_like.compiler import Request, measured_costs
+from monet_like.capture.lowering import capture
+from monet_like.compiler.pipeline import Request, measured_costs
 from monet_like.errors import CaptureError, UsageError
 from monet_like.files import cache_folder
+from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
-from monet_like.replay import admitted
-from monet_like.simulate import simulate
+from monet_like.replay.verify import step_peak
+from monet_like.replay.wrapper import admitted
 
 FULL = "inplace_conv_multiway_newnode"
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from monet_like.capture import capture
+from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError
-from monet_like.replay import ScheduleWrapper, admitted
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.replay.wrapper import ScheduleWrapper, admitted
 
 PROCESSES = 2
 MODE = "inplace_multiway_newnode"

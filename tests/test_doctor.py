@@ -15,11 +15,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from monet_like import kernels
+from monet_like import ops
 from monet_like.cli import main
-from monet_like.doctor import EXPECTED, REQUIRED
-from monet_like.plan.solver_table import DIALECTS
-from monet_like.plan.solvers import installed_solvers
+from monet_like.cli.doctor import EXPECTED, REQUIRED
+from monet_like.solvers.dialects import DIALECTS
+from monet_like.solvers.interface import installed_solvers
 
 
 def findings(text: str) -> dict[tuple[str, str], dict]:  # type: ignore[type-arg]
@@ -38,8 +38,8 @@ def test_json_tells_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert found["packages", package]["data"] == {"version": metadata.version(package)}
     here = {name for name in DIALECTS if found["solvers", name]["state"] == "ok"}
     assert here == set(installed_solvers()) >= {"HIGHS", "CBC"}
-    assert found["kernels", "operators"]["text"] == kernels.status()
-    assert found["kernels", "operators"]["state"] == ("ok" if kernels.available("cpu") else "absent")
+    assert found["kernels", "operators"]["text"] == ops.status()
+    assert found["kernels", "operators"]["state"] == ("ok" if ops.available("cpu") else "absent")
     assert found["gpu", "cuda"]["state"] == ("ok" if torch.cuda.is_available() else "absent")
     assert ("gpu", "cuda:0") in found or not torch.cuda.is_available()
     memory = found["machine", "memory"]["data"]

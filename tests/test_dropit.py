@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from training import Outcome, run, twin
 
 import monet_like
-from monet_like.capture import Captured, capture
+from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.precision import autocast_as
 from monet_like.cli import inspect_command, schedule_command, solve_command
-from monet_like.dropit import STRATEGIES
 from monet_like.errors import UsageError
-from monet_like.kernels import reference
-from monet_like.kernels.reference import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
+from monet_like.ir.program import Cost
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.simulate import simulate
+from monet_like.nn.dropit import STRATEGIES
+from monet_like.ops import reference
+from monet_like.ops.reference import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
 from monet_like.plan import store_all
-from monet_like.plan.heuristic import find_start
-from monet_like.precision import autocast_as
-from monet_like.program import Cost
-from monet_like.replay import admitted
-from monet_like.roofline import DEVICES, roofline
-from monet_like.schedule import Schedule
-from monet_like.simulate import simulate
+from monet_like.plan.local_search.searcher import find_start
+from monet_like.profile.roofline import DEVICES, roofline
+from monet_like.replay.wrapper import admitted
 from monet_like.variants import with_variants
 from monet_like.variants.dropit import kept_of_block
 
@@ -561,7 +561,7 @@ def test_every_strategy_keeps_about_what_it_should(strategy: str) -> None:
     x = torch.randn(2, 16, 20, 20)
     chosen_strategy = STRATEGIES[strategy]
     packed = chosen_strategy.pack(x, 0.75, 1)
-    layout = monet_like.dropit.Layout(x.shape, x.stride(), x.dtype, x.device)
+    layout = monet_like.nn.dropit.Layout(x.shape, x.stride(), x.dtype, x.device)
     back = chosen_strategy.unpack(packed, 0.75, 1, layout)
     kept = back != 0
     assert torch.equal(back[kept], x[kept])
@@ -644,7 +644,7 @@ def test_what_cannot_be_dropped_is_said() -> None:
 
 
 def test_freed_bytes_are_told_by_layer() -> None:
-    from monet_like.dropit import freed_bytes, to_dropit
+    from monet_like.nn.dropit import freed_bytes, to_dropit
 
     model = to_dropit(
         torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)), "block", 0.5

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from monet_like.capture import Captured, capture
-from monet_like.check import step_peak
-from monet_like.compiler import Request, prepare
-from monet_like.program import Task
+from monet_like.capture.lowering import Captured, capture
+from monet_like.compiler.pipeline import Request, prepare
+from monet_like.ir.program import Task
+from monet_like.replay.verify import step_peak
 from monet_like.variants import with_variants
 
 CPU = torch.device("cpu")

@@ -15,19 +15,19 @@ from click.testing import CliRunner
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monet_like import elsewhere
-from monet_like.capture import Captured, capture
+from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.tracing import fake_mode
 from monet_like.cli import main
-from monet_like.compiler import Request, prepare
-from monet_like.elsewhere import Machine, difference, known_limits, machine_at, planned_for, warn_elsewhere
+from monet_like.compiler.pipeline import Request, prepare
 from monet_like.errors import CaptureError
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.program import Cost, Task
+from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.models import build_model
-from monet_like.profile_data import Profile
-from monet_like.program import Cost, Task
-from monet_like.replay import admitted
-from monet_like.roofline import DEVICES, roofline
-from monet_like.schedule_file import ScheduleRecord
-from monet_like.tracing import fake_mode
+from monet_like.profile.roofline import DEVICES, roofline
+from monet_like.replay import compatibility
+from monet_like.replay.compatibility import Machine, difference, known_limits, machine_at, planned_for, warn_elsewhere
+from monet_like.replay.wrapper import admitted
 from monet_like.units import GIB
 
 CUDA = torch.device("cuda", 0)
@@ -120,7 +120,7 @@ def test_gpus_have_a_memory_and_a_source() -> None:
 
 
 def test_one_warning_for_each_pair_of_devices(record: ScheduleRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elsewhere, "_told", set())
+    monkeypatch.setattr(compatibility, "_told", set())
     foreign = dataclasses.replace(record, device="cuda: NVIDIA H100 80GB HBM3")
     cpu = torch.device("cpu")
     name = machine_at(cpu).name

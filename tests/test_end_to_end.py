@@ -17,9 +17,9 @@ from training import run, twin
 
 import monet_like
 from monet_like.errors import InfeasibleError, UsageError
-from monet_like.measure import allocated_peak
-from monet_like.replay import MANY_STEPS
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.profile.measure import allocated_peak
+from monet_like.replay.wrapper import MANY_STEPS
 
 ROOT = Path(__file__).parents[1]
 PROBLEM = ["torchvision.models.resnet18()", "16", "0.14", "inplace_conv_multiway_newnode", "CBC"]

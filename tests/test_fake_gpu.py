@@ -14,7 +14,7 @@ import pytest
 from fake_gpu import build
 from fake_gpu.build import HERE
 
-from monet_like.cublas import default_bytes
+from monet_like.profile.cublas import default_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 Run = Callable[..., subprocess.CompletedProcess[str]]

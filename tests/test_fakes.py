@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from monet_like.capture import capture
-from monet_like.fakes import bags, convolved, elementwise_result, unfolded
+from monet_like.capture.lowering import capture
+from monet_like.ops.meta_functions import bags, convolved, elementwise_result, unfolded
 
 aten = torch.ops.aten
 #: With extents of 1 in each place.

@@ -24,10 +24,10 @@ import torch
 from monet_like import files
 from monet_like.errors import ScheduleFileError, UsageError
 from monet_like.files import check_writable, load_plain, read_bytes, read_text, write_atomically
-from monet_like.profile_data import Profile
-from monet_like.program import Cost
-from monet_like.schedule import Schedule
-from monet_like.schedule_file import InputSpec, ScheduleRecord
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.program import Cost
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.schedule_file import InputSpec, ScheduleRecord
 
 RECORD = ScheduleRecord(
     schedule=Schedule((0, 1, 2, 4), ((), (1, 2), (), (0,)), (0, 2, 0, 1)),
@@ -277,7 +277,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, make: Callable[[str], bytes], 
         (b"(K\x01o.", "OBJ"),
         (b"\x80\x04X\x02\x00\x00\x00osX\x06\x00\x00\x00system\x93.", "STACK_GLOBAL"),
         (pickle.dumps(complex(1, 2), protocol=4), "STACK_GLOBAL"),
-        (pickle.dumps(InputSpec((1,), "float32"), protocol=2), "GLOBAL monet_like.schedule_file InputSpec"),
+        (pickle.dumps(InputSpec((1,), "float32"), protocol=2), "GLOBAL monet_like.ir.schedule_file InputSpec"),
     ],
 )
 def test_every_opcode_that_makes_objects_is_refused(data: bytes, opcode: str) -> None:

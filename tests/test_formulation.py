@@ -11,15 +11,15 @@ import pytest
 from random_programs import ProgramMaker, best_seconds, random_program
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from monet_like.plan.bound import block_program
-from monet_like.plan.decode import decode, encode
-from monet_like.plan.formulation import Formulation, Options
-from monet_like.plan.matrix import MatrixProgram
-from monet_like.plan.needs import find_needs, prune
-from monet_like.plan.strategies.store_all import store_all
-from monet_like.program import Cost, Program, Task, Value
-from monet_like.schedule import Schedule
-from monet_like.simulate import simulate
+from monet_like.ir.program import Cost, Program, Task, Value
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.simulate import simulate
+from monet_like.plan.analysis import find_needs, prune
+from monet_like.plan.baseline import store_all
+from monet_like.plan.ilp.decode import decode, encode
+from monet_like.plan.ilp.formulation import Formulation, Options
+from monet_like.plan.ilp.relaxation import block_program
+from monet_like.solvers.matrix import MatrixProgram
 
 
 def best_point(problem: MatrixProgram) -> Any:

@@ -11,14 +11,14 @@ import pytest
 from random_programs import best_seconds, random_program
 from test_plan import network, peak
 
+from monet_like.ir.program import Cost, Program, Task, Value
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
-from monet_like.plan.annealing import PythonEngine, Settings
-from monet_like.plan.heuristic import Found, Searcher, find_start, smallest_known
-from monet_like.plan.native import NativeEngine, library
-from monet_like.plan.policy import Tables, make_tables, to_policy, to_schedule
-from monet_like.program import Cost, Program, Task, Value
-from monet_like.schedule import Schedule
-from monet_like.simulate import simulate
+from monet_like.plan.local_search.native import NativeEngine, library
+from monet_like.plan.local_search.policy import Tables, make_tables, to_policy, to_schedule
+from monet_like.plan.local_search.reference import PythonEngine, Settings
+from monet_like.plan.local_search.searcher import Found, Searcher, find_start, smallest_known
 
 
 def settings(tables: Tables, budget: int, seed: int, evaluations: int) -> Settings:
@@ -61,7 +61,7 @@ def test_compiled_search_is_its_twin_and_counts_as_the_simulator() -> None:
 @pytest.mark.parametrize("engine", ["native", "python"])
 def test_ample_budget_gives_the_fastest_ways_without_reruns(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if engine == "python":
-        monkeypatch.setattr("monet_like.plan.native.library", lambda: None)
+        monkeypatch.setattr("monet_like.plan.local_search.native.library", lambda: None)
     program, costs = network(12)
     schedule = find_start(program, costs, peak(program, costs), evaluations=0)
     assert schedule is not None

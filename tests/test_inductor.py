@@ -12,18 +12,18 @@ from test_replay import LOSS_BYTES, costs_of, record_for
 from torch import nn
 from training import Outcome, run, twin
 
-from monet_like.capture import Captured, capture
-from monet_like.codegen import Block
-from monet_like.comparison import compare
+from monet_like.capture.lowering import Captured, capture
 from monet_like.errors import UsageError
-from monet_like.pieces import fuse, runs_of
+from monet_like.ir.program import Call, Ref, Task
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
-from monet_like.plan.heuristic import find_start
-from monet_like.program import Call, Ref, Task
-from monet_like.replay import ScheduleWrapper, admitted
-from monet_like.runtime import Step
-from monet_like.schedule import Schedule
-from monet_like.simulate import simulate
+from monet_like.plan.local_search.searcher import find_start
+from monet_like.replay.comparison import compare
+from monet_like.replay.fusion import fuse, runs_of
+from monet_like.replay.training_step import Step
+from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.runtime.codegen import Block
 
 #: Relative 2-norm, float32: sums in another order, and what they do to what follows.
 TOLERANCE = 1e-5

@@ -14,9 +14,9 @@ from test_replay import record_for
 from torch import nn
 
 from monet_like import ScheduleWrapper
-from monet_like.capture import capture
+from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError, UsageError
-from monet_like.replay import admitted
+from monet_like.replay.wrapper import admitted
 
 
 def relu(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

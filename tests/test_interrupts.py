@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from monet_like.interrupts import put_off, raised
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.ir.schedule_file import ScheduleRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = "interrupted; files are as they were, or whole"
@@ -36,8 +36,8 @@ SCRIPT = """
 import atexit, os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 import torch, highspy
-import monet_like.solve, monet_like.plan.solvers, monet_like.plan.search, monet_like.profiler, monet_like.capture
-import monet_like.compiler, monet_like.problem, monet_like.files
+import monet_like.cli.solve, monet_like.solvers.interface, monet_like.plan.ilp.search, monet_like.profile.profiler, monet_like.capture.lowering
+import monet_like.compiler.pipeline, monet_like.compiler.problem, monet_like.files
 from monet_like import entry
 sys.argv = ["solve.py", *sys.argv[2:]]
 
@@ -68,7 +68,7 @@ def in_a_finaliser(owner, name):
     setattr(owner, name, pressed)
 
 def solver_at_work():
-    real = monet_like.plan.solvers.start_worker
+    real = monet_like.solvers.interface.start_worker
     def start(*args, **kwargs):
         found = real(*args, **kwargs)
         found[0].send_signal(signal.SIGSTOP)
@@ -76,13 +76,13 @@ def solver_at_work():
         for seconds in (0.3, 1.0):
             later(seconds)
         return found
-    monet_like.plan.solvers.start_worker = start
+    monet_like.solvers.interface.start_worker = start
 
 MOMENTS = {
-    "the arguments": lambda: before(monet_like.problem, "build_model"),
-    "capture": lambda: before(monet_like.compiler, "captured_for"),
-    "measuring": lambda: before(monet_like.profiler, "allocated_peak"),
-    "a finaliser": lambda: in_a_finaliser(monet_like.profiler, "allocated_peak"),
+    "the arguments": lambda: before(monet_like.compiler.problem, "build_model"),
+    "capture": lambda: before(monet_like.compiler.pipeline, "captured_for"),
+    "measuring": lambda: before(monet_like.profile.profiler, "allocated_peak"),
+    "a finaliser": lambda: in_a_finaliser(monet_like.profile.profiler, "allocated_peak"),
     "the solver": solver_at_work,
     "writing": lambda: before(monet_like.files.os, "fsync"),
     "replacing": lambda: before(monet_like.files.os, "replace"),

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import kernel_code
 from benchmarks.kernel_code import Bounds, Code, Row
+from monet_like import build
 from monet_like.errors import MonetError
-from monet_like.kernels import build
 
 SOURCE = """
 struct alignas(16) Four { float at[4]; };
@@ -108,7 +108,7 @@ def test_the_built_kernels_keep_their_bounds() -> None:
     sources = [*build.source_directory().glob("*.h"), *build.source_directory().glob("cuda/*")]
     if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in sources):
         pytest.skip(
-            "the CUDA kernels are not built from the present sources: MONET_LIKE_CUDA=1 python -m monet_like.kernels.build"
+            "the CUDA kernels are not built from the present sources: MONET_LIKE_CUDA=1 python -m monet_like.build"
         )
     try:
         found = list(kernel_code.rows_of_built(library, SOURCES, ("80", "90")))

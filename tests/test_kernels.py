@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import kernels as benchmark
-from monet_like import kernels
-from monet_like.kernels import build, reference
-from monet_like.kernels.schemas import CUDNN, NAMESPACE, SCHEMAS
+from monet_like import build, ops
+from monet_like.ops import reference
+from monet_like.ops.registry import CUDNN, NAMESPACE, SCHEMAS
 
-kernels.load()
+ops.load()
 ops = torch.ops.monet_like
 aten = torch.ops.aten
 
@@ -258,8 +258,8 @@ def test_products_with_the_largest(
 
 @pytest.mark.usefixtures("three_threads")
 def test_products_in_parallel() -> None:
-    if not kernels.available("cpu"):
-        pytest.skip(kernels.status())
+    if not ops.available("cpu"):
+        pytest.skip(ops.status())
     for outs in (40, 500):  # fewer tiles than threads, and more
         x, grad = torch.randn(700, 90), torch.randn(700, outs)
         packed = reference.pack_largest(x, 1639)
@@ -273,8 +273,8 @@ def test_products_in_parallel() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_more_than_is_dense_at_a_time(dtype: torch.dtype, transposed: bool) -> None:
     """Half is kept, so that x is made dense: here, two times some rows of it, the first ones ending within a block."""
-    if not kernels.available("cpu"):
-        pytest.skip(kernels.status())
+    if not ops.available("cpu"):
+        pytest.skip(ops.status())
     x, grad = torch.randn(4700, 1001).to(dtype), torch.randn(4700, 67).to(dtype)
     packed = ops.pack_largest(x, BLOCK // 2)
     left = ops.unpack_largest(packed, BLOCK // 2, x.shape, dtype).float()
@@ -286,8 +286,8 @@ def test_products_of_more_than_is_dense_at_a_time(dtype: torch.dtype, transposed
 @pytest.mark.parametrize("keep", [1000, BLOCK // 2])
 def test_corrupt_caches_touch_nothing_else(keep: int) -> None:
     packed = torch.full((reference.largest_bytes(20, keep, 4),), 255, dtype=torch.uint8)
-    if not kernels.available("cpu"):
-        pytest.skip(kernels.status())
+    if not ops.available("cpu"):
+        pytest.skip(ops.status())
     assert ops.unpack_largest(packed, keep, [20], torch.float32).count_nonzero() <= reference.largest_kept(20, keep)
     assert ops.mm_largest(torch.ones(5, 3), packed, keep, 4).shape == (3, 4)
 
@@ -397,8 +397,8 @@ def test_max_pool_gradient_of_a_window_wholly_in_the_padding(impl: Any) -> None:
 
 
 def test_max_pool_backward_survives_corrupt_offsets() -> None:
-    if not kernels.available("cpu"):
-        pytest.skip(kernels.status())
+    if not ops.available("cpu"):
+        pytest.skip(ops.status())
     offsets = torch.full((1, 2, 4, 4), 255, dtype=torch.uint8)
     grad = ops.max_pool2d_offsets_backward(
         torch.ones(1, 2, 4, 4), offsets, [1, 2, 8, 8], [3, 3], [2, 2], [1, 1], [1, 1]
@@ -916,8 +916,8 @@ def test_caches_at_odd_offsets_are_refused(impl: Any, dtype: torch.dtype) -> Non
 
 
 def test_wrong_arguments_are_named() -> None:
-    if not kernels.available("cpu"):
-        pytest.skip(kernels.status())
+    if not ops.available("cpu"):
+        pytest.skip(ops.status())
     x, c = torch.randn(2, 3, 4, 4), torch.ones(3)
     with pytest.raises(TypeError, match="pack_sign: x must be float32, float64, float16 or bfloat16, got Int"):
         ops.pack_sign(torch.zeros(3, dtype=torch.int32))
@@ -956,7 +956,7 @@ def run_python(code: str, **environment: str) -> str:
 
 
 def test_importing_loads_neither_torch_nor_kernels() -> None:
-    print(run_python("import sys, monet_like.kernels, monet_like.kernels.build; assert 'torch' not in sys.modules"))
+    print(run_python("import sys, monet_like.ops, monet_like.build; assert 'torch' not in sys.modules"))
 
 
 BITS_CODE = """
@@ -989,11 +989,11 @@ def test_without_the_library_the_twins_serve_under_the_same_names() -> None:
 
 
 def test_status_says_what_runs() -> None:
-    text = kernels.status()
-    if kernels.available("cpu"):
+    text = ops.status()
+    if ops.available("cpu"):
         assert text.startswith("compiled kernels in use for cpu")
     else:
-        assert "python -m monet_like.kernels.build" in text
+        assert "python -m monet_like.build" in text
 
 
 def test_cuda_libraries_have_every_operator_for_both_architectures() -> None:
@@ -1005,7 +1005,7 @@ def test_cuda_libraries_have_every_operator_for_both_architectures() -> None:
 import torch
 for path in {paths}:
     torch.ops.load_library(path)
-from monet_like.kernels.schemas import SCHEMAS
+from monet_like.ops.registry import SCHEMAS
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 print(*sorted(name for name in SCHEMAS if not has(f"monet_like::{{name}}", "CUDA")))
 """

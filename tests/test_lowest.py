@@ -12,17 +12,18 @@ from least_memory import least_peak
 from random_programs import best_seconds, random_program
 from torch import nn
 
-from monet_like.compiler import Prepared, Request, prepare
+from monet_like.compiler.pipeline import Prepared, Request, prepare
 from monet_like.errors import InfeasibleError, MonetError, SolverError
-from monet_like.plan import lowest, plan
-from monet_like.plan.heuristic import find_start, smallest_known
-from monet_like.plan.lowest import Lowest, find_lowest, floor_bytes, minimise_peak
-from monet_like.plan.questions import fits, pareto, smallest_budget
-from monet_like.plan.search import Search
-from monet_like.plan.solvers import installed_solvers
-from monet_like.program import Cost, Program
-from monet_like.roofline import DEVICES
-from monet_like.simulate import simulate
+from monet_like.ir.program import Cost, Program
+from monet_like.ir.simulate import simulate
+from monet_like.plan import plan
+from monet_like.plan.budgets import fits, pareto, smallest_budget
+from monet_like.plan.ilp import lowest_peak
+from monet_like.plan.ilp.lowest_peak import Lowest, find_lowest, floor_bytes, minimise_peak
+from monet_like.plan.ilp.search import Search
+from monet_like.plan.local_search.searcher import find_start, smallest_known
+from monet_like.profile.roofline import DEVICES
+from monet_like.solvers.interface import installed_solvers
 
 #: Programs of eight tasks whose lowest peak the local search does not find.
 HARD = (189, 215, 430, 456, 536)
@@ -161,7 +162,7 @@ def test_larger_programs_are_asked_halfway_and_never_below_what_is_enough() -> N
         return known[0], simulate(program, known[0], costs, extra_bytes=budget - known[1].peak_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowest, "is_small", lambda _: False)
+        patch.setattr(lowest_peak, "is_small", lambda _: False)
         found = find_lowest(program, costs, large, ask)
         assert asked[0] == (400 + large.report.peak_bytes) // 2 == 708
         assert asked[1:4] == [554, 631, 592]  # 554 is not proven, so what is proven stays

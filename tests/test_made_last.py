@@ -14,14 +14,14 @@ from torch import nn
 from training import run
 
 from monet_like import ScheduleWrapper, auto_schedule
-from monet_like.capture import Captured, capture
-from monet_like.check import step_peak
-from monet_like.compiler import Request, captured_for, compile_schedule
+from monet_like.capture.delayed_gradients import _least_bytes, worth_moving
+from monet_like.capture.lowering import Captured, capture
+from monet_like.compiler.pipeline import Request, captured_for, compile_schedule
 from monet_like.errors import InfeasibleError, ScheduleFileError
-from monet_like.made_last import _least_bytes, worth_moving
-from monet_like.plan.questions import smallest_budget
-from monet_like.program import FREE
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.ir.program import FREE
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.plan.budgets import smallest_budget
+from monet_like.replay.verify import step_peak
 
 CPU = torch.device("cpu")
 LOSS_BYTES = 100  # of a few scalars

@@ -13,10 +13,10 @@ import torch
 from fake_gpu import build
 from torch import nn
 
-from monet_like.capture import Captured, capture
-from monet_like.compiler import inputs_on
-from monet_like.made_layouts import as_made
-from monet_like.program import Call
+from monet_like.capture.lowering import Captured, capture
+from monet_like.compiler.pipeline import inputs_on
+from monet_like.ir.program import Call
+from monet_like.profile.made_layouts import as_made
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

@@ -24,17 +24,17 @@ from torch import nn
 from training import run, twin
 
 from monet_like import variants
-from monet_like.capture import capture
+from monet_like.capture.lowering import capture
 from monet_like.cli import main
 from monet_like.files import load_plain
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.program import Cost
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.simulate import Free, simulate
 from monet_like.plan import plan
 from monet_like.plan.strategies import STRATEGIES
-from monet_like.plan.strategies.plain import Plain
-from monet_like.profile_data import Profile
-from monet_like.program import Cost
-from monet_like.replay import admitted
-from monet_like.schedule_file import ScheduleRecord
-from monet_like.simulate import Free, simulate
+from monet_like.plan.strategies.checkpointing import Plain
+from monet_like.replay.wrapper import admitted
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -29,10 +29,10 @@ from monet_like.cli import (
     schedule_command,
     solve_command,
 )
+from monet_like.compiler.problem import parse_batch, parse_shape
 from monet_like.errors import MonetError, UsageError
-from monet_like.problem import parse_batch, parse_shape
-from monet_like.profile_data import Profile
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.schedule_file import ScheduleRecord
 
 MODEL = """from torch import nn
 
@@ -510,7 +510,7 @@ def test_an_operator_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, failur
     def fail(*_: Any) -> int:
         raise failure
 
-    monkeypatch.setattr("monet_like.profiler.allocated_peak", fail)
+    monkeypatch.setattr("monet_like.profile.profiler.allocated_peak", fail)
     message = error(solve(profile=()))
     first = str(failure).partition("\n")[0] or "MemoryError"
     assert message.startswith(f"profiling convolution {reason}: ")
@@ -529,7 +529,7 @@ def test_ctrl_c_while_solving_keeps_the_best_plan() -> None:
     def press() -> None:
         while not done.is_set():
             for child in psutil.Process().children():
-                if any("monet_like.solver_process" in part for part in child.cmdline()):
+                if any("monet_like.solvers.worker" in part for part in child.cmdline()):
                     child.suspend()
                     seen.append(child.pid)
                     time.sleep(0.1)  # as no person is faster
@@ -557,7 +557,7 @@ def test_ctrl_c_while_profiling_writes_nothing(monkeypatch: pytest.MonkeyPatch) 
     def interrupt(*_: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("monet_like.profiler.allocated_peak", interrupt)
+    monkeypatch.setattr("monet_like.profile.profiler.allocated_peak", interrupt)
     result = solve(profile=())
     assert (result.exit_code, result.stderr.strip()) == (130, "interrupted; files are as they were, or whole")
     assert written() == []

@@ -6,7 +6,7 @@ import re
 
 from benchmarks.certified import MODELS
 from benchmarks.modes import PAGE, with_table
-from monet_like.mode import MONET_MODES
+from monet_like.ir.mode import MONET_MODES
 
 
 def test_every_table_has_every_mode() -> None:

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import mutations
 from benchmarks.mutations import Mutations, Outcome, summary
 from monet_like.errors import ScheduleFileError
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.ir.schedule_file import ScheduleRecord
 
 COUNT = 300
 

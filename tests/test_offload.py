@@ -17,19 +17,19 @@ from test_replay import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import Tensor, nn
 from training import run, twin
 
-from monet_like import host
-from monet_like.capture import Captured, capture
+from monet_like.capture.lowering import Captured, capture
 from monet_like.cli import inspect_command, schedule_command, solve_command
 from monet_like.errors import MonetError
-from monet_like.measure import status_bytes
+from monet_like.ir.program import Cost, Program, Task, Value
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.simulate import cost_of, simulate
 from monet_like.plan import plan, store_all
-from monet_like.plan.copies import hide, numbered, waiting
-from monet_like.plan.questions import pareto, smallest_budget
-from monet_like.program import Cost, Program, Task, Value
-from monet_like.replay import ScheduleWrapper, admitted
-from monet_like.roofline import DEVICES, roofline
-from monet_like.schedule import Schedule
-from monet_like.simulate import cost_of, simulate
+from monet_like.plan.budgets import pareto, smallest_budget
+from monet_like.plan.offload import hide, numbered, waiting
+from monet_like.profile.measure import status_bytes
+from monet_like.profile.roofline import DEVICES, roofline
+from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.runtime import offload
 from monet_like.units import MIB
 from monet_like.variants import with_variants
 from monet_like.variants.offload import LEAST_BYTES
@@ -131,12 +131,12 @@ def test_the_memory_is_really_free() -> None:
     """The copy of 96 MiB is in a file, not in this process's memory; what comes back are its bits."""
     x = torch.arange(24 * MIB, dtype=torch.float32).view(-1, 1024).t()
     before, wanted = status_bytes("VmRSS"), float(x.double().sum())
-    copy = host.send(x)
+    copy = offload.send(x)
     assert status_bytes("VmRSS") < before + 16 * MIB
     shape, stride = x.shape, x.stride()
     del x
     assert status_bytes("VmRSS") < before - 80 * MIB
-    back = host.fetch(copy, shape, stride, torch.float32, torch.device("cpu"))
+    back = offload.fetch(copy, shape, stride, torch.float32, torch.device("cpu"))
     assert back.stride() == stride and float(back.double().sum()) == wanted
     assert torch.equal(back[:, -1], torch.arange(24 * MIB - 1024, 24 * MIB, dtype=torch.float32))
 
@@ -191,7 +191,7 @@ def test_no_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(MonetError) as caught:
-        host.send(torch.zeros(1024))
+        offload.send(torch.zeros(1024))
     assert str(caught.value) == (
         f"a copy on the host needs a file of 4.0 KB in {tempfile.gettempdir()}: No space left on device; set TMPDIR to a "
         "folder with more room, or plan without the mode word offload"

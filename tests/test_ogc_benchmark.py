@@ -17,21 +17,21 @@ from torch import nn
 from training import run, twin
 
 from benchmarks.ogc import PUBLISHED, Planned, Row, render
-from monet_like.benchmark import ARCHS, accumulating, activation_peak, find_arch, weight_bytes
-from monet_like.capture import Captured, capture
+from monet_like.capture.lowering import Captured, capture
 from monet_like.cli import benchmark_command
-from monet_like.compiler import Prepared, Request, prepare
+from monet_like.cli.benchmark import ARCHS, accumulating, activation_peak, find_arch, weight_bytes
+from monet_like.compiler.pipeline import Prepared, Request, prepare
 from monet_like.errors import UsageError
+from monet_like.ir.program import Cost
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.simulate import simulate
 from monet_like.models import amoebanet, build_model, darts, nasnet
-from monet_like.models.cells import CellNetwork
+from monet_like.models.nas import CellNetwork
 from monet_like.plan.strategies import STRATEGIES
+from monet_like.plan.strategies.checkpointing import NO_LIMIT
 from monet_like.plan.strategies.ogc import beside_their_reader, last_segment
-from monet_like.plan.strategies.plain import NO_LIMIT
-from monet_like.program import Cost
-from monet_like.replay import ScheduleWrapper, admitted
-from monet_like.roofline import DEVICES, flops
-from monet_like.schedule import Schedule
-from monet_like.simulate import simulate
+from monet_like.profile.roofline import DEVICES, flops
+from monet_like.replay.wrapper import ScheduleWrapper, admitted
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

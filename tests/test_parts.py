@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 from random_programs import ProgramMaker, best_seconds, random_program
 
-from monet_like.plan import parts as parts_module
+from monet_like.ir.program import Cost, Program, Task
+from monet_like.ir.simulate import simulate
 from monet_like.plan import plan, store_all
-from monet_like.plan.heuristic import Searcher
-from monet_like.plan.parts import Composed, Parts, compose, split
-from monet_like.plan.pool import Pool
-from monet_like.program import Cost, Program, Task
-from monet_like.simulate import simulate
+from monet_like.plan.ilp import lagrangian as parts_module
+from monet_like.plan.ilp.lagrangian import Composed, Parts, compose, split
+from monet_like.plan.local_search.searcher import Searcher
+from monet_like.solvers.pool import Pool
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_bound_holds_for_every_schedule(pool: Pool, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_deep_programs_are_planned_from_parts_alone(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monet_like.plan.search.MOST_WINDOWED", 0)
+    monkeypatch.setattr("monet_like.plan.ilp.search.MOST_WINDOWED", 0)
     program, costs = blocks_in_a_row(40)
     most = simulate(program, store_all(program), costs).peak_bytes
     budget = int(program.resident_bytes + share * (most - program.resident_bytes))

@@ -24,8 +24,8 @@ import monet_like
 from monet_like import api
 from monet_like.errors import UsageError
 from monet_like.files import check_writable, write_atomically
-from monet_like.profile_data import Profile
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.schedule_file import ScheduleRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -16,14 +16,15 @@ import scipy.sparse as sp
 from random_programs import ProgramMaker, best_seconds, random_program
 
 from monet_like.errors import InfeasibleError, SolverError, UsageError
-from monet_like.plan import STRATEGIES, plan, solvers, store_all
-from monet_like.plan.formulation import Options
-from monet_like.plan.heuristic import smallest_known
-from monet_like.plan.matrix import MatrixProgram
-from monet_like.plan.search import Search
-from monet_like.plan.solvers import check_solver, installed_solvers, solve
-from monet_like.program import Cost, Program, Task
-from monet_like.simulate import simulate
+from monet_like.ir.program import Cost, Program, Task
+from monet_like.ir.simulate import simulate
+from monet_like.plan import STRATEGIES, plan, store_all
+from monet_like.plan.ilp.formulation import Options
+from monet_like.plan.ilp.search import Search
+from monet_like.plan.local_search.searcher import smallest_known
+from monet_like.solvers import interface
+from monet_like.solvers.interface import check_solver, installed_solvers, solve
+from monet_like.solvers.matrix import MatrixProgram
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_cbc = pytest.mark.skipif("CBC" not in installed_solvers(), reason="CBC (cylp) is not installed")
@@ -131,15 +132,15 @@ def test_values_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = hard_problem(2, 5)
     for x in (np.full(5, 0.5), np.ones(5), np.full(4, 1.0)):
         answer = {"status": "kOptimal", "x": x if len(x) == 5 else None, "bound": None}
-        monkeypatch.setattr(solvers, "_run_child", lambda *_, answer=answer: dict(answer))
+        monkeypatch.setattr(interface, "_run_child", lambda *_, answer=answer: dict(answer))
         assert solve(problem, "HIGHS").status == "error"
-    monkeypatch.setattr(solvers, "_run_child", lambda *_: {"status": "optimal_inaccurate", "x": np.ones(5)})
+    monkeypatch.setattr(interface, "_run_child", lambda *_: {"status": "optimal_inaccurate", "x": np.ones(5)})
     assert solve(problem, "HIGHS").status == "no_incumbent"
 
 
 def test_no_incumbent_is_an_error_and_returns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for search in ("find_start", "smallest_known"):
-        monkeypatch.setattr(f"monet_like.plan.search.{search}", lambda *_, **__: None)
+        monkeypatch.setattr(f"monet_like.plan.ilp.search.{search}", lambda *_, **__: None)
     program, costs = network(60)
     with pytest.raises(SolverError, match=r"found no plan within .* allow more time or more memory"):
         plan(program, costs, 30_000, solver="HIGHS", time_limit_seconds=0.8, options=Options())
@@ -149,7 +150,7 @@ def test_where_nothing_else_is_found_what_is_known_to_do_is_the_plan(monkeypatch
     program, costs = network(60)
     known = smallest_known(program, costs)
     assert known is not None
-    monkeypatch.setattr("monet_like.plan.search.find_start", lambda *_, start=None, **__: start)
+    monkeypatch.setattr("monet_like.plan.ilp.search.find_start", lambda *_, start=None, **__: start)
     budget = known[1].peak_bytes
     found = plan(program, costs, budget, solver="HIGHS", time_limit_seconds=0.8, options=Options())
     assert found.report.peak_bytes == budget
@@ -177,7 +178,7 @@ def test_infeasible_names_a_budget_that_does() -> None:
 
 def test_one_slot_over_the_budget_needs_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     program, costs = network(8)
-    monkeypatch.setattr(solvers, "start_worker", None)
+    monkeypatch.setattr(interface, "start_worker", None)
     with pytest.raises(InfeasibleError, match="alone needs"):
         plan(program, costs, 3_000, solver="HIGHS", time_limit_seconds=20)
 
@@ -201,11 +202,11 @@ def test_interrupt_leaves_no_solver_behind() -> None:
     script = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it\n"
-        "import os; from test_plan import hard_problem; from monet_like.plan import solvers\n"
-        "real = solvers.subprocess.Popen\n"
+        "import os; from test_plan import hard_problem; from monet_like.solvers import interface\n"
+        "real = interface.subprocess.Popen\n"
         "def popen(*a, **k):\n    child = real(*a, **k); print(child.pid, flush=True); return child\n"
-        "solvers.subprocess.Popen = popen\n"
-        "solvers.solve(hard_problem(), 'HIGHS', time_limit_seconds=600, gap=0.0)\n"
+        "interface.subprocess.Popen = popen\n"
+        "interface.solve(hard_problem(), 'HIGHS', time_limit_seconds=600, gap=0.0)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -17,12 +17,12 @@ from torch import nn
 from training import run, twin
 
 from monet_like import auto_schedule
+from monet_like.capture.precision import autocast_as, layout_of
 from monet_like.cli import main
-from monet_like.compiler import Request, captured_for
+from monet_like.compiler.pipeline import Request, captured_for
 from monet_like.errors import ScheduleFileError
-from monet_like.precision import autocast_as, layout_of
-from monet_like.replay import ScheduleWrapper
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.replay.wrapper import ScheduleWrapper
 
 CPU = torch.device("cpu")
 EXACT = "inplace_multiway_newnode"

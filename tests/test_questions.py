@@ -14,9 +14,9 @@ from test_refine import optimum
 from test_strategies import chain_of
 
 from monet_like.cli import main
-from monet_like.plan.bound import block_program
-from monet_like.plan.formulation import Formulation, Options
-from monet_like.plan.questions import pareto, seconds_per_gigabyte, smallest_budget
+from monet_like.plan.budgets import pareto, seconds_per_gigabyte, smallest_budget
+from monet_like.plan.ilp.formulation import Formulation, Options
+from monet_like.plan.ilp.relaxation import block_program
 
 CHAIN = f"{Path(__file__).parent / 'chain.py'}:chain"
 QUICK = ["--profile", "roofline:a100", "--time-limit", "3"]

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from monet_like import auto_schedule
-from monet_like.capture import capture
+from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError, ScheduleFileError, UsageError
-from monet_like.replay import KEPT_STEPS, ScheduleWrapper
+from monet_like.replay.wrapper import KEPT_STEPS, ScheduleWrapper
 
 SCALE = 0.5
 TABLE = {"scale": 0.5, "other": [0.5]}

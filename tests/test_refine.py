@@ -10,14 +10,14 @@ import pytest
 from random_programs import random_program
 from test_formulation import best_point, instance, solve_exactly
 
-from monet_like.plan import bound
-from monet_like.plan.bound import block_program
-from monet_like.plan.formulation import Formulation
-from monet_like.plan.matrix import ONE, MatrixProgram, total
-from monet_like.plan.needs import find_needs, fitting_runs, prune
-from monet_like.plan.refine import Refinement
-from monet_like.program import Cost, Program, Task, Value
-from monet_like.simulate import simulate
+from monet_like.ir.program import Cost, Program, Task, Value
+from monet_like.ir.simulate import simulate
+from monet_like.plan.analysis import find_needs, fitting_runs, prune
+from monet_like.plan.ilp import relaxation
+from monet_like.plan.ilp.formulation import Formulation
+from monet_like.plan.ilp.refinement import Refinement
+from monet_like.plan.ilp.relaxation import block_program
+from monet_like.solvers.matrix import ONE, MatrixProgram, total
 
 
 def optimum(problem: MatrixProgram) -> float | None:
@@ -67,7 +67,7 @@ def test_rows_over_several_blocks_cut_off_fractions_and_no_whole_point(monkeypat
     for number, (program, costs, budget) in enumerate(programs):
         values = []
         for share in (2.0, 0.01):  # no value is that big; all are
-            monkeypatch.setattr(bound, "BIG_SHARE", share)
+            monkeypatch.setattr(relaxation, "BIG_SHARE", share)
             problem = block_program(program, costs, budget, range(len(program.slots))).matrix
             relaxed = replace(problem, integral=np.zeros(problem.columns, dtype=bool))
             values.append((optimum(problem), optimum(relaxed)))

@@ -13,17 +13,17 @@ from random_schedules import random_schedule
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import Outcome, run, tensors, twin
 
-from monet_like.capture import Captured, capture
-from monet_like.compiler import Request, measured_costs, plain_report
-from monet_like.operators import BINDINGS, overload
+from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.precision import weights_layout
+from monet_like.compiler.pipeline import Request, measured_costs, plain_report
+from monet_like.ir.program import Cost
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
-from monet_like.plan.heuristic import find_start
-from monet_like.precision import weights_layout
-from monet_like.program import Cost
-from monet_like.replay import ScheduleWrapper, admitted, described
-from monet_like.schedule import Schedule
-from monet_like.schedule_file import ScheduleRecord
-from monet_like.simulate import simulate
+from monet_like.plan.local_search.searcher import find_start
+from monet_like.replay.wrapper import ScheduleWrapper, admitted, described
+from monet_like.runtime.operators import BINDINGS, overload
 from monet_like.units import MIB
 
 FULL = "inplace_conv_multiway_newnode"

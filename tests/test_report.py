@@ -15,18 +15,18 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
-from monet_like.capture import capture
+from monet_like.capture.lowering import capture
 from monet_like.cli import main
-from monet_like.compiler import Compiled, Request, captured_for, compile_schedule, measured_costs, plain_step
+from monet_like.compiler.pipeline import Compiled, Request, captured_for, compile_schedule, measured_costs, plain_step
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.simulate import Free, simulate
 from monet_like.models import is_registered
 from monet_like.plan import store_all
-from monet_like.profile_data import Profile
 from monet_like.report.charts import memory_chart
 from monet_like.report.figures import KINDS, MODEL, Course, course, groups, layers_of, plain_course
 from monet_like.report.live import live_step
 from monet_like.report.page import Figures, charts, page
-from monet_like.schedule_file import ScheduleRecord
-from monet_like.simulate import Free, simulate
 
 CPU = torch.device("cpu")
 ALL = "inplace_conv_multiway_newnode"

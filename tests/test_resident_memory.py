@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from monet_like.measure import seconds_of
+from monet_like.profile.measure import seconds_of
 from monet_like.units import MIB
 
 _CHILD = """

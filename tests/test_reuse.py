@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from monet_like.capture import capture
-from monet_like.compiler import Request, captured_for
+from monet_like.capture.lowering import capture
+from monet_like.compiler.pipeline import Request, captured_for
 from monet_like.errors import ProfileError
-from monet_like.measure import CacheState, touches
-from monet_like.profiler import PASSES, Inputs, distinct_tasks, measure
-from monet_like.program import REFUSED
-from monet_like.reuse import NEVER, reuse_bytes
+from monet_like.ir.program import REFUSED
+from monet_like.profile.cache_state import NEVER, reuse_bytes
+from monet_like.profile.measure import CacheState, touches
+from monet_like.profile.profiler import PASSES, Inputs, distinct_tasks, measure
 
 
 def test_reuse_distances_are_counted_in_plain_pytorchs_order() -> None:
@@ -110,8 +110,8 @@ def test_short_tasks_run_on_other_tensors_before_every_timed_run(
         seen.append(tuple(arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor)))
         return original(*args)
 
-    monkeypatch.setattr("monet_like.profiler._SHORT", short_seconds)
-    monkeypatch.setattr("monet_like.profiler.without_fallback", lambda: {backward.calls[-1].op: pool})
+    monkeypatch.setattr("monet_like.profile.profiler._SHORT", short_seconds)
+    monkeypatch.setattr("monet_like.profile.profiler.without_fallback", lambda: {backward.calls[-1].op: pool})
     measure({key: backward}, Inputs(captured, torch.device("cpu")))
     timed, others = seen[0], [pointers for pointers in seen if pointers != seen[0]]
     assert len(seen) == 1 + 2 * PASSES + twins and len(others) == twins
@@ -132,8 +132,8 @@ def test_an_algorithm_that_fails_at_any_of_its_runs_is_refused(fails_at: int, mo
             raise RuntimeError("no scratch memory")
         return torch.ops.aten.gelu(*args, **kwargs)
 
-    monkeypatch.setattr("monet_like.profiler._SHORT", 1.0)  # how busy the machine is must not count
-    monkeypatch.setattr("monet_like.profiler.without_fallback", lambda: {"aten.gelu.default": gelu})
+    monkeypatch.setattr("monet_like.profile.profiler._SHORT", 1.0)  # how busy the machine is must not count
+    monkeypatch.setattr("monet_like.profile.profiler.without_fallback", lambda: {"aten.gelu.default": gelu})
     if fails_at > 1:  # what is no algorithm must not; its first failure may be the inputs'
         with pytest.raises(ProfileError, match=r"profiling gelu failed: .*no scratch memory"):
             measure(tasks, Inputs(captured, torch.device("cpu")))

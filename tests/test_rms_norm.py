@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from training import Outcome, run, twin
 from zoo import SpelledRMSNorm, decoder
 
-from monet_like import kernels
-from monet_like.capture import Captured, capture
-from monet_like.kernels import reference
+from monet_like import ops
+from monet_like.capture.lowering import Captured, capture
+from monet_like.ir.schedule import Schedule
+from monet_like.ops import reference
 from monet_like.plan import store_all
-from monet_like.plan.needs import prune
-from monet_like.replay import ScheduleWrapper, admitted
-from monet_like.schedule import Schedule
+from monet_like.plan.analysis import prune
+from monet_like.replay.wrapper import ScheduleWrapper, admitted
 
-kernels.load()
+ops.load()
 ops = torch.ops.monet_like
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Largest error allowed, as a fraction of the largest element of the exact result: a few roundings of the dtype.

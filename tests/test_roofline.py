@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from monet_like.capture import Captured, capture
-from monet_like.compiler import Request, prepare
-from monet_like.program import Task
-from monet_like.replay import admitted
-from monet_like.roofline import DEVICES, TILE, WORKSPACE_LIMIT_BYTES, flops, roofline
-from monet_like.tracing import fake_mode
+from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.tracing import fake_mode
+from monet_like.compiler.pipeline import Request, prepare
+from monet_like.ir.program import Task
+from monet_like.profile.roofline import DEVICES, TILE, WORKSPACE_LIMIT_BYTES, flops, roofline
+from monet_like.replay.wrapper import admitted
 
 A100, CPU = DEVICES["a100"], DEVICES["cpu"]
 CUDA = torch.device("cuda", 0)

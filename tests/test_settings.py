@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import monet_like
-from monet_like import kernels, settings
-from monet_like.compiler import Request, prepare
+from monet_like import ops
+from monet_like.compiler.pipeline import Request, prepare
 from monet_like.files import cache_folder
-from monet_like.profile_data import Profile
-from monet_like.settings import VARIABLES, changed_settings, settings_digest, settings_of
+from monet_like.ir.profile_file import Profile
+from monet_like.profile import settings
+from monet_like.profile.settings import VARIABLES, changed_settings, settings_digest, settings_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -125,13 +126,13 @@ def test_compiled_kernels_twins_and_other_kernels(tmp_path: Path, monkeypatch: p
     library = tmp_path / "lib.so"
     library.write_bytes(b"one")
     monkeypatch.setattr(settings, "library_path", lambda _: library)
-    monkeypatch.setattr(kernels, "available", lambda _: True)
+    monkeypatch.setattr(ops, "available", lambda _: True)
     found = {settings_of(device)["kernels"] for device in (CPU, CUDA)}
     library.write_bytes(b"another")
     found.add(settings_of(CPU)["kernels"])
-    monkeypatch.setattr(kernels, "has", lambda name, _: name == "cudnn_convolution")
+    monkeypatch.setattr(ops, "has", lambda name, _: name == "cudnn_convolution")
     found.add(settings_of(CUDA)["kernels"])
-    monkeypatch.setattr(kernels, "available", lambda _: False)
+    monkeypatch.setattr(ops, "available", lambda _: False)
     found.add(settings_of(CPU)["kernels"])
     assert "twins" in found and len(found) == 4, found
 

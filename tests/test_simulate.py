@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from monet_like.errors import ProfileError, ScheduleError
-from monet_like.program import Cost, Program, Runs, Task, Value
-from monet_like.schedule import Schedule
-from monet_like.simulate import simulate
+from monet_like.ir.program import Cost, Program, Runs, Task, Value
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.simulate import simulate
 
 W, X, A, B, C, S, GC, GB, GA, GW = range(10)
 

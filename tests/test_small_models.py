@@ -12,7 +12,7 @@ import torch
 from small_models import Case, Op, Verdict, draw, judge, minimise, reproduction
 from torch import nn
 
-from monet_like import runtime
+from monet_like.replay import training_step
 
 SEEDS = 200
 #: Seconds of the whole search for a smaller case.
@@ -228,7 +228,7 @@ def more_memory(wrapped: nn.Module) -> nn.Module:
     return _with_forward(wrapped, with_copy)
 
 
-def _steps(wrapped: nn.Module) -> list[runtime.Step]:
+def _steps(wrapped: nn.Module) -> list[training_step.Step]:
     return [step for steps in wrapped._steps.values() for step in steps]
 
 

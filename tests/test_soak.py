@@ -24,9 +24,9 @@ from test_replay import record_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from monet_like.compiler import Request, captured_for
-from monet_like.replay import ScheduleWrapper
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.compiler.pipeline import Request, captured_for
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.replay.wrapper import ScheduleWrapper
 
 MODE = "inplace_multiway_newnode"
 ACCUMULATED = 2

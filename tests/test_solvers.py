@@ -13,11 +13,10 @@ import scipy.sparse as sp
 from scipy.optimize import Bounds, LinearConstraint, milp
 from test_plan import hard_problem
 
-from monet_like import solver_process
-from monet_like.plan import solvers
-from monet_like.plan.matrix import MatrixProgram
-from monet_like.plan.solver_table import DIALECTS
-from monet_like.plan.solvers import installed_solvers, solve
+from monet_like.solvers import interface, worker
+from monet_like.solvers.dialects import DIALECTS
+from monet_like.solvers.interface import installed_solvers, solve
+from monet_like.solvers.matrix import MatrixProgram
 
 ROOT = Path(__file__).resolve().parents[1]
 SOLVERS = [
@@ -98,7 +97,7 @@ def test_at_the_time_limit_there_is_an_incumbent_a_bound_and_news(solver: str) -
 
 
 @pytest.mark.skipif(
-    not Path(solver_process.SCHEDSTAT).exists() or Path(solver_process.SCHEDSTAT).read_text().startswith("0 0 "),
+    not Path(worker.SCHEDSTAT).exists() or Path(worker.SCHEDSTAT).read_text().startswith("0 0 "),
     reason="the system does not tell",
 )
 def test_a_process_knows_how_much_of_a_processor_it_gets() -> None:
@@ -106,7 +105,7 @@ def test_a_process_knows_how_much_of_a_processor_it_gets() -> None:
     script = (
         "import os, sys, time\n"
         "os.sched_setaffinity(0, {int(sys.argv[1])})\n"
-        "from monet_like.solver_process import processor_share\n"
+        "from monet_like.solvers.worker import processor_share\n"
         "beside = os.fork() == 0\n"
         "end = time.monotonic() + 2\n"
         "while time.monotonic() < end: pass\n"
@@ -125,8 +124,8 @@ def test_where_the_system_does_not_tell_a_process_has_a_processor_of_its_own(
     file = tmp_path / "schedstat"
     if told is not None:
         file.write_text(told)
-    monkeypatch.setattr(solver_process, "SCHEDSTAT", str(file))
-    assert solver_process.processor_share() == 1.0
+    monkeypatch.setattr(worker, "SCHEDSTAT", str(file))
+    assert worker.processor_share() == 1.0
 
 
 def test_planning_loads_no_solver_into_this_process() -> None:
@@ -146,7 +145,7 @@ def test_planning_loads_no_solver_into_this_process() -> None:
 
 def test_log_lines_of_both_kinds_are_read() -> None:
     news: list[tuple[float, float]] = []
-    log = solvers._Log(hard_problem(), lambda *pair: news.append(pair))  # offset 1e6, a thousandth of a second a unit
+    log = interface._Log(hard_problem(), lambda *pair: news.append(pair))  # offset 1e6, a thousandth of a second a unit
     for line in (
         "Continuous objective value is -11300.5 - 0.02 seconds",
         "Cbc0012I Integer solution of -10000 found by rounding after 0 iterations and 0 nodes (0.01 seconds)",

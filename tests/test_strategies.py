@@ -11,16 +11,16 @@ from random_programs import ProgramMaker, best_seconds, random_program
 from test_plan import network, peak
 
 from monet_like.errors import MonetError, SolverError
+from monet_like.ir.program import Cost, Program, Task
+from monet_like.ir.simulate import Report, simulate
 from monet_like.plan import store_all
-from monet_like.plan.heuristic import Searcher
-from monet_like.plan.needs import prune
+from monet_like.plan.analysis import prune
+from monet_like.plan.local_search.searcher import Searcher
 from monet_like.plan.strategies import STRATEGIES
+from monet_like.plan.strategies.checkpointing import Keeping, Plain
 from monet_like.plan.strategies.griewank import _Chain, _revolve
 from monet_like.plan.strategies.ogc import best_vertices
-from monet_like.plan.strategies.plain import Keeping, Plain
 from monet_like.plan.strategies.torch_budget import knapsack
-from monet_like.program import Cost, Program, Task
-from monet_like.simulate import Report, simulate
 
 SOLVED = {"milp": {"solver": "HIGHS", "gap": 0.0}, "checkmate": {"solver": "HIGHS", "gap": 0.0}}
 

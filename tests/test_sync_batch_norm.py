@@ -21,15 +21,15 @@ from torch.utils._pytree import tree_map_only
 from training import tensors
 
 import monet_like
-from monet_like.capture import Captured, TensorMeta, capture
-from monet_like.compiler import Request, compile_schedule
+from monet_like.capture.lowering import Captured, TensorMeta, capture
+from monet_like.capture.tracing import fake_mode
+from monet_like.compiler.pipeline import Request, compile_schedule
 from monet_like.errors import CaptureError, ScheduleFileError
-from monet_like.kernels.sync_batch_norm import COMMUNICATING
-from monet_like.program import Program, Task
-from monet_like.replay import ScheduleWrapper, admitted
-from monet_like.schedule_file import ScheduleRecord
-from monet_like.sync_batch_norm import convert_sync_batchnorm
-from monet_like.tracing import fake_mode
+from monet_like.ir.program import Program, Task
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.nn.sync_batch_norm import convert_sync_batchnorm
+from monet_like.ops.sync_batch_norm import COMMUNICATING
+from monet_like.replay.wrapper import ScheduleWrapper, admitted
 
 MODE = "inplace_multiway_newnode"
 CPU = torch.device("cpu")
@@ -208,7 +208,7 @@ def test_operators(
     plain.load_state_dict(ours.state_dict())
     x, grad = (t.to(memory_format=layout) for t in torch.randn(2, *shape).to(dtype).unbind())
     x.requires_grad_()
-    monkeypatch.setattr("monet_like.sync_batch_norm._imagined", 2)
+    monkeypatch.setattr("monet_like.nn.sync_batch_norm._imagined", 2)
     with Alone():
         y = ours(x)
         y.backward(grad)

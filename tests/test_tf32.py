@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from monet_like import check, tf32
-from monet_like.check import everything_after_a_step, judged
-from monet_like.comparison import TF32_TOLERANCE, TOLERANCE, compare
-from monet_like.tf32 import admitted_kinds, float32_kinds, runs_in_tf32
+from monet_like.replay import tf32, verify
+from monet_like.replay.comparison import TF32_TOLERANCE, TOLERANCE, compare
+from monet_like.replay.tf32 import admitted_kinds, float32_kinds, runs_in_tf32
+from monet_like.replay.verify import everything_after_a_step, judged
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -67,7 +67,7 @@ def _example() -> Any:
 
 @pytest.fixture(name="on_a_gpu")
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "runs_in_tf32", lambda *_: True)
+    monkeypatch.setattr(verify, "runs_in_tf32", lambda *_: True)
 
 
 def no_measurement(*_: Any) -> Any:
@@ -81,9 +81,9 @@ def test_differences_of_tf32_are_tolerated_without_measuring_rounding(
     errors = {v.name: v.error for v in compare(mine, theirs)}
     assert max(errors.values()) > TOLERANCE[4]  # far beyond float32's: what the tolerance is for
     assert max(errors.values()) < TF32_TOLERANCE / 2
-    monkeypatch.setattr(check, "shaken", no_measurement)
+    monkeypatch.setattr(verify, "shaken", no_measurement)
     assert all(v.right for v in judged(small(), example, mine, theirs))
-    monkeypatch.setattr(check, "runs_in_tf32", lambda *_: False)
+    monkeypatch.setattr(verify, "runs_in_tf32", lambda *_: False)
     with pytest.raises(AssertionError, match="rounding was measured"):
         judged(small(), example, mine, theirs)
 

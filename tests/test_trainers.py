@@ -15,9 +15,9 @@ from torch import nn
 from training import twin
 
 from monet_like.api import auto_schedule
-from monet_like.capture import capture
+from monet_like.capture.lowering import capture
 from monet_like.plan import store_all
-from monet_like.replay import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper, admitted
 
 MODES = ("normal", "inplace_multiway_newnode")
 

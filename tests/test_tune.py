@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from monet_like.batches import on_line
 from monet_like.cli import main
-from monet_like.program import Cost
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.cli.batch_search import on_line
+from monet_like.ir.program import Cost
+from monet_like.ir.schedule_file import ScheduleRecord
 
 RESNET = ("torchvision.models.resnet18()", "--input-shape", "3,64,64", "--time-limit", "4")
 NETWORK = """

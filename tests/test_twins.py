@@ -13,20 +13,21 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import monet_like
-from monet_like import kernels, twins
-from monet_like.capture import Captured
-from monet_like.codegen import Block, compile_block
-from monet_like.compiler import Request, captured_for, compile_schedule
+from monet_like import ops
+from monet_like.capture.lowering import Captured
+from monet_like.compiler.pipeline import Request, captured_for, compile_schedule
 from monet_like.errors import ScheduleFileError
-from monet_like.kernels import reference
-from monet_like.measure import allocated_peak
-from monet_like.profiler import Inputs
-from monet_like.program import Task
-from monet_like.replay import exceeds
-from monet_like.roofline import DEVICES
-from monet_like.schedule_file import ScheduleRecord
-from monet_like.simulate import simulate
-from monet_like.twins import twins_of, warn_of_twins, workspace_of_twin, workspaces_of_twins
+from monet_like.ir.program import Task
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.simulate import simulate
+from monet_like.ops import reference
+from monet_like.profile.measure import allocated_peak
+from monet_like.profile.profiler import Inputs
+from monet_like.profile.roofline import DEVICES
+from monet_like.replay import twins
+from monet_like.replay.twins import twins_of, warn_of_twins, workspace_of_twin, workspaces_of_twins
+from monet_like.replay.wrapper import exceeds
+from monet_like.runtime.codegen import Block, compile_block
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MODE = "inplace_conv_multiway_newnode"
@@ -35,8 +36,8 @@ MODE = "inplace_conv_multiway_newnode"
 @pytest.fixture(name="only_twins")
 def _only_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine where nothing is compiled."""
-    monkeypatch.setattr(kernels, "runs_here", lambda op, _: not op.startswith("monet_like."))
-    monkeypatch.setattr(kernels, "available", lambda _: False)
+    monkeypatch.setattr(ops, "runs_here", lambda op, _: not op.startswith("monet_like."))
+    monkeypatch.setattr(ops, "available", lambda _: False)
     monkeypatch.setattr(twins, "_warned", False)
 
 
@@ -116,7 +117,7 @@ def test_a_schedule_whose_twins_exceed_its_budget_is_refused(
     assert exceeds(within(record, needed), captured, "it", CPU) == ""
     reason = exceeds(within(record, needed - 1), captured, "it", CPU)
     assert reason.startswith("this schedule needs the compiled kernels of monet_like: with the plain-torch twins, which run here on cpu, ")  # fmt: skip
-    assert f"({needed} bytes), more than its budget" in reason and "monet_like.kernels.build" in reason
+    assert f"({needed} bytes), more than its budget" in reason and "monet_like.build" in reason
     with pytest.raises(ScheduleFileError, match="needs the compiled kernels"):
         monet_like.ScheduleWrapper(request_of().model, within(record, needed - 1))
     monet_like.ScheduleWrapper(request_of().model, within(record, needed))
@@ -125,7 +126,7 @@ def test_a_schedule_whose_twins_exceed_its_budget_is_refused(
 def test_with_compiled_kernels_nothing_is_counted(
     record: ScheduleRecord, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "runs_here", lambda *_: True)
+    monkeypatch.setattr(ops, "runs_here", lambda *_: True)
     assert exceeds(within(record, record.peak_bytes), captured, "it", CPU) == ""
 
 
@@ -141,5 +142,5 @@ def test_twins_on_a_gpu_are_said_once(captured: Captured, only_twins: None, monk
         plain = request_of("normal")
         nothing = captured_for(dataclasses.replace(plain, model=nn.Linear(8, 8)), ((torch.randn(2, 8),), {}))
         warn_of_twins(nothing, CUDA, stacklevel=1)
-        monkeypatch.setattr(kernels, "available", lambda _: True)
+        monkeypatch.setattr(ops, "available", lambda _: True)
         warn_of_twins(captured, CUDA, stacklevel=1)

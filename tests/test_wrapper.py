@@ -20,12 +20,12 @@ from test_replay import record_for
 from torch import nn
 from training import run, tensors, twin
 
-from monet_like.capture import capture
+from monet_like.capture.lowering import capture
 from monet_like.errors import ScheduleFileError, UsageError
-from monet_like.measure import allocated_peak
+from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan import store_all
-from monet_like.replay import ScheduleWrapper, admitted
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.profile.measure import allocated_peak
+from monet_like.replay.wrapper import ScheduleWrapper, admitted
 
 
 def made(name: str = "resnet18", *, drop: float = 0.5) -> tuple[nn.Module, ScheduleRecord, zoo.Built]:

@@ -19,20 +19,20 @@ from test_files import RECORD
 
 import monet_like
 from monet_like.cli import main
+from monet_like.cli.zoo import build as building
+from monet_like.cli.zoo.build import build, described, verify
+from monet_like.cli.zoo.table import BEGIN, END, markdown, summary, write_into
 from monet_like.errors import MonetError, ScheduleFileError, UsageError
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.models import build_model
-from monet_like.roofline import DEVICES
-from monet_like.schedule import Schedule
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.profile.roofline import DEVICES
 from monet_like.units import GIB
-from monet_like.zoo import build as building
 from monet_like.zoo import download as downloading
 from monet_like.zoo import model_file
-from monet_like.zoo.build import build, described, verify
 from monet_like.zoo.catalogue import CATALOGUE, PROFILES, Entry
 from monet_like.zoo.download import base_url, cached_path, download, find_record
 from monet_like.zoo.registry import Listed, Refused, Registry, ZooFile, zoo_folder
-from monet_like.zoo.table import BEGIN, END, markdown, summary, write_into
 
 ROOT = Path(__file__).parents[1]
 ZOO = Registry.load(ROOT / "solutions")

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from monet_like.measure import allocated_peak
+from monet_like.profile.measure import allocated_peak
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

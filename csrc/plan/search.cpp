@@ -1,6 +1,6 @@
 // The planner's local search: policies are turned into schedules, judged, and improved by simulated annealing.
 //
-// The twin of monet_like/plan/policy.py, where the method is described: same arrays, same order of floating-point
+// The twin of monet_like/plan/local_search/policy.py, where the method is described: same arrays, same order of floating-point
 // operations, same random numbers, hence the same answer to the bit. No dependency but the C++ library.
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 """Models: this package's own, and any by name as the command line takes them."""
 
-from .cells import amoebanet, darts, nasnet
-from .named import DEFAULT_INPUT_SHAPE, ModelSpec, build_model, is_registered, told
+from .loader import DEFAULT_INPUT_SHAPE, ModelSpec, build_model, is_registered, told
+from .nas import amoebanet, darts, nasnet
 from .unet import UNet
 
 __all__ = [

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import SolverError, UsageError
-from ..program import Cost, Program
-from ..simulate import simulate
+from ..ir.program import Cost, Program
+from ..ir.simulate import simulate
 from ..units import MOST_BYTES, MOST_SECONDS, format_bytes
-from .copies import PRICES, has_beside, plan_copies
-from .refused import about_the_rest
+from .baseline import store_all
+from .ilp.search import Search
+from .offload import PRICES, has_beside, plan_copies
 from .result import Plan
-from .search import Search
 from .strategies import STRATEGIES, check_strategy
-from .strategies.store_all import store_all
+from .subprogram import about_the_rest
 
 __all__ = ["STRATEGIES", "Plan", "plan", "store_all"]
 

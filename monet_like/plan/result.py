@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..schedule import Schedule
-from ..simulate import Report
+from ..ir.schedule import Schedule
+from ..ir.simulate import Report
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,1 @@
 """Reports: a schedule as pictures, in one page."""
-
-from .command import report
-
-__all__ = ["report"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..capture import Captured
-from ..compiler import kept_values, plain_step
-from ..program import RESIDENT_KINDS, Cost, Program, Task
-from ..schedule import Schedule
-from ..simulate import cost_of, moments
+from ..capture.lowering import Captured
+from ..compiler.pipeline import kept_values, plain_step
+from ..ir.program import RESIDENT_KINDS, Cost, Program, Task
+from ..ir.schedule import Schedule
+from ..ir.simulate import cost_of, moments
 
 #: Kinds of memory, from the bottom of a stack to its top, and what they are called.
 KINDS: Mapping[str, str] = {

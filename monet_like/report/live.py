@@ -10,12 +10,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ..capture import Captured
-from ..check import resident_bytes, train_step
-from ..compiler import Example
-from ..measure import allocated_peaks, have_workspaces
-from ..runtime import Step, run_step
-from ..schedule import Schedule
+from ..capture.lowering import Captured
+from ..compiler.pipeline import Example
+from ..ir.schedule import Schedule
+from ..profile.measure import allocated_peaks, have_workspaces
+from ..replay.training_step import Step, run_step
+from ..replay.verify import resident_bytes, train_step
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..schedule_file import ScheduleRecord
+from ..ir.schedule_file import ScheduleRecord
 from ..units import format_bytes, format_seconds
 from .charts import (
     OURS,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..capture import Captured
-from ..mode import WORDS
+from ..capture.lowering import Captured
+from ..ir.mode import WORDS
 from . import (
     algorithms,
     attention,
     batch_norm,
     concatenation,
     convolution,
+    dense_block,
     dropit,
     dropout,
     group_norm,
@@ -19,7 +20,6 @@ from . import (
     linear,
     linear_cross_entropy,
     low_precision,
-    meeting,
     offload,
     pooling,
     relu,
@@ -31,7 +31,7 @@ from .editor import Editor, Offer
 #: merged with all their ways.
 OFFERS: tuple[Offer, ...] = (
     concatenation.offer,
-    meeting.offer,
+    dense_block.offer,
     relu.offer,
     pooling.offer,
     dropout.offer,

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..kernels.reference import FORWARD_ALGORITHMS, INPUT_ALGORITHMS, WEIGHT_ALGORITHMS
-from ..mode import ALGORITHMS
-from ..program import Call
+from ..ir.mode import ALGORITHMS
+from ..ir.program import Call
+from ..ops.reference import FORWARD_ALGORITHMS, INPUT_ALGORITHMS, WEIGHT_ALGORITHMS
 from .editor import Editor
 
 _CONVOLUTION = "aten.convolution.default"

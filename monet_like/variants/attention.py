@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from ..capture import TensorMeta
-from ..mode import ALGORITHMS
-from ..operators import overload
-from ..program import Call, Ref, Task
+from ..capture.lowering import TensorMeta
+from ..ir.mode import ALGORITHMS
+from ..ir.program import Call, Ref, Task
+from ..runtime.operators import overload
 from .editor import Editor
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -16,8 +16,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..capture import make_task
-from ..program import Call, Ref, Task
+from ..capture.lowering import make_task
+from ..ir.program import Call, Ref, Task
 from .editor import Editor
 
 _BATCH_NORM = "aten.native_batch_norm.default"

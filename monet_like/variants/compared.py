@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..mode import ALGORITHMS
-from ..program import Program
+from ..ir.mode import ALGORITHMS
+from ..ir.program import Program
 
 _COMPARING = ("aten.eq.", "aten.ne.")
 #: What reads a tensor for its shape and dtype only.

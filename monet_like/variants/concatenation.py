@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..capture import make_task
-from ..program import Call, Ref, Task, refs
+from ..capture.lowering import make_task
+from ..ir.program import Call, Ref, Task, refs
 from .convolution import input_gradient
 from .editor import Editor, renamed
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..program import Call, Ref, Task
+from ..ir.program import Call, Ref, Task
 from .editor import Editor
 
 _CONVOLUTION = "aten.convolution.default"

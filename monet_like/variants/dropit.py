@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from ..kernels.reference import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
-from ..mode import dropit_share, dropit_word
-from ..program import Call, Ref, Task
+from ..ir.mode import dropit_share, dropit_word
+from ..ir.program import Call, Ref, Task
+from ..ops.reference import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
 from .editor import Editor, like, renamed
 
 _BACKWARD = "aten.convolution_backward.default"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..program import Call, Ref
+from ..ir.program import Call, Ref
 from .editor import Editor, like
 
 

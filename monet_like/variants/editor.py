@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..absent_gpu import convolutions
-from ..capture import Captured, TensorMeta, make_task
-from ..operators import resolve
-from ..program import Call, Ref, Task, Value
-from ..tracing import fake_mode
+from ..capture.absent_gpu import convolutions
+from ..capture.lowering import Captured, TensorMeta, make_task
+from ..capture.tracing import fake_mode
+from ..ir.program import Call, Ref, Task, Value
+from ..runtime.operators import resolve
 
 
 class Editor:

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ..program import Call, Ref
+from ..ir.program import Call, Ref
 from .batch_norm import NOTHING, following
 from .editor import Editor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..program import Call, Ref, Task, refs
+from ..ir.program import Call, Ref, Task, refs
 from .editor import Editor
 
 _FORWARD = (

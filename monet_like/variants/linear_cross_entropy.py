@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..capture import make_task
-from ..program import Call, Ref, Task
+from ..capture.lowering import make_task
+from ..ir.program import Call, Ref, Task
 from . import linear
 from .editor import Editor
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ..kernels.reference import int8_bytes
-from ..program import Call, Ref, Task
+from ..ir.program import Call, Ref, Task
+from ..ops.reference import int8_bytes
 from .editor import Editor, like
 
 _CAST = "aten._to_copy.default"

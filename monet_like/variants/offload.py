@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..capture import cost_key
-from ..mode import OFFLOAD
-from ..program import Call, Ref, Task
+from ..capture.lowering import cost_key
+from ..ir.mode import OFFLOAD
+from ..ir.program import Call, Ref, Task
 from .editor import Editor, like
 
 #: Smaller values are not worth a copy: a page.

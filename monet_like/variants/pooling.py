@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..program import Call, Ref, Task
+from ..ir.program import Call, Ref, Task
 from .editor import Editor, like
 
 

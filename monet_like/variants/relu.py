@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..program import Call, Ref
+from ..ir.program import Call, Ref
 from .editor import Editor, like
 
 #: ATen's 1 / 6, a float32 whatever the dtype.

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ..capture import TensorMeta, make_task
-from ..program import Call, Ref, Task
+from ..capture.lowering import TensorMeta, make_task
+from ..ir.program import Call, Ref, Task
 from .editor import Editor
 
 VARIANT = "rms_norm"

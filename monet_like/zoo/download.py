@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from ..api import cache_folder
 from ..errors import ScheduleFileError, UsageError
 from ..files import check_writable
-from ..schedule_file import ScheduleRecord
+from ..ir.schedule_file import ScheduleRecord
 from .registry import Registry, ZooFile, read_file, zoo_folder
 
 #: Where files are, such as ``https://example.org/zoo``; the registry's paths follow.

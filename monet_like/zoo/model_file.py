@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ScheduleFileError
 from ..files import read_text, write_atomically
-from ..schedule_file import ScheduleRecord
+from ..ir.schedule_file import ScheduleRecord
 
 FORMAT = "monet_like zoo model"
 VERSION = 1

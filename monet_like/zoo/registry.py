@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import ScheduleFileError, UsageError
 from ..files import read_bytes, read_text, shipped_folder, write_atomically
-from ..schedule_file import ScheduleRecord
+from ..ir.schedule_file import ScheduleRecord
 from . import model_file
 from .catalogue import PROFILES
 

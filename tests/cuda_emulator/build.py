@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from monet_like.kernels import build as kernels_build
+from monet_like import build as kernels_build
 
 from .transform import Sources, transform_tree, transformed, write_if_changed
 

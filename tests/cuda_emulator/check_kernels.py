@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from monet_like import kernels
-from monet_like.kernels import reference
+from monet_like import ops
+from monet_like.ops import reference
 
 from . import control
 from .control import UNWRITTEN, configure
 
-kernels.load()
+ops.load()
 ops = torch.ops.monet_like
 aten = torch.ops.aten
 

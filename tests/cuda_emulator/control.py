@@ -17,7 +17,7 @@ import torch
 #: The folder of the library to load; `python -m tests.cuda_emulator` sets it.
 FOLDER = Path(os.environ["MONET_LIKE_EMULATED"])
 
-import monet_like.kernels.build as kernels_build  # noqa: E402
+import monet_like.build as kernels_build  # noqa: E402
 
 _NAME = kernels_build.library_path().name
 

@@ -15,11 +15,11 @@ import torchvision
 from torch import nn
 from torchvision.models import convnext
 
-from monet_like.capture import Captured, TensorMeta, capture
-from monet_like.codegen import Block, compile_block
-from monet_like.compiler import inputs_on
-from monet_like.profiler import Inputs
-from monet_like.replay import admitted
+from monet_like.capture.lowering import Captured, TensorMeta, capture
+from monet_like.compiler.pipeline import inputs_on
+from monet_like.profile.profiler import Inputs
+from monet_like.replay.wrapper import admitted
+from monet_like.runtime.codegen import Block, compile_block
 
 CUDA = torch.device("cuda", 0)
 

@@ -13,21 +13,21 @@ from test_replay import record_for
 from torch import nn
 from training import twin
 
-from monet_like import kernels
-from monet_like.capture import Captured, capture
-from monet_like.compiler import Request, measured_costs
-from monet_like.kernels import reference
-from monet_like.measure import allocated_peak
-from monet_like.operators import resolve
+from monet_like import ops
+from monet_like.capture.lowering import Captured, capture
+from monet_like.compiler.pipeline import Request, measured_costs
+from monet_like.ir.program import REFUSED
+from monet_like.ops import reference
 from monet_like.plan import plan, store_all
-from monet_like.plan.refused import without_refused
-from monet_like.program import REFUSED
-from monet_like.replay import ScheduleWrapper, admitted
+from monet_like.plan.subprogram import without_refused
+from monet_like.profile.measure import allocated_peak
+from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.runtime.operators import resolve
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
-if not kernels.has("cudnn_convolution", "cuda"):
-    pytest.skip(kernels.status(), allow_module_level=True)
+if not ops.has("cudnn_convolution", "cuda"):
+    pytest.skip(ops.status(), allow_module_level=True)
 
 CUDA = torch.device("cuda", 0)
 ops, aten = torch.ops.monet_like, torch.ops.aten

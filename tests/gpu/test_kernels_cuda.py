@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from monet_like import kernels
-from monet_like.kernels import reference
+from monet_like import ops
+from monet_like.ops import reference
 
 #: "cpu" where the CPU's kernels are the emulated CUDA kernels.
 DEVICE = "cpu" if os.environ.get("MONET_LIKE_EMULATED") else "cuda"
 if DEVICE == "cuda" and not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-kernels.load()
+ops.load()
 ops = torch.ops.monet_like
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -41,7 +41,7 @@ def _seed() -> Iterator[None]:
 
 
 def test_the_cuda_kernels_are_compiled() -> None:
-    assert kernels.available(DEVICE), kernels.status()
+    assert ops.available(DEVICE), ops.status()
 
 
 def formats(x: Tensor) -> Iterator[Tensor]:

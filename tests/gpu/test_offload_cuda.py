@@ -9,10 +9,10 @@ from test_offload import MODELS, taken
 from test_replay import record_for
 from training import twin
 
-from monet_like import host
-from monet_like.capture import capture
+from monet_like.capture.lowering import capture
 from monet_like.plan import store_all
-from monet_like.replay import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.runtime import offload
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -24,8 +24,8 @@ CUDA = torch.device("cuda", 0)
 def test_what_comes_back_are_the_bits(dtype: torch.dtype) -> None:
     x = (torch.randn(64, 3, 33, 31, device=CUDA) * 9).to(dtype).to(memory_format=torch.channels_last)
     for _ in range(20):
-        copy = host.send(x)
-        back = host.fetch(copy, x.shape, x.stride(), dtype, CUDA)
+        copy = offload.send(x)
+        back = offload.fetch(copy, x.shape, x.stride(), dtype, CUDA)
         assert copy.is_pinned() and back.stride() == x.stride()
         assert torch.equal(back, x)
 
@@ -35,19 +35,19 @@ def test_copies_beside_the_rest() -> None:
     a = torch.randn(2048, 2048, device=CUDA)
     for seed in range(10):
         x = torch.full((4096, 4096), float(seed), device=CUDA)
-        sending = host.send_start(x)
+        sending = offload.send_start(x)
         for _ in range(8):
             a = torch.tanh(a @ a)
-        copy = host.send_end(x, sending)
+        copy = offload.send_end(x, sending)
         shape, stride = x.shape, x.stride()
         del x
         torch.zeros(4096, 4096, device=CUDA).add_(1)
-        landing = host.fetch_start(copy, shape, stride, torch.float32, CUDA)
+        landing = offload.fetch_start(copy, shape, stride, torch.float32, CUDA)
         for _ in range(8):
             a = torch.tanh(a @ a)
-        assert bool((host.fetch_end(landing) == seed).all())
+        assert bool((offload.fetch_end(landing) == seed).all())
     torch.cuda.synchronize()
-    assert all(event.query() for event, _ in host._under_way)
+    assert all(event.query() for event, _ in offload._under_way)
 
 
 @pytest.mark.parametrize("name", ["layers", "default_layout", "channels_last"])

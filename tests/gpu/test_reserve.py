@@ -7,8 +7,8 @@ import torch
 
 import monet_like
 from monet_like.errors import MonetError
-from monet_like.schedule import Schedule
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.schedule_file import ScheduleRecord
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)

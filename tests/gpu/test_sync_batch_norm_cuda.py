@@ -16,9 +16,9 @@ from test_sync_batch_norm import Net, images, made
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from monet_like.precision import autocast_as
-from monet_like.replay import ScheduleWrapper
-from monet_like.schedule_file import ScheduleRecord
+from monet_like.capture.precision import autocast_as
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.replay.wrapper import ScheduleWrapper
 
 if torch.cuda.device_count() < PROCESSES:
     pytest.skip(f"needs {PROCESSES} GPUs, this machine has {torch.cuda.device_count()}", allow_module_level=True)

@@ -18,19 +18,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monet_like import ScheduleWrapper
-from monet_like.capture import Captured
-from monet_like.check import resident_bytes
-from monet_like.compiler import Request, captured_for, measured_costs, plain_report
+from monet_like.capture.lowering import Captured
+from monet_like.capture.precision import autocast_as, weights_layout
+from monet_like.compiler.pipeline import Request, captured_for, measured_costs, plain_report
 from monet_like.errors import MonetError
-from monet_like.measure import allocated_peak
-from monet_like.plan.heuristic import find_start, smallest_known
-from monet_like.precision import autocast_as, weights_layout
-from monet_like.program import Cost
-from monet_like.replay import described
-from monet_like.roofline import DEVICES, roofline
-from monet_like.schedule import Schedule
-from monet_like.schedule_file import ScheduleRecord
-from monet_like.simulate import simulate
+from monet_like.ir.program import Cost
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.simulate import simulate
+from monet_like.plan.local_search.searcher import find_start, smallest_known
+from monet_like.profile.measure import allocated_peak
+from monet_like.profile.roofline import DEVICES, roofline
+from monet_like.replay.verify import resident_bytes
+from monet_like.replay.wrapper import described
 
 from .cases import Case
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...errors import UsageError
-from ...schedule import Schedule
+from ...ir.schedule import Schedule
+from ..baseline import store_all_strategy
 from .checkmate import checkmate
-from .chen_greedy import chen_greedy
+from .chen import chen_greedy
 from .chen_sqrt import chen_sqrt
 from .griewank import griewank
 from .heuristic import heuristic
 from .milp import milp
 from .ogc import ogc
-from .store_all import store_all_strategy
 from .torch_budget import torch_budget
 
 Strategy = Callable[..., Schedule]

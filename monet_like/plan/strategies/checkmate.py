@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...program import Cost, Program
-from ...schedule import Schedule
-from ..search import Search
-from .plain import Plain
+from ...ir.program import Cost, Program
+from ...ir.schedule import Schedule
+from ..ilp.search import Search
+from .checkpointing import Plain
 
 
 def checkmate(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **options: Any) -> Schedule:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ...program import Cost, Program
-from ...schedule import Schedule
-from .plain import Keeping
+from ...ir.program import Cost, Program
+from ...ir.schedule import Schedule
+from .checkpointing import Keeping
 
 
 def chen_sqrt(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule:

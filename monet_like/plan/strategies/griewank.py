@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ...errors import SolverError
-from ...program import Cost, Program
-from ...schedule import Schedule
-from ..needs import prune
-from .plain import Keeping
+from ...ir.program import Cost, Program
+from ...ir.schedule import Schedule
+from ..analysis import prune
+from .checkpointing import Keeping
 
 
 def griewank(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import InfeasibleError, SolverError
-from ...program import Cost, Program
-from ...schedule import Schedule
+from ...ir.program import Cost, Program
+from ...ir.schedule import Schedule
 from ...units import format_bytes
-from ..heuristic import find_start
-from ..lowest import find_quickly
+from ..ilp.lowest_peak import find_quickly
+from ..local_search.searcher import find_start
 
 
 def heuristic(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **options: Any) -> Schedule:

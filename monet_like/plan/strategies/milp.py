@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...program import Cost, Program
-from ...schedule import Schedule
-from ..search import Search
+from ...ir.program import Cost, Program
+from ...ir.schedule import Schedule
+from ..ilp.search import Search
 
 
 def milp(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **options: Any) -> Schedule:

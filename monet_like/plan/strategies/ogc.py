@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ...program import Cost, Program
-from ...schedule import Schedule
-from .plain import Keeping
+from ...ir.program import Cost, Program
+from ...ir.schedule import Schedule
+from .checkpointing import Keeping
 
 
 def ogc(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ...program import Cost, Program
-from ...schedule import Schedule
-from .plain import Keeping, PlainForward
+from ...ir.program import Cost, Program
+from ...ir.schedule import Schedule
+from .checkpointing import Keeping, PlainForward
 
 #: Operators that PyTorch's partitioner runs again without being asked: they only move bytes.
 CHEAP = frozenset(

@@ -1,0 +1,367 @@
+"""Compile csrc/ with ninja: `python -m monet_like.build [--cuda | --no-cuda] [--force] [-v]`.
+
+Shared libraries, in `lib/` beside this file:
+
+    monet_like_kernels.so        the operators' schemas and CPU kernels
+    monet_like_kernels_cuda.so   their CUDA kernels, where nvcc and a CUDA build of torch are found, GPU or not
+    monet_like_kernels_cudnn.so  convolutions by named algorithms, where also the headers of torch's cuDNN are found
+    monet_like_search.so         the planner's local search, which knows nothing of torch
+
+Environment:
+    MONET_LIKE_CUDA       1: compile the CUDA sources or fail, 0: do not; unset: if nvcc and torch allow it
+    TORCH_CUDA_ARCH_LIST  compute capabilities, default those of the visible GPUs, or 8.0;9.0 without one
+    CXX, CUDA_HOME        where to find the compilers
+    CUDNN_HOME            where to find cuDNN, default: where torch has it from pip, then $CUDA_HOME and /usr
+    MAX_JOBS              compilers run at the same time
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from monet_like.errors import MonetError
+from monet_like.files import shipped_folder
+
+# Products and sums must stay apart where the code keeps them apart: bit-equality with ATen depends on it. What ATen's
+# CUDA kernels fuse is fused in the source.
+_COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
+_CXX_FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_NVCC_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-fmad=false",
+    "--expt-relaxed-constexpr",
+    "--expt-extended-lambda",
+    "-Xcompiler",
+    "-fPIC",
+)
+
+
+class KernelBuildError(MonetError):
+    """The kernels could not be compiled; the package works without them, slower."""
+
+
+def library_path(part: str = "kernels") -> Path:
+    """Where a compiled library is, or would be: ``kernels``, ``kernels_cuda``, ``kernels_cudnn`` or ``search``."""
+    return Path(__file__).resolve().parent / "lib" / f"monet_like_{part}.so"
+
+
+def manifest() -> dict[str, str]:
+    """What the compiled libraries were made from; empty if there are none."""
+    try:
+        found = json.loads(library_path().with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def source_directory() -> Path:
+    """csrc/, in a checkout or beside the installed package."""
+    folder = shipped_folder("csrc")
+    if folder is None:
+        raise KernelBuildError(f"the C++ sources (csrc/) are not there, beside or in {Path(__file__).parents[1]}")
+    return folder
+
+
+@dataclass(frozen=True)
+class _Cudnn:
+    """Where cuDNN's headers are, and the library that torch runs."""
+
+    include: Path
+    library: Path
+
+
+@dataclass(frozen=True)
+class _Toolchain:
+    """Compilers and flags of one build."""
+
+    torch_version: str
+    cxx: str
+    nvcc: str | None
+    torch_flags: tuple[str, ...]
+    architectures: tuple[str, ...]
+    link_flags: tuple[str, ...]
+    cudnn: _Cudnn | None
+
+
+def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = False) -> list[Path]:
+    """Compile what is out of date and return what there is: the libraries, and the note that belongs to them.
+
+    Args:
+        cuda: also compile the CUDA sources; None decides as described at the top of this file.
+        force: compile everything anew.
+        verbose: print each command.
+
+    Raises:
+        KernelBuildError: no ninja, compiler or torch was found, or compiling failed.
+    """
+    ninja = find_ninja()
+    tools = _toolchain(cuda)
+    from filelock import FileLock  # comes with torch
+
+    note = library_path().with_suffix(".json")
+    folder = note.parent / "build"
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = [library_path(part) for part in ("kernels", "search", *(["kernels_cuda"] if tools.nvcc else []))]
+    made = [*needed]
+    with FileLock(folder / "lock"):
+        (folder / "build.ninja").write_text(_rules(tools, source_directory()))
+        command = [ninja, "-C", str(folder), *(["-j", jobs] if (jobs := os.environ.get("MAX_JOBS")) else [])]
+        if force:
+            _run([*command, "-t", "clean"], verbose)
+        command += ["-v"] if verbose else []
+        _run([*command, *map(str, needed)], verbose)
+        if tools.cudnn:
+            made += _unless_it_fails(
+                [*command, str(library_path("kernels_cudnn"))], library_path("kernels_cudnn"), verbose
+            )
+        for part in ("kernels_cuda", "kernels_cudnn"):
+            if library_path(part) not in made:
+                library_path(part).unlink(missing_ok=True)
+        note.write_text(json.dumps({"torch": tools.torch_version, "cuda": str(bool(tools.nvcc))}, indent=1) + "\n")
+    return [*made, note]
+
+
+def _unless_it_fails(command: Sequence[str], library: Path, verbose: bool) -> list[Path]:
+    """What ``command`` makes; nothing, and a word on why, if it fails: all else works without it."""
+    try:
+        _run(command, verbose)
+    except KernelBuildError as error:
+        print(f"cuDNN's algorithms are left out: {error}", file=sys.stderr)
+        return []
+    return [library]
+
+
+def _rules(tools: _Toolchain, source: Path) -> str:
+    """The build as ninja reads it. A new torch changes the commands, and so makes everything out of date."""
+    from ninja import ninja_syntax
+
+    text = io.StringIO()
+    make: Any = ninja_syntax.Writer  # its type hints do not fit what it does
+    writer = make(text)
+    version = "-DMONET_LIKE_FOR_TORCH=" + re.sub(r"\W", "_", tools.torch_version)
+    with_torch = (version, *tools.torch_flags)
+    for rule, words in (
+        ("cxx", (tools.cxx, *_COMMON_FLAGS, *_CXX_FLAGS, *with_torch)),
+        ("plain", (tools.cxx, *_COMMON_FLAGS)),
+        ("nvcc", (str(tools.nvcc), "-ccbin", tools.cxx, *_NVCC_FLAGS, *with_torch, *tools.architectures)),
+        (
+            "nvcc_cudnn",
+            (
+                *(str(tools.nvcc), "-ccbin", tools.cxx, *_NVCC_FLAGS, *with_torch, *tools.architectures),
+                *(("-isystem", str(tools.cudnn.include)) if tools.cudnn else ()),
+            ),
+        ),
+    ):
+        writer.rule(rule, _shell(words) + " -MMD -MF $out.d -c $in -o $out", "$out", "$out.d", deps="gcc")
+    # A library is replaced, never overwritten: a running process may have the old one mapped.
+    for rule, linker in (
+        ("link", [tools.cxx, "-shared"]),
+        ("link_cuda", [str(tools.nvcc), "-shared", "-cudart=shared", "-ccbin", tools.cxx]),
+    ):
+        writer.rule(rule, _shell(linker) + " $in -o $out.partial $libraries && mv -f $out.partial $out", "$out")
+
+    def library(part: str, patterns: Sequence[str], compile_with: str, link_with: str, flags: Sequence[str]) -> None:
+        objects: list[str] = []
+        for path in sorted(path for pattern in patterns for path in source.glob(pattern)):
+            objects += writer.build(f"{part}-{path.stem}.o", compile_with, str(path))
+        writer.build(str(library_path(part)), link_with, objects, variables={"libraries": _shell(flags)})
+
+    library("kernels", ("ops.cpp", "cpu/*.cpp"), "cxx", "link", tools.link_flags)
+    library("search", ("plan/*.cpp",), "plain", "link", ())
+    if tools.nvcc:
+        library("kernels_cuda", ("cuda/*.cu",), "nvcc", "link_cuda", (*tools.link_flags, "-lc10_cuda"))
+    if tools.cudnn:
+        flags = (*tools.link_flags, "-lc10_cuda", "-ltorch_cuda", "-Xlinker", str(tools.cudnn.library))
+        library("kernels_cudnn", ("cudnn/*.cpp",), "nvcc_cudnn", "link_cuda", flags)
+    return text.getvalue()
+
+
+def _shell(words: Sequence[str]) -> str:
+    """Words of a command as ninja and the shell read them."""
+    from ninja import ninja_syntax
+
+    return str(ninja_syntax.escape(shlex.join(words)))
+
+
+def _run(command: Sequence[str], verbose: bool) -> None:
+    done = subprocess.run(
+        command, check=False, stdout=None if verbose else subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout or "the output is above").strip().splitlines()[-30:])
+        raise KernelBuildError(f"compiling failed (exit code {done.returncode}): {' '.join(command)}\n{tail}")
+
+
+# ---- finding the tools ----
+
+
+def find_cxx() -> str:
+    """The C++ compiler: $CXX, else g++, c++ or clang++ from the PATH."""
+    asked = os.environ.get("CXX")
+    candidates = [asked] if asked else ["g++", "c++"]
+    for name in candidates:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise KernelBuildError(
+        f"no C++ compiler: looked for {', '.join(candidates)} on the PATH. Install one with C++20 "
+        "(GCC 11 or newer: `apt-get install g++`, `dnf install gcc-c++`, `conda install gxx`) or set CXX, then run "
+        "python -m monet_like.build. Without it the plain-torch twins are used."
+    )
+
+
+def find_ninja() -> str:
+    """ninja, of the Python package or from the PATH."""
+    try:
+        import ninja
+    except ImportError as error:
+        raise KernelBuildError(
+            "the Python package ninja is missing: python -m pip install ninja, then run "
+            "python -m monet_like.build. Without it the plain-torch twins are used."
+        ) from error
+    return shutil.which("ninja", path=ninja.BIN_DIR) or "ninja"
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler: $CUDA_HOME/bin/nvcc, else from the PATH, else from the usual place."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return shutil.which("nvcc", path=str(Path(home) / "bin"))
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def _find_cudnn(torch_root: Path) -> _Cudnn | None:
+    """Headers and library of the cuDNN that torch runs; None without them, or where they lack what csrc/cudnn calls."""
+    import torch
+
+    runs = torch.backends.cudnn.version() or 0
+    major = runs // (10_000 if runs >= 90_000 else 1_000)  # 90100 is 9.1.0, 8902 is 8.9.2
+    home = os.environ.get("CUDNN_HOME")
+    roots = [Path(home)] if home else [torch_root.parent / "nvidia" / "cudnn"]
+    if not home:
+        nvcc = find_nvcc()
+        roots += [*([Path(nvcc).resolve().parents[1]] if nvcc else []), Path("/usr")]
+    for root in roots:
+        try:
+            version, api = ((root / "include" / name).read_text() for name in ("cudnn_version.h", "cudnn_cnn.h"))
+        except OSError:
+            continue
+        told = re.search(r"#define CUDNN_MAJOR (\d+)", version)
+        fits = told is not None and int(told.group(1)) == major and "cudnnConvolutionBackwardFilter(" in api
+        libraries = [root / lib / f"libcudnn.so.{major}" for lib in ("lib", "lib64", "lib/x86_64-linux-gnu")]
+        found = next((path for path in libraries if path.exists()), None)
+        if fits and found:
+            return _Cudnn(root / "include", found)
+    return None
+
+
+def _toolchain(cuda: bool | None) -> _Toolchain:
+    cxx = find_cxx()
+    try:
+        import torch
+    except ImportError as error:
+        raise KernelBuildError(
+            f"torch cannot be imported ({error}); install torch >= 2.11 first, then run python -m monet_like.build"
+        ) from error
+    torch_root = Path(torch.__file__).resolve().parent
+    nvcc = _cuda_compiler(cuda)
+
+    # Link the very OpenMP runtime torch runs on: with a second one, torch.set_num_threads would not reach us.
+    bundled = sorted([*torch_root.glob("lib/libgomp*.so*"), *torch_root.parent.glob("torch.libs/libgomp*.so*")])
+    openmp = ["-Xlinker", str(bundled[0])] if bundled else ["-lgomp"]
+    return _Toolchain(
+        torch_version=torch.__version__,
+        cxx=cxx,
+        nvcc=nvcc,
+        torch_flags=(
+            "-isystem",
+            str(torch_root / "include"),
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        ),
+        architectures=_architectures() if nvcc else (),
+        link_flags=(f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10", *openmp),
+        cudnn=_find_cudnn(torch_root) if nvcc else None,
+    )
+
+
+def _cuda_compiler(cuda: bool | None) -> str | None:
+    """nvcc if the CUDA sources are to be compiled, else None."""
+    import torch
+
+    asked: bool | None = cuda
+    if asked is None and os.environ.get("MONET_LIKE_CUDA", "") != "":
+        asked = os.environ["MONET_LIKE_CUDA"].lower() not in ("0", "off", "false", "no")
+    if asked is False:
+        return None
+    nvcc = find_nvcc()
+    problem = ""
+    if torch.version.cuda is None:
+        problem = "this torch is built without CUDA"
+    elif nvcc is None:
+        problem = "nvcc was not found (looked in $CUDA_HOME/bin, on the PATH, in /usr/local/cuda/bin)"
+    else:
+        # Minor versions of CUDA are compatible with each other, major ones are not.
+        shown = subprocess.run([nvcc, "--version"], check=False, capture_output=True, text=True).stdout
+        release = re.search(r"release (\d+)\.(\d+)", shown)
+        if release is None or release.group(1) != torch.version.cuda.split(".")[0]:
+            version = release.group(0) if release else "an unknown version"
+            problem = f"nvcc is {version}, torch is built for CUDA {torch.version.cuda}: the major versions must agree"
+    if not problem:
+        return nvcc
+    if asked:
+        raise KernelBuildError(f"the CUDA kernels cannot be compiled: {problem}")
+    return None
+
+
+def _architectures() -> tuple[str, ...]:
+    """-gencode flags: TORCH_CUDA_ARCH_LIST, else the visible GPUs, else 8.0 and 9.0; PTX of the newest."""
+    import torch
+
+    text = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if not text and torch.cuda.is_available():
+        seen = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        text = ";".join(f"{major}.{minor}" for major, minor in seen)
+    names = sorted(
+        {name.replace("+PTX", "").replace(".", "") for name in re.split(r"[;,\s]+", text or "8.0;9.0") if name},
+        key=lambda name: int(re.sub(r"\D", "", name)),
+    )
+    flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
+    return (*flags, f"-gencode=arch=compute_{names[-1]},code=compute_{names[-1]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m monet_like.build", description="Compile the kernels.")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--cuda", action="store_true", default=None, help="compile the CUDA sources too")
+    which.add_argument("--no-cuda", dest="cuda", action="store_false", help="compile the CPU sources only")
+    parser.add_argument("--force", action="store_true", help="compile everything anew")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the compilers' commands")
+    options = parser.parse_args(arguments)
+    started = time.perf_counter()
+    try:
+        path, *_ = build(cuda=options.cuda, force=options.force, verbose=options.verbose)
+    except KernelBuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    with_cuda = "CPU and CUDA" if manifest().get("cuda") == "True" else "CPU"
+    print(f"{with_cuda} kernels ready in {time.perf_counter() - started:.1f} s: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

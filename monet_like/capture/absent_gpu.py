@@ -1,0 +1,392 @@
+"""Captures for a GPU that is not here: what PyTorch would choose there.
+
+Such a trace runs on fake tensors of the CPU, since autograd's engine asks every other device for its streams. What PyTorch
+chooses by device while it traces is chosen here as on a GPU:
+
+* what autocast casts, by the lists for ``AutocastCUDA`` in ``ATen/autocast_mode.h`` of PyTorch;
+* how the results of convolutions lie, by the kernels that PyTorch takes on CUDA (``Convolution.cpp``, ``ConvUtils.h``);
+* the operator for attention, where it is known, and the one for RMS norm.
+
+What only the GPU itself can tell is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import _meta_registrations, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import autocast_mode
+from torch.overrides import TorchFunctionMode
+
+from ..errors import CaptureError
+
+_CPU, _CUDA = "AutocastCPU", "AutocastCUDA"
+#: Autocast casts to its 16-bit dtype, to float32, or to the widest dtype among the arguments.
+_LOWER, _FLOAT32, _WIDEST = "lower", "float32", "widest"
+#: Autocast asks for a float32 result, by the argument ``dtype`` or by an overload that has it.
+_FLOAT32_RESULT, _FLOAT32_OVERLOAD = "float32 result", "float32 overload"
+_REFUSED = "refused"
+#: The memory-efficient kernel for float32 takes rows of 16 bytes at a time.
+_WIDTHS = 4
+
+_NAMES = {
+    _LOWER: """
+        _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+        conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum
+        mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
+        lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention""",
+    _FLOAT32: """
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+        pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
+        cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+        smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+        multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+        _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
+        upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+        _upsample_bicubic2d_aa linalg_matrix_sqrth""",
+    _FLOAT32_RESULT: """
+        prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+        linalg_matrix_norm.str_ord sum sum.dim_IntList""",
+    _FLOAT32_OVERLOAD: "norm.Scalar norm.ScalarOpt_dim",
+    _WIDEST: "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+    _REFUSED: "binary_cross_entropy",
+}
+#: What autocast does with the arguments of an operator on CUDA.
+POLICIES: Mapping[str, str] = {name: policy for policy, names in _NAMES.items() for name in names.split()}
+#: What takes the dtype of the result as well.
+_WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+
+
+@contextlib.contextmanager
+def as_on(target: torch.device | None) -> Iterator[None]:
+    """Trace as on ``target``; None: as where the tensors are."""
+    if target is None or target.type != "cuda":
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for context in (
+            _attention(),
+            _autocast(),
+            _regions(),
+            convolutions(target),
+            _shapes(),
+            _fused_rms_norm(),
+            _Refusals(),
+        ):
+            stack.enter_context(context)
+        yield
+
+
+# Autocast -----------------------------------------------------------------------------------------------------------
+
+
+def registered(key: str) -> set[str]:
+    """Names of ATen's operators that autocast acts on, by dispatch key."""
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return {n.removeprefix("aten::") for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key)}
+
+
+@contextlib.contextmanager
+def _autocast() -> Iterator[None]:
+    """Autocast acts on tensors of the CPU as on a GPU's: on the same operators, in the same way."""
+    cuda = registered(_CUDA)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        library = torch.library.Library("aten", "IMPL", _CPU)
+        for name in sorted(registered(_CPU) - cuda):
+            library.impl(name, torch.library.fallthrough_kernel, allow_override=True)
+        for name in sorted(cuda):
+            library.impl(name, _kernel(name, POLICIES.get(name, "")), allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    packet, _, overload = name.partition(".")
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return found
+
+
+def _kernel(name: str, policy: str) -> Callable[..., Any]:
+    """What ``WrapFunction`` in autocast_mode.h does by a policy."""
+    op = _overload(_WITH_DTYPE.get(name, name))
+    declared = [argument.name for argument in op._schema.arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        lower = torch.get_autocast_dtype("cpu")
+        # Autocast is off below, and functions are called as from C++: no mode sees them.
+        off = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+        with off, torch._C.DisableTorchFunction():
+            if policy == _REFUSED:
+                raise CaptureError(
+                    f"PyTorch refuses {name} (BCELoss) under autocast on a GPU; use "
+                    "binary_cross_entropy_with_logits (BCEWithLogitsLoss), which it computes in float32"
+                )
+            if not policy:
+                raise CaptureError(
+                    f"what autocast does with aten.{name} on a GPU is known only to this version of PyTorch; capture this "
+                    "model on the GPU"
+                )
+            if policy in (_FLOAT32_RESULT, _FLOAT32_OVERLOAD):
+                eligible = _eligible(args[0])
+                if policy == _FLOAT32_OVERLOAD:
+                    kwargs["dtype"] = torch.float32 if eligible else args[0].dtype
+                elif eligible:
+                    args, kwargs = _with_dtype(args, kwargs, declared.index("dtype"))
+                return op(*args, **kwargs)
+            wanted = {_LOWER: lower, _FLOAT32: torch.float32}.get(policy) or _widest((args, kwargs), lower)
+            # C++ evaluates the arguments of a call from the last to the first: so it casts them.
+            named = {n: _cast(kwargs[n], wanted) for n in reversed(declared) if n in kwargs}
+            return op(*[_cast(arg, wanted) for arg in reversed(args)][::-1], **named)
+
+    return kernel
+
+
+def _eligible(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    if isinstance(leaf, list | tuple):
+        return [_cast(part, dtype) for part in leaf]
+    return torch.ops.aten.to.dtype(leaf, dtype) if _eligible(leaf) and leaf.dtype != dtype else leaf
+
+
+def _widest(tree: Any, lower: torch.dtype) -> torch.dtype:
+    found = {leaf.dtype for leaf in pytree.tree_leaves(tree) if _eligible(leaf)}
+    if not found <= {lower, torch.float32}:
+        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")  # PyTorch's own words
+    return torch.float32 if torch.float32 in found else lower
+
+
+def _with_dtype(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with float32 as ``dtype``, which is declared at ``place``, where they have none."""
+    if place < len(args):
+        return (*args[:place], args[place] or torch.float32, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
+
+
+@contextlib.contextmanager
+def _regions() -> Iterator[None]:
+    """Regions of autocast for ``cuda`` in the forward are regions for the tensors of the trace, with a GPU's default dtype."""
+    region, enabled, dtype_of = torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+    cast_of_custom_fwd = autocast_mode._cast
+
+    def here(device: str | None = None) -> str:
+        return "cpu" if device in (None, "cuda") else device
+
+    def init(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> None:
+        region(self, here(device_type), dtype or dtype_of(here(device_type)), enabled, cache_enabled)
+
+    before = dtype_of("cpu")
+    if not enabled("cpu"):
+        torch.set_autocast_dtype("cpu", dtype_of("cuda"))
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    torch.is_autocast_enabled = lambda device_type=None: enabled(here(device_type))
+    autocast_mode._cast = lambda value, device_type, dtype: cast_of_custom_fwd(value, here(device_type), dtype)
+    torch.get_autocast_dtype = lambda device_type: dtype_of(here(device_type))
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = region  # type: ignore[method-assign]
+        torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype_of
+        autocast_mode._cast = cast_of_custom_fwd
+        torch.set_autocast_dtype("cpu", before)
+
+
+# Convolutions -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def convolutions(device: torch.device) -> Iterator[None]:
+    """Fake convolutions lie as on ``device``, where that is a GPU, here or not.
+
+    Without a GPU PyTorch takes cuDNN to be unable to compute in bfloat16. Every GPU since the A100 can, by the kernels that it
+    has for float16.
+    """
+    own = torch._C._select_conv_backend
+    if device.type != "cuda":
+        yield
+        return
+
+    def select(x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._has_cudnn and not (_in_rows(x) and _in_rows(weight)):
+            raise CaptureError(
+                "how a GPU lays out the results of convolutions in channels-last is known only to a PyTorch that is built for "
+                "CUDA; install that one, which needs no GPU, or capture this model on the GPU"
+            )
+        mode = x.fake_mode if isinstance(x, FakeTensor) else FakeTensorMode()
+        with mode:
+            there = [_twin(t, device) if isinstance(t, torch.Tensor) else t for t in (x, weight, *args)]
+            named = {n: _twin(t, device) if isinstance(t, torch.Tensor) else t for n, t in kwargs.items()}
+        return own(*there, **named)
+
+    torch._C._select_conv_backend = select
+    try:
+        yield
+    finally:
+        torch._C._select_conv_backend = own
+
+
+def _twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    dtype = tensor.dtype
+    if dtype == torch.bfloat16 and not torch.cuda.is_available():
+        dtype = torch.float16
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+
+
+def _in_rows(tensor: torch.Tensor) -> bool:
+    return bool(torch._prims_common.suggest_memory_format(tensor) == torch.contiguous_format)
+
+
+# Other operators ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _shapes() -> Iterator[None]:
+    """What PyTorch says of results without computing them, such as a pixel shuffle's layout, it says as of a GPU's."""
+    own = _meta_registrations.device_hint
+    _meta_registrations.device_hint = lambda tensor: "cuda"
+    try:
+        yield
+    finally:
+        _meta_registrations.device_hint = own
+
+
+# RMS norm -----------------------------------------------------------------------------------------------------------
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """``aten._fused_rms_norm`` and its gradient as two operators, as ``derivatives.yaml`` of PyTorch has them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            result, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.shape = shape
+        ctx.mark_non_differentiable(rstd)
+        return result, rstd
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        x, rstd, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        gradients = torch.ops.aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, wanted)
+        of_x, of_weight = (gradient if needed else None for gradient, needed in zip(gradients, wanted, strict=True))
+        return of_x, None, of_weight, None
+
+
+@contextlib.contextmanager
+def _fused_rms_norm() -> Iterator[None]:
+    """RMS norm is one operator, as where it has a kernel; on a CPU PyTorch writes it out."""
+    name = "aten::_fused_rms_norm"
+    known = name in torch._C._dispatch_get_all_op_names()
+    if not known or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+        yield
+        return
+
+    def never_run(*_: Any) -> Any:
+        raise AssertionError("tensors of a trace are fake")
+
+    op = torch.ops.aten._fused_rms_norm.default
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(op, never_run, "CPU")
+    library.impl(op, _FusedRmsNorm.apply, "AutogradCPU")
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        library._destroy()
+        op._dispatch_cache.clear()
+
+
+# Attention, and what is refused -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _attention() -> Iterator[None]:
+    """Have PyTorch's function for attention take the operator that it takes on a GPU."""
+    own = nn.functional.scaled_dot_product_attention
+    nn.functional.scaled_dot_product_attention = _cuda_attention
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = own
+
+
+def _cuda_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention by the operator that PyTorch takes on CUDA.
+
+    Of the fused ones only the memory-efficient one takes float32 (``sdp_utils.cpp`` in PyTorch: what each can be used
+    for). For 16-bit floats the choice depends on the card and on versions, with a mask on alignments: no guess.
+    """
+    plain = all(t.dtype == torch.float32 and t.dim() == 4 for t in (query, key, value))
+    aligned = plain and all(t.shape[-1] % _WIDTHS == 0 and t.stride(-1) == 1 and t.numel() for t in (query, key, value))
+    if not aligned or attn_mask is not None or enable_gqa or torch.is_autocast_enabled("cpu"):
+        raise CaptureError(
+            "which attention operator a GPU takes is known without the GPU only for float32 [N, heads, length, width] of widths "
+            f"that are multiples of {_WIDTHS}, without a mask, grouped heads and autocast; capture this model on the GPU"
+        )
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    result: torch.Tensor = attend(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0]
+    return result
+
+
+class _Refusals(TorchFunctionMode):
+    """Refuses functions that are on a GPU operators of cuDNN or fused kernels, which a trace on the CPU does not show."""
+
+    _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell"})
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self._RECURRENT:
+            raise CaptureError(
+                f"a GPU computes {name} by cuDNN or by fused kernels, which are known only there; capture this model on the GPU"
+            )
+        if name == "ctc_loss":
+            raise CaptureError(
+                "on a GPU PyTorch asks cuDNN whether it computes a CTC loss, which no trace can; compute the loss outside the model"
+            )
+        if name == "grid_sample" and _by_cudnn(*args, **(kwargs or {})):
+            raise CaptureError(
+                "a GPU samples this grid by cuDNN, in an operator that no trace knows; call grid_sample with align_corners=False, "
+                "or inside `with torch.backends.cudnn.flags(enabled=False):`"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _by_cudnn(
+    x: torch.Tensor,
+    grid: torch.Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> bool:
+    """Whether cuDNN samples a grid (``cond_cudnn_grid_sampler`` in PyTorch), arguments as of ``grid_sample``."""
+    fits = x.dim() == 4 and x.shape[1] <= 1024 and (mode, padding_mode) == ("bilinear", "zeros")
+    single = all(t.dtype == torch.float32 for t in (x, grid)) or torch.is_autocast_enabled("cpu")
+    return bool(fits and single and align_corners and torch.backends.cudnn.enabled)

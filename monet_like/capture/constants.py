@@ -1,0 +1,244 @@
+"""Constants: tensors that a forward reads and that are no parameters, buffers or arguments of the model.
+
+Some live in the user's objects: plain attributes, lists, dicts, globals, closures, modules that are registered nowhere.
+`HeldTensors` has the tracer take these for parameters and buffers of the model, so that a step reads the very tensor that
+the user's object holds, sees what is written into it, and gives it a gradient. Others are made in the forward from numbers
+(``torch.tensor([0.485, 0.456])``): they stay in the graph as attributes, and `Constants` keeps them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..errors import CaptureError
+from .in_place import changes_its_first
+
+#: Containers nested deeper than this are not searched for constants.
+_DEPTH = 4
+#: A container, a key or position in it, and what was there.
+Place = tuple[Any, Any, Any]
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+
+
+class ConstantsFound(BaseException):
+    """Ends a trace that met tensors of the user's objects: the trace is made again with them as inputs.
+
+    No ``Exception``, because a forward may catch these. ``tries`` is how often that may happen from here on.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], tries: int) -> None:
+        super().__init__()
+        self.tensors, self.tries = tuple(tensors), tries
+
+
+def constant_name(number: int) -> str:
+    """What a program calls a constant: no name that a parameter or buffer has."""
+    return f"<constant {number}>"
+
+
+class HeldTensors(TorchFunctionMode):
+    """While a model is traced: puts the tracer's tensors in the place of those that live outside the trace.
+
+    One that is met for the first time gets a tensor without its values, so that nothing can change it, and is listed.
+
+    Args:
+        replacements: the tracer's tensors by those outside; new ones are added.
+        looking: whether to replace new ones, too.
+
+    Attributes:
+        found: the new ones.
+    """
+
+    def __init__(self, replacements: WeakTensorKeyDictionary, *, looking: bool) -> None:
+        super().__init__()
+        self.replacements, self.looking = replacements, looking
+        self.found: list[torch.Tensor] = []
+        self._depth = 0
+
+    def __enter__(self) -> HeldTensors:
+        self._depth = _dispatch_depth()
+        super().__enter__()
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = (args, dict(kwargs or {}))
+        args, kwargs = self.replaced(given)
+        if not self.looking and args and _outside(args[0]) and self._changes(func, kwargs):
+            raise foreign_memory()
+        result = func(*args, **kwargs)
+        if args and result is args[0] and args[0] is not given[0][0]:
+            return given[0][0]  # changed in place: ``self.count += 1`` leaves the attribute as it is
+        return result
+
+    def _changes(self, func: Any, kwargs: Mapping[str, Any]) -> bool:
+        changes = changes_its_first(func, kwargs) or getattr(func, "__name__", "") == "__setitem__"
+        return changes and _dispatch_depth() >= self._depth
+
+    def replaced(self, tree: Any) -> Any:
+        """``tree`` with the tracer's tensors."""
+        # Below that depth the tracer's own code calls functions, on tensors that are none of the forward's.
+        if not any(map(_outside, pytree.tree_leaves(tree))) or _dispatch_depth() < self._depth:
+            return tree
+        return pytree.tree_map(self._replacement, tree)
+
+    def _replacement(self, leaf: Any) -> Any:
+        if not _outside(leaf):
+            return leaf
+        if leaf not in self.replacements and self.looking:
+            like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+            self.replacements[leaf] = like.requires_grad_(leaf.requires_grad)
+            self.found.append(leaf)
+        return self.replacements.get(leaf, leaf)
+
+    @contextlib.contextmanager
+    def in_custom_functions(self) -> Iterator[None]:
+        """Replace the arguments of ``torch.autograd.Function.apply``, which is no function that modes see."""
+        own = torch.autograd.Function.__dict__["apply"]
+
+        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.replaced((args, kwargs))
+            return own.__get__(None, function)(*args, **kwargs)
+
+        torch.autograd.Function.apply = classmethod(apply)
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = own
+
+
+def foreign_memory() -> CaptureError:
+    """What to raise where a schedule would not change what the forward changes."""
+    return CaptureError(
+        "the forward makes a tensor of memory that is not PyTorch's, such as a NumPy array, and changes it in place; change a "
+        "clone of it"
+    )
+
+
+def _dispatch_depth() -> int:
+    return len(_get_current_dispatch_mode_stack())
+
+
+def _outside(leaf: Any) -> bool:
+    """Whether it is a tensor that the trace has not made: all of the trace's own are `FunctionalTensor`."""
+    return (
+        type(leaf) in _PLAIN_TYPES
+        and not isinstance(leaf, FunctionalTensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+    )
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants that a program reads, by name.
+
+    Attributes:
+        tensors: by the name that the program has for them.
+        places: (container, key, what was there) on the way from the model's attributes to tensors among them.
+        described: layout, dtype, device and whether it requires a gradient, of every tensor at capture.
+        model: the model they are of.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    places: tuple[Place, ...] = ()
+    described: tuple[Any, ...] = ()
+    model: weakref.ref[nn.Module] | None = None
+
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor], model: nn.Module, arguments: Iterable[Any]) -> Constants:
+        """Those of a program that was captured of ``model`` just now, called with ``arguments``."""
+        if not tensors:
+            return Constants()
+        places = tuple(_places(model, arguments, tensors.values()))
+        return Constants(dict(tensors), places, _described(tensors.values()), weakref.ref(model))
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Whether a program with these constants can be that of ``model``, which may be a copy of another."""
+        return self.model is None or self.model() is model
+
+    @property
+    def bytes(self) -> int:
+        """What they take."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
+    def hold(self) -> bool:
+        """Whether the model's attributes still hold the tensors that the program was captured with."""
+        if not self.tensors:
+            return True
+        try:
+            return (
+                all(container[key] is then for container, key, then in self.places)
+                and _described(self.tensors.values()) == self.described
+            )
+        except (LookupError, TypeError):  # one was removed
+            return False
+
+
+def _described(tensors: Any) -> tuple[Any, ...]:
+    return tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
+
+
+class _Search:
+    """Looks for places where objects hold one of some tensors."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.wanted = WeakTensorKeyDictionary()
+        for tensor in tensors:
+            self.wanted[tensor] = True
+        self.places: list[Place] = []
+        self.known: dict[int, bool] = {}  # whether a container, which is alive until the search ends, holds any
+
+    def within(self, container: Any, depth: int = _DEPTH, without: frozenset[str] = frozenset()) -> bool:
+        """Whether a container holds any, itself or in what it holds; the places are listed."""
+        if id(container) in self.known or not depth:
+            return self.known.get(id(container), False)
+        self.known[id(container)] = False
+        members = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, member in list(members):
+            if key in without:
+                continue
+            inner = members_of(member)
+            holds = (
+                member in self.wanted if isinstance(member, torch.Tensor) else inner and self.within(inner, depth - 1)
+            )
+            if holds:
+                self.places.append((container, key, member))
+                self.known[id(container)] = True
+        return self.known[id(container)]
+
+
+def members_of(member: Any) -> Any:
+    """What an object holds: itself if it is a dict, list or tuple, else its attributes; None of what is not looked into."""
+    if isinstance(member, dict | list | tuple):
+        return member
+    if isinstance(member, torch.Tensor | type | ModuleType | FunctionType | MethodType):
+        return None
+    attributes = getattr(member, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else None
+
+
+def _places(model: nn.Module, arguments: Iterable[Any], tensors: Iterable[torch.Tensor]) -> list[Place]:
+    """Where attributes of the model's modules, and of other objects that the model is given, hold one of ``tensors``."""
+    search = _Search(tensors)
+    for module in model.modules():
+        search.within(module.__dict__, without=_REGISTERED)
+    for argument in arguments:
+        if (inner := members_of(argument)) is not None:
+            search.within(inner)
+    return search.places

@@ -1,0 +1,240 @@
+"""Values that a model's step reads beside tensors, which its program has as constants: numbers, options, functions.
+
+While the model is traced, `recorder` finds where they are read from: attributes of modules, global variables, arguments.
+`Reads.change` says before every step whether all values behind these are as they were.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .objects import Attributes, Entries, Holder, Items, Slots, Variable, Variables, class_holders, same_objects
+from .traversal import Place, Same, Walk, form_of_plain
+
+MEMBERS = ("_parameters", "_buffers", "_modules")
+_ABSENT = object()
+
+
+class Change(NamedTuple):
+    """A value that is not as it was: where it is read from, such as ``self.config.alpha``, and both as text."""
+
+    path: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.path} was {self.before}, is {self.after}"
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Where a trace read values from.
+
+    Attributes:
+        names: that occur in the code that ran: of objects that are no modules, attributes of these names are looked at.
+        attributes: by the qualified name of a module of the model, the attributes that were read.
+        absent: those that it was asked for and had not.
+        others: what was read of modules that are not in the model, by identity of the module, which is kept.
+        variables: global variables, the name of their Python module, and the names of those that were read.
+        arguments: of the call, those that are no tensors.
+        late_names, late_attributes: as ``names`` and ``attributes``, of code that ran in the backward.
+    """
+
+    names: Set[str] = frozenset()
+    attributes: Mapping[str, Set[str]] = field(default_factory=dict)
+    absent: Mapping[str, Set[str]] = field(default_factory=dict)
+    others: Mapping[int, tuple[nn.Module, Set[str]]] = field(default_factory=dict)
+    variables: tuple[tuple[dict[str, Any], str, Set[str]], ...] = ()
+    arguments: tuple[Any, ...] = ()
+    late_names: Set[str] = frozenset()
+    late_attributes: Mapping[str, Set[str]] = field(default_factory=dict)
+
+    def walk(self, model: nn.Module) -> Walk:
+        """Everything behind them, as it is now."""
+        modules = dict(model.named_modules())
+        known = {id(module): name for name, module in modules.items()}
+        walk = Walk(self.names, known, lambda module: self.others.get(id(module), (module, None))[1])
+        for name in {**self.attributes, **self.absent}:
+            if (module := modules.get(name)) is None:
+                continue
+            path = f"self.{name}".rstrip(".")
+            walk.add(Attributes(module, module.__dict__, only=self.attributes.get(name, frozenset())), path)
+            for holder in class_holders(type(module), self.names):
+                walk.add(holder, path)
+            for attribute in self.absent.get(name, ()):
+                members = (module.__dict__, *(module.__dict__[kind] for kind in MEMBERS))
+                walk.forms[f"{path}.{attribute}"] = any(attribute in found for found in members)
+        for mapping, python_module, names in self.variables:
+            walk.add(Variables(mapping, mapping, python_module, names), python_module)
+        for position, argument in enumerate(self.arguments):
+            walk.forms[f"argument {position}"] = walk.form(argument, f"argument {position}")
+        walk.run()
+        return walk
+
+    def is_late(self, place: Place, label: Any) -> bool:
+        """Whether code that runs in the backward may read it: what a container holds, if it names what the container is in."""
+        holder = place.holder
+        if isinstance(holder, Attributes) and isinstance(holder.held, nn.Module):
+            return label in self.late_attributes.get(place.path.partition(".")[2], ())
+        if isinstance(holder, Attributes):
+            return label in self.late_names
+        if isinstance(holder, Variable):
+            return place.path.partition("(variable ")[2].partition(")")[0] in self.late_names
+        return not self.late_names.isdisjoint(re.findall(r"\w+", place.path))
+
+
+class Reads:
+    """The values behind `Roots`, as they were in ``model`` when it was traced.
+
+    Args:
+        forms: those values by path, if this is another model than was traced; default: as they are now.
+    """
+
+    def __init__(self, roots: Roots, model: nn.Module, forms: Mapping[str, Any] | None = None) -> None:
+        self.roots, self.model = roots, weakref.ref(model)
+        walk = roots.walk(model)
+        self.forms = walk.forms if forms is None else forms
+        late = bool(roots.late_names or roots.late_attributes)
+        self._all = _Compared(walk.places, roots.names, lambda place, label: True)
+        self._late = _Compared(walk.places if late else [], roots.names, roots.is_late)
+        self._known = forms is None or forms == walk.forms
+
+    def of(self, model: nn.Module) -> Reads:
+        """The same values of another model, such as a copy."""
+        return self if self.model() is model else Reads(self.roots, model, self.forms)
+
+    def change(self) -> Change | None:
+        """A value that is not as it was; None if there is none."""
+        return self._change(self._all, self.forms)
+
+    def late_change(self) -> Change | None:
+        """The same of the values that the backward reads."""
+        return self._change(self._late, self._late.paths)
+
+    def _change(self, compared: _Compared, paths: Iterable[str]) -> Change | None:
+        found = compared.look()
+        if isinstance(found, Change):
+            return found
+        model = self.model()
+        if (found and self._known) or model is None:
+            return None
+        now = Reads(self.roots, model)  # other objects, perhaps of equal values
+        for path in dict.fromkeys((*paths, *(now.forms if compared is self._all else ()))):
+            before, after = self.forms.get(path, _ABSENT), now.forms.get(path, _ABSENT)
+            if before != after:
+                return Change(path, _text(before), _text(after))
+        if compared is self._all:
+            self._all, self._late, self._known = now._all, now._late, True
+        return None
+
+
+class _Compared:
+    """Compares what places hold with what they held when this was made; nearly always all are the same objects.
+
+    Args:
+        names: see `Roots`.
+        has: whether what a place holds under a label is compared.
+
+    Attributes:
+        paths: of what is compared.
+    """
+
+    def __init__(self, places: Sequence[Place], names: Set[str], has: Callable[[Place, Any], bool]) -> None:
+        self.paths: dict[str, None] = {}
+        self._attributes: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        self._values: list[Any] = []  # of these attributes, one after the other
+        self._value_paths: list[str] = []
+        self._mappings: list[Any] = []
+        self._names: list[list[str]] = []  # of all attributes in each of these mappings
+        self._weak: list[tuple[Any, str, Same]] = []
+        self._empty: list[Any] = []
+        self._others: list[tuple[Holder, tuple[Any, ...]]] = []
+        for place in places:
+            if not isinstance(place.holder, Attributes) and not has(place, None):
+                continue
+            labels = [label for label in place.holder.contents(names) if has(place, label)]
+            self.paths.update(dict.fromkeys([place.holder.part(place.path, label) for label in labels]))
+            if labels or not isinstance(place.holder, Attributes):
+                self.paths.update(dict.fromkeys((f"{place.path}.keys()", f"len({place.path})")))
+            if isinstance(place.holder, Attributes) and not isinstance(place.holder, Slots):
+                self._add_attributes(place.holder, place.path, labels)
+            elif place.holder.compared and isinstance(place.holder, Entries | Items) and not place.holder.held:
+                self._empty.append(place.holder.held)
+            elif place.holder.compared:
+                self._others.append((place.holder, tuple(map(_kept, place.holder.flat()))))
+
+    def _add_attributes(self, holder: Attributes, path: str, labels: list[str]) -> None:
+        mapping = holder.mapping
+        strong = [label for label in labels if not isinstance(mapping[label], torch.Tensor | nn.Module)]
+        self._weak += [(mapping, label, Same(mapping[label])) for label in labels if label not in strong]
+        if strong:
+            get = itemgetter(*strong) if len(strong) > 1 else itemgetter(*strong, *strong)
+            self._attributes.append((get, mapping))
+            self._values += get(mapping)
+            self._value_paths += [holder.part(path, label) for label in strong] * (2 if len(strong) == 1 else 1)
+        if not (isinstance(holder, Variables) and isinstance(holder.held, dict)):
+            self._mappings.append(mapping)
+            self._names.append(list(mapping))
+
+    def look(self) -> bool | Change:
+        """True if all are the same objects; a change that is plain to see; False if values must be compared."""
+        if any(self._empty):
+            return False
+        try:
+            values = [value for get, mapping in self._attributes for value in get(mapping)]
+        except KeyError:  # one was deleted
+            return False
+        if not all(map(operator.is_, values, self._values)):
+            for index, (value, before) in enumerate(zip(values, self._values, strict=True)):
+                if value is before:
+                    continue
+                was, now = form_of_plain(before), form_of_plain(value)
+                if was is None or now is None:
+                    return False
+                if was != now:
+                    return Change(self._value_paths[index], _text(was), _text(now))
+                self._values[index] = value
+        if not all(map(operator.eq, map(list, self._mappings), self._names)):
+            return False
+        if any(mapping.get(name) is not same.of() for mapping, name, same in self._weak):
+            return False
+        return all(map(_as_before, self._others))
+
+
+def _kept(value: Any) -> Any:
+    """To compare it with later; tensors and modules are not kept alive."""
+    return Same(value) if isinstance(value, torch.Tensor | nn.Module) else value
+
+
+def _as_before(other: tuple[Holder, tuple[Any, ...]]) -> bool:
+    holder, before = other
+    now = holder.flat()
+    return same_objects(now, before) or (
+        len(now) == len(before)
+        and all(value is (was.of() if isinstance(was, Same) else was) for value, was in zip(now, before, strict=True))
+    )
+
+
+def _text(form: Any) -> str:
+    """What a message says of a form."""
+    if form is _ABSENT:
+        return "not there"
+    if isinstance(form, Same):
+        named = getattr(form.of(), "__name__", None)
+        return f"a {type(form.of()).__name__}" + (f" ({named})" if named else "")
+    kind, value = form[:2] if isinstance(form, tuple) and len(form) > 1 else (None, form)
+    if isinstance(kind, Same):
+        return f"a {getattr(kind.of(), '__name__', 'value')}"
+    if kind == "function":
+        return f"a function ({value.co_name})"
+    text = value if kind in (float, complex) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,311 @@
+"""Watches a trace of a model's forward and backward: what they read beside tensors, and what they set.
+
+What they set is put back: a schedule does not set it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import types
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ...errors import CaptureError
+from .objects import Attributes, Variables, class_holders, is_library
+from .reads import MEMBERS, Reads, Roots
+from .traversal import Place, Walk, form_of_plain
+
+#: Attributes of modules that the wrapper compares itself, or that PyTorch keeps about hooks.
+_NOT_READ = frozenset(
+    {*MEMBERS, "training", "_non_persistent_buffers_set", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"}
+    | {"_forward_pre_hooks_with_kwargs", "_is_full_backward_hook", "_flat_weights", "_flat_weight_refs", "__class__"}
+)
+
+#: Where a forward sees to it that Python code runs in its backward; or else that is not traced, which is slow.
+_FOR_BACKWARD = frozenset({"torch.autograd.function", "torch.autograd.graph", "torch.utils.checkpoint"})
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
+
+
+class Recorder:
+    """What a trace of ``model`` reads and sets while it is entered.
+
+    Args:
+        arguments: of the call, those that are no tensors.
+        told: gets the paths of what the forward sets.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Sequence[Any], told: MutableMapping[str, None]) -> None:
+        self.model, self.arguments, self.told = model, tuple(arguments), told
+        self.known = {id(module): name for name, module in model.named_modules()}
+        self.names: set[str] = set()
+        self.late_names: set[str] = set()
+        self.attributes: dict[str, set[str]] = {}
+        self.late_attributes: dict[str, set[str]] = {}
+        self.absent: dict[str, set[str]] = {}
+        self.others: dict[int, tuple[nn.Module, set[str]]] = {}
+        self.variables: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
+        self.in_backward = self._python_in_backward = False
+        self._codes: dict[int, types.CodeType] = {}  # entered, by identity
+        self._entered: set[int] = set()  # those that were entered in this forward, or in this backward
+        self._attributes_read: dict[int, set[str]] = {}  # likewise, by identity of a module
+        self._modules: dict[int, nn.Module] = {}
+        self._copies: list[tuple[Place, Any]] = []  # as it was before the trace
+        self._after_forward: dict[int, Any] = {}  # by position among the copies
+        self._walk = Walk(self.names, self.known, lambda module: frozenset(), self._found)
+
+    def __enter__(self) -> Recorder:
+        for module in self.model.modules():
+            self._walk.add(Attributes(module, module.__dict__, only=frozenset()), self._path(module))
+        for position, argument in enumerate(self.arguments):
+            self._walk.follow(argument, f"argument {position}")
+        self._walk.run()
+        self._tracer = sys.gettrace()
+        nn.Module.__getattribute__ = self._patched()  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.settrace(self._tracer)
+        del nn.Module.__getattribute__
+        self._put_back()
+
+    def reads(self) -> Reads:
+        """What the trace read, to be compared before every step; after it has left."""
+        roots = Roots(
+            frozenset(self.names), self.attributes, self.absent, self.others, tuple(self.variables.values()),
+            self.arguments, frozenset(self.late_names), self.late_attributes,
+        )  # fmt: skip
+        return Reads(roots, self.model)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """A call of the model: it begins with everything as it was, and what follows it is its backward.
+
+        Raises:
+            CaptureError: it draws from a generator that is not PyTorch's own.
+        """
+        if self.in_backward:
+            self.check_backward()
+        self._put_back()
+        self._begin(backward=False)
+        sys.settrace(self._trace_function(self._tracer))
+        with _Untraced() as untraced:
+            yield
+        self._python_in_backward |= untraced.hooked
+        for place, path in self._set_since(dict(enumerate(copy for _, copy in self._copies))):
+            if place.holder.drawn:
+                raise CaptureError(
+                    f"{type(self.model).__name__}.forward draws from {path}, and a schedule would not; draw outside the "
+                    "model, and pass the number as an argument"
+                )
+            self.told[path.removeprefix("self.")] = None
+        self._after_forward = {i: place.holder.copy() for i, (place, _) in enumerate(self._copies)}
+        self._begin(backward=True)
+        if not self._python_in_backward:
+            sys.settrace(self._tracer)
+
+    def _begin(self, *, backward: bool) -> None:
+        self.in_backward = backward
+        self._entered.clear()
+        self._attributes_read.clear()
+
+    def check_backward(self) -> None:
+        """Whether hooks and custom functions have set nothing in the backward.
+
+        Raises:
+            CaptureError: they have, and a schedule's backward would not.
+        """
+        since = {i: self._after_forward.get(i, copy) for i, (_, copy) in enumerate(self._copies)}
+        for _, path in self._set_since(since):
+            raise CaptureError(
+                f"a hook or a custom function of {type(self.model).__name__} sets {path} in the backward, and a schedule would "
+                "not; register the hook on the wrapper's results or on parameters, or compute it outside the model"
+            )
+
+    # What is set ----------------------------------------------------------------------------------------------
+
+    def _found(self, place: Place) -> None:
+        self._copies.append((place, place.holder.copy()))
+
+    def _set_since(self, copies: dict[int, Any]) -> Iterator[tuple[Place, str]]:
+        for index, copy in copies.items():
+            place = self._copies[index][0]
+            own = _set_by_pytorch(place.holder.held) if isinstance(place.holder.held, nn.Module) else ()
+            for path in place.holder.changed(place.path, copy):
+                if path.rpartition(".")[2] not in own:
+                    yield place, path
+
+    def _put_back(self) -> None:
+        for place, copy in self._copies:
+            place.holder.put_back(copy)
+
+    # What is read ---------------------------------------------------------------------------------------------
+
+    def _path(self, module: nn.Module) -> str:
+        name = self.known.get(id(module))
+        return type(module).__name__ if name is None else f"self.{name}".rstrip(".")
+
+    def _patched(self) -> Any:
+        own, known = object.__getattribute__, self._attributes_read
+
+        def read(module: Any, attribute: str) -> Any:
+            try:
+                value = own(module, attribute)
+            except AttributeError:
+                self._read_absent(module, own(module, "__dict__"), attribute)
+                raise
+            if (names := known.get(id(module))) is None:
+                self._modules[id(module)] = module  # one that lives no more would share its identity
+                names = known[id(module)] = set(_NOT_READ if id(module) in self.known else _NOT_READ - {"training"})
+            if attribute not in names:
+                if attribute != "__dict__":
+                    names.add(attribute)
+                self._read(module, own(module, "__dict__"), attribute, value)
+            return value
+
+        return read
+
+    def _read(self, module: Any, attributes: dict[str, Any], attribute: str, value: Any) -> None:
+        name = self.known.get(id(module))
+        if name is not None:
+            found = self.attributes.setdefault(name, set())
+            if self.in_backward:
+                self.late_attributes.setdefault(name, set()).add(attribute)
+        elif type(module).__module__ == "monet_like.capture.tracing":
+            return
+        else:
+            found = self.others.setdefault(id(module), (module, set()))[1]
+        if attribute in found:
+            return
+        if attribute in attributes:
+            found.add(attribute)
+            self._follow(value, f"{self._path(module)}.{attribute}", hooks=attribute.endswith("_hooks"))
+        elif attribute == "__dict__":
+            if not is_library(sys._getframe(2).f_globals.get("__name__")):  # a user's vars(self)
+                for each in [each for each in attributes if each not in _NOT_READ]:
+                    self._read(module, attributes, each, attributes[each])
+        elif is_library(type(module).__module__):
+            found.add(attribute)  # of the class, until the module has one
+        else:
+            found.add(attribute)
+            self._add_names({attribute})
+            for holder in class_holders(type(module), self.names):
+                self._walk.add(holder, "")
+            self._walk.run()
+
+    def _read_absent(self, module: Any, attributes: dict[str, Any], attribute: str) -> None:
+        name = self.known.get(id(module))
+        if name is not None and not any(attribute in attributes.get(kind, ()) for kind in MEMBERS):
+            self.absent.setdefault(name, set()).add(attribute)
+
+    def _follow(self, value: Any, path: str, *, hooks: bool = False) -> None:
+        if form_of_plain(value) is None and not isinstance(value, torch.Tensor | nn.Module):
+            self._walk.follow(value, path, hooks=hooks)
+
+    def _trace_function(self, others: Any) -> Any:
+        """What Python calls for every function that is entered."""
+        entered = self._entered
+
+        def alone(frame: types.FrameType, event: str, argument: Any) -> Any:
+            if id(frame.f_code) not in entered:
+                self._new_code(frame, frame.f_code)
+
+        def beside_others(frame: types.FrameType, event: str, argument: Any) -> Any:
+            alone(frame, event, argument)
+            local = others(frame, event, argument)  # a debugger, or a measure of coverage
+            if sys.gettrace() is not beside_others:
+                sys.settrace(beside_others)
+            return local
+
+        return alone if others is None else beside_others
+
+    def _new_code(self, frame: types.FrameType, code: types.CodeType) -> None:
+        python_module = frame.f_globals.get("__name__")
+        if not is_library(python_module) and _importing(frame):
+            return
+        self._codes[id(code)] = code
+        self._entered.add(id(code))
+        if is_library(python_module):
+            self._python_in_backward |= python_module in _FOR_BACKWARD
+            return
+        names = {*code.co_names, *code.co_freevars, code.co_name, *_words(code.co_consts)}
+        if self.in_backward:
+            self.late_names |= names
+        known = self.variables.get(id(frame.f_globals))
+        if known is None:
+            known = self.variables[id(frame.f_globals)] = (frame.f_globals, str(python_module), set())
+            self._walk.add(Variables(known[0], known[0], known[1], known[2]), known[1])
+        new = set(code.co_names) - known[2]
+        known[2].update(new)
+        for name in new & frame.f_globals.keys():
+            self._walk.form(frame.f_globals[name], f"{python_module}.{name}")
+        self._add_names(names)
+        self._walk.run()
+
+    def _add_names(self, names: Set[str]) -> None:
+        """Attributes of these names are read of objects that were found before, too."""
+        new = names - self.names
+        if not new:
+            return
+        self.names |= new
+        for place, _ in [*self._copies]:
+            holder = place.holder
+            if isinstance(holder, Attributes) and not isinstance(holder.held, nn.Module | dict):
+                now = holder.now()
+                found = holder.contents(new) if holder.only is None else {name: now[name] for name in new & now.keys()}
+                for name, value in found.items():
+                    self._walk.form(value, holder.part(place.path, name))
+        self._walk.run()
+
+
+class _Untraced(TorchFunctionMode):
+    """What PyTorch calls in its own functions is not looked at: Python traces slowly.
+
+    Attributes:
+        hooked: whether a hook may have been registered, which runs in the backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.hooked |= getattr(func, "__name__", "") == "register_hook" or func == _GRAD_FN
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.settrace(tracer)
+
+
+def _set_by_pytorch(module: nn.Module) -> set[str]:
+    """What weight norm, spectral norm and pruning compute before every call; and recurrent nets' lists of weights."""
+    hooks = vars(module)["_forward_pre_hooks"].values()
+    found = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) or "" for hook in hooks}
+    return found | ({"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set())
+
+
+def _words(constants: tuple[Any, ...]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            if constant.isidentifier():
+                yield constant
+        elif isinstance(constant, tuple):
+            yield from _words(constant)
+
+
+def _importing(frame: types.FrameType | None) -> bool:
+    """Whether a Python module or a class is being made, which happens once and is not undone."""
+    while frame is not None and frame.f_globals.get("__name__") != "monet_like.capture.tracing":
+        if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # no function's
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,100 @@
+"""What a forward or a backward does to tensors' places and random generators beside computing: it is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...errors import CaptureError
+
+
+@contextlib.contextmanager
+def keeping_tensors(model: nn.Module) -> Iterator[None]:
+    """For tracing: after the forward, parameters and buffers are the tensors that they were.
+
+    Raises:
+        CaptureError: the forward puts others in their place.
+    """
+    before = [(name, module, _tensors(module)) for name, module in model.named_modules()]
+    try:
+        yield
+        for name, module, tensors in before:
+            now = _tensors(module)
+            for member in {**tensors, **now}:
+                if tensors.get(member) is not now.get(member):
+                    raise CaptureError(
+                        f"{type(model).__name__}.forward assigns {f'{name}.{member}'.lstrip('.')}, and a schedule cannot; "
+                        f"write into the tensor that is there: self.{member}.copy_(...)"
+                    )
+    finally:
+        for _, module, tensors in before:
+            for members in (module._parameters, module._buffers):
+                for member in [m for m, tensor in members.items() if tensor is not tensors.get(m)]:
+                    if member in tensors:
+                        members[member] = tensors[member]
+                    else:
+                        del members[member]
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {**module._parameters, **module._buffers}
+
+
+@contextlib.contextmanager
+def keeping_generators(who: str) -> Iterator[None]:
+    """For tracing: Python's, NumPy's and PyTorch's own random generators are neither drawn from, but for PyTorch's, nor seeded.
+
+    Args:
+        who: does it, for the message.
+
+    Raises:
+        CaptureError: they are: then every step of a schedule would have the numbers of the trace.
+    """
+    before = [(what, state, state()) for what, state in _generators()]
+    with _generator_unset(who):
+        yield
+    for what, state, then in before:
+        if state() != then:
+            raise _refused(who, what)
+
+
+def _refused(who: str, what: str) -> CaptureError:
+    return CaptureError(
+        f"{who} {what}, and a schedule would not; draw random numbers with PyTorch's functions and "
+        "as its generator stands, or outside the model, and pass them as arguments"
+    )
+
+
+@contextlib.contextmanager
+def _generator_unset(who: str) -> Iterator[None]:
+    """Without ``set_rng_state``, which ``fork_rng`` calls, too."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise _refused(who, "sets the state of PyTorch's random generator")
+
+    own = torch.random.set_rng_state
+    torch.random.set_rng_state = torch.set_rng_state = refuse
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state = torch.set_rng_state = own
+
+
+def _generators() -> Iterator[tuple[str, Callable[[], object]]]:
+    """What changes the state of each generator, and how to read it."""
+    yield "seeds PyTorch's random generator", _torch_state
+    yield "draws Python's random numbers", random.getstate
+    if "numpy" in sys.modules:
+        yield "draws NumPy's random numbers", lambda: repr(sys.modules["numpy"].random.get_state())
+
+
+def _torch_state() -> bytes:
+    with _disable_current_modes():
+        return torch.get_rng_state().numpy().tobytes()

@@ -1,0 +1,297 @@
+"""Commands that answer questions about a model and memory: compare, pareto, smallest."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..compiler.pipeline import Prepared, Request, plan_for
+from ..compiler.problem import Problem, read_problem
+from ..errors import MonetError, UsageError
+from ..ir.simulate import Report
+from ..plan import STRATEGIES
+from ..plan.budgets import Point, pareto, seconds_per_gigabyte, smallest_budget
+from ..plan.strategies import check_strategy
+from ..units import format_bytes, format_seconds, parse_bytes
+from .solve import prepare_with, profile_path, read_profile
+from .terminal import Terminal, aligned_table, check_results, draw, write_table
+
+
+def _prepared(terminal: Terminal, profile_file: Path | None, options: dict[str, Any]) -> tuple[Problem, Prepared]:
+    """Read the arguments, capture and profile."""
+    problem = read_problem(budget="1", **options)
+    store = profile_file or profile_path(problem)
+    profile = read_profile(store)
+    with terminal.progress() as progress:
+        return problem, prepare_with(profile, store, problem, progress)
+
+
+#: Budgets of a front.
+MOST_POINTS = 1000
+
+
+def read_budgets(text: str, plain_peak_bytes: int) -> list[int]:
+    """``10,8,6.5`` in GB, or ``80%,50%`` of plain PyTorch's peak.
+
+    Raises:
+        UsageError: not such a list.
+    """
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if part.endswith("%"):
+            try:
+                share = float(part[:-1])
+            except ValueError:
+                raise UsageError(f"budget {part!r} is no percentage; give such as 50%") from None
+            if not 0 < share <= 1000:
+                raise UsageError(f"budget {part!r} must be more than 0 %")
+            found.append(int(plain_peak_bytes * share / 100))
+        else:
+            found.append(parse_bytes(part))
+    if not found:
+        raise UsageError(f"budgets {text!r} must be a list such as 10,8,6 or 80%,50%")
+    return found
+
+
+@dataclass(frozen=True)
+class StrategyPoint:
+    """What a strategy found for a budget; ``report`` is None where nothing fits."""
+
+    strategy: str
+    budget_bytes: int
+    report: Report | None
+    planning_seconds: float
+
+
+def strategy_points(
+    ready: Prepared,
+    request: Request,
+    names: Sequence[str],
+    budgets_bytes: Sequence[int],
+    progress: Callable[[str, str, int, int], None],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[StrategyPoint]:
+    """Every strategy at every budget, by one simulator.
+
+    Args:
+        progress: called with a stage's name, what is done, how many are done and how many there are.
+        options: for some strategies, further options.
+    """
+    found = []
+    for done, (name, limit) in enumerate(itertools.product(names, budgets_bytes)):
+        progress("plan", f"{name} at {format_bytes(limit)}", done, len(names) * len(budgets_bytes))
+        started = time.monotonic()
+        try:
+            report = plan_for(ready, request, limit, strategy=name, **(options or {}).get(name, {})).report
+        except MonetError:
+            report = None
+        found.append(StrategyPoint(name, limit, report, time.monotonic() - started))
+    return found
+
+
+def compare(
+    *,
+    budgets: str,
+    strategies: str,
+    profile_file: Path | None,
+    csv_file: Path | None,
+    plot: Path | None,
+    terminal: Terminal | None = None,
+    **options: Any,
+) -> None:
+    """Every strategy at every budget, by one simulator."""
+    terminal = terminal or Terminal()
+    names = [name.strip() for name in strategies.split(",") if name.strip()] if strategies else list(STRATEGIES)
+    for name in names:
+        check_strategy(name)
+    check_results(plot, csv_file)
+    problem, ready = _prepared(terminal, profile_file, options)
+    limits = sorted(read_budgets(budgets, ready.plain.peak_bytes), reverse=True)
+    console, request = terminal.console, problem.request
+    console.print(_title(problem, ready))
+    with terminal.progress() as progress:
+        points = strategy_points(ready, request, names, limits, progress.at)
+    table = aligned_table("strategy", *(format_bytes(limit) for limit in limits))
+    rows: list[list[Any]] = []
+    for name in names:
+        cells = []
+        for point in (point for point in points if point.strategy == name):
+            report, took = point.report, f"{point.planning_seconds:.2f}"
+            if report is None:
+                cells.append("-")
+                rows.append([name, point.budget_bytes, "", "", took])
+            else:
+                cells.append(_relative(report.seconds, ready))
+                rows.append([name, point.budget_bytes, report.peak_bytes, repr(report.seconds), took])
+        table.add_row(name, *cells)
+    console.print(table)
+    console.print("step time against plain PyTorch; -: no schedule that fits", soft_wrap=True)
+    write_table(console, csv_file, ["strategy", "budget_bytes", "peak_bytes", "seconds", "planning_seconds"], rows)
+    found = [
+        {
+            "strategy": point.strategy,
+            "budget_bytes": point.budget_bytes,
+            "peak_bytes": point.report.peak_bytes if point.report else None,
+            "seconds": point.report.seconds if point.report else None,
+            "planning_seconds": point.planning_seconds,
+        }
+        for point in points
+    ]
+    terminal.result({**_described(problem, ready), "points": found})
+    fronts = {name: [(row[1] / 2**30, float(row[3])) for row in rows if row[0] == name and row[3]] for name in names}
+    _draw(terminal, plot, fronts, problem, ready)
+
+
+def front(
+    *,
+    points: int,
+    budgets: str,
+    profile_file: Path | None,
+    csv_file: Path | None,
+    plot: Path | None,
+    terminal: Terminal | None = None,
+    **options: Any,
+) -> None:
+    """The time-memory front, and what each further GB buys."""
+    terminal = terminal or Terminal()
+    if points < 2:
+        raise UsageError(f"--points {points} must be at least 2")
+    if points > MOST_POINTS:
+        raise UsageError(f"--points must be at most {MOST_POINTS}, each of which is a plan; give fewer, or --budgets")
+    check_results(plot, csv_file)
+    problem, ready = _prepared(terminal, profile_file, options)
+    program, costs, request = ready.captured.program, ready.costs, problem.request
+    console = terminal.console
+    start = None
+    if budgets:
+        limits = read_budgets(budgets, ready.plain.peak_bytes)
+    else:
+        smallest = smallest_budget(
+            program, costs, extra_bytes=ready.extra_bytes, solver=request.solver, time_limit_seconds=5.0
+        )
+        start, least, most = smallest.schedule, smallest.report.peak_bytes, ready.plain.peak_bytes
+        limits = [least + (most - least) * k // (points - 1) for k in range(points)]
+    with terminal.progress() as progress:
+        found = pareto(
+            program,
+            costs,
+            limits,
+            extra_bytes=ready.extra_bytes,
+            solver=request.solver,
+            time_limit_seconds=request.time_limit_seconds,
+            gap=request.gap,
+            start=start,
+            progress=lambda done, total: progress.at("plan", format_bytes(sorted(limits)[done]), done, total),
+        )
+    console.print(_title(problem, ready))
+    table = aligned_table("budget", "peak", "step", "overhead", "gap", "1 GB more saves")
+    rows: list[list[Any]] = []
+    for point, saved in zip(found, seconds_per_gigabyte(found), strict=True):
+        if point.plan is None:
+            table.add_row(format_bytes(point.budget_bytes), "-", "-", "-", "-", "-")
+            continue
+        report = point.plan.report
+        table.add_row(
+            format_bytes(point.budget_bytes),
+            format_bytes(report.peak_bytes),
+            format_seconds(report.seconds),
+            _relative(report.seconds, ready),
+            _gap(point),
+            "" if saved is None else format_seconds(saved),
+        )
+        rows.append([point.budget_bytes, report.peak_bytes, repr(report.seconds), repr(point.plan.bound_seconds)])
+    console.print(table)
+    write_table(console, csv_file, ["budget_bytes", "peak_bytes", "seconds", "bound_seconds"], rows)
+    listed = [
+        {
+            "budget_bytes": point.budget_bytes,
+            "peak_bytes": point.plan.report.peak_bytes if point.plan else None,
+            "seconds": point.plan.report.seconds if point.plan else None,
+            "bound_seconds": point.plan.bound_seconds if point.plan and point.plan.bound_kind != "none" else None,
+            "seconds_saved_per_gigabyte": saved,
+        }
+        for point, saved in zip(found, seconds_per_gigabyte(found), strict=True)
+    ]
+    terminal.result({**_described(problem, ready), "points": listed})
+    _draw(terminal, plot, {"monet_like": [(row[0] / 2**30, float(row[2])) for row in rows]}, problem, ready)
+
+
+def _gap(point: Point) -> str:
+    assert point.plan is not None
+    if point.plan.bound_kind == "none":
+        return "no bound"
+    return f"{100 * point.plan.gap:.1f} %" + ("" if point.plan.bound_kind == "unrestricted" else " restricted")
+
+
+def smallest(*, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> None:
+    """The smallest budget that is feasible, from both sides."""
+    terminal = terminal or Terminal()
+    problem, ready = _prepared(terminal, profile_file, options)
+    request = problem.request
+    found = smallest_budget(
+        ready.captured.program,
+        ready.costs,
+        extra_bytes=ready.extra_bytes,
+        solver=request.solver,
+        time_limit_seconds=request.time_limit_seconds,
+    )
+    console = terminal.console
+    console.print(_title(problem, ready))
+    table = aligned_table()
+    table.add_row(
+        "smallest found", f"{format_bytes(found.report.peak_bytes)} ({found.report.peak_bytes} bytes), at {found.step}"
+    )
+    table.add_row("its step", f"{format_seconds(found.report.seconds)}")
+    table.add_row("proven minimum", f"not below {format_bytes(found.proven_bytes)} ({found.proven_bytes} bytes)")
+    console.print(table)
+    terminal.result(
+        {
+            **_described(problem, ready),
+            "peak_bytes": found.report.peak_bytes,
+            "seconds": found.report.seconds,
+            "proven_bytes": found.proven_bytes,
+            "peak_step": found.step,
+        }
+    )
+
+
+def _described(problem: Problem, ready: Prepared) -> dict[str, Any]:
+    """What was asked about, for programs."""
+    return {
+        "model": problem.request.expression,
+        "batch": problem.request.batch,
+        "mode": problem.request.mode,
+        "device": ready.profile.device,
+        "plain_peak_bytes": ready.plain.peak_bytes,
+        "plain_seconds": ready.plain.seconds,
+    }
+
+
+def _title(problem: Problem, ready: Prepared) -> str:
+    plain = ready.plain
+    return (
+        f"{problem.request.expression}, batch {problem.request.batch}, {problem.request.mode}; plain PyTorch: "
+        f"{format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)} ({ready.profile.device})"
+    )
+
+
+def _relative(seconds: float, ready: Prepared) -> str:
+    plain = ready.plain.seconds
+    return f"{100 * (seconds / plain - 1):+.1f} %" if plain else "-"  # a profile may say that nothing takes time
+
+
+def _draw(
+    terminal: Terminal,
+    path: Path | None,
+    fronts: dict[str, list[tuple[float, float]]],
+    problem: Problem,
+    ready: Prepared,
+) -> None:
+    """Step time over memory, a line for each front."""
+    plain = ready.plain.peak_bytes / 2**30, ready.plain.seconds
+    labels = "memory budget, GB", "step, predicted seconds"
+    draw(terminal.console, path, _title(problem, ready), fronts, labels, {"plain PyTorch": plain})

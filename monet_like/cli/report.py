@@ -1,0 +1,179 @@
+"""The report command: from a schedule file to a page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..capture.precision import autocast_as
+from ..compiler.pipeline import Prepared, captured_for, with_workspaces_of
+from ..compiler.problem import Problem, read_problem
+from ..errors import UsageError
+from ..files import check_writable, write_atomically
+from ..ir.schedule_file import ScheduleRecord
+from ..models import is_registered
+from ..plan import STRATEGIES
+from ..profile.cublas import multiplies
+from ..profile.profiler import device_name
+from ..profile.roofline import DEVICES
+from ..replay.verify import real_example
+from ..replay.wrapper import check_program, example_of
+from ..report.charts import Fronts
+from ..report.figures import course, plain_course
+from ..report.live import live_step
+from ..report.page import Figures, charts, numbers, page, pictures, vega
+from ..units import format_bytes, format_seconds
+from .compare import strategy_points
+from .solve import prepare_with, profile_path, read_profile
+from .terminal import Terminal, aligned_table
+
+#: Budgets of the front, in parts of plain PyTorch's peak.
+_SHARES = (1.0, 0.75, 0.5, 0.3)
+#: What the quick front leaves out, and how little it searches.
+_SLOW = ("milp", "checkmate")
+_QUICK = {"heuristic": {"evaluations": 5000}}
+
+
+def report(
+    *,
+    file: Path,
+    model: str | None,
+    out: Path | None,
+    png: bool,
+    front: str,
+    live: bool,
+    device: str,
+    profile_file: Path | None,
+    time_limit: float,
+    terminal: Terminal | None = None,
+) -> Figures:
+    """Capture the model that a schedule file is of, find what either step does, and write the page.
+
+    Raises:
+        UsageError: an argument is wrong, or the model must be named.
+        ScheduleFileError: the file is unreadable, or of another program.
+    """
+    vega()  # said before anything takes time
+    terminal = terminal or Terminal()
+    path = out or file.with_suffix(".html")
+    record = ScheduleRecord.load(file)
+    check_writable(path)
+    problem = problem_of(record, model, device, time_limit)
+    store = profile_file or _profile_of(record, problem)
+    profile = read_profile(store)
+    with terminal.progress() as progress:
+        captured = captured_for(problem.request, problem.request.example)
+        program = captured.program
+        check_program(record, captured, problem.request.expression, problem.device)
+        ready = with_workspaces_of(record, prepare_with(profile, store, problem, progress, captured))
+        by_plain = record.cublas_bytes if multiplies(captured.plain.every_task()) else 0
+        figures = Figures(
+            record,
+            plain_course(captured, ready.costs, record.optimizer_bytes + by_plain, by_plain),
+            course(captured, program, record.schedule, ready.costs, ready.extra_bytes, ready.cublas_bytes),
+            ready.profile.device,
+            _fronts(ready, problem, record, front, progress.at) if front != "off" else {},
+        )
+        if live:
+            progress.at("step", "measured")
+            with autocast_as(record.autocast, problem.device):
+                found = live_step(
+                    problem.request.model, captured, record.schedule, real_example(problem), ready.extra_bytes,
+                    device_name(problem.device),
+                )  # fmt: skip
+            figures = replace(figures, live=found)
+        progress.at("draw")
+        specs = charts(figures)
+        write_atomically(path, page(figures, specs).encode())
+        drawn = {path.with_name(f"{path.stem}_{n}.png"): data for n, data in (pictures(specs) if png else {}).items()}
+        for picture, data in drawn.items():
+            write_atomically(picture, data)
+    _show(terminal, figures, path, list(drawn))
+    return figures
+
+
+def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limit: float) -> Problem:
+    """What a schedule was solved for, to be captured again.
+
+    Args:
+        model: MODEL as the user typed it; None: as the file says, if building that runs no code but torchvision's or ours.
+
+    Raises:
+        UsageError: the model must be named by the user, or an argument is wrong.
+    """
+    if model is None and not is_registered(record.model):
+        raise UsageError(
+            f"the schedule is of {record.model!r}, and what a file names is not run unseen; if that is your model, say so: "
+            "--model MODEL, such as --model path/to/file.py:make_model"
+        )
+    floating = [i.dtype for i in record.inputs if "float" in i.dtype]
+    shape = record.inputs[0].shape if record.inputs else ()
+    problem = read_problem(
+        model=model or record.model,
+        batch=str(shape[0] if shape else 1),
+        budget=f"{max(record.budget_bytes, 1)} B",
+        mode=record.mode,
+        solver="HIGHS",
+        device=device,
+        dtype=floating[0] if floating else "float32",
+        input_shape=None,
+        time_limit=time_limit,
+        ablation=record.ablation,
+        optimizer=record.optimizer,
+        autocast=record.autocast,
+        channels_last=record.layout == "channels_last",
+        processes=record.counts.get("processes"),
+    )
+    own_inputs = hasattr(problem.spec.source, "make_inputs")
+    example = problem.request.example if own_inputs else example_of(record, problem.device)
+    return replace(problem, request=replace(problem.request, example=example, made_last=record.made_last))
+
+
+def _profile_of(record: ScheduleRecord, problem: Problem) -> Path:
+    """The rates that a schedule was planned with, or else where solve keeps the model's profile on this device."""
+    kind, _, name = record.device.partition(":")
+    return Path(record.device) if kind == "roofline" and name in DEVICES else profile_path(problem)
+
+
+def _fronts(ready: Prepared, problem: Problem, record: ScheduleRecord, kind: str, progress: Any) -> Fronts:
+    """What the strategies find at some budgets and at the schedule's own; ``store_all`` is plain PyTorch's own point."""
+    names = [name for name in STRATEGIES if name != "store_all" and (kind == "full" or name not in _SLOW)]
+    limits = sorted({*(int(share * ready.plain.peak_bytes) for share in _SHARES), record.budget_bytes}, reverse=True)
+    points = strategy_points(
+        ready, problem.request, names, limits, progress, options=_QUICK if kind == "quick" else None
+    )
+    found: dict[str, list[tuple[int, float]]] = {}
+    for point in points:
+        if point.report is not None:
+            line = found.setdefault(point.strategy, [])
+            here = point.report.peak_bytes, point.report.seconds
+            if here not in line:
+                line.append(here)
+    return found
+
+
+def _show(terminal: Terminal, figures: Figures, path: Path, drawn: list[Path]) -> None:
+    """The same few numbers in the terminal."""
+    console, plain, ours = terminal.console, figures.plain, figures.ours
+    console.print(f"{figures.record.model}, budget {format_bytes(figures.record.budget_bytes)} ({figures.device})")
+    table = aligned_table("", "peak", "kept", "step", "of that again")
+    for name, found in (("plain PyTorch", plain), ("this schedule", ours)):
+        again = sum(run.seconds for run in found.runs if run.again)
+        table.add_row(
+            name,
+            format_bytes(found.peak.total_bytes),
+            format_bytes(found.kept_bytes),
+            format_seconds(found.seconds),
+            format_seconds(again) if again else "",
+        )
+    if figures.live is not None:
+        table.add_row("this schedule, measured", format_bytes(max(figures.live.bytes)), "", "", "")
+    console.print(table)
+    if ours.peak.total_bytes != figures.record.peak_bytes:
+        console.print(
+            f"the file predicts a peak of {format_bytes(figures.record.peak_bytes)}, by costs of {figures.record.device}"
+        )
+    for written in (path, *drawn):
+        console.print(f"wrote {written}", soft_wrap=True)
+    terminal.result({**numbers(figures), "page": str(path), "pictures": [str(picture) for picture in drawn]})

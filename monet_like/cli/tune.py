@@ -1,0 +1,410 @@
+"""Commands about batches: the largest that fits, and the one with the highest throughput."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from ..capture.precision import autocast_as
+from ..compiler.pipeline import Example, default_names, make_record, plan_for
+from ..compiler.problem import Problem, parse_batch, read_problem
+from ..errors import MonetError, UsageError
+from ..ir.profile_file import Profile
+from ..ir.simulate import Report, simulate
+from ..plan import Plan
+from ..plan.budgets import fits
+from ..profile.roofline import DeviceLimits
+from ..replay.verify import real_example, step_peak, step_seconds
+from ..replay.wrapper import ScheduleWrapper
+from ..units import format_bytes, format_seconds
+from .batch_search import Batches
+from .solve import SOLUTIONS, profile_path, read_profile
+from .terminal import Terminal, aligned_table, check_results, draw, write_table
+
+#: Largest batch that is tried.
+MOST_BATCH = 1 << 20
+#: Batches below the largest that fits divided by this are tried only if the best one turns out to be there.
+SPAN = 16
+#: How often the batches beside the best one are tried.
+REFINEMENTS = 3
+
+
+def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> int:
+    """The largest batch for which the search finds a schedule within a budget: doubling, then halving the step."""
+    options["batch"] = "1"
+    limits = read_profile(profile_file) if profile_file is not None else None
+    if not isinstance(limits, DeviceLimits):
+        raise UsageError("largest-batch needs --profile roofline:DEVICE: measuring at every batch would take too long")
+    problem = read_problem(budget=budget, **options)
+    terminal = terminal or Terminal()
+    batches, console = Batches(problem, limits), terminal.console
+    tried: dict[int, bool] = {}
+
+    def fitting(batch: int) -> bool:
+        if batch not in tried:
+            ready = batches.prepared(batch)
+            found = fits(ready.captured.program, ready.costs, problem.budget_bytes, extra_bytes=ready.extra_bytes)
+            tried[batch] = found is not None
+            plain = "fits" if ready.plain.peak_bytes <= problem.budget_bytes else "does not"
+            console.print(f"batch {batch}: {'fits' if found else 'does not fit'} (plain PyTorch {plain})")
+        return tried[batch]
+
+    low = _largest_power(fitting, problem.budget_bytes)
+    step = low // 2
+    while step:
+        if fitting(low + step):
+            low += step
+        step //= 2
+    console.print(f"largest batch found: {low}")
+    terminal.result({"model": problem.request.expression, "budget_bytes": problem.budget_bytes, "batch": low})
+    return low
+
+
+def _largest_power(fitting: Callable[[int], bool], budget_bytes: int) -> int:
+    """The largest power of two that fits.
+
+    Raises:
+        UsageError: not even a batch of 1 does.
+    """
+    if not fitting(1):
+        raise UsageError(f"not even a batch of 1 fits into {format_bytes(budget_bytes)}")
+    low = 1
+    while low < MOST_BATCH and fitting(2 * low):
+        low *= 2
+    return low
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One batch: plain PyTorch's report, and that of the schedule found for it (None: none fits)."""
+
+    batch: int
+    plain: Report
+    report: Report | None
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of the schedule; 0 without one."""
+        return self.batch / self.report.seconds if self.report is not None and self.report.seconds else 0.0
+
+    def plain_throughput(self, budget_bytes: int) -> float:
+        """Samples per second of plain PyTorch; 0 where it does not fit."""
+        fitting = self.plain.peak_bytes <= budget_bytes and self.plain.seconds
+        return self.batch / self.plain.seconds if fitting else 0.0
+
+
+class Tuner:
+    """Tries batches, quickly."""
+
+    def __init__(self, batches: Batches, say: Callable[[str], None]) -> None:
+        self.batches, self.budget_bytes, self.say = batches, batches.problem.budget_bytes, say
+        self.trials: dict[int, Trial] = {}
+
+    def trial(self, batch: int) -> Trial:
+        """The local search's plan for one batch."""
+        if batch not in self.trials:
+            self.say(f"batch {batch}: plan")
+            ready = self.batches.prepared(batch)
+            program, costs, extra = ready.captured.program, ready.costs, ready.extra_bytes
+            found = fits(program, costs, self.budget_bytes, extra_bytes=extra)
+            report = simulate(program, found, costs, extra_bytes=extra) if found is not None else None
+            self.trials[batch] = Trial(batch, ready.plain, report)
+        return self.trials[batch]
+
+    def most(self) -> int:
+        """The largest power of two that fits, workspaces left out."""
+
+        def fitting(batch: int) -> bool:
+            self.say(f"batch {batch}: does it fit")
+            program, costs = self.batches.captured(batch).program, self.batches.estimated(batch)
+            return fits(program, costs, self.budget_bytes, extra_bytes=self.batches.extra_bytes(batch)) is not None
+
+        return _largest_power(fitting, self.budget_bytes)
+
+    def search(self, most: int) -> None:
+        """Powers of two up to ``most`` and one beyond, then around the best, again and again."""
+        batch = 2 * most
+        while batch >= max(1, most // SPAN):
+            self.trial(batch)
+            batch //= 2
+        for _ in range(REFINEMENTS):
+            best = self.ranked()[0].batch if self.ranked() else 1
+            below = max((b for b in self.trials if b < best), default=0)
+            above = min((b for b in self.trials if b > best), default=best)
+            for batch in {_between(below, best), _between(best, above)} - {0}:
+                self.trial(batch)
+
+    def try_plain(self) -> None:
+        """The largest batch that plain PyTorch can do: its peak grows in proportion."""
+        known = sorted(self.trials.values(), key=lambda trial: trial.batch)
+        if len(known) > 1:
+            near, far = known[0], known[-1]
+            slope = (far.plain.peak_bytes - near.plain.peak_bytes) / (far.batch - near.batch)
+            largest = int(near.batch + (self.budget_bytes - near.plain.peak_bytes) / slope) if slope > 0 else 0
+            if largest >= 1:
+                self.trial(largest)
+
+    def plain_best(self) -> Trial | None:
+        """The batch tried at which plain PyTorch is best; None if it fits at none."""
+        best = max(self.trials.values(), key=lambda trial: trial.plain_throughput(self.budget_bytes))
+        return best if best.plain_throughput(self.budget_bytes) else None
+
+    def ranked(self) -> list[Trial]:
+        """Trials that fit, the highest throughput first."""
+        return sorted((t for t in self.trials.values() if t.throughput), key=lambda t: -t.throughput)
+
+
+def _between(low: int, high: int) -> int:
+    """A batch in the middle, a multiple of eight where there is room; 0 if there is none."""
+    middle = (low + high) // 2
+    middle -= middle % 8 if high - low >= 16 else 0
+    return middle if low < middle < high else 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One of the best batches: planned in full, and perhaps measured."""
+
+    batch: int
+    plan: Plan
+    measured_seconds: float | None = None
+    measured_bytes: int | None = None
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second, measured if they were."""
+        return self.batch / (self.measured_seconds or self.plan.report.seconds)
+
+
+def tune(
+    *,
+    budget: str,
+    batches: str,
+    best: int,
+    steps: int,
+    profile_file: Path | None,
+    csv_file: Path | None,
+    plot: Path | None,
+    out: Path | None,
+    terminal: Terminal | None = None,
+    **options: Any,
+) -> Candidate:
+    """The batch and schedule with the highest throughput within a budget; writes the schedule file."""
+    listed = sorted({parse_batch(part.strip()) for part in batches.split(",") if part.strip()})
+    if best < 1 or steps < 0:
+        raise UsageError(f"--best {best} must be at least 1 and --steps {steps} at least 0")
+    check_results(plot, csv_file, out)
+    problem = read_problem(budget=budget, batch=str(listed[-1]) if listed else "1", **options)
+    store = profile_file or profile_path(problem, "batches")
+    profile = read_profile(store)
+    limits = profile if isinstance(profile, DeviceLimits) else None
+    terminal = terminal or Terminal()
+    console = terminal.console
+    with terminal.progress() as progress:
+
+        def say(what: str, done: int | None = None, total: int | None = None) -> None:
+            progress.at("tune", what, done, total)
+
+        family = Batches(problem, limits)
+        tuner = Tuner(family, say)
+        most = listed[-1] if listed else tuner.most()
+        measured = profile if isinstance(profile, Profile) else None
+        family.measure(
+            most, measured, lambda found: found.save(store), lambda *news: say(f"profile {news[0]}", *news[1:])
+        )
+        if listed:
+            for batch in listed:
+                tuner.trial(batch)
+        else:
+            tuner.search(most)
+            tuner.try_plain()
+        plain = tuner.plain_best()
+        chosen = tuner.ranked()[:best]
+        if not chosen:
+            raise UsageError(
+                f"none of the batches {', '.join(map(str, sorted(tuner.trials)))} fits into {format_bytes(problem.budget_bytes)}"
+            )
+        candidates = _planned(family, chosen, say)
+        plain_seconds = None
+        if limits is None and steps:
+            say("measure")
+            candidates, plain_seconds = _measured(family, candidates, plain, steps, say)
+    winner = max(candidates, key=lambda candidate: candidate.throughput)
+    _show(console, problem, family, tuner, plain, plain_seconds, candidates, winner)
+    request, ready = family.request(winner.batch), family.prepared(winner.batch)
+    path = out or default_names(problem.spec.name, request, problem.budget_bytes, SOLUTIONS)
+    make_record(request, ready, winner.plan, problem.budget_bytes).save(path)
+    console.print(f"wrote {path}", soft_wrap=True)
+    terminal.result(_described(problem, tuner, plain, plain_seconds, winner, path))
+    star = (plain.batch, plain.batch / plain_seconds) if plain is not None and plain_seconds else None
+    _write(console, csv_file, plot, problem, tuner, {c.batch: c for c in candidates}, star)
+    return winner
+
+
+def _described(
+    problem: Problem,
+    tuner: Tuner,
+    plain: Trial | None,
+    plain_seconds: float | None,
+    winner: Candidate,
+    path: Path,
+) -> dict[str, Any]:
+    """What was found, for programs."""
+    limit, rate = problem.budget_bytes, None
+    if plain is not None:
+        rate = plain.batch / plain_seconds if plain_seconds else plain.plain_throughput(limit)
+    return {
+        "model": problem.request.expression,
+        "mode": problem.request.mode,
+        "budget_bytes": limit,
+        "batch": winner.batch,
+        "peak_bytes": winner.plan.report.peak_bytes,
+        "seconds": winner.plan.report.seconds,
+        "measured_seconds": winner.measured_seconds,
+        "measured_bytes": winner.measured_bytes,
+        "samples_per_second": winner.throughput,
+        "plain_batch": plain.batch if plain else None,
+        "plain_samples_per_second": rate,
+        "tried": {batch: trial.throughput for batch, trial in sorted(tuner.trials.items())},
+        "schedule_file": str(path),
+    }
+
+
+def _planned(family: Batches, chosen: Iterable[Trial], say: Callable[[str], None]) -> list[Candidate]:
+    """The integer program's plans; where it finds none, the local search's."""
+    found = []
+    for trial in chosen:
+        request, ready = family.request(trial.batch), family.prepared(trial.batch)
+
+        def news(line: str, batch: int = trial.batch) -> None:
+            say(f"batch {batch}: {line}")
+
+        try:
+            plan = plan_for(ready, request, family.problem.budget_bytes, progress=news)
+        except MonetError:
+            plan = plan_for(ready, request, family.problem.budget_bytes, strategy="heuristic")
+        found.append(Candidate(trial.batch, plan))
+    return found
+
+
+def _measured(
+    family: Batches, candidates: list[Candidate], plain: Trial | None, steps: int, say: Callable[[str], None]
+) -> tuple[list[Candidate], float | None]:
+    """Real steps of every candidate and of plain PyTorch at its best batch, taking turns."""
+    problem = family.problem
+    model = problem.spec.module
+    runs: list[tuple[nn.Module, Example]] = []
+    peaks = []
+    for candidate in candidates:
+        request, ready = family.request(candidate.batch), family.prepared(candidate.batch)
+        record = make_record(request, ready, candidate.plan, problem.budget_bytes)
+        wrapped = ScheduleWrapper(model, record, example=request.example, captured=ready.captured)
+        example = real_example(replace(problem, request=request))
+        say(f"batch {candidate.batch}: measure")
+        with autocast_as(problem.request.autocast, problem.device):
+            peaks.append(step_peak(wrapped, example, problem.device) + record.extra_bytes)
+        runs.append((wrapped, example))
+    if plain is not None:
+        runs.append((model, real_example(replace(problem, request=family.request(plain.batch)))))
+    with autocast_as(problem.request.autocast, problem.device):
+        seconds = step_seconds(runs, problem.device, steps)
+    found = [
+        replace(candidate, measured_seconds=time, measured_bytes=peak)
+        for candidate, time, peak in zip(candidates, seconds, peaks, strict=False)
+    ]
+    return found, seconds[-1] if plain is not None else None
+
+
+def _show(
+    console: Console,
+    problem: Problem,
+    family: Batches,
+    tuner: Tuner,
+    plain: Trial | None,
+    plain_seconds: float | None,
+    candidates: list[Candidate],
+    winner: Candidate,
+) -> None:
+    limit = problem.budget_bytes
+    device = family.prepared(winner.batch).profile.device
+    title = f"{problem.request.expression} in {format_bytes(limit)}, {problem.request.mode} ({device})"
+    console.print(title, soft_wrap=True)
+    table = aligned_table("batch", "plain peak", "peak", "overhead", "samples/s", "in full", "measured", "peak")
+    full = {candidate.batch: candidate for candidate in candidates}
+    for trial in sorted(tuner.trials.values(), key=lambda t: t.batch):
+        _add_trial(table, trial, full.get(trial.batch), trial.batch == winner.batch)
+    console.print(table)
+    console.print("-: no schedule fits; samples/s as predicted for the quick plan, for the full one, and as measured")
+    if plain is None:
+        console.print("plain PyTorch fits at none of these batches")
+    else:
+        rate = plain.batch / plain_seconds if plain_seconds else plain.plain_throughput(limit)
+        how = "measured" if plain_seconds else "predicted"
+        console.print(f"plain PyTorch at its best batch within the memory, {plain.batch}: {rate:.4g} samples/s, {how}")
+    how = "measured" if winner.measured_seconds else "predicted"
+    console.print(
+        f"best: batch {winner.batch}, {winner.throughput:.4g} samples/s {how}, a step of "
+        f"{format_seconds(winner.measured_seconds or winner.plan.report.seconds)} in {format_bytes(winner.plan.report.peak_bytes)}"
+    )
+
+
+def _add_trial(table: Table, trial: Trial, full: Candidate | None, best: bool) -> None:
+    report = full.plan.report if full else trial.report
+    table.add_row(
+        f"{trial.batch}{' *' if best else ''}",
+        format_bytes(trial.plain.peak_bytes),
+        format_bytes(report.peak_bytes) if report else "-",
+        f"{100 * (report.seconds / trial.plain.seconds - 1):+.1f} %" if report else "",
+        f"{trial.throughput:.4g}" if trial.report else "",
+        f"{full.batch / full.plan.report.seconds:.4g}" if full else "",
+        f"{full.throughput:.4g}" if full and full.measured_seconds else "",
+        format_bytes(full.measured_bytes) if full and full.measured_bytes else "",
+    )
+
+
+def _write(
+    console: Console,
+    csv_file: Path | None,
+    plot: Path | None,
+    problem: Problem,
+    tuner: Tuner,
+    full: dict[int, Candidate],
+    plain_measured: tuple[float, float] | None,
+) -> None:
+    """The figures as CSV and as a picture."""
+    trials = sorted(tuner.trials.values(), key=lambda trial: trial.batch)
+    header = [
+        "batch",
+        "plain_peak_bytes",
+        "plain_seconds",
+        "peak_bytes",
+        "seconds",
+        "measured_bytes",
+        "measured_seconds",
+    ]
+    rows = []
+    for trial in trials:
+        candidate = full.get(trial.batch)
+        report = candidate.plan.report if candidate else trial.report
+        ours = [report.peak_bytes, repr(report.seconds)] if report else ["", ""]
+        measured = [candidate.measured_bytes or "", candidate.measured_seconds or ""] if candidate else ["", ""]
+        rows.append([trial.batch, trial.plain.peak_bytes, repr(trial.plain.seconds), *ours, *measured])
+    write_table(console, csv_file, header, rows)
+    if plot is None:
+        return
+    limit = problem.budget_bytes
+    plain = [trial for trial in trials if trial.plain_throughput(limit)]
+    lines = {
+        "plain PyTorch as far as it fits, predicted": [(t.batch, t.plain_throughput(limit)) for t in plain],
+        "monet_like, predicted": [(t.batch, t.throughput) for t in trials if t.throughput],
+        "monet_like, measured": [(c.batch, c.throughput) for c in full.values() if c.measured_seconds],
+    }
+    stars = {} if plain_measured is None else {"plain PyTorch at its best, measured": plain_measured}
+    title = f"{problem.request.expression} in {format_bytes(limit)}, {problem.request.mode}"
+    draw(console, plot, title, lines, ("batch", "samples per second"), stars)

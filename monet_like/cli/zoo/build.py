@@ -1,0 +1,396 @@
+"""Making the zoo: capture each model once for each kind of device, then plan for every profile and budget.
+
+A build goes on where the last one stopped: what is there, is what the registry says and is for the program that the
+model still is, is left alone; what is for another program goes. Schedules are found by local search, counted and
+seeded (`Search.run_counted`), and files hold neither clock times nor bounds, which depend on how long a solver had: so
+with the same versions the same bytes come out again. The registry has both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ...capture.lowering import Captured
+from ...compiler.pipeline import Prepared, captured_for, make_record, prepare
+from ...compiler.problem import Problem, read_problem
+from ...errors import InfeasibleError, ScheduleFileError, UsageError
+from ...ir.profile_file import Profile
+from ...ir.program import Cost
+from ...ir.schedule_file import ScheduleRecord
+from ...ir.simulate import simulate
+from ...plan.ilp.search import Search
+from ...profile.roofline import DEVICES, ROOFLINE_VERSION, DeviceLimits
+from ...units import GIB, parse_bytes
+from ...zoo.catalogue import CATALOGUE, MODE, PROFILES, Entry
+from ...zoo.model_file import SUFFIX
+from ...zoo.registry import FILE_NAME, Listed, Refused, Registry
+
+#: Policies that the local search judges for each plan, in each of its two annealings.
+EVALUATIONS = 25_000
+#: A quarter of these seconds is for the bound.
+LIMIT_SECONDS = 40.0
+COUNTED = "counted"
+
+#: Called with words for people, files done, files in all.
+Progress = Callable[[str, int, int], None]
+
+#: What planning for one budget gives: a schedule and what is said of it, or why there is none.
+_Planned = tuple[Listed | Refused, ScheduleRecord | None]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build did: names made, found unchanged, and refused."""
+
+    made: tuple[str, ...]
+    kept: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+def build(
+    folder: Path,
+    *,
+    entries: Sequence[Entry] = CATALOGUE,
+    profiles: Sequence[str] = PROFILES,
+    again: bool = False,
+    evaluations: int = EVALUATIONS,
+    processes: int = 1,
+    progress: Progress | None = None,
+) -> Built:
+    """Make what is missing in ``folder``: a file for every model, and the registry. Both are written after every schedule.
+
+    Args:
+        entries: of the catalogue, or others.
+        profiles: names in `roofline.DEVICES`.
+        again: make what is there, too.
+        evaluations: of the local search for each plan.
+        processes: that plan at the same time; the files are the same for any number.
+        progress: told what is being done.
+
+    Raises:
+        UsageError: an unknown profile.
+    """
+    for profile in profiles:
+        if profile not in DEVICES:
+            raise UsageError(f"there is no profile {profile!r}; choose some of {', '.join(DEVICES)}")
+    registry = Registry.load(folder) if (folder / FILE_NAME).exists() else Registry(folder)
+    total = len(profiles) * sum(len(entry.budgets) for entry in entries)
+    made: list[str] = []
+    kept: list[str] = []
+    refused: list[str] = []
+
+    def tell(what: str) -> None:
+        if progress:
+            progress(what, len(made) + len(kept) + len(refused), total)
+
+    with _Planners(processes) as planners:
+        for entry in entries:
+            model, missing = _Model(entry), list[tuple[Entry, str, str, int]]()
+            for profile in profiles:
+                for budget in entry.budgets:
+                    known = None if again else model.known(registry, budget, DEVICES[profile])
+                    if known is None:
+                        missing.append((entry, profile, budget, evaluations))
+                    else:
+                        (kept if isinstance(known, Listed) else refused).append(f"{known.name}@{profile}")
+            tell(f"{entry.name} {entry.batch}: {len(missing)} to plan")
+            for found, record in planners.run(missing):
+                if isinstance(found, Listed):
+                    registry = registry.with_schedule(found, record)
+                    made.append(found.full_name)
+                else:
+                    registry = registry.with_refused(found)
+                    refused.append(f"{found.name}@{found.profile}")
+                registry.save()
+                tell(f"{found.name}@{found.profile}")
+            for profile in profiles:
+                registry = model.without_outdated(registry, DEVICES[profile])
+    tell("done")
+    return Built(tuple(made), tuple(kept), tuple(refused))
+
+
+class _Planners:
+    """So many processes that plan; with one, this one."""
+
+    def __init__(self, processes: int) -> None:
+        self.pool = ProcessPoolExecutor(processes, get_context("spawn")) if processes > 1 else None
+
+    def __enter__(self) -> _Planners:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def run(self, jobs: Sequence[tuple[Entry, str, str, int]]) -> Iterator[_Planned]:
+        """What `_plan` returns for each of ``jobs``, in the order in which they end."""
+        if self.pool is None:
+            yield from (_plan(*job) for job in jobs)
+        else:
+            yield from (future.result() for future in as_completed([self.pool.submit(_plan, *job) for job in jobs]))
+
+
+def _plan(entry: Entry, profile: str, budget: str, evaluations: int) -> _Planned:
+    return _Model(entry).plan(budget, DEVICES[profile], evaluations)
+
+
+def _budget_bytes(budget: str, plain_peak_bytes: int) -> int:
+    """Bytes; a share becomes a whole number of hundredths of a GB, which names can hold."""
+    if not budget.endswith("%"):
+        return parse_bytes(budget)
+    return int(round(float(budget[:-1]) / 100 * plain_peak_bytes / GIB, 2) * GIB)
+
+
+def roofline_source(profile: str) -> str:
+    """Where costs of a profile from datasheet rates come from: enough to compute them again."""
+    return f"roofline:{profile} version {ROOFLINE_VERSION}"
+
+
+def zoo_problem(model: str, batch: int, device: str, mode: str = MODE) -> Problem:
+    """A model of the zoo, its example inputs and the request; built without filling its weights.
+
+    Args:
+        device: ``cpu`` or ``cuda``, which need not be here.
+    """
+    with _Unfilled():
+        return read_problem(
+            model=model,
+            batch=str(batch),
+            budget="1",
+            mode=mode,
+            solver="HIGHS",
+            device=device,
+            dtype="float32",
+            input_shape=None,
+            measured=False,
+        )
+
+
+@dataclass(frozen=True)
+class _Model:
+    """One entry; captured at most once for each kind of device and priced once for each profile."""
+
+    entry: Entry
+
+    def known(self, registry: Registry, budget: str, limits: DeviceLimits) -> Listed | Refused | None:
+        """What the registry has for a budget, if its file is there and was made as it would be now."""
+        entry = self.entry
+        for row in self._rows(registry, limits):
+            if row.budget_bytes != _budget_bytes(budget, row.plain_peak_bytes) or row.fingerprint != self.fingerprint(
+                limits.device
+            ):
+                continue
+            if isinstance(row, Refused):
+                return row
+            with contextlib.suppress(ScheduleFileError):
+                made_so = row.profile_source == roofline_source(limits.name) and row.solver == COUNTED
+                if made_so and (row.model, row.mode) == (entry.model, MODE) and registry.check(registry.file_of(row)):
+                    return row
+        return None
+
+    def without_outdated(self, registry: Registry, limits: DeviceLimits) -> Registry:
+        """The registry, and the files, without what was made for a program that the model no longer is."""
+        current = self.fingerprint(limits.device)
+        outdated = [
+            row
+            for row in self._rows(registry, limits)
+            if row.fingerprint != current
+            and (isinstance(row, Refused) or (row.kind, row.model) == ("roofline", self.entry.model))
+        ]
+        if outdated:
+            registry = registry.without(outdated)
+            registry.save()
+        return registry
+
+    def _rows(self, registry: Registry, limits: DeviceLimits) -> list[Listed | Refused]:
+        """What the registry says of this entry for a profile."""
+        start = f"{self.entry.name}_{self.entry.batch}_"
+        return [row for row in registry.rows if row.name.startswith(start) and row.profile == limits.name]
+
+    def fingerprint(self, device: str) -> str:
+        return _captured(self.entry.model, self.entry.batch, device)[1].program.fingerprint
+
+    def plan(self, budget: str, limits: DeviceLimits, evaluations: int) -> _Planned:
+        """Plan for one budget."""
+        problem, ready = _prepared(self.entry.model, self.entry.batch, limits.name)
+        limit = _budget_bytes(budget, ready.plain.peak_bytes)
+        program = ready.captured.program
+        name = f"{self.entry.name}_{self.entry.batch}_{limit / GIB:.2f}"
+        search = Search(program, ready.costs, limit, solver="HIGHS", time_limit_seconds=LIMIT_SECONDS, gap=1e-3)
+        try:
+            found = search.run_counted(evaluations)
+        except InfeasibleError as error:
+            peak = ready.plain.peak_bytes
+            refused = Refused(
+                name, limits.name, limit, peak, error.proven, error.smallest_bytes, str(error), program.fingerprint
+            )
+            return refused, None
+        record = make_record(problem.request, ready, found, limit)
+        kept = {key: record.versions[key] for key in ("monet_like", "torch")}
+        proven = {name: getattr(record, name) for name in ("bound_seconds", "gap", "bound_kind")}
+        seconds = record.solve_seconds
+        unclocked: dict[str, Any] = {"solve_seconds": 0.0, "bound_seconds": None, "gap": None, "bound_kind": "none"}
+        record = replace(record, **unclocked, status="feasible", versions=kept)
+        listed = Listed(
+            name=name,
+            profile=limits.name,
+            kind="roofline",
+            profile_source=roofline_source(limits.name),
+            device=limits.device,
+            captured_there=problem.request.target is None,
+            path=f"{self.entry.name}_{self.entry.batch}{SUFFIX}",
+            solver=COUNTED,
+            solve_seconds=round(seconds, 1),
+            **proven,
+            **described(record, self.entry.batch),
+        )
+        return listed, record
+
+
+def described(record: ScheduleRecord, batch: int) -> dict[str, Any]:
+    """What a registry says of a schedule file's content."""
+    return {
+        "model": record.model,
+        "batch": batch,
+        "inputs": tuple(f"{spec.dtype}{list(spec.shape)}" for spec in record.inputs),
+        "mode": record.mode,
+        "budget_bytes": record.budget_bytes,
+        "peak_bytes": record.peak_bytes,
+        "seconds": record.seconds,
+        "plain_peak_bytes": record.plain_peak_bytes,
+        "plain_seconds": record.plain_seconds,
+        "torch": record.versions["torch"],
+        "fingerprint": record.fingerprint,
+    }
+
+
+@functools.lru_cache(maxsize=2)  # of one model, for GPUs and CPUs: a program takes tens of megabytes
+def _captured(model: str, batch: int, device: str) -> tuple[Problem, Captured]:
+    """A model's program, which all profiles of one kind of device share."""
+    problem = zoo_problem(model, batch, device)
+    return problem, captured_for(problem.request, problem.request.example)
+
+
+@functools.lru_cache(maxsize=len(PROFILES))
+def _prepared(model: str, batch: int, profile: str) -> tuple[Problem, Prepared]:
+    """A model's program with costs from a profile's datasheet rates."""
+    limits = replace(DEVICES[profile], cublas_bytes=0)  # the zoo's budgets, as MONeT's, are without what cuBLAS keeps
+    problem, captured = _captured(model, batch, limits.device)
+    return problem, prepare(problem.request, problem.device, profile=limits, captured=captured)
+
+
+def add_measured(folder: Path, path: Path, name: str, profile: str, profile_file: Path) -> Listed:
+    """Enter a schedule that was solved from a measured profile into the folder's registry.
+
+    Args:
+        path, profile_file: within ``folder``.
+        name: short, such as ``resnet50``.
+        profile: a name for the machine.
+
+    Raises:
+        UsageError: the files are elsewhere, not of one machine, or the name is that of a datasheet profile.
+    """
+    folder, path, profile_file = folder.resolve(), path.resolve(), profile_file.resolve()
+    if folder not in path.parents or folder not in profile_file.parents:
+        raise UsageError(f"{path.name} and {profile_file.name} must be in the zoo's folder, {folder}")
+    if profile in DEVICES or not re.fullmatch(r"[a-z0-9.\-]+", profile):
+        raise UsageError(f"the machine's name {profile!r} must be of a-z, 0-9, . and -, and not {', '.join(DEVICES)}")
+    record = ScheduleRecord.load(path)
+    measured = Profile.load(profile_file)
+    if measured.device != record.device:
+        raise UsageError(f"{path} was made for {record.device}, {profile_file} is of {measured.device}")
+    batch = record.inputs[0].shape[0]
+    listed = Listed(
+        name=f"{name}_{batch}_{record.budget_bytes / GIB:.2f}",
+        profile=profile,
+        kind="measured",
+        profile_source=profile_file.relative_to(folder).as_posix(),
+        device=record.device.partition(":")[0],
+        captured_there=True,
+        path=path.relative_to(folder).as_posix(),
+        solver=record.solver,
+        solve_seconds=round(record.solve_seconds, 1),
+        bound_seconds=record.bound_seconds,
+        gap=record.gap,
+        bound_kind=record.bound_kind,
+        **described(record, batch),
+    )
+    registry = Registry.load(folder) if (folder / FILE_NAME).exists() else Registry(folder)
+    registry.with_schedule(listed).save()
+    return listed
+
+
+def verify(registry: Registry, listed: Listed, *, simulated: bool = True) -> None:
+    """Check a schedule: its file's hash, that it loads, and, by capturing and simulating, that it keeps its promises.
+
+    Raises:
+        ScheduleFileError: what does not hold.
+    """
+    record = registry.record(listed)
+    if any(getattr(listed, name) != value for name, value in described(record, listed.batch).items()):
+        raise ScheduleFileError(f"{listed.path} and the registry differ in what they promise; build the zoo again")
+    if not simulated:
+        return
+    _, captured = _captured(listed.model, listed.batch, listed.device)
+    if captured.program.fingerprint != record.fingerprint:
+        raise ScheduleFileError(
+            f"{listed.full_name} was made for another program than {listed.model} is with PyTorch {torch.__version__} "
+            f"(made with {listed.torch}); build the zoo again"
+        )
+    costs = _costs(registry, listed)
+    report = simulate(captured.program, record.schedule, costs, extra_bytes=record.extra_bytes)
+    if report.peak_bytes > record.budget_bytes:
+        raise ScheduleFileError(f"{listed.full_name} takes {report.peak_bytes} bytes, more than its budget")
+    if report.peak_bytes != listed.peak_bytes or abs(report.seconds - listed.seconds) > 1e-9 * listed.seconds:
+        raise ScheduleFileError(
+            f"{listed.full_name} takes {report.peak_bytes} bytes and {report.seconds:.6f} s by {listed.profile_source}, "
+            f"the registry says {listed.peak_bytes} bytes and {listed.seconds:.6f} s; build the zoo again"
+        )
+
+
+def _costs(registry: Registry, listed: Listed) -> Mapping[str, Cost]:
+    if listed.kind == "measured":
+        return Profile.load(registry.folder / listed.profile_source).costs
+    return _prepared(listed.model, listed.batch, listed.profile)[1].costs
+
+
+class _Unfilled(TorchFunctionMode):
+    """Large new weights are not filled: only their shapes matter, and memory that nobody writes is never taken."""
+
+    _FILL = frozenset({"uniform_", "normal_", "trunc_normal_", "zero_", "fill_", "constant_", "erfinv_", "mul_", "add_", "clamp_"})  # fmt: skip
+    _LARGE = 2**16
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else (kwargs or {}).get("tensor")
+        parameter = isinstance(first, nn.Parameter) and first.numel() > self._LARGE
+        if parameter and name in self._FILL:
+            return first
+        return func(*args, **(kwargs or {}))
+
+
+def select(names: Sequence[str], entries: Sequence[Entry] = CATALOGUE) -> tuple[Entry, ...]:
+    """The entries that are asked for by name; all, if none is.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    known = {entry.name: entry for entry in entries}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"the catalogue has no {name!r}; choose some of {', '.join(known)}")
+    return tuple(known[name] for name in names) if names else tuple(entries)

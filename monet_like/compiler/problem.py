@@ -1,0 +1,230 @@
+"""From what was typed to a model, its example inputs and a device; shared by all commands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..capture.precision import AUTOCASTS, LAYOUTS, in_layout
+from ..capture.tracing import fake_mode
+from ..errors import UsageError
+from ..ir.mode import parse_mode
+from ..models import ModelSpec, build_model, told
+from ..nn.sync_batch_norm import is_synchronised
+from ..units import MOST_SECONDS, parse_bytes
+from .pipeline import Example, Request, optimizer_bytes
+
+#: Of a solver, and that share statistics: more than any machine has.
+MOST_THREADS, MOST_PROCESSES = 4096, 2**20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, what its inputs are like, a budget and a device.
+
+    Attributes:
+        shape: of an input, without the batch, if one was given.
+        layout: of inputs and weights; "": the default.
+    """
+
+    spec: ModelSpec
+    request: Request
+    budget_bytes: int
+    device: torch.device
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    layout: str
+
+
+def read_problem(
+    *,
+    model: str,
+    batch: str,
+    budget: str,
+    mode: str,
+    solver: str,
+    device: str,
+    dtype: str,
+    input_shape: str | None,
+    profile_batch: int | None = None,
+    time_limit: float = 60.0,
+    gap: float = 0.01,
+    threads: int = 1,
+    ablation: bool = False,
+    optimizer: str = "none",
+    strategy: str = "milp",
+    autocast: str = "",
+    channels_last: bool = False,
+    processes: int | None = None,
+    measured: bool = True,
+) -> Problem:
+    """Check every argument before any work, cheapest first.
+
+    Args:
+        measured: operators will be measured, so ``device`` must be here; else the model is captured as on it.
+
+    Raises:
+        UsageError: the first argument that is wrong.
+    """
+    from ..plan.strategies import check_strategy
+    from ..solvers.interface import check_solver
+
+    if solver.lower() == "heuristic":  # no solver at all
+        solver, strategy = "CBC", "heuristic"
+    size, limit, shape = parse_batch(batch), parse_bytes(budget), parse_shape(input_shape)
+    parse_mode(mode)
+    if profile_batch is not None and profile_batch < 1:
+        raise UsageError(f"--profile-batch {profile_batch} must be at least 1")
+    if not time_limit > 0:
+        raise UsageError(f"--time-limit {time_limit} must be more than 0 seconds")
+    if time_limit > MOST_SECONDS:
+        raise UsageError(f"--time-limit {time_limit} must be at most {MOST_SECONDS:g} seconds")
+    if not 0 <= gap < 1:
+        raise UsageError(f"--gap {gap} must be at least 0 and less than 1, such as 0.01 for 1 %")
+    for name, count, most in (("threads", threads, MOST_THREADS), ("processes", processes, MOST_PROCESSES)):
+        if count is not None and count < 1:
+            raise UsageError(f"--{name} {count} must be at least 1")
+        if count is not None and count > most:
+            raise UsageError(f"--{name} {_shortened(count)} must be at most {most}")
+    check_solver(solver)
+    check_strategy(strategy)
+    if autocast not in AUTOCASTS:
+        raise UsageError(f"--autocast {autocast!r} is unknown; give {' or '.join(filter(None, AUTOCASTS))}")
+    kind = read_dtype(dtype)
+    target = None if measured else absent_device(device)
+    where = torch.device("cpu") if target else read_device(device)
+    layout = "channels_last" if channels_last else ""
+    spec = build_model(model)
+    if processes is not None and processes > 1 and not is_synchronised(spec.module):
+        raise UsageError(
+            f"--processes {processes} is for models with SyncBatchNorm, and {spec.expression} has none; leave it out, or give "
+            "a file with a function that returns monet_like.convert_sync_batchnorm(...)"
+        )
+    spec.module.to(where, kind)
+    if layout:
+        spec.module.to(memory_format=LAYOUTS[layout])
+    optimizer_bytes(spec.module, optimizer)
+    request = Request(
+        model=spec.module,
+        example=((), {}),
+        mode=mode,
+        expression=spec.expression,
+        ablation=ablation,
+        optimizer=optimizer,
+        strategy=strategy,
+        solver=solver,
+        time_limit_seconds=time_limit,
+        gap=gap,
+        threads=threads,
+        profile_batch=profile_batch,
+        autocast=autocast,
+        target=target,
+        processes=processes,
+    )
+    problem = Problem(spec, request, limit, where, shape, kind, layout)
+    example = example_for(problem, size)
+    leaves = (*spec.module.parameters(), *pytree.tree_leaves(example))
+    if not any(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)):
+        raise UsageError(
+            f"nothing in {spec.expression} requires a gradient: its parameters are frozen, or there are none; set "
+            "requires_grad_(True) on what is to be trained"
+        )
+    return replace(problem, request=replace(request, example=example))
+
+
+def example_for(problem: Problem, batch: int) -> Example:
+    """Fake inputs: those of ``make_inputs(batch)`` if MODEL's file or the model itself has it, else one image batch."""
+    make: Any = getattr(problem.spec.source or problem.spec.module, "make_inputs", None)
+    with fake_mode(), problem.device:
+        if make is None or problem.shape is not None:
+            extents = (batch, *(problem.shape or problem.spec.input_shape))
+            if math.prod(extents) >= 2**53:  # PyTorch's own messages for such sizes are no help
+                raise UsageError(
+                    f"an input of shape {list(extents)} is too large; give a smaller batch or --input-shape"
+                )
+            made = (torch.empty(extents, dtype=problem.dtype),)
+        else:
+            try:
+                made = make(batch)
+            except (Exception, SystemExit) as error:  # whatever the user's code raises
+                raise UsageError(f"make_inputs({batch}) of MODEL failed: {told(error)}") from error
+        if problem.layout:
+            made = pytree.tree_map_only(torch.Tensor, lambda tensor: in_layout(tensor, problem.layout), made)
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], tuple) and isinstance(made[1], dict):
+        return made
+    if isinstance(made, dict):
+        return (), made
+    return (made if isinstance(made, tuple) else (made,)), {}
+
+
+def read_device(text: str) -> torch.device:
+    """``auto``, ``cpu``, ``cuda``, ``cuda:1``.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    if text == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise UsageError(f"device {text!r} is unknown; give auto, cpu, cuda or cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {text!r} is not supported; give auto, cpu, cuda or cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {text!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def absent_device(text: str) -> torch.device | None:
+    """The CUDA device that ``text`` names, where this machine has none."""
+    return torch.device("cuda", 0) if text in ("cuda", "cuda:0") and not torch.cuda.is_available() else None
+
+
+def read_dtype(text: str) -> torch.dtype:
+    """A floating dtype by name.
+
+    Raises:
+        UsageError: unknown or not floating.
+    """
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise UsageError(f"dtype {text!r} is unknown; give float32, float64, bfloat16 or float16")
+    return dtype
+
+
+def parse_batch(text: str) -> int:
+    """A batch size.
+
+    Raises:
+        UsageError: not a whole number of at least 1.
+    """
+    if not text.isdecimal() or len(text) > 300 or int(text) < 1:
+        raise UsageError(f"batch {text[:40]!r} must be a whole number of at least 1, such as 184")
+    return int(text)
+
+
+def _shortened(count: int) -> str:
+    """A number of which nobody wants to read a hundred digits."""
+    text = str(count)
+    return text if len(text) <= 20 else f"{text[:12]}… ({len(text)} digits)"
+
+
+def parse_shape(text: str | None) -> tuple[int, ...] | None:
+    """``3,224,224`` or ``3x224x224``; None stays None.
+
+    Raises:
+        UsageError: not a list of positive whole numbers.
+    """
+    if text is None:
+        return None
+    parts = text.replace("x", ",").strip("()[] ").split(",")
+    if not all(part.strip().isdecimal() and len(part) < 300 and int(part) > 0 for part in parts):
+        raise UsageError(
+            f"input shape {text[:60]!r} must be positive whole numbers without the batch, such as 3,224,224"
+        )
+    return tuple(int(part) for part in parts)

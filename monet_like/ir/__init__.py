@@ -1,0 +1,1 @@
+"""Plain data that stages hand on: programs, schedules, costs and their files. Neither torch nor a solver."""

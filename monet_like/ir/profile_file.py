@@ -1,0 +1,92 @@
+"""A profile: seconds and workspace of every operator on one device. Plain data in a JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ScheduleFileError
+from ..files import read_text, write_atomically
+from .program import REFUSED, Cost
+
+FORMAT = "monet_like profile"
+VERSION = 1
+
+
+_AGAIN = "give another, or, if it was one, delete it to measure again"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs by key (see `Task.cost`).
+
+    Attributes:
+        device: what they were measured on, such as ``cpu: AMD EPYC, 2 threads`` or ``roofline: h100``.
+        costs: seconds and workspace of every operator; `REFUSED` what does not run there, in the file without seconds.
+        note: how, in words: at which batch, and whether scaled.
+        versions: of the libraries that ran.
+        settings: of PyTorch and the environment that they ran with (`monet_like.profile.settings`); empty: not known.
+        cublas_bytes: what cuBLAS's workspaces take there (`monet_like.profile.cublas`); 0 in files that do not say.
+    """
+
+    device: str
+    costs: Mapping[str, Cost]
+    note: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    cublas_bytes: int = 0
+
+    def save(self, path: Path) -> None:
+        """Write the file; an interrupted write leaves the old one."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content["costs"] = {
+            key: [None if cost == REFUSED else cost.seconds, cost.workspace_bytes]
+            for key, cost in sorted(self.costs.items())
+        }
+        write_atomically(path, json.dumps(content, indent=0).encode())
+
+    @staticmethod
+    def load(path: Path) -> Profile:
+        """Read a profile.
+
+        Raises:
+            ScheduleFileError: missing, not a profile, or of another version.
+        """
+        text = read_text(path, "profile")
+        try:
+            content: Any = json.loads(text)
+        except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+            raise ScheduleFileError(f"{path} is not a profile (no JSON: {error}); {_AGAIN}") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ScheduleFileError(f"{path} is not a profile of monet_like; {_AGAIN}")
+        version = content.get("version")
+        if type(version) is not int or version != VERSION:
+            raise ScheduleFileError(
+                f"{path} is a profile of format version {version}, this package reads {VERSION}; {_AGAIN}"
+            )
+        try:
+            costs = {key: _cost(key, *pair) for key, pair in content["costs"].items()}
+            device, note, versions = content["device"], content["note"], dict(content["versions"])
+            settings = dict(content.get("settings", {}))
+            if not all(isinstance(text, str) for text in (device, note, *versions.values(), *settings.values())):
+                raise TypeError("device, note, versions and settings must be text")
+            cublas_bytes = content.get("cublas_bytes", 0)
+            if type(cublas_bytes) is not int or not 0 <= cublas_bytes < 2**63:
+                raise ValueError(f"cublas_bytes is no number of bytes: {str(cublas_bytes)[:40]}")
+            return Profile(device, costs, note, versions, settings, cublas_bytes)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ScheduleFileError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
+
+
+def _cost(key: str, seconds: Any, workspace_bytes: Any) -> Cost:
+    """A cost that can be added up: finite, not negative, and of the right types (JSON knows NaN and true)."""
+    if seconds is None and type(workspace_bytes) is int and workspace_bytes == 0:
+        return REFUSED
+    if type(seconds) not in (int, float) or type(workspace_bytes) is not int:
+        raise TypeError(f"the cost of {key} is not a number of seconds and a whole number of bytes")
+    if not 0 <= seconds < float("inf") or not 0 <= workspace_bytes < 2**63:
+        raise ValueError(f"the cost of {key} is {seconds} s, {workspace_bytes} bytes")
+    return Cost(float(seconds), workspace_bytes)

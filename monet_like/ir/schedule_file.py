@@ -1,0 +1,235 @@
+"""Schedule files: a schedule, what it was made for, and what it promises. Plain builtins in a pickle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ScheduleFileError
+from ..files import dump_plain, load_plain, read_bytes, write_atomically
+from .schedule import Schedule
+
+FORMAT = "monet_like schedule"
+#: 4: the fingerprint knows arguments, and no names but those of parameters, buffers and inputs.
+VERSION = 4
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A tensor among the model's flattened arguments.
+
+    Attributes:
+        shape: with the batch.
+        dtype: such as ``float32``.
+        requires_grad: whether its gradient is wanted.
+        layout: ``channels_last`` or ``channels_last_3d``, or "" for every other one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+    layout: str = ""
+
+
+@dataclass(frozen=True)
+class ScheduleRecord:
+    """What a schedule file holds.
+
+    Attributes:
+        schedule: what to run.
+        model: the expression it was solved for, or the class name.
+        inputs: the tensors it was solved for.
+        mode: the mode string: which variants the program has.
+        ablation: operator choice only, no recompute.
+        budget_bytes: of the whole training step.
+        optimizer, optimizer_bytes: whose state is counted, and how much that is.
+        cublas_bytes: what is counted for cuBLAS's workspaces (`monet_like.profile.cublas`); 0 in files that do not say.
+        device, versions: what the profile was measured on, and with.
+        fingerprint: of the program (`Program.fingerprint`).
+        autocast: the autocast dtype the model was captured under, or "".
+        layout: of the model's weights, as `InputSpec.layout`.
+        made_last: names of the parameters whose gradients are made after all others.
+        peak_bytes, seconds: predicted for this schedule; no ``peak_bytes``: nothing is promised.
+        plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
+        solver, status, bound_seconds, gap, solve_seconds: how it was found; ``bound_seconds`` and ``gap`` are
+            None where nothing is proven.
+        bound_kind: for which schedules the bound holds, see `Plan`.
+        note: about the profile: at which batch it was measured.
+        batch: the leading extent of the inputs.
+    """
+
+    schedule: Schedule
+    model: str
+    inputs: tuple[InputSpec, ...]
+    mode: str
+    budget_bytes: int
+    fingerprint: str
+    device: str
+    versions: dict[str, str]
+    peak_bytes: int
+    seconds: float
+    plain_peak_bytes: int
+    plain_seconds: float
+    solver: str
+    status: str
+    bound_seconds: float | None = None
+    gap: float | None = None
+    bound_kind: str = "none"
+    solve_seconds: float = 0.0
+    ablation: bool = False
+    optimizer: str = "none"
+    optimizer_bytes: int = 0
+    autocast: str = ""
+    layout: str = ""
+    made_last: tuple[str, ...] = ()
+    note: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+    cublas_bytes: int = 0
+
+    @property
+    def extra_bytes(self) -> int:
+        """Resident memory beyond the program's: the optimizer's state and cuBLAS's workspaces."""
+        return self.optimizer_bytes + self.cublas_bytes
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        write_atomically(path, dump_plain(self.content()))
+
+    def content(self) -> dict[str, Any]:
+        """Everything that the file holds, as plain builtins."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "forward": list(self.schedule.forward),
+            "again": [list(tasks) for tasks in self.schedule.again],
+            "ways": list(self.schedule.ways),
+            "made_last": list(self.made_last),
+            "inputs": [
+                {"shape": list(i.shape), "dtype": i.dtype, "requires_grad": i.requires_grad, "layout": i.layout}
+                for i in self.inputs
+            ],
+        }
+        return content | {name: getattr(self, name) for name, _ in _SCALARS}
+
+    @staticmethod
+    def load(path: Path) -> ScheduleRecord:
+        """Read a file without running anything in it.
+
+        Raises:
+            ScheduleFileError: missing, truncated, hostile, of another format or version, or with a wrong field.
+        """
+        return ScheduleRecord.of_content(load_plain(read_bytes(path, "schedule"), path), str(path))
+
+    @staticmethod
+    def of_content(content: Any, path: str) -> ScheduleRecord:
+        """A schedule from what `content` returns, every field of it checked.
+
+        Args:
+            path: where it is from, for people.
+
+        Raises:
+            ScheduleFileError: of another format or version, or with a wrong field.
+        """
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ScheduleFileError(f"{path} is not a schedule file of monet_like; make one with solve.py")
+        version = content.get("version")
+        if type(version) is not int or version != VERSION:
+            found = version if type(version) is int else f"of type {type(version).__name__}"
+            age = "an earlier" if type(version) is int and version < VERSION else "another"
+            raise ScheduleFileError(
+                f"{path} was made by {age} version of monet_like: it has format version {found}, this one reads "
+                f"{VERSION}; solve again"
+            )
+        try:
+            schedule = Schedule(
+                _ints(content["forward"]), tuple(map(_ints, _listed(content["again"]))), _ints(content["ways"])
+            )
+            inputs = tuple(
+                InputSpec(
+                    _shape(i["shape"]),
+                    _typed(i["dtype"], str),
+                    _typed(i["requires_grad"], bool),
+                    _typed(i["layout"], str),
+                )
+                for i in _listed(content["inputs"])
+            )
+            made_last = tuple(_typed(name, str) for name in _listed(content.get("made_last", [])))
+            known = _LATER | content
+            scalars = {name: _typed(known[name], kinds) for name, kinds in _SCALARS}
+            for name, kind in (("versions", str), ("counts", int)):
+                scalars[name] = {_typed(key, str): _typed(value, kind) for key, value in scalars[name].items()}
+        except KeyError as error:
+            raise ScheduleFileError(f"{path} is damaged: it has no field {error}; solve again") from None
+        except TypeError as error:
+            raise ScheduleFileError(f"{path} is damaged: {error}; solve again") from None
+        return ScheduleRecord(schedule=schedule, inputs=inputs, made_last=made_last, **scalars)
+
+
+#: Elements of an input: more, PyTorch cannot count the bytes of.
+_MOST_ELEMENTS = 2**53
+
+_NUMBER = (float, int)
+_OPTIONAL = (float, int, type(None))
+_SCALARS: tuple[tuple[str, Any], ...] = (
+    ("model", str),
+    ("mode", str),
+    ("budget_bytes", int),
+    ("fingerprint", str),
+    ("device", str),
+    ("versions", dict),
+    ("peak_bytes", int),
+    ("seconds", _NUMBER),
+    ("plain_peak_bytes", int),
+    ("plain_seconds", _NUMBER),
+    ("solver", str),
+    ("status", str),
+    ("bound_seconds", _OPTIONAL),
+    ("gap", _OPTIONAL),
+    ("bound_kind", str),
+    ("solve_seconds", _NUMBER),
+    ("ablation", bool),
+    ("optimizer", str),
+    ("optimizer_bytes", int),
+    ("autocast", str),
+    ("layout", str),
+    ("note", str),
+    ("counts", dict),
+    ("cublas_bytes", int),
+)
+#: Fields that files of this format did not always have.
+_LATER = {"cublas_bytes": 0}
+
+
+def _typed(value: Any, kinds: Any) -> Any:
+    """``value``, if it is of just these types (True is no int); the value itself is not shown: it may be huge."""
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    if type(value) not in kinds:
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"a field holds a {type(value).__name__}, not {wanted}")
+    if type(value) is int and value.bit_length() > 1000:  # more than a float can hold
+        raise TypeError("a field holds a number of more than 300 digits")
+    if type(value) is int and value < 0:
+        raise TypeError(f"a field holds {value}, which is negative")
+    if type(value) is float and not math.isfinite(value):
+        raise TypeError(f"a field holds {value}")
+    if type(value) is str and not value.isprintable():
+        raise TypeError("a field holds text that cannot be printed")
+    return value
+
+
+def _listed(values: Any) -> Sequence[Any]:
+    return _typed(values, (list, tuple))
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+    extents = _ints(values)
+    if math.prod(max(extent, 1) for extent in extents) >= _MOST_ELEMENTS:
+        raise TypeError("an input has more elements than a tensor can have")
+    return extents
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    return tuple(_typed(value, int) for value in _listed(values))

@@ -1,0 +1,276 @@
+"""The independent judge: replays a schedule on paper and counts every byte and second.
+
+It shares no code with any planner and needs neither torch nor a solver. Its rules are those of the replay:
+
+* Tasks run in the order of the schedule. A task needs every forward value it reads to exist.
+* A forward value exists from the run that writes it until its last read before it is written anew (for
+  outputs: to the end of the step). Then its storage is freed at once.
+* What runs only in the forward may do what must happen once, such as draw noise or update statistics: no other task
+  that writes one of its values may run there too.
+* A task that overwrites a value takes over its storage: nobody may read that value afterwards.
+* The memory of a run is: resident bytes, plus all values that exist before it and are still needed by it or
+  later, plus what it writes, plus its workspace, minus the storage it takes over.
+* Runs take place one after the other, and copies to and from the host one after the other: a copy begins when its
+  run's turn has come and the copy before it has ended. Whether a run waits for it says `Task.copies`; who reads what a
+  copy writes waits until it has ended. Without copies the time is the sum of the runs'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import ProfileError, ScheduleError
+from .program import FREE, Cost, Program, Task
+from .schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One run of a task.
+
+    Attributes:
+        task: its name.
+        slot: None in the forward, else the backward slot that it belongs to or prepares.
+        bytes: memory while it runs: everything the step has allocated, workspace included.
+        seconds: its time, and that for which it waits for copies.
+        again: a forward task run again.
+    """
+
+    task: str
+    slot: int | None
+    bytes: int
+    seconds: float
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a schedule takes: its peak, its time and every step of the way; ``host_bytes``: at most on the host."""
+
+    peak_bytes: int
+    seconds: float
+    rerun_seconds: float
+    steps: tuple[Step, ...]
+    host_bytes: int = 0
+
+    @property
+    def peak_step(self) -> Step:
+        """The step that needs the most memory."""
+        return max(self.steps, key=lambda step: step.bytes)
+
+
+@dataclass(slots=True)
+class _Run:
+    task: Task
+    slot: int | None
+    again: bool
+
+
+class Free(dict[str, Cost]):
+    """Costs for checking rules and counting values only: everything is free."""
+
+    def __missing__(self, key: str) -> Cost:
+        return FREE
+
+
+def cost_of(task: Task, costs: Mapping[str, Cost]) -> Cost:
+    """The task's cost; tasks with an empty key are free.
+
+    Raises:
+        ProfileError: the profile lacks it.
+    """
+    if not task.cost:
+        return FREE
+    try:
+        return costs[task.cost]
+    except KeyError:
+        raise ProfileError(
+            f"the profile has no entry for {task.name} ({task.cost}); profile this model again on this device"
+        ) from None
+
+
+def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *, extra_bytes: int = 0) -> Report:
+    """Replay ``schedule`` on paper.
+
+    Args:
+        program: the training step.
+        schedule: what to run.
+        costs: seconds and workspace of every task.
+        extra_bytes: resident memory beyond the program's, such as optimizer state.
+
+    Raises:
+        ScheduleError: the schedule breaks a rule; says which task and value.
+    """
+    found = list(moments(program, schedule, costs, extra_bytes=extra_bytes))
+    steps = tuple(moment.step for moment in found)
+    return Report(
+        peak_bytes=max((step.bytes for step in steps), default=program.resident_bytes + extra_bytes),
+        seconds=sum(step.seconds for step in steps),
+        rerun_seconds=sum(step.seconds for step in steps if step.again),
+        steps=steps,
+        host_bytes=max((moment.host_bytes for moment in found), default=0),
+    )
+
+
+class Moment(NamedTuple):
+    """A step while it runs.
+
+    Its memory is resident bytes, those given as extra, ``alive`` without a value that the task overwrites, what the task
+    writes, and its workspace.
+
+    Attributes:
+        step: what the report says of it.
+        task: what runs.
+        alive: bytes of the values that exist when it begins; the simulator's own, to be read before the next moment.
+        host_bytes: on the host, of what is alive and written.
+    """
+
+    step: Step
+    task: Task
+    alive: dict[int, int]
+    host_bytes: int
+
+
+def moments(
+    program: Program, schedule: Schedule, costs: Mapping[str, Cost], *, extra_bytes: int = 0
+) -> Iterator[Moment]:
+    """Every step of a schedule with what exists then; see `simulate`."""
+    runs = _flatten(program, schedule)
+    last_read = _last_reads(program, runs)
+    values = program.values
+    alive: dict[int, int] = {}
+    memory = program.resident_bytes + extra_bytes
+    engine = _Engine()
+    host = 0
+    for index, run in enumerate(runs):
+        if index == len(schedule.forward):  # the backward starts: its incoming gradients appear
+            alive.update((value, values[value].bytes) for value in program.tangents)
+            memory += sum(values[value].bytes for value in program.tangents)
+        task = run.task
+        cost = cost_of(task, costs)
+        taken = values[task.overwrites].bytes if task.overwrites is not None else 0
+        written = sum(values[value].bytes for value in task.writes)
+        seconds = engine.run(task, cost.seconds)
+        host -= values[task.overwrites].host_bytes if task.overwrites is not None else 0
+        host += sum(values[value].host_bytes for value in task.writes if value not in alive)
+        step = Step(task.name, run.slot, memory + written + cost.workspace_bytes - taken, seconds, run.again)
+        yield Moment(step, task, alive, host)
+        if task.overwrites is not None:
+            memory -= alive.pop(task.overwrites)
+        for value in task.writes:
+            memory += values[value].bytes - alive.get(value, 0)
+            alive[value] = values[value].bytes
+        for value in {*task.reads, *task.writes}:
+            if value in alive and last_read.get((value, index)) == index:
+                memory -= alive.pop(value)
+                host -= values[value].host_bytes
+
+
+class _Engine:
+    """The clocks: of the runs, and of the copies that run beside them."""
+
+    def __init__(self) -> None:
+        self.now = self.free = 0.0
+        self.ends: dict[int, float] = {}
+
+    def run(self, task: Task, seconds: float) -> float:
+        """Let a task run that takes ``seconds`` by itself; by how much the clock of the runs moves on."""
+        waits = max((self.ends.pop(value) - self.now for value in task.reads if value in self.ends), default=0.0)
+        spent = max(0.0, waits)
+        if task.copies in ("whole", "start"):
+            turn = max(0.0, self.free - (self.now + spent))
+            self.free = self.now + spent + turn + seconds
+            if task.copies == "start":
+                turn = 0.0
+                self.ends.update(dict.fromkeys(task.writes, self.free))
+            spent += turn
+        spent += 0.0 if task.copies == "start" else seconds
+        self.now += spent
+        return spent
+
+
+def _flatten(program: Program, schedule: Schedule) -> list[_Run]:
+    """All runs in order, after checking that the schedule speaks about this program."""
+    slots = len(program.slots)
+    if len(schedule.again) != slots or len(schedule.ways) != slots:
+        raise ScheduleError(f"the schedule has {len(schedule.ways)} backward slots, the program {slots}")
+    runs: list[_Run] = []
+    for slot, tasks in ((None, schedule.forward), *enumerate(schedule.again)):
+        previous = -1
+        for index in tasks:
+            if not previous < index < len(program.tasks):
+                raise ScheduleError(f"task {index} is out of order or out of range in {_stage(slot)}")
+            previous = index
+            task = program.tasks[index]
+            if task.runs == ("again" if slot is None else "first"):
+                raise ScheduleError(f"{task.name} may not run in {_stage(slot)}")
+            runs.append(_Run(task, slot, slot is not None))
+        if slot is not None:
+            if not 0 <= schedule.ways[slot] < len(program.slots[slot]):
+                raise ScheduleError(f"slot {slot} has no way {schedule.ways[slot]}")
+            runs.append(_Run(program.slots[slot][schedule.ways[slot]], slot, False))
+    return runs
+
+
+def _last_reads(program: Program, runs: list[_Run]) -> dict[tuple[int, int], int]:
+    """For (value, run that touches it): the run after which the value's current storage is free.
+
+    Also checks that every read finds its value, and that nothing reads an overwritten one.
+    """
+    kept = {*program.outputs, *program.gradients}
+    born: dict[int, int] = dict.fromkeys(program.tangents, -1)
+    touched: dict[int, list[int]] = {value: [] for value in program.tangents}
+    dead: dict[int, str] = {}
+    made_in_forward: dict[int, Task] = {}
+    result: dict[tuple[int, int], int] = {}
+
+    def close(value: int) -> None:
+        """The current storage of ``value`` ends: it was last touched by the last entry of its list."""
+        touches = touched[value]
+        result.update(((value, touch), touches[-1]) for touch in touches)
+
+    for index, run in enumerate(runs):
+        for value in run.task.reads:
+            if program.values[value].kind in ("forward", "backward"):
+                if value in dead:
+                    raise ScheduleError(
+                        f"{run.task.name} reads {program.values[value].name} in {_stage(run.slot)}, "
+                        f"after {dead[value]} took over its storage"
+                    )
+                if value not in born:
+                    raise ScheduleError(
+                        f"{run.task.name} reads {program.values[value].name} in {_stage(run.slot)}, but nothing has made it"
+                    )
+                touched[value].append(index)
+        if run.task.overwrites is not None:
+            dead[run.task.overwrites] = run.task.name
+        for value in run.task.writes:
+            if value in kept and value in born:
+                raise ScheduleError(
+                    f"{run.task.name} writes {program.values[value].name} a second time; the caller holds it"
+                )
+            if value in born and touched[value]:
+                close(value)
+            born[value] = index
+            touched[value] = [index]
+            dead.pop(value, None)
+            if run.slot is None:
+                other = made_in_forward.setdefault(value, run.task)
+                if other is not run.task and "first" in (other.runs, run.task.runs):
+                    raise ScheduleError(
+                        f"{run.task.name} and {other.name} both write {program.values[value].name} in the forward; what "
+                        "runs only there, such as a random draw, may not be done twice"
+                    )
+    missing = [program.values[value].name for value in program.outputs if value not in made_in_forward]
+    if missing:
+        raise ScheduleError(f"the forward does not make its output {missing[0]}")
+    for value in born:
+        if value not in kept and touched[value]:
+            close(value)
+    return result
+
+
+def _stage(slot: int | None) -> str:
+    return "the forward" if slot is None else f"backward slot {slot}"

@@ -1,0 +1,268 @@
+"""Facts about a program that every planner needs: when a value can still be needed, what the backward holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from ..ir.program import Cost, Program, Task
+from ..ir.schedule import Schedule
+from ..ir.simulate import cost_of
+from ..units import MIB
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Stages count from 0, the forward; stage ``t >= 1`` is backward slot ``t - 1``.
+
+    Attributes:
+        stages: the stages in which forward tasks may run: 0 and those in which it can be of use to run one again.
+        reading_stages: of these 0 and those whose slot reads a forward value.
+        last: for every value, the last stage that could use it; -1 if none, for forward values.
+        first: for every value, the first stage >= 1 whose slot may read it; if no slot reads it, the first such
+            stage of a value made from it; a large number if there is none.
+        rerun: for every task, whether it may run again at all.
+        groups: neighbouring tasks whose sets of results are nested: in one stage at most one of them is of use.
+    """
+
+    stages: tuple[int, ...]
+    reading_stages: tuple[int, ...]
+    last: tuple[int, ...]
+    first: tuple[int, ...]
+    rerun: tuple[bool, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
+NEVER = 1 << 30
+
+
+def find_needs(program: Program) -> Needs:
+    """Compute `Needs`; a value is needed by the ways that read it and by every task that could use it then."""
+    outputs = set(program.outputs)
+    last = [-1] * len(program.values)
+    first = [NEVER] * len(program.values)
+    for slot, ways in enumerate(program.slots):
+        for value in {v for way in ways for v in program.forward_reads(way)}:
+            first[value] = min(first[value], slot + 1)
+            last[value] = slot + 1
+    read_by_slots = {value for value, stage in enumerate(last) if stage >= 0}
+    rerun = tuple(task.runs != "first" and not outputs & set(task.writes) for task in program.tasks)
+    for index in reversed(range(len(program.tasks))):
+        task = program.tasks[index]
+        if rerun[index]:
+            for value in task.reads:
+                last[value] = max(last[value], *(last[v] for v in task.writes), -1)
+                if value not in read_by_slots:
+                    first[value] = min(first[value], *(first[v] for v in task.writes), NEVER)
+    reading = (slot + 1 for slot, reads in enumerate(program.slot_reads) if reads)
+    return Needs((0, *_rerun_stages(program)), (0, *reading), tuple(last), tuple(first), rerun, _groups(program.tasks))
+
+
+def _rerun_stages(program: Program) -> list[int]:
+    """Stages whose slot reads a forward value, and between two of these every one with fewer backward bytes than all
+    before it, or than all after it.
+
+    What runs in another stage can move: where its results are larger than what dies of its inputs to a later stage,
+    else to an earlier one, of no more backward bytes; what it then takes is in no slot more than before.
+    """
+    before = find_backward_bytes(program).before
+    reading = [slot for slot, reads in enumerate(program.slot_reads) if reads]
+    stages = set(reading)
+    for previous, end in zip([-1, *reading], reading, strict=False):
+        gap = range(previous + 1, end)
+        for order, first in ((reversed(gap), before[end]), (gap, inf)):
+            least: float = first
+            for slot in order:
+                if before[slot] < least:
+                    stages.add(slot)
+                    least = before[slot]
+    return [slot + 1 for slot in sorted(stages)]
+
+
+def net_workspace(program: Program, costs: Mapping[str, Cost], task: Task) -> int:
+    """Bytes that a task takes beyond what it reads and writes, less the storage that it takes over."""
+    taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
+    return cost_of(task, costs).workspace_bytes - taken
+
+
+def pinned_values(program: Program, pin_bytes: int) -> frozenset[int]:
+    """Values of at most ``pin_bytes`` that a restricted search always keeps and always counts."""
+    excluded = set(program.outputs) | {task.overwrites for task in program.tasks}
+    return frozenset(
+        v
+        for v, value in enumerate(program.values)
+        if value.kind == "forward" and value.bytes <= pin_bytes and v not in excluded
+        if any(program.tasks[p].runs != "again" for p in program.producers[v])
+    )
+
+
+def default_pin_bytes(program: Program, budget_bytes: int) -> int:
+    """The size up to which all values together take at most a thousandth of the budget; at most 1 MiB."""
+    sizes = sorted(value.bytes for value in program.values if value.kind == "forward" and value.bytes <= MIB)
+    left, largest = budget_bytes // 1000, 0
+    for size in sizes:
+        left -= size
+        if left < 0:
+            break
+        largest = size
+    return largest if sizes and left >= 0 else max(0, largest - 1)
+
+
+def _groups(tasks: tuple[Task, ...]) -> tuple[tuple[int, ...], ...]:
+    """Neighbours with nested results: of two that run in one stage, the one with fewer results is useless."""
+    groups: list[list[int]] = []
+    for index, task in enumerate(tasks):
+        if groups and all(_exchangeable(tasks[other], task) for other in groups[-1]):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return tuple(map(tuple, groups))
+
+
+def _exchangeable(first: Task, second: Task) -> bool:
+    one, two = set(first.writes), set(second.writes)
+    return bool(one) and bool(two) and (one <= two or two <= one) and not one & set(second.reads)
+
+
+def dominated_tasks(program: Program, costs: Mapping[str, Cost], groups: Iterable[tuple[int, ...]]) -> frozenset[int]:
+    """Tasks that another of their group replaces in every schedule, at no more seconds and bytes."""
+    found: set[int] = set()
+    for group in groups:
+        for p in reversed(group):  # of equals, the first stays
+            found.update(p for q in group if q != p and q not in found and _replaces(program, costs, q, p))
+    return frozenset(found)
+
+
+def _replaces(program: Program, costs: Mapping[str, Cost], q: int, p: int) -> bool:
+    better, worse = program.tasks[q], program.tasks[p]
+    return (
+        better.writes == worse.writes
+        and better.overwrites == worse.overwrites
+        and better.runs in ("both", worse.runs)
+        and set(program.forward_reads(better)) <= set(program.forward_reads(worse))
+        and cost_of(better, costs).seconds <= cost_of(worse, costs).seconds
+        and cost_of(better, costs).workspace_bytes <= cost_of(worse, costs).workspace_bytes
+    )
+
+
+def useful_ways(program: Program, costs: Mapping[str, Cost], slot: int, possible: Iterable[int]) -> tuple[int, ...]:
+    """The possible ways of a slot without those that another replaces at no more seconds and bytes."""
+    ways = program.slots[slot]
+
+    def price(k: int) -> tuple[float, int, set[int]]:
+        seconds, extra = cost_of(ways[k], costs).seconds, net_workspace(program, costs, ways[k])
+        return seconds, extra, set(program.forward_reads(ways[k]))
+
+    kept: list[int] = []
+    for k in sorted(possible, key=lambda k: (price(k)[0], price(k)[1], len(price(k)[2]), k)):
+        one = price(k)
+        if not any(other[1] <= one[1] and other[2] <= one[2] for other in map(price, kept)):
+            kept.append(k)
+    return tuple(sorted(kept))
+
+
+@dataclass(frozen=True)
+class BackwardBytes:
+    """Bytes of backward values alive around each slot, apart from what overwriting saves.
+
+    Attributes:
+        before: alive when the slot's tasks run again: made earlier and read by this slot or later.
+        during: the same and the slot's results.
+        possible: for every slot, the ways that may run: they overwrite nothing that is read later.
+    """
+
+    before: tuple[int, ...]
+    during: tuple[int, ...]
+    possible: tuple[tuple[int, ...], ...]
+
+
+def find_backward_bytes(program: Program) -> BackwardBytes:
+    """Every slot is done once and all its ways read and write the same gradients: no decision matters here."""
+    count = len(program.slots)
+    kept = set(program.gradients)
+    lives: dict[int, list[list[int]]] = {value: [[-1, -1]] for value in program.tangents}
+    for index, slot in enumerate(program.slots):
+        for value in set(slot[0].reads):
+            if program.values[value].kind == "backward":
+                lives[value][-1][1] = index
+        for value in slot[0].writes:
+            lives.setdefault(value, []).append([index, index])
+    before = [0] * count
+    ends: dict[int, list[int]] = {}
+    for value, spans in lives.items():
+        if value in kept:
+            spans[-1][1] = count
+        ends[value] = [end for _, end in spans]
+        for start, end in spans:
+            for index in range(start + 1, min(end, count - 1) + 1):
+                before[index] += program.values[value].bytes
+    during = tuple(
+        before[index] + sum(program.values[v].bytes for v in slot[0].writes) for index, slot in enumerate(program.slots)
+    )
+    possible = tuple(
+        tuple(k for k, way in enumerate(slot) if way.overwrites is None or index in ends[way.overwrites])
+        for index, slot in enumerate(program.slots)
+    )
+    return BackwardBytes(tuple(before), during, possible)
+
+
+def fitting_runs(
+    program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int = 0
+) -> tuple[frozenset[int], ...]:
+    """For every slot the tasks that can run again before it at all, in any schedule within the budget.
+
+    A run takes at least what it reads and writes, and the values that are alive beside it in every schedule: those that
+    a later slot reads in all its ways and that cannot be made in between, which in turn tells more runs that cannot be.
+    """
+    needs, backward = find_needs(program), find_backward_bytes(program)
+    outputs, count = set(program.outputs), len(program.slots)
+    size = [value.bytes for value in program.values]
+    base = program.resident_bytes + extra_bytes + sum(size[v] for v in outputs)
+    reads = [set(program.forward_reads(task)) - outputs for task in program.tasks]
+    alone = [
+        sum(size[v] for v in {*reads[p], *task.writes}) + net_workspace(program, costs, task)
+        for p, task in enumerate(program.tasks)
+    ]
+    stages = {stage - 1 for stage in needs.stages}
+    candidates = {p for p, again in enumerate(needs.rerun) if again}
+    fitting = [set(candidates) if slot in stages else set() for slot in range(count)]
+    forced = [
+        set.intersection(*(set(program.forward_reads(ways[k])) for k in backward.possible[slot])) - outputs
+        for slot, ways in enumerate(program.slots)
+    ]
+    while True:
+        count_before = sum(map(len, fitting))
+        beyond: set[int] = set()
+        for slot in reversed(range(count)):
+            beyond = (beyond | forced[slot]) - {v for p in fitting[slot] for v in program.tasks[p].writes}
+            free = budget_bytes - base - backward.before[slot] - sum(size[v] for v in beyond)
+            for p in tuple(fitting[slot]):
+                if alone[p] - sum(size[v] for v in reads[p] & beyond) > free or program.tasks[p].overwrites in beyond:
+                    fitting[slot].discard(p)
+        if sum(map(len, fitting)) == count_before:
+            return tuple(map(frozenset, fitting))
+
+
+def prune(program: Program, schedule: Schedule) -> Schedule:
+    """The schedule without runs that are of no use: nothing reads their results before they are made anew."""
+    wanted: set[int] = set()
+    again: list[tuple[int, ...]] = [()] * len(schedule.again)
+    for slot in reversed(range(len(schedule.again))):
+        wanted.update(program.forward_reads(program.slots[slot][schedule.ways[slot]]))
+        again[slot] = _useful(program, schedule.again[slot], wanted)
+    wanted.update(program.outputs)
+    return Schedule(_useful(program, schedule.forward, wanted), tuple(again), schedule.ways)
+
+
+def _useful(program: Program, tasks: Iterable[int], wanted: set[int]) -> tuple[int, ...]:
+    """The tasks of one stage that make something wanted; ``wanted`` becomes what must exist before the stage."""
+    useful: list[int] = []
+    for index in sorted(tasks, reverse=True):
+        task = program.tasks[index]
+        if wanted.isdisjoint(task.writes):
+            continue
+        useful.append(index)
+        wanted.difference_update(task.writes)
+        wanted.update(program.forward_reads(task))
+    return tuple(reversed(useful))

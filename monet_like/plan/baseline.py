@@ -1,0 +1,63 @@
+"""What plain PyTorch does: run everything once, keep what the backward reads until its last read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ScheduleError
+from ..ir.program import Cost, Program, Task
+from ..ir.schedule import Schedule
+from .analysis import prune
+
+
+def store_all(program: Program) -> Schedule:
+    """PyTorch's own variants, each run once in the forward; what may only run again runs before its first reader.
+
+    Raises:
+        ScheduleError: a value that is needed has no ``aten`` producer.
+    """
+    slots = [next((k for k, way in enumerate(slot) if way.variant == "aten"), 0) for slot in program.slots]
+    made = {v for task in program.tasks if _first(task) for v in task.writes}
+    anew: set[int] = set()
+    again: list[tuple[int, ...]] = []
+    wanted = set(program.outputs)
+    for slot, k in zip(program.slots, slots, strict=True):
+        runs: set[int] = set()
+        pending = list(program.forward_reads(slot[k]))
+        while pending:
+            v = pending.pop()
+            if v in made:
+                wanted.add(v)
+                continue
+            if v in anew:
+                continue
+            p = _maker(program, v, lambda task: task.variant == "aten" and task.runs == "again")
+            runs.add(p)
+            anew.update(program.tasks[p].writes)
+            pending += program.forward_reads(program.tasks[p])
+        again.append(tuple(sorted(runs)))
+    forward = {_maker(program, v, _first) for v in wanted}
+    pending = [v for p in forward for v in program.forward_reads(program.tasks[p])]
+    while pending:
+        p = _maker(program, pending.pop(), _first)
+        if p not in forward:
+            forward.add(p)
+            pending += program.forward_reads(program.tasks[p])
+    return prune(program, Schedule(tuple(sorted(forward)), tuple(again), tuple(slots)))
+
+
+def store_all_strategy(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **options: Any) -> Schedule:
+    """`store_all` with a strategy's signature; costs and budget play no part."""
+    return store_all(program)
+
+
+def _first(task: Task) -> bool:
+    return task.variant == "aten" and task.runs != "again"
+
+
+def _maker(program: Program, value: int, allowed: Any) -> int:
+    for p in program.producers[value]:
+        if allowed(program.tasks[p]):
+            return p
+    raise ScheduleError(f"{program.values[value].name} has no aten producer that may run where it is needed")

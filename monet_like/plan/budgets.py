@@ -1,0 +1,151 @@
+"""What people ask of a planner besides a plan: how little memory would do, and what more memory would buy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import InfeasibleError, SolverError
+from ..ir.program import Cost, Program
+from ..ir.schedule import Schedule
+from ..ir.simulate import Report
+from . import plan
+from .ilp.lowest_peak import Lowest, find_lowest, find_quickly, floor_bytes
+from .ilp.search import ask
+from .local_search.searcher import smallest_known
+from .offload import has_beside, numbered, waiting
+from .result import Plan
+from .subprogram import about_the_rest
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest budget.
+
+    Attributes:
+        schedule, report: of a schedule with the lowest peak that was found.
+        proven_bytes: no schedule at all has a lower peak than this.
+        step: the task that needs the most memory in the schedule.
+    """
+
+    schedule: Schedule
+    report: Report
+    proven_bytes: int
+    step: str
+
+
+@about_the_rest
+def smallest_budget(
+    program: Program,
+    costs: Mapping[str, Cost],
+    *,
+    extra_bytes: int = 0,
+    solver: str = "HIGHS",
+    time_limit_seconds: float = 60.0,
+) -> Smallest:
+    """The lowest peak that any schedule has, from both sides: a schedule, and a bound.
+
+    The local search goes down as far as it gets. From there an integer program gives the lowest peak of a small program
+    to the byte; of a larger one it is asked for a schedule halfway between that and what a single slot needs, again and
+    again, until the two meet or the time is over. `plan` does the same where nothing else fits, so it finds this schedule.
+
+    Raises:
+        SolverError: not even one schedule was found.
+    """
+    if has_beside(program):  # what runs beside the rest holds more, not less
+        small, indices = waiting(program)
+        smallest = smallest_budget(
+            small, costs, extra_bytes=extra_bytes, solver=solver, time_limit_seconds=time_limit_seconds
+        )
+        return replace(smallest, schedule=numbered(smallest.schedule, indices))
+    started = time.monotonic()
+    known = smallest_known(program, costs, extra_bytes=extra_bytes)
+    if known is None:
+        raise SolverError("the search found no schedule of this program at all")
+    proven, _ = floor_bytes(program, costs, extra_bytes)
+    found = find_lowest(
+        program,
+        costs,
+        Lowest(*known, proven),
+        lambda budget, seconds: ask(program, costs, budget, seconds, solver, extra_bytes),
+        extra_bytes=extra_bytes,
+        solver=solver,
+        seconds=time_limit_seconds - (time.monotonic() - started),
+    )
+    return Smallest(found.schedule, found.report, found.proven_bytes, found.report.peak_step.task)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the time-memory front: a budget, and the plan for it (None: none was found)."""
+
+    budget_bytes: int
+    plan: Plan | None
+
+
+def pareto(
+    program: Program,
+    costs: Mapping[str, Cost],
+    budgets_bytes: Sequence[int],
+    *,
+    extra_bytes: int = 0,
+    solver: str = "HIGHS",
+    time_limit_seconds: float = 60.0,
+    gap: float = 0.01,
+    strategy: str = "milp",
+    start: Schedule | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Point, ...]:
+    """A plan for every budget, the smallest budget first: each plan is where the next one starts.
+
+    Args:
+        strategy: ``milp`` or ``heuristic``.
+        start: where the first one starts, if it is known, with ``milp``.
+        time_limit_seconds: wall seconds for each budget.
+        progress: called with how many budgets are done and how many there are.
+    """
+    points: list[Point] = []
+    last: Plan | None = None
+    for done, budget in enumerate(sorted(budgets_bytes)):
+        if progress is not None:
+            progress(done, len(budgets_bytes))
+        known = last.schedule if last is not None else start
+        begin: dict[str, Any] = {"start": known} if known is not None and strategy == "milp" else {}
+        try:
+            found: Plan | None = plan(
+                program, costs, budget, solver=solver, time_limit_seconds=time_limit_seconds, gap=gap,
+                strategy=strategy, extra_bytes=extra_bytes, **begin,
+            )  # fmt: skip
+        except (InfeasibleError, SolverError):
+            found = None
+        if found is not None:
+            if last is not None and last.report.seconds < found.report.seconds:
+                found = replace(found, schedule=last.schedule, report=last.report)
+            last = found
+        points.append(Point(budget, found))
+    return tuple(points)
+
+
+def seconds_per_gigabyte(points: Sequence[Point]) -> tuple[float | None, ...]:
+    """For every point, the seconds of a step that each further GB (2**30 bytes) up to the next point saves."""
+    found: list[float | None] = []
+    for one, other in zip(points, points[1:], strict=False):
+        if one.plan is None or other.plan is None:
+            found.append(None)
+            continue
+        gigabytes = (other.budget_bytes - one.budget_bytes) / 2**30
+        found.append((one.plan.report.seconds - other.plan.report.seconds) / gigabytes)
+    return (*found, None)
+
+
+@about_the_rest
+def fits(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule | None:
+    """A schedule within the budget if one is found quickly, however slow it is itself; see `find_quickly`."""
+    if has_beside(program):
+        small, indices = waiting(program)
+        quick = fits(small, costs, budget_bytes, extra_bytes=extra_bytes)
+        return None if quick is None else numbered(quick, indices)
+    found = find_quickly(program, costs, budget_bytes, extra_bytes=extra_bytes)
+    return found.schedule if found is not None and found.report.peak_bytes <= budget_bytes else None

@@ -1,0 +1,1 @@
+"""The integer program: equations, bounds and the search around it."""

@@ -1,0 +1,210 @@
+"""The lowest peak of all schedules, from both sides: a schedule with a low peak, and bytes below which there is none.
+
+Two ways to ask, both from a schedule that is known:
+
+1. Small programs: one integer program whose objective is the peak. `Formulation` with ``above_bytes`` lets every memory
+   row exceed the budget by a share of these bytes, one and the same in all rows; the least share is wanted.
+2. Programs of any size: is there a schedule halfway between what is known and what is proven? Again and again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from ...errors import InfeasibleError, SolverError
+from ...ir.program import Cost, Program, Task
+from ...ir.schedule import Schedule
+from ...ir.simulate import Report, simulate
+from ..analysis import find_backward_bytes, find_needs, net_workspace
+from ..local_search.searcher import find_start, smallest_known
+from .decode import decode, encode
+from .formulation import Formulation, estimated_columns
+
+#: Programs with more columns than this are not asked for their lowest peak in one integer program.
+MOST_COLUMNS = 3000
+#: Wall seconds for that program where no other limit is given; it takes far less than one, most of it for its start.
+SECONDS = 10.0
+#: And where a limit is given, at least so many: its start takes seconds where others use the processors.
+LEAST_SECONDS = 5.0
+#: Programs with at most so many (stage, group, value) have all their memory rows from the start.
+MOST_ROW_PARTS = 100_000
+#: The two sides are close enough at this share of the peak; nothing is asked halfway between them any more.
+CLOSE = 0.01
+
+#: Asks for a schedule within so many bytes, in so many seconds; raises `InfeasibleError` or `SolverError`.
+Ask = Callable[[int, float], tuple[Schedule, Report]]
+
+
+@dataclass(frozen=True)
+class Lowest:
+    """A schedule with a low peak.
+
+    Attributes:
+        schedule, report: of the lowest peak that was found.
+        proven_bytes: no schedule at all has a lower peak than this.
+    """
+
+    schedule: Schedule
+    report: Report
+    proven_bytes: int
+
+
+def floor_bytes(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> tuple[int, str]:
+    """Bytes below which no schedule can be, and the task that takes them: the hungriest slot by itself."""
+    backward = find_backward_bytes(program)
+    outputs = set(program.outputs)
+    base = program.resident_bytes + extra_bytes + sum(program.values[v].bytes for v in outputs)
+
+    def needs(way: Task) -> int:
+        read = sum(program.values[v].bytes for v in set(program.forward_reads(way)) - outputs)
+        return read + net_workspace(program, costs, way)
+
+    found = (base, "")
+    for slot, ways in enumerate(program.slots):
+        least = base + backward.during[slot] + min(needs(ways[k]) for k in backward.possible[slot])
+        found = max(found, (least, ways[0].name), key=lambda item: item[0])
+    return found
+
+
+def is_small(program: Program) -> bool:
+    """Whether one integer program answers for the lowest peak in about a second."""
+    return estimated_columns(program, find_needs(program)) <= MOST_COLUMNS
+
+
+def find_lowest(
+    program: Program,
+    costs: Mapping[str, Cost],
+    known: Lowest,
+    ask: Ask | None,
+    *,
+    enough_bytes: int = 0,
+    extra_bytes: int = 0,
+    solver: str = "HIGHS",
+    seconds: float = SECONDS,
+) -> Lowest:
+    """The lowest peak, down to ``enough_bytes``.
+
+    Args:
+        known: where to begin.
+        ask: finds a schedule within a budget, for programs that are not small; None: only small programs are asked.
+        enough_bytes: a peak of at most this ends the search.
+        extra_bytes: resident memory beyond the program's.
+        solver: for small programs, where HiGHS is not installed.
+        seconds: wall seconds for all; small programs may have `LEAST_SECONDS`.
+    """
+    ends = time.monotonic() + seconds
+    best = known
+    if best.report.peak_bytes > max(best.proven_bytes, enough_bytes) and is_small(program):
+        most = max(seconds, LEAST_SECONDS)
+        best = minimise_peak(program, costs, best, enough_bytes, extra_bytes=extra_bytes, solver=solver, seconds=most)
+    low = best.proven_bytes  # not proven, but not worth asking again
+    while ask is not None and (peak := best.report.peak_bytes) > max(low, enough_bytes):
+        close = peak - low <= CLOSE * peak
+        left = ends - time.monotonic()
+        if left < 1 or (low >= enough_bytes if enough_bytes else close):
+            break
+        target = enough_bytes if close else max(enough_bytes, (low + peak) // 2)
+        try:
+            schedule, report = ask(target, left / 2)
+            best = Lowest(schedule, report, best.proven_bytes)
+        except InfeasibleError as error:
+            low = target
+            if error.proven:
+                best = Lowest(best.schedule, best.report, max(best.proven_bytes, target + 1))
+        except SolverError:
+            low = target
+    return best
+
+
+def find_quickly(
+    program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0, **options: Any
+) -> Lowest | None:
+    """A schedule within the budget by local search; where it finds none, the one with the lowest peak that is found.
+
+    Of small programs the latter is the integer program's: it is known to the byte, and so is whether anything fits.
+
+    Args:
+        options: further ones of `find_start`.
+    """
+    floor, _ = floor_bytes(program, costs, extra_bytes)
+    known: tuple[Schedule, Report] | None = None
+
+    def start(**more: Any) -> Lowest | None:
+        found = find_start(program, costs, budget_bytes, extra_bytes=extra_bytes, **{**options, **more})
+        if found is None:
+            return None
+        return Lowest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
+
+    if floor <= budget_bytes and is_small(program) and start(evaluations=0) is None:  # annealing would try for long
+        known = smallest_known(program, costs, extra_bytes=extra_bytes)
+        if known is not None and known[1].peak_bytes > budget_bytes:
+            lowest = find_lowest(
+                program, costs, Lowest(*known, floor), None, enough_bytes=budget_bytes, extra_bytes=extra_bytes
+            )
+            faster = start(start=lowest.schedule) if lowest.report.peak_bytes <= budget_bytes else None
+            return faster or lowest
+    if floor <= budget_bytes and (found := start()) is not None:
+        return found
+    known = known or smallest_known(program, costs, extra_bytes=extra_bytes)
+    return None if known is None else Lowest(*known, floor)
+
+
+def minimise_peak(
+    program: Program,
+    costs: Mapping[str, Cost],
+    known: Lowest,
+    enough_bytes: int = 0,
+    *,
+    extra_bytes: int = 0,
+    solver: str = "HIGHS",
+    seconds: float = SECONDS,
+) -> Lowest:
+    """The lowest peak by one integer program, without restrictions; see `find_lowest`.
+
+    Where time is left its two sides meet, to the byte but for what solvers take for rounding: about a millionth.
+    """
+    from ...solvers.interface import check_solver, installed_solvers, solve
+
+    ends = time.monotonic() + seconds
+    name = "HIGHS" if "HIGHS" in installed_solvers() else check_solver(solver)
+    low = max(known.proven_bytes, enough_bytes)
+    above = known.report.peak_bytes - low
+    formulation = Formulation(program, costs, low, extra_bytes, above_bytes=above)
+    _add_rows(formulation)
+    best = known
+    while best.report.peak_bytes > max(best.proven_bytes, enough_bytes) and (left := ends - time.monotonic()) > 0:
+        start = encode(formulation, best.schedule, check=False)
+        if start is not None:
+            start[formulation.over_column] = (best.report.peak_bytes - low) / above
+            start = start if formulation.matrix().violation(start) < 1e-6 else None
+        gap = max(1e-6, 0.4 / above)
+        found = solve(formulation.matrix(), name, time_limit_seconds=left, gap=gap, start=start)
+        if found.bound_seconds > max(0.25, 1e-6 * above) and found.status != "infeasible":  # a known one is feasible
+            # Rows let in half a byte more than they say, so a peak of n bytes above has a share of n - 1/2 bytes.
+            proven = low + ceil(min(found.bound_seconds, above) + 0.5 - max(0.25, 1e-6 * above))
+            best = Lowest(best.schedule, best.report, max(best.proven_bytes, min(proven, best.report.peak_bytes)))
+        if found.x is None:
+            break
+        schedule = decode(formulation, found.x)
+        report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
+        if report.peak_bytes < best.report.peak_bytes:
+            best = Lowest(schedule, report, best.proven_bytes)
+        claimed = low + above * float(found.x[formulation.over_column]) + 0.5
+        steps = zip(report.steps, schedule.runs(), strict=True)
+        over = [(t, formulation.group_of[p]) for step, (t, p) in steps if p >= 0 and step.bytes > claimed]
+        if sum(formulation.add_run_row(t, group) for t, group in over) == 0:
+            break
+    return best
+
+
+def _add_rows(formulation: Formulation) -> None:
+    """All rows of runs where they are few; else what is broken is added later."""
+    groups = range(len(formulation.needs.groups))
+    if len(formulation.stages) * len(groups) * len(formulation.tracked) <= MOST_ROW_PARTS:
+        for t in formulation.stages:
+            for group in groups:
+                formulation.add_run_row(t, group)

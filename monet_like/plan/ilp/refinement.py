@@ -1,0 +1,107 @@
+"""A bound for all schedules that gets finer where it is wrong, and plans from what it gets wrong.
+
+The program of `bound.py` knows little of memory: with one block only what the start of the backward holds. Its
+solutions tell what it should know. One that is faster than the bound asked for is written as a schedule and simulated;
+the slots in which that takes more than the budget become blocks of their own, the runs that do so get their rows, and
+the program is solved again. If none is that fast any more, the bound is proven. The schedules on the way, which are
+too fast to be true, are good starts for the local search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...errors import ScheduleError
+from ...ir.program import Cost, Program
+from ...ir.schedule import Schedule
+from ...ir.simulate import Report, simulate
+from ...solvers.interface import solve
+from ..analysis import find_needs
+from .relaxation import block_program
+
+#: Slots that become blocks in a step, the fullest ones (measured on U-Net: two to six make little difference).
+SLOTS_A_STEP = 4
+#: HiGHS's options where the best plan is known and what is left is to prove it (measured: U-Net at 40 % 28 instead of
+#: 41 s, at 50 % 7 instead of 12).
+PROVING = {"mip_allow_restart": False, "mip_heuristic_effort": 0.01}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step brought.
+
+    Attributes:
+        bound_seconds: no schedule is faster.
+        schedule: a schedule, mostly over the budget, that the program takes for faster; None if there is none.
+        finer: whether the next step's program differs from this one's.
+    """
+
+    bound_seconds: float
+    schedule: Schedule | None
+    finer: bool
+
+
+class Refinement:
+    """The state of the refinement: which slots are blocks of their own, and which runs have rows."""
+
+    def __init__(self, program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int = 0) -> None:
+        self.program, self.costs = program, costs
+        self.budget_bytes, self.extra_bytes = budget_bytes, extra_bytes
+        self.group_of = {p: g for g, group in enumerate(find_needs(program).groups) for p in group}
+        self.alone: set[int] = set()
+        self.runs: set[tuple[int, int]] = set()
+
+    def step(
+        self,
+        best: Schedule | None,
+        best_seconds: float,
+        gap: float,
+        time_limit_seconds: float,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Step:
+        """Solve, and learn from the solution.
+
+        Args:
+            best: the fastest schedule known, which takes ``best_seconds``.
+            gap: relative to ``best_seconds``: how far below it the bound may be in the end.
+            time_limit_seconds: wall seconds.
+            stop: asked now and then whether to end at once.
+        """
+        blocks = block_program(
+            self.program, self.costs, self.budget_bytes, self.alone, self.extra_bytes, runs=sorted(self.runs)
+        )
+        target = best_seconds * (1 - gap) / blocks.matrix.seconds_per_unit
+        refined = bool(self.alone or self.runs)  # what is not yet is solved in a second or two: a bound at once
+        solved = solve(
+            blocks.matrix,
+            "HIGHS",
+            time_limit_seconds=time_limit_seconds,
+            gap=max(1e-4, 0.999 * gap) if refined else 1e-4,
+            start=None if best is None else blocks.point(best),
+            stop=stop,
+            options=PROVING | {"objective_target": target} if refined and best is not None else {},
+        )
+        if solved.status in ("infeasible", "error"):  # nothing is known; whether nothing fits is for the whole program
+            return Step(0.0, None, False)
+        if solved.x is None or solved.objective_seconds >= best_seconds:
+            return Step(solved.bound_seconds, None, False)
+        schedule = blocks.schedule(solved.x)
+        try:
+            report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
+        except ScheduleError:  # in a longer block something is read after it was overwritten, of which there is no copy
+            return Step(solved.bound_seconds, None, False)
+        return Step(solved.bound_seconds, schedule, self._learn(schedule, report))
+
+    def _learn(self, schedule: Schedule, report: Report) -> bool:
+        """Blocks and rows for the steps that are over the budget; whether there are new ones."""
+        over = [
+            (step.bytes, stage, p)
+            for step, (stage, p) in zip(report.steps, schedule.runs(), strict=True)
+            if step.bytes > self.budget_bytes
+        ]
+        fullest = [stage - 1 for _, stage, _ in sorted(over, reverse=True) if stage and stage - 1 not in self.alone]
+        known = len(self.alone), len(self.runs)
+        self.alone.update(list(dict.fromkeys(fullest))[:SLOTS_A_STEP])
+        self.runs |= {(t, self.group_of[p]) for _, t, p in over if p >= 0 and (t == 0 or t - 1 in self.alone)}
+        return known != (len(self.alone), len(self.runs))

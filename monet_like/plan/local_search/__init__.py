@@ -1,0 +1,1 @@
+"""Search by steps: schedules from a few decisions, improved one at a time."""

@@ -1,0 +1,170 @@
+"""Plans with copies on the host: the planners' own ones, whose copies then run beside the rest where that fits.
+
+To the planners a copy takes time like any other task, and the step waits for it: one task to send, one to fetch, so
+that nothing about them is special. `simulate` has two clocks, so much of that time may be hidden. Three steps:
+
+1. Plan without copies, and with copies at several prices: a copy that is going to be hidden costs little.
+2. One copy after the other, for as long as the simulated step becomes faster within the budget: end a sending later in
+   the forward, start a fetching before an earlier slot. Either holds the value for longer.
+3. Take the fastest by `simulate`, with the copies' real times.
+
+Every plan is judged with both clocks, so none is faster in the report than its order of runs and copies allows. A
+bound of a planner's program is none for steps with hidden copies: none is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ..errors import InfeasibleError, ScheduleError, SolverError
+from ..ir.program import Cost, Program
+from ..ir.schedule import Schedule
+from ..ir.simulate import Report, simulate
+from .result import Plan
+
+#: What a copy's second costs in seconds of the step, while planning; None: no copies.
+PRICES = (None, 1.0, 0.3, 0.1)
+#: How many slots earlier a fetching may start.
+AHEAD = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+#: Gains of less than this share of the step are not looked for.
+LEAST_GAIN = 1e-6
+
+Find = Callable[[Program, Mapping[str, Cost]], Plan]
+
+
+def has_beside(program: Program) -> bool:
+    """Whether copies may run beside the rest."""
+    return any(task.copies == "start" for task in program.tasks)
+
+
+def waiting(program: Program, copies: bool = True) -> tuple[Program, tuple[int, ...]]:
+    """The program with copies for which the step waits only, or with none; and its tasks' indices in ``program``."""
+    admitted = ("", "whole") if copies else ("",)
+    kept = tuple(index for index, task in enumerate(program.tasks) if task.copies in admitted)
+    return replace(program, tasks=tuple(program.tasks[index] for index in kept)), kept
+
+
+def numbered(schedule: Schedule, indices: Sequence[int]) -> Schedule:
+    """A schedule of `waiting`'s program as one of the whole program."""
+    again = tuple(tuple(indices[p] for p in tasks) for tasks in schedule.again)
+    return Schedule(tuple(indices[p] for p in schedule.forward), again, schedule.ways)
+
+
+def plan_copies(
+    program: Program,
+    costs: Mapping[str, Cost],
+    budget_bytes: int,
+    find: Find,
+    prices: Sequence[float | None] = PRICES,
+    *,
+    extra_bytes: int = 0,
+    start: Schedule | None = None,
+) -> Plan:
+    """The fastest plan of a program with copies.
+
+    Args:
+        find: plans a program without hidden copies at given costs.
+        prices: as `PRICES`.
+        start: a schedule that is taken where nothing faster is found.
+
+    Raises:
+        InfeasibleError, SolverError: by ``find``, where it has no plan at any price.
+    """
+    copying = {task.cost for task in program.tasks if task.copies}
+    best: Plan | None = None
+    if start is not None:
+        report = simulate(program, start, costs, extra_bytes=extra_bytes)
+        best = Plan(start, report, "feasible", found_by="start") if report.peak_bytes <= budget_bytes else None
+    failure: InfeasibleError | SolverError | None = None
+    seconds: dict[str, float] = {}
+    for price in prices:
+        small, indices = waiting(program, copies=price is not None)
+        priced = {
+            key: Cost(cost.seconds * (price or 1.0), cost.workspace_bytes) if key in copying else cost
+            for key, cost in costs.items()
+        }
+        try:
+            found = find(small, priced)
+        except (InfeasibleError, SolverError) as error:
+            failure = error
+            continue
+        schedule, report = hide(program, numbered(found.schedule, indices), costs, budget_bytes, extra_bytes)
+        seconds = {name: seconds.get(name, 0.0) + spent for name, spent in found.stage_seconds.items()}
+        if best is None or report.seconds < best.report.seconds:
+            best = Plan(
+                schedule, report, "feasible", solver=found.solver, found_by=found.found_by, rows=found.rows,
+                columns=found.columns, interrupted=found.interrupted,
+            )  # fmt: skip
+        if found.interrupted:
+            break
+    if best is None:
+        assert failure is not None
+        raise failure
+    return replace(best, stage_seconds=seconds)
+
+
+def hide(
+    program: Program, schedule: Schedule, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int = 0
+) -> tuple[Schedule, Report]:
+    """The schedule with copies beside the rest, as far as that makes it faster within the budget."""
+    report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
+    for moves in (*_sendings(program, schedule), *_fetchings(program, schedule)):
+        best = schedule, report
+        for move in moves:
+            try:
+                moved = move(schedule)
+                judged = simulate(program, moved, costs, extra_bytes=extra_bytes)
+            except ScheduleError:  # the same value is fetched twice, and would be for both at once
+                continue
+            if judged.peak_bytes <= budget_bytes and judged.seconds < best[1].seconds - LEAST_GAIN * report.seconds:
+                best = moved, judged
+        schedule, report = best
+    return schedule, report
+
+
+_Move = Callable[[Schedule], Schedule]
+
+
+def _sendings(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
+    """For every sending of a schedule, in order, the ways to let it run beside the forward; the shortest first."""
+    for whole in schedule.forward:
+        if program.tasks[whole].copies == "whole":
+            yield [
+                lambda now, whole=whole, start=start, end=end: replace(  # type: ignore[misc]
+                    now, forward=tuple(sorted({*now.forward, start, end} - {whole}))
+                )
+                for start, end in _halves(program, whole)
+            ]
+
+
+def _fetchings(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
+    """For every fetching, in order, the earlier slots before which it may start; the nearest first."""
+    for slot, tasks in enumerate(schedule.again):
+        for whole in tasks:
+            if program.tasks[whole].copies == "whole":
+                yield [
+                    lambda now, whole=whole, slot=slot, start=start, end=end, early=early: _started(  # type: ignore[misc]
+                        now, slot, whole, early, start, end
+                    )
+                    for start, end in _halves(program, whole)
+                    for early in [slot - ahead for ahead in AHEAD if ahead <= slot]
+                ]
+
+
+def _started(schedule: Schedule, slot: int, whole: int, early: int, start: int, end: int) -> Schedule:
+    again = list(schedule.again)
+    again[slot] = tuple(sorted({*again[slot], end} - {whole}))
+    again[early] = tuple(sorted({*again[early], start}))
+    return replace(schedule, again=tuple(again))
+
+
+def _halves(program: Program, whole: int) -> list[tuple[int, int]]:
+    """The tasks that start, and those that end, the same copy."""
+    found = []
+    for value in program.tasks[whole].writes:
+        for end in program.producers[value]:
+            task = program.tasks[end]
+            if task.copies == "end" and task.overwrites is not None:
+                found.append((program.producers[task.overwrites][0], end))
+    return found

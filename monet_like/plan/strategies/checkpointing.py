@@ -1,0 +1,125 @@
+"""What several strategies share: PyTorch's own forward as a graph, and the schedule that follows from what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...ir.program import Cost, Program, Task
+from ...ir.schedule import Schedule
+from ...ir.simulate import Report, cost_of, simulate
+from ..baseline import store_all
+from ..local_search.searcher import Searcher
+
+#: More bytes than any machine has: the fastest variant always fits.
+NO_LIMIT = 2**60
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A program without variants: plain PyTorch's operators and what runs them again.
+
+    Attributes:
+        program: what is left.
+        tasks: for each of its tasks, the index in the whole program.
+        ways: for each of its slots, the indices of its ways in the whole program.
+    """
+
+    program: Program
+    tasks: tuple[int, ...]
+    ways: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(program: Program) -> Plain:
+        """Leave out every variant."""
+
+        def plain(task: Task) -> bool:
+            return task.variant == "aten" and not task.word and task.overwrites is None
+
+        kept = tuple(p for p, task in enumerate(program.tasks) if plain(task))
+        ways = tuple(tuple(k for k, way in enumerate(slot) if plain(way)) or (0,) for slot in program.slots)
+        slots = tuple(tuple(slot[k] for k in chosen) for slot, chosen in zip(program.slots, ways, strict=True))
+        return Plain(replace(program, tasks=tuple(program.tasks[p] for p in kept), slots=slots), kept, ways)
+
+    def whole(self, schedule: Schedule) -> Schedule:
+        """A schedule of what is left, in the whole program's indices."""
+        return Schedule(
+            tuple(self.tasks[p] for p in schedule.forward),
+            tuple(tuple(self.tasks[p] for p in tasks) for tasks in schedule.again),
+            tuple(chosen[k] for chosen, k in zip(self.ways, schedule.ways, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class PlainForward:
+    """The operators that plain PyTorch runs, in order.
+
+    Attributes:
+        schedule: plain PyTorch's.
+        reads: for every place in the order, the places whose results it reads.
+        bytes: of the results of every place.
+        seconds: of every place.
+        values: the values made at every place.
+    """
+
+    schedule: Schedule
+    reads: tuple[frozenset[int], ...]
+    bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    values: tuple[tuple[int, ...], ...]
+
+
+def plain_forward(program: Program, costs: Mapping[str, Cost]) -> PlainForward:
+    """Plain PyTorch's forward of a program."""
+    schedule = store_all(program)
+    tasks = [program.tasks[p] for p in schedule.forward]
+    place = {v: index for index, task in enumerate(tasks) for v in task.writes}
+    return PlainForward(
+        schedule,
+        tuple(frozenset(place[v] for v in program.forward_reads(task)) for task in tasks),
+        tuple(sum(program.values[v].bytes for v in task.writes) for task in tasks),
+        tuple(cost_of(task, costs).seconds for task in tasks),
+        tuple(task.writes for task in tasks),
+    )
+
+
+class Keeping:
+    """Schedules of "keep these, run the rest again when it is first needed", with plain PyTorch's operators only.
+
+    ``program`` is the program without variants; schedules are of it until `whole` translates them.
+    """
+
+    def __init__(self, program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> None:
+        self.plain = Plain.of(program)
+        self.program, self.costs, self.extra_bytes = self.plain.program, costs, extra_bytes
+        self.forward = plain_forward(self.program, costs)
+        self.searcher = Searcher(self.program, costs, extra_bytes)
+        #: Made once, such as what a dropout's mask is made from again.
+        self.once = {v for v, makers in enumerate(self.searcher.tables.again) if not makers}
+
+    def schedule(self, places: Iterable[int]) -> Schedule:
+        """Keep the results of these places of the forward; plain PyTorch's schedule where that cannot be done."""
+        keep = self.once.union(v for place in places for v in self.forward.values[place])
+        planned = self.searcher.plan(self.searcher.keeping(keep), NO_LIMIT)
+        return self.forward.schedule if planned is None else planned[0]
+
+    def report(self, schedule: Schedule) -> Report:
+        """The simulator's word."""
+        return simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
+
+    def whole(self, schedule: Schedule) -> Schedule:
+        """The schedule in the indices of the program that was given."""
+        return self.plain.whole(schedule)
+
+    def best(self, choices: Iterable[Iterable[int]], budget_bytes: int) -> Schedule:
+        """Of several sets of places to keep: the fastest that fits, else the one with the lowest peak."""
+        return self.fastest([self.schedule(places) for places in choices], budget_bytes)
+
+    def fastest(self, schedules: Sequence[Schedule], budget_bytes: int) -> Schedule:
+        """Of several schedules: the fastest that fits, else the one with the lowest peak."""
+
+        def price(schedule: Schedule) -> tuple[int, float]:
+            report = self.report(schedule)
+            return max(0, report.peak_bytes - budget_bytes), report.seconds
+
+        return min(schedules, key=price)

@@ -1,0 +1,1 @@
+"""What tasks cost: seconds and bytes, measured or estimated."""

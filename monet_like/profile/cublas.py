@@ -1,0 +1,74 @@
+"""What cuBLAS keeps: a workspace for each thread that multiplies, from PyTorch's allocator, from the first product on.
+
+A training step has two such threads, the one that calls the model and autograd's. The workspaces outlive every operator, so
+they are resident: a constant of the device that counts for every schedule with a product.
+
+PyTorch chooses their size (``getChosenWorkspaceSize`` in aten/src/ATen/cuda/CublasHandlePool.cpp, version 2.14): what
+``CUBLAS_WORKSPACE_CONFIG`` says where that is set; else 32 MiB on GPUs of capability 9.x, 10.x and 12.x (Hopper, Blackwell),
+and 8.1 MiB on others. Products of cuBLASLt use the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ..ir.program import Program, Task
+from ..ir.schedule import Schedule
+from .measure import have_workspaces
+
+#: Threads of a step that multiply.
+THREADS = 2
+#: Bytes of a workspace on GPUs of these major capabilities.
+LARGE_BYTES, LARGE_CAPABILITIES = 32 * 2**20, (9, 10, 12)
+#: Bytes of a workspace on others: 2 parts of 4 MiB and 8 of 16 KiB, as ``:4096:2:16:8`` says.
+SMALL_BYTES = 2 * 4096 * 2**10 + 8 * 16 * 2**10
+
+#: Operators that call cuBLAS on a GPU, without the overload and without the ``_`` of those in place.
+_PRODUCTS = frozenset(
+    (
+        *("mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "vdot", "mm_largest"),
+        *("_addmm_activation", "_scaled_mm", "_int_mm", "_native_multi_head_attention", "linalg_matrix_exp"),
+        *("linalg_inv_ex", "_linalg_solve_ex", "linalg_solve_triangular", "triangular_solve", "linalg_lstsq"),
+        *("linalg_lu_factor_ex", "linalg_lu_solve", "_slow_conv2d_forward", "_slow_conv2d_backward"),
+    )
+)
+_CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
+
+
+def default_bytes(major: int) -> int:
+    """What the workspaces of a step take by default on a GPU of a major compute capability."""
+    return THREADS * (LARGE_BYTES if major in LARGE_CAPABILITIES else SMALL_BYTES)
+
+
+def measured_bytes(device: torch.device) -> int:
+    """What the workspaces of a step take on a device; 0 on a CPU. They are freed and taken anew."""
+    if device.type != "cuda":
+        return 0
+    torch.zeros(1, device=device)  # makes the allocator's statistics
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(device)
+    have_workspaces(device)
+    return int(torch.cuda.memory_allocated(device)) - before
+
+
+def multiplies(tasks: Iterable[Task]) -> bool:
+    """Whether one of the tasks has an operator that calls cuBLAS on a GPU.
+
+    Convolutions are cuDNN's; where that is off, PyTorch's own are products of columns.
+    """
+    products = _PRODUCTS if torch.backends.cudnn.enabled else _PRODUCTS | _CONVOLUTIONS
+    return any(_name(call.op) in products for task in tasks for call in task.calls)
+
+
+def schedule_multiplies(program: Program, schedule: Schedule) -> bool:
+    """Whether a schedule runs a task that multiplies: by a variant it can where plain PyTorch does not."""
+    again = {index for tasks in schedule.again for index in tasks}
+    ways = (program.slots[slot][way] for slot, way in enumerate(schedule.ways))
+    return multiplies((*(program.tasks[index] for index in {*schedule.forward, *again}), *ways))
+
+
+def _name(operator: str) -> str:
+    """``aten.addmm_.default``: addmm."""
+    return operator.split(".")[1].rstrip("_")

@@ -1,0 +1,570 @@
+"""Costs without measuring: the larger of arithmetic and memory traffic at a device's datasheet rates.
+
+For planning for a device that is not at hand, and to judge in advance how long measuring would take.
+
+Where the rates are from (all are peaks without sparsity, which no operator reaches; where a datasheet gives the rate with
+sparsity, half of it is taken; nothing here was measured, but for ``cpu``):
+
+* a100: "NVIDIA A100 Tensor Core GPU" datasheet, A100 40GB PCIe (SXM alike): FP32 19.5 TFLOPS, TF32 156, BFLOAT16 312,
+  40 GB, 1,555 GB/s. a100-80gb-pcie, a100-80gb-sxm: the same rates, 80 GB, 1,935 and 2,039 GB/s.
+* h100: "NVIDIA H100 Tensor Core GPU" datasheet, H100 SXM: FP32 67 TFLOPS, TF32 989 with sparsity, BFLOAT16 1,979 with
+  sparsity, 80 GB, 3.35 TB/s. h100-pcie: H100 PCIe, FP32 51, TF32 756 and BFLOAT16 1,513 with sparsity, 80 GB, 2 TB/s.
+  h100-nvl: H100 NVL, FP32 60, TF32 835 and BFLOAT16 1,671 with sparsity, 94 GB, 3.9 TB/s.
+* h200: "NVIDIA H200 Tensor Core GPU" datasheet, H200 SXM: as H100 SXM, but 141 GB, 4.8 TB/s. h200-nvl: H200 NVL, as
+  H100 NVL, but 141 GB, 4.8 TB/s.
+* gh200: "NVIDIA GH200 Grace Hopper Superchip" datasheet: as H100 SXM, but 96 GB HBM3, 4 TB/s, NVLink-C2C 900 GB/s in
+  both directions.
+* rtx4090: "NVIDIA Ada GPU Architecture" whitepaper, appendix A: FP32 82.6 TFLOPS, TF32 82.6, FP16 with FP32
+  accumulate 165.2, 24 GB GDDR6X, 1,008 GB/s.
+* rtx2080ti: "NVIDIA Turing GPU Architecture" whitepaper, reference card: FP32 13.4 TFLOPS, FP16 with FP32 accumulate
+  53.8, 11 GB, 616 GB/s. It has no TF32.
+* p100: "NVIDIA Tesla P100" datasheet, PCIe 16 GB: FP32 9.3 TFLOPS, FP16 18.7, 732 GB/s. It has no TF32.
+
+What cuBLAS keeps there follows from the compute capability ("CUDA GPU Compute Capability", developer.nvidia.com/cuda/gpus) and
+from PyTorch's source, see `monet_like.cublas`.
+
+The rates are those of PyTorch's default settings: convolutions of float32 run in TF32 (``torch.backends.cudnn.allow_tf32``),
+matrix products of float32 do not (``torch.backends.cuda.matmul.allow_tf32``).
+
+Two rules are estimates of ours, on GPUs alone:
+
+* Grouped convolutions fill a part of the tensor cores' tiles: the rate is the share of `TILE` that a group's channels
+  are, and at least FP32's. Depthwise ones, which PyTorch and cuDNN run without tensor cores, have FP32's rate.
+* Convolutions in the default layout are taken to need a workspace of the size of all that they read and write, but at
+  most `WORKSPACE_LIMIT_BYTES`. Tensor cores want the channels last, so cuDNN transposes inputs, filters and results
+  ("NVIDIA Deep Learning Performance: Convolutional Layers User's Guide", section Tensor Layout); some of its kernels do
+  without some of the copies. No default of PyTorch bounds them: the limit holds where the environment has
+  ``CUDNN_CONV_WSCAP_DBG=512``. In channels-last layout implicit GEMM needs no copies, and the weights' gradient is
+  taken to need one of the weights, for partial sums. Depthwise convolutions need none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..capture.lowering import Captured
+from ..capture.tracing import fake_mode
+from ..ir.mode import ALGORITHMS
+from ..ir.program import REFUSED, Call, Cost, Ref, Task
+from ..ops.reference import largest_kept
+from ..runtime.codegen import Block, compile_block
+from ..units import GIB
+from .cublas import default_bytes
+from .profiler import distinct_tasks
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLimits:
+    """A device's rates.
+
+    Attributes:
+        name: for people.
+        flops_per_second: of matrix products of float32 (on a GPU without TF32, PyTorch's default).
+        convolution_flops_per_second: of convolutions of float32 (with TF32 where there is some, PyTorch's default).
+        half_flops_per_second: of both for 16-bit floats.
+        bytes_per_second: memory bandwidth.
+        host_bytes_per_second: of copies to and from the host, in one direction.
+        launch_seconds: the least any operator takes.
+        source: where the figures come from.
+        memory_bytes: in all, a GB of the datasheet taken as 2**30 bytes; 0: not told.
+        device: ``cuda`` or ``cpu``, what programs for it are captured as.
+        products: PyTorch's names of the device, without the maker's; none: none are known.
+        cublas_bytes: what cuBLAS's workspaces take in a step (`monet_like.profile.cublas`).
+    """
+
+    name: str
+    flops_per_second: float
+    convolution_flops_per_second: float
+    half_flops_per_second: float
+    bytes_per_second: float
+    host_bytes_per_second: float
+    launch_seconds: float
+    source: str
+    memory_bytes: int = 0
+    device: str = "cpu"
+    products: tuple[str, ...] = ()
+    cublas_bytes: int = 0
+
+    @property
+    def settings(self) -> str:
+        """The settings that the rates are of, in words; "" for a CPU, where there is no choice."""
+        if self.device == "cpu":
+            return ""
+        return (
+            f"PyTorch's default precisions: float32 convolutions at {self.convolution_flops_per_second / 1e12:g} TFLOP/s "
+            f"(TF32 where there is one), matrix products at {self.flops_per_second / 1e12:g} (no TF32); "
+            "workspaces of convolutions estimated"
+        )
+
+
+#: Bytes a second and direction of a link of 16 lanes: PCI Express 3.0, 4.0 and 5.0, by NVIDIA's datasheets 32, 64 and
+#: 128 GB/s in both; and the share of it that large copies of pinned memory are taken to reach.
+PCIE3, PCIE4, PCIE5 = (0.8 * rate for rate in (16e9, 32e9, 64e9))
+#: The same for the link of a Grace Hopper Superchip.
+NVLINK_C2C = 0.8 * 450e9
+
+
+def _gpu(
+    name: str,
+    *,
+    tflops: tuple[float, float, float],
+    bandwidth: float,
+    link: float,
+    gigabytes: int,
+    capability: tuple[int, int],
+    products: tuple[str, ...],
+    source: str,
+) -> DeviceLimits:
+    """``tflops``: of float32, of float32's convolutions, and of 16-bit floats."""
+    return DeviceLimits(
+        name=name,
+        flops_per_second=tflops[0] * 1e12,
+        convolution_flops_per_second=tflops[1] * 1e12,
+        half_flops_per_second=tflops[2] * 1e12,
+        bytes_per_second=bandwidth,
+        host_bytes_per_second=link,
+        launch_seconds=4e-6,
+        source=source,
+        memory_bytes=gigabytes * GIB,
+        device="cuda",
+        products=products,
+        cublas_bytes=default_bytes(capability[0]),
+    )
+
+
+#: Of the estimates below: raised whenever they change, because plans made from them then would not come out again.
+ROOFLINE_VERSION = 3
+
+_A100, _H100, _NVL = (19.5, 156.0, 312.0), (67.0, 494.5, 989.5), (60.0, 417.5, 835.5)
+
+DEVICES: Mapping[str, DeviceLimits] = {
+    limits.name: limits
+    for limits in (
+        DeviceLimits(
+            name="cpu",
+            flops_per_second=1.0e11,
+            convolution_flops_per_second=1.0e11,
+            half_flops_per_second=1.0e11,
+            bytes_per_second=1.5e10,
+            host_bytes_per_second=1e9,
+            launch_seconds=2e-6,
+            source="a server CPU on two cores, as measured; files: a guess",
+        ),
+        _gpu(
+            "p100",
+            tflops=(9.3, 9.3, 18.7),
+            bandwidth=732e9,
+            link=PCIE3,
+            gigabytes=16,
+            capability=(6, 0),
+            products=("Tesla P100-PCIE-16GB",),
+            source="NVIDIA Tesla P100 PCIe 16 GB datasheet",
+        ),
+        _gpu(
+            "a100",
+            tflops=_A100,
+            bandwidth=1555e9,
+            link=PCIE4,
+            gigabytes=40,
+            capability=(8, 0),
+            products=("A100-SXM4-40GB", "A100-PCIE-40GB"),
+            source="NVIDIA A100 40 GB PCIe datasheet",
+        ),
+        _gpu(
+            "a100-80gb-pcie",
+            tflops=_A100,
+            bandwidth=1935e9,
+            link=PCIE4,
+            gigabytes=80,
+            capability=(8, 0),
+            products=("A100 80GB PCIe",),
+            source="NVIDIA A100 80 GB PCIe datasheet",
+        ),
+        _gpu(
+            "a100-80gb-sxm",
+            tflops=_A100,
+            bandwidth=2039e9,
+            link=PCIE4,
+            gigabytes=80,
+            capability=(8, 0),
+            products=("A100-SXM4-80GB",),
+            source="NVIDIA A100 80 GB SXM datasheet",
+        ),
+        _gpu(
+            "h100",
+            tflops=_H100,
+            bandwidth=3350e9,
+            link=PCIE5,
+            gigabytes=80,
+            capability=(9, 0),
+            products=("H100 80GB HBM3",),
+            source="NVIDIA H100 SXM datasheet",
+        ),
+        _gpu(
+            "h100-pcie",
+            tflops=(51.0, 378.0, 756.5),
+            bandwidth=2000e9,
+            link=PCIE5,
+            gigabytes=80,
+            capability=(9, 0),
+            products=("H100 PCIe",),
+            source="NVIDIA H100 PCIe datasheet",
+        ),
+        _gpu(
+            "h100-nvl",
+            tflops=_NVL,
+            bandwidth=3900e9,
+            link=PCIE5,
+            gigabytes=94,
+            capability=(9, 0),
+            products=("H100 NVL",),
+            source="NVIDIA H100 NVL datasheet",
+        ),
+        _gpu(
+            "h200",
+            tflops=_H100,
+            bandwidth=4800e9,
+            link=PCIE5,
+            gigabytes=141,
+            capability=(9, 0),
+            products=("H200",),
+            source="NVIDIA H200 SXM datasheet",
+        ),
+        _gpu(
+            "h200-nvl",
+            tflops=_NVL,
+            bandwidth=4800e9,
+            link=PCIE5,
+            gigabytes=141,
+            capability=(9, 0),
+            products=("H200 NVL",),
+            source="NVIDIA H200 NVL datasheet",
+        ),
+        _gpu(
+            "gh200",
+            tflops=_H100,
+            bandwidth=4000e9,
+            link=NVLINK_C2C,
+            gigabytes=96,
+            capability=(9, 0),
+            products=("GH200 480GB", "GH200 120GB"),  # the host's memory: the GPU has 96 GB in both
+            source="NVIDIA GH200 Grace Hopper Superchip datasheet",
+        ),
+        _gpu(
+            "rtx2080ti",
+            tflops=(13.4, 13.4, 53.8),
+            bandwidth=616e9,
+            link=PCIE3,
+            gigabytes=11,
+            capability=(7, 5),
+            products=("GeForce RTX 2080 Ti",),
+            source="NVIDIA Turing whitepaper, reference card",
+        ),
+        _gpu(
+            "rtx4090",
+            tflops=(82.6, 82.6, 165.2),
+            bandwidth=1008e9,
+            link=PCIE4,
+            gigabytes=24,
+            capability=(8, 9),
+            products=("GeForce RTX 4090",),
+            source="NVIDIA Ada architecture whitepaper",
+        ),
+    )
+}
+
+
+#: What reads dropped caches.
+_UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.default")
+#: As many elements as mm_largest makes dense at a time (csrc/cpu/mm_largest.cpp, csrc/cuda/caches.cu).
+_DENSE = 1 << 22
+_IM2COL = "aten._slow_conv2d_forward.default"
+_RANDOM_STATE = "_rng_state"
+_CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
+#: Channels of a tensor core's tile in a convolution: a group with fewer leaves the rest of it idle. An estimate.
+TILE = 32
+#: The most that convolutions' workspaces are taken to be; what is larger is taken to have a kernel with less.
+WORKSPACE_LIMIT_BYTES = 512 * 2**20
+
+
+def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
+    """The cost of every distinct task of ``captured`` on a device with ``limits``.
+
+    Workspace is taken to be 0, with two exceptions. Convolutions on a GPU have the one that is estimated above. What a
+    dropped cache is unpacked into is a tensor as large as the one dropped, or, for a product with it, a copy of what is
+    kept or of some rows. Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
+    """
+    priced = {task.cost for task in captured.every_task() if task.word != ALGORITHMS}
+    tasks, works = distinct_tasks(captured), _works(captured)
+    return {
+        key: Cost(_seconds(captured, task, works[key], limits), _workspace(works[key], limits))
+        if key in priced
+        else REFUSED
+        for key, task in tasks.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a task does, on any device.
+
+    Attributes:
+        flops: of matrix products.
+        convolution_flops: of convolutions.
+        channels: of one group of these convolutions, the fewer of input and output; 1 if they are depthwise, `TILE` or
+            more if they fill tensor cores.
+        touched_bytes: that operators read and write.
+        unpacked_bytes: that dropped caches are unpacked into.
+        convolution_workspace_bytes: that convolutions are estimated to need on a GPU.
+    """
+
+    flops: int = 0
+    convolution_flops: int = 0
+    channels: int = TILE
+    touched_bytes: int = 0
+    unpacked_bytes: int = 0
+    convolution_workspace_bytes: int = 0
+
+
+#: The work of programs' tasks, as long as they exist: counting runs all of them, and one is priced for several devices.
+_WORKS: WeakKeyDictionary[Captured, dict[str, _Work]] = WeakKeyDictionary()
+
+
+def _works(captured: Captured) -> dict[str, _Work]:
+    """The work of every distinct task."""
+    if captured not in _WORKS:
+        found = {}
+        for key, task in distinct_tasks(captured).items():
+            found[key] = _Work() if task.copies else _work(captured, task)
+        _WORKS[captured] = found
+    return _WORKS[captured]
+
+
+def _work(captured: Captured, task: Task) -> _Work:
+    products, convolutions = _flops(captured, task)
+    seen = _Convolutions()
+    if any(call.op in _CONVOLUTIONS for call in task.calls):
+        _run_fake(captured, task, seen)
+    return _Work(
+        products,
+        convolutions,
+        seen.channels,
+        touched_bytes(captured, task),
+        _unpacked_bytes(captured, task),
+        max(seen.workspace_bytes, _im2col_bytes(captured, task)),
+    )
+
+
+def _workspace(work: _Work, limits: DeviceLimits) -> int:
+    estimated = min(work.convolution_workspace_bytes, WORKSPACE_LIMIT_BYTES) if limits.device == "cuda" else 0
+    return max(estimated, work.unpacked_bytes)
+
+
+def _unpacked_bytes(captured: Captured, task: Task) -> int:
+    if not any(call.op in _UNPACKING for call in task.calls):
+        return 0
+    counter = _UnpackedBytes()
+    _run_fake(captured, task, counter)
+    return counter.bytes
+
+
+def _seconds(captured: Captured, task: Task, work: _Work, limits: DeviceLimits) -> float:
+    metas = captured.metas
+    if task.copies:
+        copied = max(metas[v].storage_bytes for v in (*task.reads, *task.writes))
+        return limits.launch_seconds + copied / limits.host_bytes_per_second
+    half = any(metas[v].dtype.itemsize == 2 and metas[v].dtype.is_floating_point for v in task.reads)
+    products = limits.half_flops_per_second if half else limits.flops_per_second
+    convolutions = limits.half_flops_per_second if half else limits.convolution_flops_per_second
+    if work.channels < TILE:
+        share = work.channels / TILE if work.channels > 1 else 0.0
+        convolutions = max(limits.flops_per_second, share * convolutions)
+    computing = work.flops / products + work.convolution_flops / convolutions
+    return max(limits.launch_seconds, computing, work.touched_bytes / limits.bytes_per_second)
+
+
+def touched_bytes(captured: Captured, task: Task) -> int:
+    """Bytes that a task's operators read and write, results that one hands to the next included."""
+    if len(task.calls) == 1 or _is_opaque(task):
+        call = task.calls[-1]
+        unread = _read_for_its_shape(call.op, call.args)
+        values = [v for v in (*task.reads, *task.writes) if unread is None or unread != Ref(v)]
+        return sum(captured.metas[v].storage_bytes for v in values)
+    counter = _TouchedBytes()
+    _run_fake(captured, task, counter)
+    return counter.bytes
+
+
+def flops(captured: Captured, task: Task) -> int:
+    """Floating-point operations of the matrix products and convolutions in a task."""
+    return sum(_flops(captured, task))
+
+
+def _flops(captured: Captured, task: Task) -> tuple[int, int]:
+    """Floating-point operations of a task's matrix products, and of its convolutions."""
+    heavy = ("conv", "mm", "attention", "linear")
+    if not any(word in call.op for call in task.calls for word in heavy):
+        return 0, 0
+    if any(call.op == _IM2COL for call in task.calls):
+        return sum(_im2col_flops(captured, call) for call in task.calls if call.op == _IM2COL), 0
+    counter = FlopCounterMode(display=False, custom_mapping=_flop_formulas())
+    _run_fake(captured, task, counter)
+    counts = counter.get_flop_counts().get("Global", {})
+    convolutions = sum(count for operator, count in counts.items() if "convolution" in str(operator))
+    return int(counter.get_total_flops()) - int(convolutions), int(convolutions)
+
+
+def _flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Of operators that PyTorch's counter does not know, from the shapes of their arguments."""
+    found: dict[Any, Callable[..., int]] = {}
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        found[torch.ops.mkldnn._linear_pointwise] = lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)
+    if hasattr(torch.ops.monet_like, "mm_largest"):  # as if it were dense, which it is on a GPU
+        found[torch.ops.monet_like.mm_largest] = lambda grad, _, __, columns, *___, **____: 2 * prod(grad) * columns
+    return found
+
+
+def _im2col_flops(captured: Captured, call: Call) -> int:
+    """The same products as the convolution itself."""
+    (out,), filters = call.outs, call.args[1]
+    assert out is not None and isinstance(out.name, int)
+    cells = prod(iter(captured.metas[out.name].shape))
+    return 2 * cells * prod(iter(captured.metas[filters.name].shape[1:]))
+
+
+def _im2col_bytes(captured: Captured, task: Task) -> int:
+    """On a GPU, columns are made of one sample after another."""
+    found = [0]
+    for call in task.calls:
+        if call.op == _IM2COL:
+            (out,), filters = call.outs, captured.metas[call.args[1].name]
+            assert out is not None and isinstance(out.name, int)
+            found.append(prod(filters.shape[1:]) * prod(captured.metas[out.name].shape[2:]) * filters.dtype.itemsize)
+    return max(found)
+
+
+def _read_for_its_shape(op: str, args: Sequence[Any]) -> Any:
+    """The tensor argument that an operator takes for its shape alone, if there is one."""
+    of_weight = op == "aten.convolution_backward.default" and args[-1][1]
+    pools = ("aten.max_pool2d_with_indices_backward.default", "aten._adaptive_avg_pool2d_backward.default")
+    return args[1] if op in pools or (op == "aten.convolution_backward.default" and not of_weight) else None
+
+
+def _is_opaque(task: Task) -> bool:
+    """Whether a task cannot run as it is on fake tensors: no kernel for them, or a random generator's state."""
+    return any(call.op == _IM2COL or call.op.endswith(_RANDOM_STATE) for call in task.calls)
+
+
+def _run_fake(captured: Captured, task: Task, observer: Any) -> None:
+    """Run a task on tensors without storage, under a mode that observes its operators.
+
+    Random generators are left alone: their state is real, and these tensors are not.
+    """
+    calls = tuple(call for call in task.calls if not call.op.endswith(_RANDOM_STATE))
+    task = replace(task, calls=calls)
+    run = compile_block(Block(task.reads, (task,)), task.name)
+    with fake_mode(), observer, torch.no_grad(), torch._C._DisableAutocast():
+        inputs: list[Any] = []
+        for value in task.reads:
+            meta = captured.metas[value]
+            inputs.append(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device))
+        run(inputs)
+
+
+class _TouchedBytes(TorchDispatchMode):
+    """Sums what operators read and write, of a storage no more than there is.
+
+    Views touch nothing, nor do questions such as ``prim.device``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        asked = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
+        if not asked and not func.is_view and func is not torch.ops.aten.empty_strided.default:
+            unread = _read_for_its_shape(str(func), args)
+            leaves = tree_leaves((args, kwargs, result))
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t is not unread]
+            parts = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t.nbytes for t in tensors}
+            touched = Counter[int]()
+            for (storage, *_), size in parts.items():
+                touched[storage] += size
+            whole = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+            self.bytes += sum(min(touched[storage], size) for storage, size in whole.items())
+        return result
+
+
+class _UnpackedBytes(TorchDispatchMode):
+    """Sums what dropped caches are unpacked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func) == "monet_like.unpack_largest.default":
+            self.bytes += result.untyped_storage().nbytes()
+        elif str(func) == "monet_like.mm_largest.default":
+            grad, _, keep, columns = args[:4]
+            elements, size = grad.shape[0] * columns, grad.element_size()
+            # sorted: a value and an int32 for each; of 16-bit floats some may be made dense instead
+            dense = min(elements, _DENSE) * size if size == 2 else 0
+            self.bytes += max(largest_kept(elements, keep) * (max(4, size) + 4), dense)
+        return result
+
+
+class _Convolutions(TorchDispatchMode):
+    """Notes what convolutions' rates and workspaces depend on.
+
+    Attributes:
+        channels: as of `_Work`, the least of all.
+        workspace_bytes: by the rules at the top of this file, the most of all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.channels, self.workspace_bytes = TILE, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func) in _CONVOLUTIONS:
+            backward = func is torch.ops.aten.convolution_backward.default
+            filters, groups = args[2 if backward else 1], args[9 if backward else 8]
+            channels = min(filters.shape[0] // groups, filters.shape[1])
+            if groups > 1:
+                self.channels = min(self.channels, channels)
+            if groups == 1 or channels > 1:
+                self.workspace_bytes = max(self.workspace_bytes, self._copied(func, args, result, filters))
+        return result
+
+    @staticmethod
+    def _copied(func: Any, args: Any, result: Any, filters: torch.Tensor) -> int:
+        of_weight = func is torch.ops.aten.convolution_backward.default and args[-1][1]
+        unread = [_read_for_its_shape(str(func), args), filters if of_weight and not args[-1][0] else None]
+        leaves = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+        data = [leaf for leaf in leaves if leaf.dim() == filters.dim() and all(leaf is not other for other in unread)]
+        if any(map(_is_channels_last, data)):
+            return filters.numel() * max(4, filters.element_size()) if of_weight else 0
+        return sum(leaf.numel() * leaf.element_size() for leaf in data)
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether channels are the innermost dimension; not, where any layout is that one and the default, too."""
+    if tensor.is_contiguous() or tensor.dim() not in (4, 5):
+        return False
+    layout = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return tensor.is_contiguous(memory_format=layout)

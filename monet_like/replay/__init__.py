@@ -1,0 +1,1 @@
+"""From a schedule file to a training step."""

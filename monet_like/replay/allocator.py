@@ -1,0 +1,50 @@
+"""One block for a whole step, before the caching allocator has broken the memory into pieces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..errors import MonetError
+from ..ir.schedule_file import ScheduleRecord
+from ..profile.measure import have_workspaces
+from ..units import format_bytes
+
+
+def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | None = None) -> int:
+    """Allocate and free, in one piece, what a schedule's step needs beyond what is allocated now.
+
+    To be called before the first step, with the model on its device. PyTorch's allocator keeps the block and cuts the
+    step's tensors from it; else it asks the driver for blocks of many sizes, some of which fit nothing later on. With
+    ``PYTORCH_ALLOC_CONF=expandable_segments:True`` none of this is needed. cuBLAS's workspaces are taken before the
+    block, so that they lie beside it.
+
+    Args:
+        schedule: a schedule file, or a loaded `ScheduleRecord`.
+        device: default: the current CUDA device, or the CPU where there is none.
+
+    Returns:
+        Bytes of the block; 0 on a device without a caching allocator.
+
+    Raises:
+        MonetError: so much is not free.
+        ScheduleFileError: the file is unreadable.
+    """
+    record = schedule if isinstance(schedule, ScheduleRecord) else ScheduleRecord.load(Path(schedule))
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type != "cuda":
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()  # they are taken anew, beside the block
+    wanted = max(0, record.peak_bytes - record.cublas_bytes - torch.cuda.memory_allocated(place))
+    torch.cuda.empty_cache()
+    try:
+        have_workspaces(place)
+        torch.empty(wanted, dtype=torch.uint8, device=place)
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(place)
+        raise MonetError(
+            f"the schedule needs {format_bytes(wanted)} more on {place}, where {format_bytes(free)} of "
+            f"{format_bytes(total)} are free; end what else uses it, or solve for a smaller budget"
+        ) from None
+    return wanted

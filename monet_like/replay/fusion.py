@@ -1,0 +1,372 @@
+"""Pieces: runs of neighbouring tasks of a schedule, compiled into one graph each, in the schedule's order and memory.
+
+A piece is as long as this holds, and else is cut:
+
+* every call in it is elementwise, a reduction, a normalisation, a concatenation or a view. Products, convolutions,
+  random operators, indexing and this package's own kernels stay the calls they are, between pieces;
+* no value is written that the piece has touched before: a value and its rerun are never in one graph, where Inductor
+  would merge them;
+* what exists before the piece, and what the compiled piece allocates while it runs, stay within the schedule's peak.
+  That is measured when the piece is built, not estimated. What is made and dies inside the piece may never exist.
+
+Operators that write in place write in place still: the graph computes the new contents and copies them back last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..capture.lowering import Captured, TensorMeta, cost_key
+from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
+from ..profile.measure import allocated_peak
+from ..profile.profiler import Inputs
+from ..runtime.codegen import Block, deaths, needed_at_end
+from ..runtime.operators import overload, resolve
+from .inductor import Compiled, compile_function
+
+#: Besides all that PyTorch tags as elementwise.
+_FUSIBLE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_log_softmax.default",
+        "_log_softmax_backward_data.default",
+        "_native_batch_norm_legit.no_stats",
+        "_native_batch_norm_legit_functional.default",
+        "_safe_softmax.default",
+        "_softmax.default",
+        "_softmax_backward_data.default",
+        "_to_copy.default",
+        "amax.default",
+        "amin.default",
+        "arange.default",
+        "cat.default",
+        "elu_backward.default",
+        "hardswish_backward.default",
+        "hardtanh_backward.default",
+        "leaky_relu_backward.default",
+        "mean.dim",
+        "native_batch_norm_backward.default",
+        "native_group_norm.default",
+        "native_group_norm_backward.default",
+        "native_layer_norm.default",
+        "native_layer_norm_backward.default",
+        "new_ones.default",
+        "new_zeros.default",
+        "nll_loss_backward.default",
+        "nll_loss_forward.default",
+        "ones.default",
+        "scalar_tensor.default",
+        "select_backward.default",
+        "slice_backward.default",
+        "sum.dim_IntList",
+        "tril.default",
+        "var_mean.correction",
+    )
+)
+
+#: The names that pieces, and the tensor that one wrote into, have in generated code.
+_PIECE = "inductor.piece"
+_SAME = "inductor.same"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Blocks in which runs of tasks are pieces.
+
+    Attributes:
+        blocks: as given, the tasks of a piece replaced by one that calls it.
+        functions: by the name of the operator that such a task calls.
+        operators: calls of operators, views not counted, in the blocks as given.
+        compiled: how many of these are in pieces.
+        pieces, distinct: how many pieces there are, and how many of them differ.
+    """
+
+    blocks: tuple[Block, ...]
+    functions: dict[str, Callable[..., Any]]
+    operators: int
+    compiled: int
+    pieces: int
+    distinct: int
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What a piece computes.
+
+    Attributes:
+        calls: functional ones.
+        inputs: values that exist before.
+        outputs: values that it makes and that outlive it.
+        back: (input, what its contents become).
+        same: (output, the input whose storage it takes over).
+    """
+
+    calls: tuple[Call, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    back: tuple[tuple[int, Ref], ...]
+    same: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A compiled graph, or None where Inductor's results do not look like PyTorch's.
+
+    Attributes:
+        run: None: not to be used.
+        name: in generated code.
+        rise_bytes: what it allocates at most, results included.
+    """
+
+    run: Compiled | None
+    name: str
+    rise_bytes: int
+
+
+def fuse(captured: Captured, blocks: Sequence[Block], before_bytes: Sequence[int], limit_bytes: int) -> Fused:
+    """Compile what can be compiled of ``blocks``.
+
+    Args:
+        before_bytes: for every task of all blocks in order, the bytes that exist when it begins.
+        limit_bytes: what must not be exceeded at any time.
+    """
+    return _Fuser(captured, limit_bytes).run(blocks, before_bytes)
+
+
+class _Fuser:
+    """Finds and compiles pieces; equal ones once."""
+
+    def __init__(self, captured: Captured, limit_bytes: int) -> None:
+        self.captured, self.limit_bytes = captured, limit_bytes
+        self.pieces: dict[str, _Piece] = {}
+        self.used: Counter[str] = Counter()
+        self.compiled = 0
+
+    def run(self, blocks: Sequence[Block], before_bytes: Sequence[int]) -> Fused:
+        made: list[Block] = []
+        done = 0
+        for block in blocks:
+            dying, _ = deaths(block, needed_at_end(block))
+            tasks: list[Task] = []
+            for start, stop in runs_of(block.tasks):
+                before = before_bytes[done + start : done + stop]
+                tasks += self._tasks(block.tasks[start:stop], dying[start:stop], before)
+            made.append(replace(block, tasks=tuple(tasks)))
+            done += len(block.tasks)
+        functions: dict[str, Callable[..., Any]] = {_SAME: _same}
+        functions.update((p.name, p.run) for p in self.pieces.values() if p.run is not None and p.name in self.used)
+        operators = sum(_operators(task) for block in blocks for task in block.tasks)
+        return Fused(tuple(made), functions, operators, self.compiled, sum(self.used.values()), len(self.used))
+
+    def _tasks(
+        self, tasks: Sequence[Task], dying: Sequence[Sequence[int]], before_bytes: Sequence[int]
+    ) -> Sequence[Task]:
+        """The tasks as one that calls a piece; as several, or as they are, where that would need too much memory."""
+        if not self._worthwhile(tasks):
+            return tasks
+        graph = _graph(tasks, {value for dead in dying for value in dead})
+        room = self.limit_bytes - before_bytes[0]
+        fresh = {*graph.outputs} - {out for out, _ in graph.same}
+        if sum(self.captured.program.values[value].bytes for value in fresh) <= room:
+            piece = self._piece(graph)
+            if piece.run is None:
+                return tasks
+            if piece.rise_bytes <= room:
+                self.used[piece.name] += 1
+                self.compiled += sum(map(_operators, tasks))
+                return (_calling(piece.name, graph),)
+        if len(tasks) == 1:
+            return tasks
+        half = len(tasks) // 2
+        first = self._tasks(tasks[:half], dying[:half], before_bytes[:half])
+        return (*first, *self._tasks(tasks[half:], dying[half:], before_bytes[half:]))
+
+    def _worthwhile(self, tasks: Sequence[Task]) -> bool:
+        """Whether some tensor that two operators touch need not pass through memory twice."""
+        values = self.captured.program.values
+        touched = Counter(value for task in tasks for value in (*task.reads, *task.writes))
+        return any(_fusible(task) and _operators(task) > 1 for task in tasks) or any(
+            count > 1 and values[value].bytes and values[value].kind not in RESIDENT_KINDS
+            for value, count in touched.items()
+        )
+
+    def _piece(self, graph: _Graph) -> _Piece:
+        """The compiled graph, from the cache if one of equal text is there."""
+        places = {out: place for place, out in enumerate(out for call in graph.calls for out in call.outs)}
+        results = [places[Ref(value)] for value in graph.outputs]
+        back = [(graph.inputs.index(value), places[ref]) for value, ref in graph.back]
+        key = f"{cost_key(graph.calls, self.captured.metas)} -> {results}, {back}"
+        if key not in self.pieces:
+            run, rise = self._compiled(graph)
+            self.pieces[key] = _Piece(run, f"{_PIECE}.{len(self.pieces)}", rise)
+        return self.pieces[key]
+
+    def _compiled(self, graph: _Graph) -> tuple[Compiled | None, int]:
+        """Compile and run on made-up inputs: the results must look as captured; what it allocates is measured."""
+        captured = self.captured
+        made = Inputs(captured, captured.device)  # shares tensors that look alike, which must not be written into
+        fresh = [value for value in graph.outputs if value not in dict(graph.same)]
+        with torch.no_grad(), torch._C._DisableAutocast():
+            tensors = [_copy(made.make(value)) for value in graph.inputs]
+            del made
+            run = compile_function(_function(graph, fresh), tensors)
+            results = run(list(tensors))
+            storages = {t.untyped_storage()._cdata for t in (*tensors, *results)}
+            alike = all(
+                TensorMeta.of(tensor) == captured.metas[value] for tensor, value in zip(results, fresh, strict=True)
+            )
+            if not alike or len(storages) < len(tensors) + len(results):
+                return None, 0
+            del results
+            return run, allocated_peak(lambda: run(list(tensors)), captured.device)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor in a storage of its own, elements that share memory (expanded ones) included."""
+    storage = tensor.untyped_storage().clone()
+    return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _calling(name: str, graph: _Graph) -> Task:
+    """The task that calls a compiled graph."""
+    same = dict(graph.same)
+    fresh = tuple(Ref(value) for value in graph.outputs if value not in same)
+    calls = [Call(name, (tuple(map(Ref, graph.inputs)),), (), fresh, bool(fresh))]
+    calls += [Call(_SAME, (Ref(root),), (), (Ref(out),)) for out, root in graph.same]
+    return Task(name, graph.inputs, graph.outputs, variant="inductor", calls=tuple(calls))
+
+
+def runs_of(tasks: Sequence[Task]) -> Iterator[tuple[int, int]]:
+    """(first, one past the last) of tasks that may be one piece; other tasks alone."""
+    start = 0
+    touched: set[int] = set()
+    for index, task in enumerate(tasks):
+        fusible = _fusible(task)
+        if index > start and (not fusible or not touched.isdisjoint(task.writes)):
+            yield start, index
+            start, touched = index, set()
+        touched.update((*task.reads, *task.writes))
+        if not fusible:
+            yield index, index + 1
+            start, touched = index + 1, set()
+    if start < len(tasks):
+        yield start, len(tasks)
+
+
+def _fusible(task: Task) -> bool:
+    return all(_functional(call, 0) for call in task.calls)
+
+
+def _graph(tasks: Sequence[Task], dying: set[int]) -> _Graph:
+    """What some tasks compute; of what they make, ``dying`` is not wanted afterwards."""
+    calls: list[Call] = []
+    inputs: dict[int, None] = {}
+    made: dict[int, None] = {}
+    back: dict[int, Ref] = {}
+    root: dict[int, int] = {}  # value -> the one whose storage it is in, where it was written in place
+    for place, call in enumerate(call for task in tasks for call in task.calls):
+        functional = _functional(call, place)
+        assert functional is not None
+        calls.append(functional.call)
+        inputs.update((ref.name, None) for ref in refs(call) if isinstance(ref.name, int) and ref.name not in made)
+        made.update((out.name, None) for out in call.outs if out is not None and isinstance(out.name, int))
+        back.update(functional.updates)
+        if functional.target is not None:
+            (out,) = call.outs
+            assert out is not None and isinstance(out.name, int)
+            root[out.name] = root.get(functional.target, functional.target)
+    outputs = tuple(value for value in made if value not in dying)
+    same = tuple((value, root[value]) for value in outputs if root.get(value) in inputs)
+    back.update((into, Ref(value)) for value, into in same)
+    return _Graph(tuple(calls), tuple(inputs), outputs, tuple(back.items()), same)
+
+
+def _function(graph: _Graph, results: Sequence[int]) -> Callable[..., list[torch.Tensor]]:
+    """A graph as a function of its inputs."""
+
+    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        known: dict[Ref | None, Any] = {Ref(value): tensor for value, tensor in zip(graph.inputs, tensors, strict=True)}
+
+        def given(leaf: Any) -> Any:
+            if isinstance(leaf, tuple | list):
+                return [given(part) for part in leaf]
+            return known[leaf] if isinstance(leaf, Ref) else leaf
+
+        for call in graph.calls:
+            result = resolve(call.op)(*map(given, call.args), **{name: given(leaf) for name, leaf in call.kwargs})
+            known.update(zip(call.outs, result if call.unpack else (result,), strict=True))
+        for value, ref in graph.back:
+            known[Ref(value)].copy_(known[ref])
+        return [known[Ref(value)] for value in results]
+
+    return function
+
+
+@dataclass(frozen=True)
+class _Functional:
+    """A call without side effects that computes what another computes.
+
+    Attributes:
+        call: it.
+        target: the value that the other writes its result into.
+        updates: (value, what the other writes into it besides).
+    """
+
+    call: Call
+    target: int | None = None
+    updates: tuple[tuple[int, Ref], ...] = ()
+
+
+def _functional(call: Call, place: int) -> _Functional | None:
+    """``call`` as a functional one that Inductor may fuse, or None; ``place`` makes names unique within a piece."""
+    if call.op == "operator.getitem":
+        return _Functional(call)
+    if call.op == "aten.native_batch_norm.default":
+        return _batch_norm(call, place)
+    if not call.op.startswith("aten."):
+        return None
+    operator = overload(call.op)
+    if torch.Tag.nondeterministic_seeded in operator.tags:
+        return None
+    if not operator._schema.is_mutable:
+        fusible = operator.is_view or call.op in _FUSIBLE or torch.Tag.pointwise in operator.tags
+        return _Functional(call) if fusible else None
+    written = [a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    keyword = dict(call.kwargs).get(written[0])
+    target = call.args[0] if keyword is None else keyword
+    (out,) = call.outs or (None,)
+    if len(written) != 1 or not all(isinstance(ref, Ref) and isinstance(ref.name, int) for ref in (target, out)):
+        return None
+    kwargs = tuple((name, leaf) for name, leaf in call.kwargs if name != written[0])
+    _, packet, kind = call.op.split(".")
+    op = f"aten.{packet}.default" if keyword is not None else f"aten.{packet[:-1]}.{kind}"
+    pure = _functional(replace(call, op=op, kwargs=kwargs), place)
+    return pure and replace(pure, target=target.name)
+
+
+def _batch_norm(call: Call, place: int) -> _Functional | None:
+    """Batch norm in training mode, the new statistics as two more results."""
+    x, weight, bias, mean, var, training, momentum, eps = call.args
+    if not training or mean is None or var is None:
+        return None
+    news = tuple(Ref(f"{name}_{place}") for name in ("new_mean", "new_var"))
+    op = "aten._native_batch_norm_legit_functional.default"
+    functional = Call(op, (x, weight, bias, mean, var, True, momentum, eps), (), (*call.outs, *news), True)
+    return _Functional(functional, updates=tuple(zip((mean.name, var.name), news, strict=True)))
+
+
+def _operators(task: Task) -> int:
+    """The calls of a task that are no views."""
+    return sum(
+        call.op != "operator.getitem" and not (call.op.startswith("aten.") and overload(call.op).is_view)
+        for call in task.calls
+    )

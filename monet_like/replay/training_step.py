@@ -1,0 +1,383 @@
+"""A captured program and a schedule become functions: one forward, and a backward cut into segments.
+
+The segments are a chain of autograd nodes. Each returns the gradients of its parameters as soon as they are
+ready, so they reach ``.grad`` (and a distributed wrapper's buckets) while the rest of the backward runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..capture.guards.reads import Change, Reads
+from ..capture.lowering import Captured, Tensor, TensorMeta
+from ..errors import UsageError
+from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
+from ..ir.schedule import Schedule
+from ..ir.simulate import Free, simulate
+from ..runtime.codegen import Block, compile_block, compile_chain
+from .changed_inputs import check_changeable
+from .fusion import Fused, fuse
+from .missing_gradients import without_missing
+
+#: The backward is cut into at most about this many segments, balanced by the bytes of parameter gradients.
+SEGMENTS = 24
+
+#: From saved values and incoming gradients to the gradients of one segment after the other.
+Backward = Callable[[list[Any]], Iterator[list[Any]]]
+#: First slot, one past the last, and the gradients that are returned then: kind, index and tensor of each.
+_Stretch = tuple[int, int, list[tuple[str, int, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the backward.
+
+    Attributes:
+        parameters, inputs: whose gradients it returns, in that order: indices into the captured parameters,
+            positions among the captured inputs.
+        slots: first slot and one past the last.
+        reads: positions among the saved values, of the parameters, buffers and inputs that it reads.
+    """
+
+    parameters: tuple[int, ...]
+    inputs: tuple[int, ...]
+    slots: tuple[int, int]
+    reads: tuple[int, ...]
+
+
+class Step:
+    """A compiled training step. Holds no tensors: all state belongs to one call.
+
+    Args:
+        fuse_within_bytes: have Inductor compile pieces with which the step stays within this or, if that is more,
+            within what the schedule's values take. None: compile none.
+        watch: called before every task; not for what Inductor compiles.
+
+    Attributes:
+        parameter_slots, buffer_slots: (dict, key) where the module keeps the captured tensors.
+        forward: from the residents to (outputs, what ``saved`` lists).
+        backward: from what ``saved`` and then ``tangents`` list to the gradients of one segment after the other.
+        saved: values that the backward reads.
+        tangents: (position among the outputs, value) of the incoming gradients that it reads.
+        fused: what Inductor compiled.
+        reads: what the model reads beside tensors, as it was when the model was captured; None: nothing is known.
+        for_row_major: the same step, whose backward takes incoming gradients in row-major order, where the model's results lie
+            in another: plain PyTorch's kernels round differently for another layout. None: it takes copies.
+    """
+
+    parameter_slots: Sequence[tuple[dict[str, Any], str]] = ()
+    buffer_slots: Sequence[tuple[dict[str, Any], str]] = ()
+    fused: Fused | None = None
+    reads: Reads | None = None
+    for_row_major: Step | None = None
+
+    def __init__(
+        self,
+        captured: Captured,
+        schedule: Schedule,
+        fuse_within_bytes: int | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
+        self.captured = captured
+        program = captured.program
+        self.residents = (
+            *(v for _, v in captured.parameters),
+            *(v for _, v in captured.buffers),
+            *captured.inputs,
+        )
+        stretches = self._cut(schedule)
+        runs = [_runs(captured, schedule, start, stop) for start, stop, _ in stretches]
+        live = self._live(runs, stretches)
+        forward = tuple(program.tasks[i] for i in schedule.forward)
+        outputs = _distinct(captured.outputs)
+        self.saved = tuple(v for v in live[0] if v not in program.tangents)
+        self.tangents = tuple((i, v) for i, v in enumerate(captured.tangents) if v is not None and v in live[0])
+        live[0] = (*self.saved, *(v for _, v in self.tangents))
+        blocks = [Block(self.residents, forward, tuple((t.calls, t.ref) for t in outputs), self.saved)]
+        for (_, _, gradients), tasks, takes, carries in zip(stretches, runs, live, live[1:], strict=False):
+            blocks.append(Block(takes, tasks, tuple((t.calls, t.ref) for _, _, t in gradients), carries))
+        self._blocks = tuple(blocks[1:])
+        self._partial: dict[frozenset[int], Backward] = {}
+        functions: dict[str, Callable[..., Any]] = {}
+        if fuse_within_bytes is not None:
+            before, peak = _existing(captured, schedule)
+            self.fused = fuse(captured, blocks, before, max(fuse_within_bytes, peak))
+            blocks, functions = list(self.fused.blocks), self.fused.functions
+        self.forward = compile_block(blocks[0], "forward", functions, watch)
+        self.backward: Backward = compile_chain(blocks[1:], "backward", functions, watch)
+        place = {value: i for i, value in enumerate(self.saved) if program.values[value].kind in RESIDENT_KINDS}
+        self.segments = tuple(
+            Segment(
+                tuple(index for kind, index, _ in gradients if kind == "parameter"),
+                tuple(index for kind, index, _ in gradients if kind == "input"),
+                (start, stop),
+                tuple(sorted({place[v] for task in tasks for v in task.reads if v in place})),
+            )
+            for (start, stop, gradients), tasks in zip(stretches, runs, strict=True)
+        )
+
+    def for_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Step:
+        """The step whose backward takes incoming gradients as they lie, if there is one."""
+        other = self.for_row_major
+        if other is None:
+            return self
+        there = [
+            (g, v) for g, v in zip(gradients, self.captured.tangents, strict=True) if g is not None and v is not None
+        ]
+        as_results = all(g.stride() == self.captured.metas[v].stride for g, v in there)
+        return other if not as_results and all(g.stride() == other.captured.metas[v].stride for g, v in there) else self
+
+    def backward_without(self, missing: frozenset[int]) -> Backward:
+        """The backward where the incoming gradients ``missing`` (values) do not exist; it does not take them."""
+        if not missing:
+            return self.backward
+        if missing not in self._partial:
+            blocks = without_missing(self.captured, self._blocks, missing)
+            self._partial[missing] = compile_chain(blocks, "backward of some results")
+        return self._partial[missing]
+
+    def change(self) -> Change | None:
+        """What the model reads, beside its own tensors, and what is not as it was when the model was captured."""
+        if not self.captured.constants.hold():
+            return Change("a tensor that the model holds", "the one that was captured", "another")
+        return self.reads.change() if self.reads is not None else None
+
+    def _cut(self, schedule: Schedule) -> list[_Stretch]:
+        """(first slot, one past the last, gradients that become ready) of every segment.
+
+        A gradient is ready when nothing will read it, nor what it is the gradient of: whoever gets it, such as an
+        optimizer that steps in a hook, may change both.
+        """
+        captured, program = self.captured, self.captured.program
+        last: dict[int, int] = {}
+        for slot in range(len(program.slots)):
+            for task in _runs(captured, schedule, slot, slot + 1):
+                last.update(dict.fromkeys((*task.reads, *task.writes), slot))
+        ready: dict[int, list[tuple[str, int, Tensor]]] = {}
+        parameters = [value for _, value in captured.parameters]
+        for kind, found, of in (
+            ("parameter", captured.parameter_gradients, parameters),
+            ("input", captured.input_gradients, captured.inputs),
+        ):
+            for index, tensor in found:
+                slot = max(last[tensor.value], last.get(of[index], 0))
+                ready.setdefault(slot, []).append((kind, index, tensor))
+        sizes = {slot: sum(captured.metas[t.value].storage_bytes for _, _, t in g) for slot, g in ready.items()}
+        enough = sum(sizes.values()) / SEGMENTS
+        stretches: list[_Stretch] = []
+        gathered: list[tuple[str, int, Tensor]] = []
+        start, stop, size = 0, 0, 0
+        for slot in sorted(ready):
+            if gathered and size + sizes[slot] > enough:
+                stretches.append((start, stop, gathered))
+                start, gathered, size = stop, [], 0
+            gathered = [*gathered, *ready[slot]]
+            stop = slot + 1
+            size += sizes[slot]
+        if gathered:
+            stretches.append((start, len(captured.program.slots), gathered))
+        # Parameters first, then inputs.
+        return [(first, stop, sorted(found, key=lambda g: g[0] == "input")) for first, stop, found in stretches]
+
+    def _live(self, runs: Sequence[tuple[Task, ...]], stretches: Sequence[_Stretch]) -> list[tuple[int, ...]]:
+        """Values alive at every boundary between segments: those read or returned later before they are written anew."""
+        live: list[tuple[int, ...]] = [()]
+        alive: dict[int, None] = {}
+        for tasks, (_, _, gradients) in zip(reversed(runs), reversed(stretches), strict=True):
+            alive.update((tensor.value, None) for _, _, tensor in gradients)
+            for task in reversed(tasks):
+                for value in task.writes:
+                    alive.pop(value, None)
+                alive.update(dict.fromkeys(task.reads))
+            live.append(tuple(alive))
+        live.reverse()
+        return live
+
+
+def _runs(captured: Captured, schedule: Schedule, start: int, stop: int) -> tuple[Task, ...]:
+    program = captured.program
+    tasks: list[Task] = []
+    for slot in range(start, stop):
+        tasks += [program.tasks[i] for i in schedule.again[slot]]
+        tasks.append(_without_statistics(program.slots[slot][schedule.ways[slot]]))
+    return tuple(tasks)
+
+
+def _without_statistics(way: Task) -> Task:
+    """A way of a slot without the running statistics that batch norm's gradient takes and, in training, does not read.
+
+    They may have moved since, by another forward.
+    """
+    calls = tuple(
+        replace(call, args=(*call.args[:3], None, None, *call.args[5:]))
+        if call.op == "aten.native_batch_norm_backward.default" and call.args[7] is True
+        else call
+        for call in way.calls
+    )
+    if calls == way.calls:
+        return way
+    read = {ref.name for call in calls for ref in refs(call)}
+    return replace(way, calls=calls, reads=tuple(v for v in way.reads if v in read))
+
+
+def _existing(captured: Captured, schedule: Schedule) -> tuple[list[int], int]:
+    """Bytes of values that exist when each run of a schedule begins; and the most that exist at any time."""
+    program = captured.program
+    report = simulate(program, schedule, Free())
+    tasks = (*(program.tasks[i] for i in schedule.forward), *_runs(captured, schedule, 0, len(program.slots)))
+    before = []
+    for step, task in zip(report.steps, tasks, strict=True):
+        taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
+        before.append(step.bytes + taken - sum(program.values[v].bytes for v in task.writes))
+    return before, report.peak_bytes
+
+
+def _distinct(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, each a tensor object of its own that autograd takes for no view, so that callers may write into it."""
+    return [
+        Tensor(Ref(f"output{i}"), t.value, (*t.calls, Call("aten.detach.default", (t.ref,), (), (Ref(f"output{i}"),))))
+        for i, t in enumerate(outputs)
+    ]
+
+
+@dataclass(slots=True)
+class _Call:
+    """The state of one call of the model.
+
+    Attributes:
+        segments: the backward that is under way.
+        versions: of the saved parameters, buffers and inputs, by position: each and its version when the backward began.
+    """
+
+    step: Step
+    segments: Iterator[list[Any]] | None = None
+    versions: Mapping[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+
+    def check_versions(self, segment: Segment) -> None:
+        """Whether a segment finds the parameters, buffers and inputs that it reads as the forward left them.
+
+        Raises:
+            RuntimeError: as autograd's for a saved tensor that was changed.
+        """
+        for place in segment.reads:
+            tensor, version = self.versions[place]
+            if tensor._version != version:
+                name = self.step.captured.program.values[self.step.saved[place]].name
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{name} is at version {tensor._version}; expected version {version} instead. It was changed while "
+                    "the backward ran, by a hook of another tensor, and the rest of the backward still reads it"
+                )
+
+
+class _Head(torch.autograd.Function):
+    """Runs the whole forward; its backward only unpacks what was saved and takes in the incoming gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, token: Any, residents: list[torch.Tensor], *_: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        with torch._C._DisableAutocast():
+            outputs, saved = call.step.forward(list(residents))
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(
+            *(o for o, t in zip(outputs, call.step.captured.tangents, strict=True) if t is None)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "a schedule's backward was called with create_graph=True, and second derivatives are not supported; compute "
+                "them on the model that the schedule wraps"
+            )
+        call: _Call = ctx.call
+        if torch.is_autocast_enabled(call.step.captured.device.type):
+            warnings.warn(
+                "backward() was called inside a region of autocast, where plain PyTorch casts in the backward, too; a "
+                "schedule's backward does not, so gradients differ by 16-bit rounding; call backward() outside, as PyTorch "
+                "advises",
+                stacklevel=2,
+            )
+        reads = call.step.reads
+        if reads is not None and (change := reads.late_change()):
+            raise UsageError(
+                f"{change}: this was set between a forward and its backward, which reads it, and the schedule is of the value "
+                "in the forward; set it before the forward"
+            )
+        step = call.step.for_gradients(grads)
+        given = [*ctx.saved_tensors]
+        ctx.maybe_clear_saved_tensors()
+        call.versions = {p: (given[p], given[p]._version) for segment in step.segments for p in segment.reads}
+        missing = frozenset(value for position, value in step.tangents if grads[position] is None)
+        there = ((grads[position], step.captured.metas[value]) for position, value in step.tangents)
+        given += [_tangent(grad, meta) for grad, meta in there if grad is not None]
+        call.segments = step.backward_without(missing)(given)
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _SegmentNode(torch.autograd.Function):
+    """One segment: in the forward nothing, in the backward its stretch of slots.
+
+    The nodes are a chain of empty tensors, so that each waits for the one above it; no gradient passes along it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, segment: Segment, token: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.segment = call, segment
+        return torch.empty(0, device=call.step.captured.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: None) -> Any:
+        call: _Call = ctx.call
+        segment: Segment = ctx.segment
+        if call.segments is None:
+            raise RuntimeError("a segment of the backward was reached before the one above it")
+        call.check_versions(segment)
+        with torch._C._DisableAutocast():
+            handed = next(call.segments)
+        gradients = (None, None, None, *handed)
+        handed.clear()  # or else a gradient would be copied when it becomes a parameter's
+        return gradients
+
+
+def _tangent(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """The incoming gradient with the layout that the program was captured with."""
+    grad = grad.resolve_conj().resolve_neg()
+    if grad.stride() == meta.stride and grad.dtype == meta.dtype:
+        return grad
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device).copy_(grad)
+
+
+def run_step(
+    step: Step, parameters: list[torch.Tensor], buffers: list[torch.Tensor], inputs: list[torch.Tensor]
+) -> Any:
+    """One forward whose autograd graph is the schedule's backward.
+
+    Returns:
+        The model's result, nested as the model nests it.
+    """
+    captured = step.captured
+    call = _Call(step)
+    if captured.changed:
+        check_changeable(captured, [*parameters, *buffers, *inputs], inputs)
+    token = None
+    for segment in reversed(step.segments):
+        leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]
+        token = _SegmentNode.apply(call, segment, token, *leaves)
+    outputs = _Head.apply(call, token, [*parameters, *buffers, *inputs])
+    leaves_out = list(captured.output_leaves)
+    for positions, output in zip(captured.output_positions, outputs, strict=False):
+        for position in positions:
+            leaves_out[position] = output
+    for position, output in zip(captured.written, outputs[len(captured.output_positions) :], strict=True):
+        inputs[position].copy_(output)  # so that gradients of what the caller makes of it reach the model
+    return pytree.tree_unflatten(leaves_out, captured.output_spec)

@@ -1,0 +1,129 @@
+"""Plain-torch twins in the place of compiled kernels: which tasks run them, and the memory that they take while they run.
+
+A twin gives its kernel's results from several of PyTorch's operators, whose own results it needs memory for. A schedule
+that was planned with kernels then needs more than it promises. How much is counted here by running the twins on tensors
+without storage, so that a schedule can be refused before a step instead of running out of memory in it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .. import ops
+from ..capture.lowering import Captured
+from ..capture.tracing import fake_mode
+from ..ir.program import Cost, Task
+from ..ir.simulate import Free
+from ..ops import reference
+from ..ops.registry import NAMESPACE
+from ..runtime.codegen import Block, compile_block
+
+#: Where twins need so much that nobody can tell how much, as much as this many times what they read and write.
+_UNKNOWN = 2
+
+_warned = False
+
+
+def twins_of(task: Task, device: str) -> frozenset[str]:
+    """The operators of a task that run twins on this kind of device."""
+    return frozenset(call.op for call in task.calls if not ops.runs_here(call.op, device))
+
+
+def workspaces_of_twins(captured: Captured, device: str) -> Mapping[str, Cost]:
+    """Costs without seconds, and with the workspace that twins need on this kind of device; other tasks have none."""
+    return _Workspaces(captured, device)
+
+
+class _Workspaces(Free):
+    """Counted where they are asked for."""
+
+    def __init__(self, captured: Captured, device: str) -> None:
+        super().__init__()
+        self._tasks = {task.cost: task for task in captured.every_task() if task.cost and twins_of(task, device)}
+        self._captured = captured
+
+    def __missing__(self, key: str) -> Cost:
+        if key not in self._tasks:
+            return super().__missing__(key)
+        self[key] = Cost(0.0, workspace_of_twin(self._captured, self._tasks[key]))
+        return self[key]
+
+
+def workspace_of_twin(captured: Captured, task: Task) -> int:
+    """Bytes that a task needs while it runs by twins, beside what it reads and writes."""
+    metas = captured.metas
+    run = compile_block(Block(task.reads, (task,)), task.name)
+    counter = _LiveBytes()
+    try:
+        with fake_mode(), torch.no_grad(), torch._C._DisableAutocast():
+            inputs: list[Any] = []
+            for value in task.reads:
+                meta = metas[value]
+                inputs.append(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device))
+            with counter:
+                run(inputs)
+    except (RuntimeError, NotImplementedError):  # what it makes depends on numbers, and here are none
+        return _UNKNOWN * sum(metas[value].storage_bytes for value in (*task.reads, *task.writes))
+    made = task.writes if task.overwrites is None else task.writes[1:]  # the first lies in what is overwritten
+    return max(0, counter.peak_bytes - sum(metas[value].storage_bytes for value in made))
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the storages that operators make, as long as a tensor of theirs lives; twins are run as what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak_bytes = 0
+        self._tensors = Counter[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        if func.namespace == NAMESPACE and (twin := getattr(reference, func._schema.name.partition("::")[2], None)):
+            with self:
+                return twin(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor, given)
+        return result
+
+    def _note(self, tensor: torch.Tensor, given: set[int]) -> None:
+        storage, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
+        if storage in given and storage not in self._tensors:
+            return  # a view of what the task reads
+        if not self._tensors[storage]:
+            self.bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+        self._tensors[storage] += 1
+        weakref.finalize(tensor, self._end, storage, size)
+
+    def _end(self, storage: int, size: int) -> None:
+        self._tensors[storage] -= 1
+        if not self._tensors[storage]:
+            del self._tensors[storage]
+            self.bytes -= size
+
+
+def warn_of_twins(captured: Captured, device: torch.device, stacklevel: int) -> None:
+    """Warn, once in a process, that twins run on a GPU, and say what to install."""
+    global _warned
+    if _warned or device.type != "cuda" or ops.available("cuda"):
+        return
+    if not any(twins_of(task, "cuda") for task in captured.every_task()):
+        return
+    _warned = True
+    warnings.warn(
+        "the compiled CUDA kernels of monet_like are not there, so plain-torch twins run on the GPU: results are the "
+        f"same, steps take longer and more memory than schedules promise that were planned with kernels ({ops.status()}). "
+        f"Install the CUDA toolkit {torch.version.cuda} with nvcc and a C++ compiler, then run "
+        "python -m monet_like.build; or plan here, where twins are measured",
+        stacklevel=stacklevel + 1,
+    )

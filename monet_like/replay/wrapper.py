@@ -1,0 +1,583 @@
+"""Replay: a model whose training step follows a schedule. While it trains it neither measures nor chooses."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ..capture.guards.reads import Change
+from ..capture.lowering import CUDA_GRANULARITY_BYTES, Captured, capture, check_initialized
+from ..capture.precision import AUTOCASTS, LAYOUTS, autocast_as, autocast_name, in_layout, layout_of, weights_layout
+from ..capture.tracing import fake_mode
+from ..errors import ScheduleError, ScheduleFileError, UsageError
+from ..ir.mode import parse_mode
+from ..ir.program import Program, Task
+from ..ir.schedule import Schedule
+from ..ir.schedule_file import InputSpec, ScheduleRecord
+from ..ir.simulate import Free, simulate
+from ..nn.sync_batch_norm import among, is_synchronised, world
+from ..units import format_bytes
+from ..variants import with_variants
+from ..variants.compared import bitwise_where_compared
+from ..variants.constraints import obeying_marks
+from .changed_inputs import reading_once
+from .compatibility import known_limits, machine_at, planned_for, warn_elsewhere
+from .inductor import check_inductor
+from .training_step import Step, run_step
+from .twins import warn_of_twins, workspaces_of_twins
+
+#: How the operators of a schedule run: one by one as PyTorch calls them, or in pieces that TorchInductor compiles.
+BACKENDS = ("eager", "inductor")
+
+
+def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captured:
+    """``captured`` with the variants that ``mode`` admits; with ``ablation``, nothing may be run again."""
+    words = parse_mode(mode)
+    full = reading_once(with_variants(captured, words))
+    return obeying_marks(
+        replace(full, program=bitwise_where_compared(full.program.restrict(words, rerun=not ablation)))
+    )
+
+
+#: After so many captures of one model, a warning.
+MANY_STEPS = 16
+
+#: So many steps are kept, the newest: a number that changes in every step would fill the memory.
+KEPT_STEPS = 32
+
+
+class _SignedAsModel:
+    """A forward that shows its model's signature: Hugging Face's Trainer reads there which columns a batch needs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, wrapper: ScheduleWrapper | None, owner: type) -> Any:
+        return self.function if wrapper is None else MethodType(_Signed(self.function, wrapper), wrapper)
+
+
+class _Signed:
+    def __init__(self, function: Callable[..., Any], wrapper: ScheduleWrapper) -> None:
+        self.function, self.model = function, wrapper._model
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.model.forward)
+        bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        return signature.replace(parameters=[bound, *signature.parameters.values()])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class ScheduleWrapper(nn.Module):
+    """A model whose training step follows a schedule.
+
+    It has the model's own parameters, buffers, submodules and ``state_dict``. In training mode with gradients
+    enabled a call runs the schedule; ``eval()`` and ``no_grad`` run the model as it is. Gradients, buffers and
+    random masks are those of the plain model. Hooks on submodules do not fire while a schedule runs.
+
+    Args:
+        model: the model the schedule was solved for; it is shared, not copied.
+        solution_file: a schedule file, a loaded `ScheduleRecord`, or a schedule of the zoo: ``zoo:resnet50_184_10.00``
+            is the one for the device that the model is on, ``zoo:resnet50_184_10.00@h100`` that for a H100.
+        input_shape: shape of the input, with or without the batch; a list of shapes for several inputs. It is
+            compared with what the schedule was solved for. None takes the file's word.
+        example: arguments to capture the model with, as (args, kwargs); default: fake ones of the file's shapes.
+        captured: the model as captured with ``example`` and the schedule's mode, if that is at hand: it takes seconds.
+        backend: ``eager``, or ``inductor``: runs of elementwise operators, normalisations and reductions are compiled,
+            in the schedule's order and within its peak (minutes, once); results agree to rounding, random masks are
+            the same. A smaller batch is replayed by ``eager``.
+
+    Raises:
+        UsageError: an unknown backend, or one that lacks its compiler.
+        ScheduleFileError: the file is unreadable or was made for another model, shape or version.
+        CaptureError: the model cannot be captured.
+    """
+
+    #: Attributes of the wrapper itself; all others are the model's.
+    _OWN = frozenset({"backend", "record", "training"})
+
+    def __init__(
+        self,
+        model: nn.Module,
+        solution_file: str | Path | ScheduleRecord,
+        input_shape: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        captured: Captured | None = None,
+        backend: str = "eager",
+    ) -> None:
+        super().__init__()
+        self._share(model, backend)
+        self.record = record = _loaded(solution_file, device_of(model))
+        if input_shape is not None:
+            _check_shapes(record, input_shape)
+        if example is None:
+            example = example_of(record, device_of(model))
+        warn_elsewhere(record, device_of(model), stacklevel=2)
+        if model.training:
+            leaves, spec = pytree.tree_flatten(example)
+            args, kwargs = example
+            if record.autocast not in AUTOCASTS:
+                raise ScheduleFileError(
+                    f"the schedule's autocast is {record.autocast!r}, which this version does not know"
+                )
+            with autocast_as(record.autocast, device_of(model)):
+                self._step(self._key(leaves, spec), args, kwargs, captured)
+
+    def _share(self, model: nn.Module, backend: str) -> None:
+        """Have the parameters, buffers and submodules of ``model``."""
+        if isinstance(model, ScheduleWrapper):
+            raise UsageError("the model is already wrapped in a ScheduleWrapper")
+        check_initialized(model)
+        check_backend(backend, device_of(model))
+        self.__dict__["_model"] = model
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training, self.backend = model.training, backend
+        self._steps: dict[Any, list[Step]] = {}
+        self._synchronised = is_synchronised(model)
+
+    @_SignedAsModel
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's forward; its backward follows the schedule."""
+        if not self.training or not torch.is_grad_enabled():
+            return self._model(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if inputs and not any(tensor.numel() for tensor in inputs):  # an empty batch has nothing to save
+            return self._model(*args, **kwargs)
+        key = self._key(leaves, spec)
+        step = self._steps_with(key) or self._step(key, args, kwargs)
+        parameters = [owner[name] for owner, name in step.parameter_slots]
+        buffers = [owner[name] for owner, name in step.buffer_slots]
+        return run_step(step, parameters, buffers, inputs)
+
+    def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+        """Everything that capture bakes in; a call that differs in any of it gets a step of its own."""
+        described = tuple(
+            (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad, leaf.is_leaf)
+            if isinstance(leaf, torch.Tensor)
+            else (type(leaf), *_hashable(leaf))
+            for leaf in leaves
+        )
+        device = device_of(self)
+        group = world() if self._synchronised else None
+        return _structure(self._model), described, str(spec), device, autocast_name(device), group
+
+    def _forget_replaced(self) -> None:
+        """Drop the steps of modules that no longer exist."""
+        for key in list(self._steps):
+            (modules, *_), *_ = key
+            if any(reference() is None for reference in modules):
+                del self._steps[key]
+
+    def _steps_with(self, key: Any) -> Step | None:
+        """The step for calls with this key, if what the model reads beside tensors is as when one was captured."""
+        return next((step for step in reversed(self._steps.get(key, ())) if step.change() is None), None)
+
+    def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
+        """Capture the model for these arguments and compile the schedule's decisions for it."""
+        if captured is not None and captured.reads is not None and captured.reads.of(self._model).change():
+            captured = None  # the model has been changed since
+        earlier = self._steps.get(key)
+        change = earlier[-1].change() if earlier else None
+        record, captured = self._planned(args, kwargs, captured, change)
+        warn_of_twins(captured, device_of(self), stacklevel=3)
+        within = None
+        if self.backend == "inductor" and _described_all(args, kwargs) == record.inputs:
+            within = record.peak_bytes - record.extra_bytes
+        step = Step(captured, record.schedule, within)
+        if within is None and not captured.gradients_in_rows:
+            step.for_row_major = self._for_row_major(record, step, args, kwargs)
+        modules = dict(self._model.named_modules())
+        constants = captured.constants.tensors
+        step.parameter_slots = [_slot(modules, constants, name, "_parameters") for name, _ in captured.parameters]
+        step.buffer_slots = [_slot(modules, constants, name, "_buffers") for name, _ in captured.buffers]
+        step.reads = captured.reads.of(self._model) if captured.reads is not None else None
+        self._forget_replaced()
+        self._keep(key, step)
+        if sum(map(len, self._steps.values())) == MANY_STEPS:
+            last = f" (the last time, {change})" if change else ""
+            warnings.warn(
+                f"{type(self._model).__name__} was captured for {MANY_STEPS} different calls{last}, which takes time and "
+                "memory; pad inputs to few shapes, and pass numbers that change, attributes of modules among them, as tensors",
+                stacklevel=4,
+            )
+        return step
+
+    def _keep(self, key: Any, step: Step) -> None:
+        """Keep a step for later calls; where there are too many, one of the key with the most of them goes."""
+        self._steps.setdefault(key, []).append(step)
+        if sum(map(len, self._steps.values())) > KEPT_STEPS:
+            key = max(self._steps, key=lambda key: len(self._steps[key]))  # the first of those with the most steps
+            del self._steps[key][0]
+            if not self._steps[key]:
+                del self._steps[key]
+
+    def _for_row_major(
+        self, record: ScheduleRecord, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Step | None:
+        """The same decisions for incoming gradients in row-major order; None where that is another program."""
+        captured = capture(self._model, args, kwargs, made_last=record.made_last, row_major_gradients=True)
+        captured = admitted(captured, record.mode, ablation=record.ablation)
+        schedule = _carried_over(record.schedule, step.captured.program, captured.program)
+        other = None if schedule is None else Step(captured, schedule)
+        same = other is not None and (other.saved, other.segments) == (step.saved, step.segments)
+        return other if same else None
+
+    def _planned(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None, change: Change | None
+    ) -> tuple[ScheduleRecord, Captured]:
+        """The schedule for these arguments and the program that it is of; ``change``: since an earlier one."""
+        record = self.record
+        if reason := mismatch(record, self._model, args, kwargs):
+            raise ScheduleFileError(reason)
+        if captured is None or not captured.constants.are_of(self._model):
+            captured = capture(self._model, args, kwargs, made_last=record.made_last)
+            captured = admitted(captured, record.mode, ablation=record.ablation)
+        try:
+            check_program(record, captured, type(self._model).__name__, device_of(self._model))
+        except ScheduleFileError as error:
+            if change is None:
+                raise
+            raise ScheduleFileError(f"{error}; since the last step, {change}") from None
+        return record, captured
+
+    def train(self, mode: bool = True) -> ScheduleWrapper:
+        """Switch the model and this wrapper together."""
+        self._model.train(mode)
+        self.training = mode
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        if not self._is_own(name) or (name == "training" and "_model" in self.__dict__):
+            setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether an attribute is the wrapper's, and not the model's.
+
+        Private names that the model does not have are the wrapper's too: libraries keep notes there, such as the
+        forward that they have replaced.
+        """
+        model = self.__dict__.get("_model")
+        if model is None or name in self.__dict__ or hasattr(type(self), name) or name in self.__class__._OWN:
+            return True
+        return name.startswith("_") and not hasattr(model, name)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_model" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_model"], name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_steps": {}}  # compiled anew where it is unpickled or copied
+
+    def extra_repr(self) -> str:
+        """Shown by ``print``."""
+        return f"schedule: {self.record.mode}, peak {format_bytes(self.record.peak_bytes)}, backend: {self.backend}"
+
+
+def _carried_over(schedule: Schedule, program: Program, other: Program) -> Schedule | None:
+    """A schedule for a program whose forward is the same, and whose slots may have other ways; None if it has not its ways."""
+
+    def outline(task: Task) -> tuple[Any, ...]:
+        return task.variant, task.reads, task.writes, task.overwrites, [call.op for call in task.calls]
+
+    slots = list(zip(program.slots, other.slots, strict=False))
+    if len(program.slots) != len(other.slots) or list(map(outline, program.tasks)) != list(map(outline, other.tasks)):
+        return None
+    ways: list[int] = []
+    for (mine, theirs), way in zip(slots, schedule.ways, strict=True):
+        wanted = outline(mine[way])
+        found = next((i for i, task in enumerate(theirs) if outline(task) == wanted), None)
+        if found is None:
+            return None
+        ways.append(found)
+    return replace(schedule, ways=tuple(ways))
+
+
+_training = attrgetter("training")
+_looks = attrgetter("shape", "dtype", "requires_grad")
+
+
+def _structure(model: nn.Module) -> Any:
+    """What a model consists of: modules, held weakly, whether each is in training mode, and what their tensors look like.
+
+    A module that was replaced equals no other one, whatever its address was. Read in every step, so that every line is
+    for speed: ``model.modules()`` and ``model.parameters()`` make names, too, and take several times as long.
+    """
+    modules: list[nn.Module] = [model]
+    seen = {id(model)}  # all are alive while this runs
+    tensors: list[torch.Tensor | None] = []
+    for module in modules:
+        for part in module._modules.values():
+            if part is not None and id(part) not in seen:
+                seen.add(id(part))
+                modules.append(part)
+        tensors += module._parameters.values()
+        tensors += module._buffers.values()
+    there = [tensor for tensor in tensors if tensor is not None]
+    absent = () if len(there) == len(tensors) else tuple(tensor is None for tensor in tensors)
+    first: dict[int, int] = {}
+    tied = () if len(set(map(id, there))) == len(there) else tuple(first.setdefault(id(t), len(first)) for t in there)
+    scattered = () if all(map(torch.Tensor.is_contiguous, there)) else tuple(tensor.stride() for tensor in there)
+    looks = tuple(map(_looks, there))
+    return tuple(map(weakref.ref, modules)), tuple(map(_training, modules)), absent, tied, scattered, looks
+
+
+def _hashable(leaf: Any) -> tuple[Any, ...]:
+    """What tells an argument that is no tensor from others."""
+    if isinstance(leaf, slice):
+        return leaf.start, leaf.stop, leaf.step
+    try:
+        hash(leaf)
+    except TypeError:
+        raise UsageError(
+            f"an argument of type {type(leaf).__name__} was given, whose changes cannot be followed; give tensors, numbers, "
+            "strings, or tuples, lists and dicts of them"
+        ) from None
+    return (leaf,)
+
+
+def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> ScheduleRecord:
+    """The record that is given, in a file, or in the zoo."""
+    if isinstance(solution, ScheduleRecord):
+        return solution
+    if str(solution).startswith("zoo:"):
+        from ..zoo.download import find_record
+
+        limits = known_limits(machine_at(device).name)
+        return find_record(str(solution), device=device.type, near=limits.name if limits else "")
+    return ScheduleRecord.load(Path(solution))
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Whether schedules can be replayed by ``backend`` on ``device``.
+
+    Raises:
+        UsageError: it is unknown, or lacks its compiler.
+    """
+    if backend not in BACKENDS:
+        raise UsageError(f"backend {backend!r} is unknown; give {' or '.join(BACKENDS)}")
+    if backend == "inductor":
+        check_inductor(device)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's parameters are; the CPU if it has none."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def example_of(record: ScheduleRecord, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fake inputs of the shapes that a schedule was solved for, as (args, kwargs).
+
+    Raises:
+        ScheduleFileError: they are of a dtype or layout that is not known here.
+    """
+    with fake_mode():
+        return tuple(_empty(spec, device) for spec in record.inputs), {}
+
+
+def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ScheduleFileError(f"the schedule's input has dtype {spec.dtype!r}, which this PyTorch does not know")
+    if spec.layout and spec.layout not in LAYOUTS:
+        raise ScheduleFileError(f"the schedule's input has layout {spec.layout!r}, which this version does not know")
+    try:
+        made = in_layout(torch.empty(spec.shape, dtype=dtype, device=device), spec.layout)
+        return made.requires_grad_(spec.requires_grad)
+    except (RuntimeError, TypeError, ValueError) as error:  # a gradient of integers, a dtype without an empty tensor
+        raise ScheduleFileError(f"the schedule's input {_listed((spec,))} cannot be made: {error}") from None
+
+
+def described(tensor: torch.Tensor) -> InputSpec:
+    """What a schedule file says of an input."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return InputSpec(tuple(map(int, tensor.shape)), dtype, tensor.requires_grad, layout_of(tensor))
+
+
+def _described_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, ...]:
+    return tuple(described(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+
+
+def _slot(
+    modules: dict[str, nn.Module], constants: dict[str, torch.Tensor], name: str, kind: str
+) -> tuple[dict[str, Any], str]:
+    """Where a tensor lives: the dict that holds it, so that ``.to()`` and assignments are followed."""
+    if name in constants:
+        return constants, name
+    owner, _, leaf = name.rpartition(".")
+    return getattr(modules[owner], kind), leaf
+
+
+def _check_shapes(record: ScheduleRecord, given: Sequence[Any]) -> None:
+    shapes = [tuple(s) for s in given] if given and not isinstance(given[0], int) else [tuple(given)]
+    solved = [spec.shape for spec in record.inputs]
+    if len(shapes) != len(solved):
+        raise ScheduleFileError(f"the schedule was solved for {len(solved)} inputs, input_shape names {len(shapes)}")
+    for shape, other in zip(shapes, solved, strict=True):
+        if shape not in (other, other[1:]):
+            raise ScheduleFileError(
+                f"the schedule was solved for an input of shape {list(other)} (batch {other[0] if other else 0}), "
+                f"input_shape is {list(shape)}; solve for this shape, or give {list(other[1:])}"
+            )
+
+
+def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a call is not what the schedule was solved for, and what to do; "" if it is.
+
+    A smaller batch runs with the same decisions; anything else must be as solved for. Under another autocast and with
+    weights in another layout other operators run, or others than were priced.
+    """
+    found = _described_all(args, kwargs)
+    same = len(found) == len(record.inputs)
+    for mine, other in zip(found, record.inputs, strict=False):
+        same &= replace(mine, shape=mine.shape[1:]) == replace(other, shape=other.shape[1:])
+        same &= mine.shape[:1] <= other.shape[:1] and len(mine.shape) == len(other.shape)
+    if not same:
+        return (
+            f"the schedule was solved for {_listed(record.inputs)}, the model was called with {_listed(found)}; "
+            "a smaller batch is fine, anything else needs a schedule of its own"
+        )
+    autocast = autocast_name(device_of(model))
+    if autocast != record.autocast:
+        return (
+            f"the schedule was solved {_under(record.autocast)}, the model was called {_under(autocast)}; "
+            "call it as it was solved for, or solve again"
+        )
+    layout = weights_layout(model)
+    if layout != record.layout:
+        wanted, given = (name or "the default layout" for name in (record.layout, layout))
+        return (
+            f"the schedule was solved for weights in {wanted}, the model's are in {given}; "
+            "use model.to(memory_format=...), or solve again"
+        )
+    return ""
+
+
+def _listed(specs: tuple[InputSpec, ...]) -> str:
+    return (
+        ", ".join(
+            f"{s.dtype}{list(s.shape)}{' ' + s.layout if s.layout else ''}{' (requires grad)' if s.requires_grad else ''}"
+            for s in specs
+        )
+        or "no tensor"
+    )
+
+
+def _under(autocast: str) -> str:
+    return f"under autocast to {autocast}" if autocast else "without autocast"
+
+
+def check_program(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> None:
+    """Whether a schedule is of this program, and can be followed, before a single operator runs.
+
+    Args:
+        name: of the model, for people.
+        device: that the model is on.
+
+    Raises:
+        ScheduleFileError: it is of another one, breaks its rules, or needs more memory than it promises.
+    """
+    program = captured.program
+    if program.fingerprint != record.fingerprint:
+        made = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
+        raise ScheduleFileError(
+            f"this schedule does not match the model: it was planned for {record.model}{_counted(record)}, {name} has "
+            f"{_sized(*program.parameters, len(program.slots))}; use the model that it was planned for, with the same frozen "
+            f"parameters, train/eval flags, precision and versions (planned with {made} for {record.device}; this is torch "
+            f"{torch.__version__}), or plan again with monet-like solve"
+            f"{_about_processes(record.counts.get('processes', 1), among(program))}"
+        )
+    if reason := exceeds(record, captured, name, device):
+        raise ScheduleFileError(reason)
+
+
+def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> str:
+    """Why a schedule of this program cannot keep what it promises, in words; "" if it can.
+
+    Operators are the same at any size: a model may upsample four times instead of twice. Without workspace, which
+    depends on the device, a step needs at most the peak that was predicted with it. Where plain-torch twins run in the
+    place of compiled kernels, theirs is counted: with it a step may need more than was predicted, but not than the budget.
+
+    Raises:
+        ScheduleFileError: the schedule breaks the program's rules.
+    """
+    program = captured.program
+    try:
+        needed = simulate(program, record.schedule, Free()).peak_bytes
+    except ScheduleError as error:
+        raise ScheduleFileError(f"the schedule does not fit the program it names: {error}; solve again") from None
+    promised = record.peak_bytes - record.extra_bytes
+    # A GPU's allocator rounds sizes up.
+    rounded = CUDA_GRANULARITY_BYTES * len(program.values) if device.type != planned_for(record.device).kind else 0
+    if not record.peak_bytes:
+        return ""
+    if needed <= promised + rounded:
+        return _exceeds_by_twins(record, captured, device, promised + rounded)
+    return (
+        f"this schedule does not match the model: it promises {record.model} a peak of {format_bytes(promised)} ({promised} "
+        f"bytes), and {name} needs {format_bytes(needed)} ({needed} bytes) with the same operators, whose results are "
+        "larger; plan again with monet-like solve"
+    )
+
+
+def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.device, promised: int) -> str:
+    """Why a schedule does not fit its budget where twins run, in words; "" if it does, or if none run."""
+    needed = simulate(captured.program, record.schedule, workspaces_of_twins(captured, device.type)).peak_bytes
+    budget = record.budget_bytes - record.extra_bytes
+    if needed <= max(promised, budget):
+        return ""
+    return (
+        f"this schedule needs the compiled kernels of monet_like: with the plain-torch twins, which run here on {device.type}, a "
+        f"step takes at least {format_bytes(needed)} ({needed} bytes), more than its budget of {format_bytes(budget)}; "
+        "compile the kernels with python -m monet_like.build (for a GPU, that needs the CUDA toolkit with nvcc), or plan "
+        "here with monet-like solve, which measures the twins"
+    )
+
+
+def _counted(record: ScheduleRecord) -> str:
+    """What the model of a schedule has, as far as its file says."""
+    try:
+        counts = [record.counts[name] for name in ("parameters", "parameter_bytes", "slots")]
+    except KeyError:
+        return ""
+    return f" with {_sized(*counts)}"
+
+
+def _sized(parameters: int, parameter_bytes: int, slots: int) -> str:
+    return f"{parameters} parameters in {format_bytes(parameter_bytes)} and {slots} operators in its backward"
+
+
+def _about_processes(solved: int, here: int) -> str:
+    """What to do where a schedule is of a SyncBatchNorm alone and its program of one among several processes, or the reverse."""
+    if (solved > 1) == (here > 1):
+        return ""
+    if here > 1:
+        return f"; SyncBatchNorm is among {here} processes here: solve with --processes {here}"
+    return f"; it is for SyncBatchNorm among {solved} processes: start their process group first"

@@ -1,0 +1,1 @@
+"""How a program's calls run, for the profiler and for replay alike."""

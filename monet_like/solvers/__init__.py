@@ -1,0 +1,1 @@
+"""Solves 0/1 programs; knows nothing of training."""

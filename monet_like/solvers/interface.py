@@ -1,0 +1,313 @@
+"""Solving a `MatrixProgram` with a named solver, within a wall-clock limit, and believing nothing it says.
+
+The solver runs in a child process (`solver_process`), which is stopped at the deadline, on Ctrl-C and on any error.
+Whatever status it reports, its values count only after rounding and a check of every row.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from ..errors import SolverError, UsageError
+from ..interrupts import put_off
+from . import worker
+from .dialects import DIALECTS, MEANING
+from .matrix import MatrixProgram
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Status = Literal["optimal", "feasible", "infeasible", "no_incumbent", "error"]
+
+#: Called with the solver's incumbent (inf: none yet) and bound (-inf: none yet), in seconds of a step.
+Watch = Callable[[float, float], None]
+
+#: Largest violation of a row, after rounding, that is put down to floating point. In the rows' own units: 1 for
+#: logic rows, about a 8000th of the budget for memory rows. The simulator then counts in whole bytes.
+TOLERANCE = 1e-4
+#: How often it is asked whether to stop.
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What came of one solve.
+
+    Attributes:
+        status: ``optimal`` (proven to the gap asked for), ``feasible`` (a checked incumbent), ``infeasible``
+            (proven, says the solver), ``no_incumbent`` (it ran out of time), ``error``.
+        x: the checked 0/1 point, or None.
+        objective_seconds: its objective.
+        bound_seconds: no point of this program is below it; -inf if nothing is known.
+        gap: ``(objective - bound) / objective``; inf without an incumbent.
+        wall_seconds: how long it took, starting the process included.
+        message: the solver's own words.
+    """
+
+    status: Status
+    x: NDArray[Any] | None
+    objective_seconds: float
+    bound_seconds: float
+    gap: float
+    wall_seconds: float
+    message: str = ""
+
+
+def installed_solvers() -> tuple[str, ...]:
+    """Names of the solvers on this machine that handle 0/1 programs; nothing is imported to find out.
+
+    (cvxpy imports every solver's package, and HiGHS's and OR-Tools' cannot both be loaded into one process: a user's
+    process must stay free of either.)
+    """
+    if find_spec("cvxpy") is None:
+        return tuple(name for name in ("HIGHS",) if find_spec(DIALECTS[name].package) is not None)
+    return tuple(sorted(name for name, dialect in DIALECTS.items() if find_spec(dialect.package) is not None))
+
+
+def check_solver(name: str) -> str:
+    """The solver's name as cvxpy spells it.
+
+    Raises:
+        UsageError: no such solver.
+        SolverError: known, but not installed.
+    """
+    upper = name.upper()
+    installed = installed_solvers()
+    if upper in installed:
+        return upper
+    listing = ", ".join(installed) or "none"
+    if upper in DIALECTS:
+        package = DIALECTS[upper].package
+        raise SolverError(f"solver {name} is not installed here (pip install {package}); installed: {listing}")
+    raise UsageError(f"unknown solver {name!r}; installed: {listing}")
+
+
+def solve(
+    problem: MatrixProgram,
+    solver: str = "CBC",
+    *,
+    time_limit_seconds: float = 60.0,
+    gap: float = 0.01,
+    start: NDArray[Any] | None = None,
+    watch: Watch | None = None,
+    threads: int = 1,
+    options: dict[str, Any] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Solution:
+    """Minimise ``problem``.
+
+    Args:
+        problem: the 0/1 program.
+        solver: a name that `check_solver` accepts.
+        time_limit_seconds: wall seconds in all; at the end the solver is stopped.
+        gap: relative gap at which it may stop.
+        start: a feasible point; used by solvers that accept one (HIGHS), as the incumbent for all.
+        watch: called as the solver goes on (CBC and HiGHS).
+        threads: for solvers that use several.
+        options: further options in the solver's own names.
+        stop: asked several times a second whether to end at once; then as at the time limit.
+
+    Raises:
+        UsageError, SolverError: see `check_solver`.
+    """
+    import numpy as np
+
+    name = check_solver(solver)
+    started = time.monotonic()
+    if problem.contradiction:
+        return Solution("infeasible", None, float("inf"), float("inf"), float("inf"), 0.0, "a row cannot hold")
+    if problem.columns == 0:
+        return _judge(problem, {"status": "optimal", "x": np.zeros(0)}, problem.offset, started, gap)
+    share = 0.85 if name == "CBC" else 0.97  # CBC looks at the clock, and at signals, late
+    limit = time_limit_seconds * share - 0.5 if time_limit_seconds > 2 else time_limit_seconds * 0.7
+    job = job_for(problem, name, limit, gap, threads) | {"start": start, "options": options or {}}
+    job["log"] = watch is not None
+    log = _Log(problem, watch)
+    interrupted = started + limit if DIALECTS[name].interruptible else float("inf")
+    answer = _run_child(job, started + time_limit_seconds, log, stop, interrupted)
+    bound = answer.get("bound")
+    if bound is None or not np.isfinite(bound):
+        bound = log.bound
+    if answer.get("x") is None and start is not None and MEANING.get(answer["status"]) == "limit":
+        answer["x"] = start
+    return _judge(problem, answer, bound + problem.offset, started, gap)
+
+
+def job_for(problem: MatrixProgram, solver: str, limit: float, gap: float, threads: int = 1) -> dict[str, Any]:
+    """What the worker needs to know."""
+    return {
+        "solver": solver,
+        "matrix": problem.matrix,
+        "lower": problem.lower,
+        "upper": problem.upper,
+        "cost": problem.cost,
+        "offset": problem.offset,
+        "integral": problem.integral,
+        "limit": limit,
+        "sent": time.time(),
+        "gap": gap,
+        "threads": threads,
+        "start": None,
+        "options": {},
+        "log": False,
+    }
+
+
+def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, started: float, gap: float) -> Solution:
+    """The one place where a status and values become a `Solution`."""
+    import numpy as np
+
+    meaning = MEANING.get(answer["status"], "error")
+    x = answer.get("x")
+    if x is not None:
+        rounded = np.where(problem.integral, np.round(x), np.clip(x, 0.0, 1.0))
+        distance = float(np.abs(rounded - x)[problem.integral].max(initial=0.0))
+        x = rounded if distance < 1e-3 and problem.violation(rounded) < TOLERANCE else None
+    seconds, unit = time.monotonic() - started, problem.seconds_per_unit
+    message = str(answer.get("message") or answer["status"])
+    if x is None:
+        without: dict[str, Status] = {"infeasible": "infeasible", "limit": "no_incumbent"}
+        return Solution(without.get(meaning, "error"), None, float("inf"), bound * unit, float("inf"), seconds, message)
+    objective = float(problem.cost @ x + problem.offset)
+    if meaning == "optimal" and answer.get("bound") is None:  # it stopped because this close, offset not counted
+        bound = max(bound, objective - gap * abs(objective - problem.offset))
+    bound = min(bound, objective)
+    reached = (objective - bound) / abs(objective) if objective else 0.0
+    proven = meaning == "optimal" or reached <= gap
+    return Solution("optimal" if proven else "feasible", x, objective * unit, bound * unit, reached, seconds, message)
+
+
+class _Log:
+    """Reads the solver's output: the worker's ``progress`` lines, and what CBC says of its incumbent and bound."""
+
+    _NUMBER = r"(-?(?:[0-9.]+(?:e[+-]?[0-9]+)?|inf))"
+    _INCUMBENT = re.compile(rf"(?:Integer solution of|^progress) *{_NUMBER}|{_NUMBER} best solution, best possible")
+    _BOUND = re.compile(rf"(?:best possible|Lower bound:|Continuous objective value is|^progress \S+) *{_NUMBER}")
+
+    def __init__(self, problem: MatrixProgram, watch: Watch | None) -> None:
+        self.problem, self.watch = problem, watch
+        self.incumbent, self.bound = float("inf"), float("-inf")
+
+    def read(self, stream: IO[bytes]) -> None:
+        """Until the stream ends."""
+        for raw in stream:
+            self.line(raw.decode(errors="replace").rstrip())
+
+    def line(self, line: str) -> None:
+        """One line; what it says counts from here on."""
+        before = self.incumbent, self.bound
+        offset = self.problem.offset if line.startswith("progress") else 0.0  # HiGHS knows it, CBC does not
+        if match := self._INCUMBENT.search(line):
+            value = float(match.group(1) or match.group(2)) - offset
+            self.incumbent = min(self.incumbent, value if abs(value) < 1e40 else float("inf"))
+        if match := self._BOUND.search(line):
+            value = float(match.group(1)) - offset
+            self.bound = max(self.bound, value if abs(value) < 1e40 else float("-inf"))
+        if self.watch is not None and before != (self.incumbent, self.bound):
+            unit, offset = self.problem.seconds_per_unit, self.problem.offset
+            self.watch((self.incumbent + offset) * unit, (self.bound + offset) * unit)
+
+
+def start_worker(threads: int = 1, output: int = subprocess.DEVNULL) -> tuple[subprocess.Popen[bytes], int]:
+    """A child process that solves what is written to its stdin, and the descriptor that its answers come from."""
+    reading, writing = os.pipe()
+    root = str(Path(__file__).resolve().parents[2])
+    environment = dict(
+        os.environ,
+        OMP_NUM_THREADS=str(threads),
+        PYTHONPATH=os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+    )
+    with put_off():
+        child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", worker.__name__, str(writing)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(writing,),
+            env=environment,
+            start_new_session=True,  # Ctrl-C is ours to handle: the child is stopped by who started it
+        )
+        _running.add(child)
+    os.close(writing)
+    return child, reading
+
+
+#: Workers that are not stopped yet. Ctrl-C may come just before who started one has come to where it is stopped.
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for child in list(_running):
+        stop_worker(child)
+
+
+def stop_worker(child: subprocess.Popen[bytes]) -> bool:
+    """End it if it still runs; whether it did."""
+    with put_off():
+        running = child.poll() is None
+        if running:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        _running.discard(child)
+    return running
+
+
+def _run_child(
+    job: dict[str, Any], deadline: float, log: _Log, stop: Callable[[], bool], interrupted: float
+) -> dict[str, Any]:
+    """Run the worker, from ``interrupted`` on with signals to end; never leaves it behind."""
+    child, reading = start_worker(job["threads"], subprocess.PIPE)
+    received: list[bytes] = []
+    assert child.stdin is not None and child.stdout is not None
+    threads = [
+        threading.Thread(target=_feed, args=(child.stdin, pickle.dumps(job)), daemon=True),
+        threading.Thread(target=log.read, args=(child.stdout,), daemon=True),
+        threading.Thread(target=_receive, args=(reading, received), daemon=True),
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        while child.poll() is None and time.monotonic() < deadline and not stop():
+            if time.monotonic() >= interrupted:
+                child.send_signal(signal.SIGINT)  # again and again: it may be between two searches
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(min(POLL_SECONDS, max(0.01, deadline - time.monotonic())))
+    finally:
+        late = stop_worker(child)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(5)
+    if received and received[0]:
+        answer: dict[str, Any] = pickle.loads(received[0])
+        return answer
+    if late:
+        return {"status": "killed", "message": "stopped at the time limit"}
+    return {"status": "error", "message": f"the solver's process ended with code {child.returncode}"}
+
+
+def _feed(stream: IO[bytes], data: bytes) -> None:
+    try:
+        with stream:
+            stream.write(data)
+    except BrokenPipeError:
+        pass  # the child ended early; its exit status is reported
+
+
+def _receive(fd: int, received: list[bytes]) -> None:
+    with os.fdopen(fd, "rb") as pipe:
+        received.append(pipe.read())

@@ -1,0 +1,77 @@
+"""Many small 0/1 programs at once: a few worker processes that solve one after another with HiGHS.
+
+In processes of their own, because HiGHS's Python package and OR-Tools cannot both be loaded into one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from .interface import job_for, start_worker, stop_worker
+from .matrix import MatrixProgram
+
+#: How many processes.
+WORKERS = 2
+
+
+class Pool:
+    """Workers that are started at the first use and stopped at the end of a ``with``."""
+
+    def __init__(self) -> None:
+        self.workers: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child, answers in self.workers:
+            stop_worker(child)
+            with suppress(BrokenPipeError):  # what it did not read
+                child.stdin.close()
+            answers.close()
+        self.workers = []
+
+    def solve(
+        self, problems: Sequence[MatrixProgram], limit: float, gap: float, time_left: Callable[[], float]
+    ) -> list[dict[str, Any] | None]:
+        """The worker's answer for every problem; None for those that there was no time for.
+
+        Args:
+            limit: seconds for each.
+            time_left: seconds for all; no problem is begun without any.
+        """
+        if not self.workers:
+            for _ in range(WORKERS):
+                child, reading = start_worker()
+                self.workers.append((child, os.fdopen(reading, "rb")))
+        answers: list[dict[str, Any] | None] = [None] * len(problems)
+        todo: Iterator[int] = iter(range(len(problems)))
+        lock = threading.Lock()
+
+        def work(child: Any, stream: Any) -> None:
+            while time_left() > 0:
+                with lock:
+                    number = next(todo, None)
+                if number is None:
+                    return
+                try:
+                    pickle.dump(job_for(problems[number], "HIGHS", limit, gap), child.stdin)
+                    child.stdin.flush()
+                    answers[number] = pickle.load(stream)
+                except (EOFError, OSError, ValueError):  # the worker has ended, or was ended in the middle
+                    return
+
+        threads = [threading.Thread(target=work, args=worker, daemon=True) for worker in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return answers
