@@ -22,9 +22,10 @@ import torch.multiprocessing as mp
 import torchvision
 from torch.nn.parallel import DistributedDataParallel
 
-from monet_like.compiler.pipeline import Request, compile_schedule
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.request import Request
 from monet_like.ir.schedule_file import ScheduleRecord
-from monet_like.profile.roofline import DEVICES
+from monet_like.profile.devices import DEVICES
 from monet_like.replay.wrapper import ScheduleWrapper
 
 PROCESSES = 2

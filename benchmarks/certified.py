@@ -18,7 +18,7 @@ from monet_like.compiler.problem import Problem, read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.ir.profile_file import Profile
 from monet_like.plan.ilp.search import Search
-from monet_like.profile.roofline import DEVICES
+from monet_like.profile.devices import DEVICES
 from monet_like.units import format_seconds
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from benchmarks.work import Job
-from monet_like.compiler.pipeline import Example
+from monet_like.capture.example_inputs import Example
 
 MB = 10**6
 FULL = "inplace_conv_multiway_newnode"
@@ -146,7 +146,8 @@ def ours(
     backend: str = "eager",
 ) -> Built:
     """A schedule of this package; the budget is the job's, all the memory there is for strategies that take none."""
-    from monet_like.compiler.pipeline import Request, compile_schedule
+    from monet_like.compiler.pipeline import compile_schedule
+    from monet_like.compiler.request import Request
     from monet_like.ir.profile_file import Profile
     from monet_like.replay.wrapper import ScheduleWrapper
 

@@ -15,10 +15,12 @@ from dataclasses import replace
 
 from benchmarks.contenders import FULL
 from benchmarks.work import Job
-from monet_like.compiler.pipeline import Request, captured_for, measured_costs, with_batch
+from monet_like.capture.example_inputs import with_batch
+from monet_like.compiler.costs import measured_costs, to_profile
+from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
-from monet_like.profile.profiler import matched, to_profile
+from monet_like.profile.scaling import matched
 
 
 def measure(job: Job) -> None:

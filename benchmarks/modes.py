@@ -20,7 +20,7 @@ from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
 from monet_like.ir.mode import MONET_MODES
 from monet_like.plan.ilp.search import Search
-from monet_like.profile.roofline import DEVICES
+from monet_like.profile.devices import DEVICES
 
 PAGE = Path(__file__).parent / "results" / "modes.md"
 

@@ -32,14 +32,18 @@ import click
 import torch
 from torch import nn
 
-from monet_like.capture.lowering import Captured
-from monet_like.cli.terminal import Terminal, show_record
-from monet_like.compiler.pipeline import Example, Request, captured_for, compile_schedule
+from monet_like.capture.captured import Captured
+from monet_like.capture.example_inputs import Example
+from monet_like.cli.inspect import show_record
+from monet_like.cli.terminal import Terminal
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import InfeasibleError, MonetError, SolverError
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import status_bytes
-from monet_like.profile.roofline import DEVICES, roofline
+from monet_like.profile.roofline import roofline
 from monet_like.profile.settings import versions
 from monet_like.replay.comparison import Tensors, compare
 from monet_like.replay.verify import everything_after_a_step

@@ -25,7 +25,7 @@ from monet_like.files import write_atomically
 from monet_like.plan import Plan
 from monet_like.plan.budgets import smallest_budget
 from monet_like.plan.strategies.checkpointing import NO_LIMIT
-from monet_like.profile.roofline import DEVICES
+from monet_like.profile.devices import DEVICES
 from monet_like.units import MIB
 
 CPU = torch.device("cpu")

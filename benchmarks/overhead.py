@@ -17,8 +17,10 @@ import torchvision
 from torch import nn
 
 from benchmarks.work import images
-from monet_like.compiler.pipeline import Example, Request, compile_schedule
-from monet_like.profile.roofline import DEVICES
+from monet_like.capture.example_inputs import Example
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.request import Request
+from monet_like.profile.devices import DEVICES
 from monet_like.replay.verify import step_seconds
 from monet_like.replay.wrapper import ScheduleWrapper
 

@@ -32,7 +32,7 @@ from benchmarks.processes import ROOT, DiedError, Running, take_turns
 from benchmarks.report import BATCH_GOAL, PROBE, pareto, trusted, usable, write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import ASIDE, WORK, Job
-from monet_like.profile.profiler import device_slug
+from monet_like.profile.devices import device_slug
 
 PLAIN, MB = "plain PyTorch", 10**6
 #: Told in each row. As text: what PyTorch has compares as versions do.

@@ -20,7 +20,9 @@ from torch import nn
 
 from benchmarks.malloc import keep_freed
 from benchmarks.work import images
-from monet_like.compiler.pipeline import Example, Request, make_record, plan_for, prepare
+from monet_like.capture.example_inputs import Example
+from monet_like.compiler.pipeline import make_record, plan_for, prepare
+from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.models import UNet
 from monet_like.replay.verify import step_peak, step_seconds

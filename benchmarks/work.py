@@ -13,7 +13,7 @@ import torch
 import torchvision
 from torch import nn
 
-from monet_like.compiler.pipeline import Example
+from monet_like.capture.example_inputs import Example
 from monet_like.models import UNet
 
 Inputs = Callable[[int], Example]

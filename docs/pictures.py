@@ -10,10 +10,11 @@ import torch
 import torchvision
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from monet_like.capture.tracing import fake_mode
-from monet_like.compiler.pipeline import Compiled, Request, compile_schedule
+from monet_like.capture.captured import fake_mode
+from monet_like.compiler.pipeline import Compiled, compile_schedule
+from monet_like.compiler.request import Request
 from monet_like.ir.simulate import Report
-from monet_like.profile.roofline import DEVICES
+from monet_like.profile.devices import DEVICES
 from monet_like.units import GIB
 
 matplotlib.use("Agg")

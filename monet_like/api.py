@@ -15,17 +15,20 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from .capture.captured import Captured
+from .capture.example_inputs import device_of
 from .capture.guards.reads import Change
-from .capture.lowering import Captured
 from .capture.precision import autocast_name
-from .compiler.pipeline import Request, captured_for, compile_schedule
+from .compiler.pipeline import compile_schedule
+from .compiler.request import Request, captured_for
 from .errors import ScheduleFileError, UsageError
 from .files import cache_folder
 from .ir.profile_file import Profile
 from .ir.schedule_file import ScheduleRecord
-from .profile.profiler import device_name, device_slug
+from .profile.devices import device_name, device_slug
 from .profile.settings import settings_digest
-from .replay.wrapper import ScheduleWrapper, device_of, exceeds, mismatch
+from .replay.compatibility import exceeds, mismatch
+from .replay.wrapper import ScheduleWrapper
 from .units import MOST_BYTES, parse_bytes
 
 #: Everything that is exact.

@@ -17,18 +17,19 @@ import torch
 
 from benchmarks.rows import write_rows
 from benchmarks.worker import apart, gradients_of, rounding_of
-from monet_like.capture.lowering import Captured
-from monet_like.compiler.pipeline import Example, Request, captured_for, measured_costs
+from monet_like.capture.captured import Captured
+from monet_like.capture.example_inputs import Example
+from monet_like.compiler.costs import measured_costs, to_profile
+from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import MonetError
 from monet_like.files import write_atomically
 from monet_like.ir.mode import ALGORITHMS
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import InputSpec, ScheduleRecord
 from monet_like.models import ModelSpec, build_model
-from monet_like.profile.profiler import device_name, device_slug, to_profile
+from monet_like.profile.devices import device_name, device_slug, known_limits, machine_at
 from monet_like.replay.allocator import reserve
 from monet_like.replay.comparison import Tensors
-from monet_like.replay.compatibility import known_limits, machine_at
 from monet_like.replay.verify import judged, step_peak, step_seconds
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.zoo.registry import FILE_NAME, Registry

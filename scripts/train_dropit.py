@@ -25,15 +25,16 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from monet_like import ScheduleWrapper, to_dropit
-from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.captured import Captured
+from monet_like.capture.example_inputs import described
+from monet_like.capture.lowering import capture
 from monet_like.capture.precision import weights_layout
-from monet_like.compiler.pipeline import kept_values
 from monet_like.errors import UsageError
 from monet_like.files import write_atomically
-from monet_like.ir.schedule import Schedule
+from monet_like.ir.schedule import Schedule, kept_values
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan import store_all
-from monet_like.replay.wrapper import admitted, described
+from monet_like.variants import admitted
 
 SIDE = 16
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -17,8 +17,8 @@ from fake_gpu import build, captures
 from torch import nn
 
 from monet_like.capture import absent_gpu
-from monet_like.capture.lowering import Captured, capture
-from monet_like.capture.tracing import fake_mode
+from monet_like.capture.captured import Captured, fake_mode
+from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError
 
 ROOT = Path(__file__).resolve().parents[1]

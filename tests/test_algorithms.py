@@ -17,11 +17,11 @@ from random_programs import best_seconds, random_program
 from torch import nn
 
 from monet_like import ops
-from monet_like.capture.lowering import Captured, capture
-from monet_like.capture.tracing import fake_mode
+from monet_like.capture.captured import Captured, fake_mode
+from monet_like.capture.lowering import capture
 from monet_like.cli import main
-from monet_like.cli.batch_search import on_line
-from monet_like.compiler.pipeline import Request, measured_costs
+from monet_like.compiler.costs import measured_costs
+from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError, ProfileError
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import REFUSED, Cost, Program, Task
@@ -31,11 +31,12 @@ from monet_like.ops import reference
 from monet_like.plan import plan, store_all
 from monet_like.plan.budgets import fits, smallest_budget
 from monet_like.plan.subprogram import without_refused
-from monet_like.profile.profiler import Scaling
-from monet_like.profile.roofline import DEVICES, roofline
-from monet_like.replay.wrapper import admitted
+from monet_like.profile.devices import DEVICES
+from monet_like.profile.roofline import roofline
+from monet_like.profile.scaling import Scaling, on_line
 from monet_like.runtime.codegen import Block, compile_block
 from monet_like.runtime.operators import or_pytorchs_own, without_fallback
+from monet_like.variants import admitted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 EXACT = "inplace_conv_multiway_newnode"

@@ -19,9 +19,11 @@ from torch import nn
 from torch.amp import custom_bwd, custom_fwd
 from training import tensors, twin
 
-from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
 from monet_like.errors import ScheduleFileError
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.variants import admitted
 
 MODES = ("normal", "inplace_multiway_newnode")
 Case = tuple[nn.Module, tuple[torch.Tensor, ...]]

@@ -10,15 +10,14 @@ from test_replay import replayed, worst
 from torch import nn
 from training import run, twin
 
+from monet_like.capture.captured import fake_mode
 from monet_like.capture.lowering import capture
-from monet_like.capture.tracing import fake_mode
 from monet_like.errors import CaptureError
 from monet_like.plan import store_all
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify import resident_bytes
-from monet_like.replay.wrapper import admitted
 from monet_like.units import GIB, MIB
-from monet_like.variants import with_variants
+from monet_like.variants import admitted, with_variants
 
 
 def image(batch: int, size: int) -> torch.Tensor:

@@ -19,8 +19,9 @@ from torch import nn
 
 from benchmarks.contenders import Built
 from benchmarks.worker import judge
+from monet_like.capture.example_inputs import Example
 from monet_like.capture.precision import autocast_as
-from monet_like.compiler.pipeline import Example, Request, captured_for
+from monet_like.compiler.request import Request, captured_for
 from monet_like.models.unet import UNet
 from monet_like.replay import verify
 from monet_like.replay.comparison import MOST, Tensors, Verdict, compare, differences
@@ -302,10 +303,10 @@ def test_check_diff_fails_for_one_gradient_made_90_percent_wrong(mode: str, monk
     captured = captured_for(Request(model, example, "normal"), example)
     record = record_for(captured, random_schedule(captured.program, 2), mode, (model, *example))
     if mode == "normal":
-        assert same_step(Console(quiet=True), model, record, example)
+        assert same_step(Console(quiet=True).print, model, record, example)
     monkeypatch.setattr(verify, "ScheduleWrapper", faulty)
     console = Console(record=True, width=200, quiet=False, file=io.StringIO())
-    assert same_step(console, model, record, example) is (mode != "normal")
+    assert same_step(console.print, model, record, example) is (mode != "normal")
     text = console.export_text()
     if mode == "normal":
         assert "differs: gradient of before.weight differs by 9.00e-01" in text

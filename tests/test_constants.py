@@ -18,10 +18,10 @@ from torch import nn
 from training import run
 
 from monet_like import ScheduleWrapper, auto_schedule
+from monet_like.capture.captured import fake_mode
 from monet_like.capture.lowering import capture
-from monet_like.capture.tracing import fake_mode
 from monet_like.errors import CaptureError, ScheduleFileError
-from monet_like.replay.wrapper import admitted
+from monet_like.variants import admitted
 
 _GLOBAL = torch.linspace(0.5, 1.5, 8)
 

@@ -22,13 +22,14 @@ from training import run, twin
 
 from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture.lowering import capture
-from monet_like.compiler.pipeline import Request, measured_costs
+from monet_like.compiler.costs import measured_costs
+from monet_like.compiler.request import Request
 from monet_like.errors import CaptureError, UsageError
 from monet_like.files import cache_folder
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.replay.verify import step_peak
-from monet_like.replay.wrapper import admitted
+from monet_like.variants import admitted
 
 FULL = "inplace_conv_multiway_newnode"
 

@@ -11,27 +11,20 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
+from monet_like.capture.captured import fake_mode
 from monet_like.capture.lowering import capture
-from monet_like.capture.tracing import fake_mode
 from monet_like.cli import main
 from monet_like.cli.zoo import build as building
-from monet_like.compiler.pipeline import (
-    Compiled,
-    Request,
-    compile_schedule,
-    make_record,
-    plan_for,
-    prepare,
-    with_workspaces_of,
-)
+from monet_like.compiler.pipeline import Compiled, compile_schedule, make_record, plan_for, prepare, with_workspaces_of
+from monet_like.compiler.request import Request
 from monet_like.errors import ScheduleFileError
-from monet_like.files import dump_plain, load_plain
+from monet_like.ir.plain_pickle import dump_plain, load_plain
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
 from monet_like.profile.cublas import LARGE_BYTES, SMALL_BYTES, default_bytes, multiplies, schedule_multiplies
-from monet_like.profile.roofline import DEVICES
+from monet_like.profile.devices import DEVICES
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ON_HOPPER = 2 * 2**25

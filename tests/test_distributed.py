@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError
 from monet_like.ir.schedule_file import ScheduleRecord
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.variants import admitted
 
 PROCESSES = 2
 MODE = "inplace_multiway_newnode"

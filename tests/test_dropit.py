@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from training import Outcome, run, twin
 
 import monet_like
-from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
 from monet_like.capture.precision import autocast_as
 from monet_like.cli import inspect_command, schedule_command, solve_command
 from monet_like.errors import UsageError
@@ -31,9 +32,9 @@ from monet_like.ops import reference
 from monet_like.ops.reference import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
 from monet_like.plan import store_all
 from monet_like.plan.local_search.searcher import find_start
-from monet_like.profile.roofline import DEVICES, roofline
-from monet_like.replay.wrapper import admitted
-from monet_like.variants import with_variants
+from monet_like.profile.devices import DEVICES
+from monet_like.profile.roofline import roofline
+from monet_like.variants import admitted, with_variants
 from monet_like.variants.dropit import kept_of_block
 
 transformers_utils = pytest.importorskip("transformers.pytorch_utils")

@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from monet_like.capture.lowering import Captured, capture
-from monet_like.compiler.pipeline import Request, prepare
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
+from monet_like.compiler.pipeline import prepare
+from monet_like.compiler.request import Request
 from monet_like.ir.program import Task
 from monet_like.replay.verify import step_peak
 from monet_like.variants import with_variants

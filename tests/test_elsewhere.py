@@ -15,20 +15,22 @@ from click.testing import CliRunner
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monet_like.capture.lowering import Captured, capture
-from monet_like.capture.tracing import fake_mode
+from monet_like.capture.captured import Captured, fake_mode
+from monet_like.capture.lowering import capture
 from monet_like.cli import main
-from monet_like.compiler.pipeline import Request, prepare
+from monet_like.compiler.pipeline import prepare
+from monet_like.compiler.request import Request
 from monet_like.errors import CaptureError
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost, Task
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.models import build_model
-from monet_like.profile.roofline import DEVICES, roofline
+from monet_like.profile.devices import DEVICES, Machine, known_limits, machine_at, planned_for
+from monet_like.profile.roofline import roofline
 from monet_like.replay import compatibility
-from monet_like.replay.compatibility import Machine, difference, known_limits, machine_at, planned_for, warn_elsewhere
-from monet_like.replay.wrapper import admitted
+from monet_like.replay.compatibility import difference, warn_elsewhere
 from monet_like.units import GIB
+from monet_like.variants import admitted
 
 CUDA = torch.device("cuda", 0)
 MODE = "inplace_conv_multiway_newnode"

@@ -23,7 +23,8 @@ import torch
 
 from monet_like import files
 from monet_like.errors import ScheduleFileError, UsageError
-from monet_like.files import check_writable, load_plain, read_bytes, read_text, write_atomically
+from monet_like.files import check_writable, read_bytes, read_text, write_atomically
+from monet_like.ir.plain_pickle import load_plain
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule

@@ -12,9 +12,9 @@ from random_programs import ProgramMaker, best_seconds, random_program
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from monet_like.ir.program import Cost, Program, Task, Value
-from monet_like.ir.schedule import Schedule
+from monet_like.ir.schedule import Schedule, prune
 from monet_like.ir.simulate import simulate
-from monet_like.plan.analysis import find_needs, prune
+from monet_like.plan.analysis import find_needs
 from monet_like.plan.baseline import store_all
 from monet_like.plan.ilp.decode import decode, encode
 from monet_like.plan.ilp.formulation import Formulation, Options

@@ -12,7 +12,8 @@ from test_replay import LOSS_BYTES, costs_of, record_for
 from torch import nn
 from training import Outcome, run, twin
 
-from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
 from monet_like.errors import UsageError
 from monet_like.ir.program import Call, Ref, Task
 from monet_like.ir.schedule import Schedule
@@ -22,8 +23,9 @@ from monet_like.plan.local_search.searcher import find_start
 from monet_like.replay.comparison import compare
 from monet_like.replay.fusion import fuse, runs_of
 from monet_like.replay.training_step import Step
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime.codegen import Block
+from monet_like.variants import admitted
 
 #: Relative 2-norm, float32: sums in another order, and what they do to what follows.
 TOLERANCE = 1e-5

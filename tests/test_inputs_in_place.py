@@ -16,7 +16,7 @@ from torch import nn
 from monet_like import ScheduleWrapper
 from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError, UsageError
-from monet_like.replay.wrapper import admitted
+from monet_like.variants import admitted
 
 
 def relu(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a sh
 import torch, highspy
 import monet_like.cli.solve, monet_like.solvers.interface, monet_like.plan.ilp.search, monet_like.profile.profiler, monet_like.capture.lowering
 import monet_like.compiler.pipeline, monet_like.compiler.problem, monet_like.files
-from monet_like import entry
+from monet_like import __main__ as entry
 sys.argv = ["solve.py", *sys.argv[2:]]
 
 def press():
@@ -166,7 +166,7 @@ def _command_of(process: psutil.Process) -> list[str]:
 @pytest.mark.parametrize("seconds", [0.1, 0.4, 0.8, 1.2])
 def test_while_a_command_is_imported(tmp_path: Path, seconds: float) -> None:
     (tmp_path / "net.py").write_text(NET)
-    begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from monet_like.entry import main; print(flush=True); main()"
+    begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from monet_like.__main__ import main; print(flush=True); main()"
     child = subprocess.Popen(
         [sys.executable, "-c", begin, "solve", *COMMAND],
         cwd=tmp_path,

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from training import twin
 
-from monet_like.capture.lowering import Captured, capture
-from monet_like.ir.schedule import Schedule
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
+from monet_like.ir.schedule import Schedule, prune
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
-from monet_like.plan.analysis import prune
 from monet_like.profile.measure import allocated_peak
 from monet_like.profile.roofline import flops
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.variants import admitted
 from monet_like.variants.linear_cross_entropy import PARTS
 
 TOKENS, WIDTH, CLASSES = (3, 43), 24, 1500

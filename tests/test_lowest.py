@@ -12,7 +12,8 @@ from least_memory import least_peak
 from random_programs import best_seconds, random_program
 from torch import nn
 
-from monet_like.compiler.pipeline import Prepared, Request, prepare
+from monet_like.compiler.pipeline import Prepared, prepare
+from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError, MonetError, SolverError
 from monet_like.ir.program import Cost, Program
 from monet_like.ir.simulate import simulate
@@ -22,7 +23,7 @@ from monet_like.plan.ilp import lowest_peak
 from monet_like.plan.ilp.lowest_peak import Lowest, find_lowest, floor_bytes, minimise_peak
 from monet_like.plan.ilp.search import Search
 from monet_like.plan.local_search.searcher import find_start, smallest_known
-from monet_like.profile.roofline import DEVICES
+from monet_like.profile.devices import DEVICES
 from monet_like.solvers.interface import installed_solvers
 
 #: Programs of eight tasks whose lowest peak the local search does not find.

@@ -14,9 +14,11 @@ from torch import nn
 from training import run
 
 from monet_like import ScheduleWrapper, auto_schedule
+from monet_like.capture.captured import Captured
 from monet_like.capture.delayed_gradients import _least_bytes, worth_moving
-from monet_like.capture.lowering import Captured, capture
-from monet_like.compiler.pipeline import Request, captured_for, compile_schedule
+from monet_like.capture.lowering import capture
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import InfeasibleError, ScheduleFileError
 from monet_like.ir.program import FREE
 from monet_like.ir.schedule_file import ScheduleRecord

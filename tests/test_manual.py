@@ -26,7 +26,7 @@ from training import run, twin
 from monet_like import variants
 from monet_like.capture.lowering import capture
 from monet_like.cli import main
-from monet_like.files import load_plain
+from monet_like.ir.plain_pickle import load_plain
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule_file import ScheduleRecord
@@ -34,7 +34,7 @@ from monet_like.ir.simulate import Free, simulate
 from monet_like.plan import plan
 from monet_like.plan.strategies import STRATEGIES
 from monet_like.plan.strategies.checkpointing import Plain
-from monet_like.replay.wrapper import admitted
+from monet_like.variants import admitted
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

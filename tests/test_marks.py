@@ -10,12 +10,15 @@ from torch import nn
 from training import run, twin
 
 import monet_like
-from monet_like.capture.lowering import Captured, capture
-from monet_like.compiler.pipeline import Request, compile_schedule
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.request import Request
 from monet_like.errors import UsageError
 from monet_like.plan import store_all
-from monet_like.profile.roofline import DEVICES
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.profile.devices import DEVICES
+from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.variants import admitted
 
 FULL = "inplace_conv_multiway_newnode"
 CPU = torch.device("cpu")

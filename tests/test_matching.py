@@ -13,12 +13,13 @@ from training import run, twin
 import monet_like
 from monet_like import ScheduleWrapper
 from monet_like.capture.lowering import capture
-from monet_like.compiler.pipeline import Request, captured_for, compile_schedule
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import ScheduleFileError, UsageError
 from monet_like.ir.program import RESIDENT_KINDS, Program, Ref, Task, refs
 from monet_like.ir.schedule_file import ScheduleRecord
-from monet_like.profile.roofline import DEVICES
-from monet_like.replay.wrapper import admitted
+from monet_like.profile.devices import DEVICES
+from monet_like.variants import admitted
 
 CPU = torch.device("cpu")
 

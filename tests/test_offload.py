@@ -17,7 +17,8 @@ from test_replay import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import Tensor, nn
 from training import run, twin
 
-from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
 from monet_like.cli import inspect_command, schedule_command, solve_command
 from monet_like.errors import MonetError
 from monet_like.ir.program import Cost, Program, Task, Value
@@ -26,12 +27,13 @@ from monet_like.ir.simulate import cost_of, simulate
 from monet_like.plan import plan, store_all
 from monet_like.plan.budgets import pareto, smallest_budget
 from monet_like.plan.offload import hide, numbered, waiting
+from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import status_bytes
-from monet_like.profile.roofline import DEVICES, roofline
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.profile.roofline import roofline
+from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime import offload
 from monet_like.units import MIB
-from monet_like.variants import with_variants
+from monet_like.variants import admitted, with_variants
 from monet_like.variants.offload import LEAST_BYTES
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]

@@ -17,10 +17,12 @@ from torch import nn
 from training import run, twin
 
 from benchmarks.ogc import PUBLISHED, Planned, Row, render
-from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
 from monet_like.cli import benchmark_command
 from monet_like.cli.benchmark import ARCHS, accumulating, activation_peak, find_arch, weight_bytes
-from monet_like.compiler.pipeline import Prepared, Request, prepare
+from monet_like.compiler.pipeline import Prepared, prepare
+from monet_like.compiler.request import Request
 from monet_like.errors import UsageError
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
@@ -30,8 +32,10 @@ from monet_like.models.nas import CellNetwork
 from monet_like.plan.strategies import STRATEGIES
 from monet_like.plan.strategies.checkpointing import NO_LIMIT
 from monet_like.plan.strategies.ogc import beside_their_reader, last_segment
-from monet_like.profile.roofline import DEVICES, flops
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.profile.devices import DEVICES
+from monet_like.profile.roofline import flops
+from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.variants import admitted
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

@@ -11,8 +11,9 @@ from random_programs import random_program
 from test_formulation import best_point, instance, solve_exactly
 
 from monet_like.ir.program import Cost, Program, Task, Value
+from monet_like.ir.schedule import prune
 from monet_like.ir.simulate import simulate
-from monet_like.plan.analysis import find_needs, fitting_runs, prune
+from monet_like.plan.analysis import find_needs, fitting_runs
 from monet_like.plan.ilp import relaxation
 from monet_like.plan.ilp.formulation import Formulation
 from monet_like.plan.ilp.refinement import Refinement

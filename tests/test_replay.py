@@ -13,18 +13,23 @@ from random_schedules import random_schedule
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import Outcome, run, tensors, twin
 
-from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.captured import Captured
+from monet_like.capture.example_inputs import described
+from monet_like.capture.lowering import capture
 from monet_like.capture.precision import weights_layout
-from monet_like.compiler.pipeline import Request, measured_costs, plain_report
+from monet_like.compiler.costs import measured_costs
+from monet_like.compiler.request import Request
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
+from monet_like.plan.baseline import plain_report
 from monet_like.plan.local_search.searcher import find_start
-from monet_like.replay.wrapper import ScheduleWrapper, admitted, described
+from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime.operators import BINDINGS, overload
 from monet_like.units import MIB
+from monet_like.variants import admitted
 
 FULL = "inplace_conv_multiway_newnode"
 CPU = torch.device("cpu")
@@ -141,7 +146,7 @@ def test_plain_pytorchs_peak_is_predicted(name: str) -> None:
     example = zoo.ROOMY[name]()
     model, args, kwargs = example
     captured = admitted(capture(model, args, kwargs), FULL)
-    predicted = plain_report(captured, costs_of(captured, example, FULL, timed=False), 0).peak_bytes
+    predicted = plain_report(captured.plain, costs_of(captured, example, FULL, timed=False), 0).peak_bytes
     rise = run(twin(model), args, kwargs, measured=True).rise_bytes
     measured = captured.program.resident_bytes + rise - LOSS_BYTES
     assert measured == predicted

@@ -17,12 +17,15 @@ from torch import nn
 
 from monet_like.capture.lowering import capture
 from monet_like.cli import main
-from monet_like.compiler.pipeline import Compiled, Request, captured_for, compile_schedule, measured_costs, plain_step
+from monet_like.compiler.costs import measured_costs
+from monet_like.compiler.pipeline import Compiled, compile_schedule
+from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import Free, simulate
 from monet_like.models import is_registered
 from monet_like.plan import store_all
+from monet_like.plan.baseline import plain_step
 from monet_like.report.charts import memory_chart
 from monet_like.report.figures import KINDS, MODEL, Course, course, groups, layers_of, plain_course
 from monet_like.report.live import live_step
@@ -103,7 +106,7 @@ def run(*arguments: str, exit_code: int = 0) -> Result:
 def test_kinds_and_layers_add_up_to_what_the_simulator_counts(solved: tuple[Compiled, Any, Any]) -> None:
     compiled = solved[0]
     plain, ours = both(compiled, extra_bytes=1000)
-    program, schedule, eager = plain_step(compiled.captured, compiled.costs)
+    program, schedule, eager = plain_step(compiled.captured.plain, compiled.costs)
     for found, report in (
         (plain, simulate(program, schedule, eager, extra_bytes=1000)),
         (ours, simulate(compiled.captured.program, compiled.record.schedule, compiled.costs, extra_bytes=1000)),

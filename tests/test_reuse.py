@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from monet_like.capture.captured import distinct_tasks
 from monet_like.capture.lowering import capture
-from monet_like.compiler.pipeline import Request, captured_for
+from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import ProfileError
 from monet_like.ir.program import REFUSED
-from monet_like.profile.cache_state import NEVER, reuse_bytes
-from monet_like.profile.measure import CacheState, touches
-from monet_like.profile.profiler import PASSES, Inputs, distinct_tasks, measure
+from monet_like.profile.cache_state import NEVER, CacheState, reuse_bytes, touches
+from monet_like.profile.profiler import PASSES, measure
+from monet_like.profile.task_inputs import Inputs
 
 
 def test_reuse_distances_are_counted_in_plain_pytorchs_order() -> None:

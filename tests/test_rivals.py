@@ -27,8 +27,9 @@ from benchmarks.report import accuracy, behind, pareto, trusted, write_report
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import WORK, Job
 from benchmarks.worker import Verdict, judge
-from monet_like.compiler.pipeline import Request, compile_schedule
-from monet_like.profile.roofline import DEVICES
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.request import Request
+from monet_like.profile.devices import DEVICES
 
 MB = 10**6
 

@@ -17,12 +17,13 @@ from training import Outcome, run, twin
 from zoo import SpelledRMSNorm, decoder
 
 from monet_like import ops
-from monet_like.capture.lowering import Captured, capture
-from monet_like.ir.schedule import Schedule
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
+from monet_like.ir.schedule import Schedule, prune
 from monet_like.ops import reference
 from monet_like.plan import store_all
-from monet_like.plan.analysis import prune
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.variants import admitted
 
 ops.load()
 ops = torch.ops.monet_like

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from monet_like.capture.lowering import Captured, capture
-from monet_like.capture.tracing import fake_mode
-from monet_like.compiler.pipeline import Request, prepare
+from monet_like.capture.captured import Captured, fake_mode
+from monet_like.capture.lowering import capture
+from monet_like.compiler.pipeline import prepare
+from monet_like.compiler.request import Request
 from monet_like.ir.program import Task
-from monet_like.profile.roofline import DEVICES, TILE, WORKSPACE_LIMIT_BYTES, flops, roofline
-from monet_like.replay.wrapper import admitted
+from monet_like.profile.devices import DEVICES
+from monet_like.profile.roofline import TILE, WORKSPACE_LIMIT_BYTES, flops, roofline
+from monet_like.variants import admitted
 
 A100, CPU = DEVICES["a100"], DEVICES["cpu"]
 CUDA = torch.device("cuda", 0)

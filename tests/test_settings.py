@@ -14,7 +14,8 @@ from torch import nn
 
 import monet_like
 from monet_like import ops
-from monet_like.compiler.pipeline import Request, prepare
+from monet_like.compiler.pipeline import prepare
+from monet_like.compiler.request import Request
 from monet_like.files import cache_folder
 from monet_like.ir.profile_file import Profile
 from monet_like.profile import settings

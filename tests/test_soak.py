@@ -24,7 +24,7 @@ from test_replay import record_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from monet_like.compiler.pipeline import Request, captured_for
+from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.replay.wrapper import ScheduleWrapper
 

@@ -12,9 +12,9 @@ from test_plan import network, peak
 
 from monet_like.errors import MonetError, SolverError
 from monet_like.ir.program import Cost, Program, Task
+from monet_like.ir.schedule import prune
 from monet_like.ir.simulate import Report, simulate
 from monet_like.plan import store_all
-from monet_like.plan.analysis import prune
 from monet_like.plan.local_search.searcher import Searcher
 from monet_like.plan.strategies import STRATEGIES
 from monet_like.plan.strategies.checkpointing import Keeping, Plain

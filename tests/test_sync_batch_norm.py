@@ -21,15 +21,17 @@ from torch.utils._pytree import tree_map_only
 from training import tensors
 
 import monet_like
-from monet_like.capture.lowering import Captured, TensorMeta, capture
-from monet_like.capture.tracing import fake_mode
-from monet_like.compiler.pipeline import Request, compile_schedule
+from monet_like.capture.captured import Captured, TensorMeta, fake_mode
+from monet_like.capture.lowering import capture
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.request import Request
 from monet_like.errors import CaptureError, ScheduleFileError
 from monet_like.ir.program import Program, Task
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.nn.sync_batch_norm import convert_sync_batchnorm
 from monet_like.ops.sync_batch_norm import COMMUNICATING
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.variants import admitted
 
 MODE = "inplace_multiway_newnode"
 CPU = torch.device("cpu")

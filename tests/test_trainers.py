@@ -17,7 +17,8 @@ from training import twin
 from monet_like.api import auto_schedule
 from monet_like.capture.lowering import capture
 from monet_like.plan import store_all
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.variants import admitted
 
 MODES = ("normal", "inplace_multiway_newnode")
 

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from monet_like.cli import main
-from monet_like.cli.batch_search import on_line
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.profile.scaling import on_line
 
 RESNET = ("torchvision.models.resnet18()", "--input-shape", "3,64,64", "--time-limit", "4")
 NETWORK = """

@@ -14,19 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import monet_like
 from monet_like import ops
-from monet_like.capture.lowering import Captured
-from monet_like.compiler.pipeline import Request, captured_for, compile_schedule
+from monet_like.capture.captured import Captured
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import ScheduleFileError
 from monet_like.ir.program import Task
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
 from monet_like.ops import reference
+from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import allocated_peak
-from monet_like.profile.profiler import Inputs
-from monet_like.profile.roofline import DEVICES
+from monet_like.profile.task_inputs import Inputs
 from monet_like.replay import twins
+from monet_like.replay.compatibility import exceeds
 from monet_like.replay.twins import twins_of, warn_of_twins, workspace_of_twin, workspaces_of_twins
-from monet_like.replay.wrapper import exceeds
 from monet_like.runtime.codegen import Block, compile_block
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -13,13 +13,13 @@ from test_replay import replayed
 from torch import nn
 from training import run, twin
 
-from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
 from monet_like.ir.mode import MONET_MODES, parse_mode
 from monet_like.ir.program import Task
 from monet_like.plan import store_all
 from monet_like.profile.roofline import flops, touched_bytes
-from monet_like.replay.wrapper import admitted
-from monet_like.variants import with_variants
+from monet_like.variants import admitted, with_variants
 
 
 @functools.cache

@@ -25,7 +25,8 @@ from monet_like.errors import ScheduleFileError, UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan import store_all
 from monet_like.profile.measure import allocated_peak
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.variants import admitted
 
 
 def made(name: str = "resnet18", *, drop: float = 0.5) -> tuple[nn.Module, ScheduleRecord, zoo.Built]:

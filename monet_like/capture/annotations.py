@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch.fx.traceback
 from torch import fx, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import UsageError
-from .layers import in_modules
+from ..errors import CaptureError, UsageError
+
+pass
 
 #: A kind, and which of the marks of that kind it is.
 Mark = tuple[str, int]
 KINDS = ("keep", "recompute", "together")
-_KEY = "monet_like"
+_MARK_KEY = "monet_like"
 _ATTRIBUTE = "_monet_like_mark"
 _numbers = itertools.count()
 
@@ -49,7 +54,7 @@ def mark(kind: str, module: nn.Module | None = None) -> contextlib.AbstractConte
 
 @contextlib.contextmanager
 def _active(kind: str) -> Iterator[None]:
-    with torch.fx.traceback.annotate({_KEY: (kind, next(_numbers))}):
+    with torch.fx.traceback.annotate({_MARK_KEY: (kind, next(_numbers))}):
         yield
 
 
@@ -60,5 +65,149 @@ def marked_modules() -> contextlib.AbstractContextManager[None]:
 
 def mark_of(node: fx.Node) -> Mark | None:
     """The mark of a traced node."""
-    found: Mark | None = (node.meta.get("custom") or {}).get(_KEY)
+    found: Mark | None = (node.meta.get("custom") or {}).get(_MARK_KEY)
     return found
+
+
+_LAYER_KEY = "monet_like_layer"
+
+
+@contextlib.contextmanager
+def in_modules(context: Callable[[nn.Module], contextlib.AbstractContextManager[None] | None]) -> Iterator[None]:
+    """Every call of a module runs in ``context(module)``, where that is not None; for tracing."""
+    entered: list[tuple[nn.Module, contextlib.AbstractContextManager[None]]] = []
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if (found := context(module)) is not None:
+            entered.append((module, found))
+            found.__enter__()
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if entered and entered[-1][0] is module:
+            entered.pop()[1].__exit__(None, None, None)
+
+    hooks = (
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def named_layers(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Nodes traced in a call of a submodule of ``model`` carry its name; those of the backward do too."""
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def named(module: nn.Module) -> contextlib.AbstractContextManager[None] | None:
+        name = names.get(id(module))
+        return None if name is None else torch.fx.traceback.annotate({_LAYER_KEY: name})
+
+    return in_modules(named)
+
+
+def layer_of(node: fx.Node) -> str | None:
+    """The name of the innermost module in whose call a node was traced; "" for the model itself, None if unknown."""
+    found: str | None = (node.meta.get("custom") or {}).get(_LAYER_KEY)
+    return found
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+_IN_PLACE_KEY = "monet_like_in_place"
+
+
+_LAYOUTS_KEY = "monet_like_layouts"
+
+
+#: Functions that write in place into parts of a tensor which are no views of it (``unsafe_chunk``).
+_OVERLAPPING = frozenset({"gru", "gru_cell"})
+
+
+_NOISE_KEY = "monet_like_noise"
+
+
+#: Functions that fill a tensor which lies like their argument with noise.
+_NOISY = frozenset({"alpha_dropout"})
+
+
+#: Operators of which every element is rounded alike, wherever it lies.
+_EXACT = frozenset({"add", "sub", "mul", "clone"})
+
+
+_AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"))
+
+
+class InPlaceCalls(TorchFunctionMode):
+    """Nodes traced in a call that changes its first argument, such as ``x += y`` or ``relu(x, inplace=True)``, tell so."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == _SET_DATA:
+            raise CaptureError(
+                "the forward assigns a tensor's .data, and a schedule cannot; write into it: tensor.copy_(...)"
+            )
+        if func is torch.bilinear and torch.is_autocast_enabled(args[0].device.type):
+            raise CaptureError(
+                "the forward calls bilinear under autocast, which acts inside that operator, and a schedule cannot; call it inside "
+                "torch.autocast(device_type, enabled=False), on float32 inputs"
+            )
+        if getattr(func, "__name__", "") in _OVERLAPPING:
+            with _Layouts():
+                return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _NOISY:
+            with torch.fx.traceback.annotate({_NOISE_KEY: True}):
+                return func(*args, **kwargs)
+        if not changes_its_first(func, kwargs):
+            return func(*args, **kwargs)
+        with torch.fx.traceback.annotate({_IN_PLACE_KEY: True}):
+            return func(*args, **kwargs)
+
+
+class _Layouts(TorchDispatchMode):
+    """Nodes that read a tensor which plain PyTorch has in another layout, since it wrote into a part of another, tell so.
+
+    Elementwise operators take a tensor without gaps as one row, and round the ends of rows in another way than the rest.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        layouts = {i: a.stride() for i, a in enumerate(args) if isinstance(a, FunctionalTensor) and _laid_out_anew(a)}
+        with torch.fx.traceback.annotate({_LAYOUTS_KEY: layouts}) if layouts else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+def _laid_out_anew(tensor: FunctionalTensor) -> bool:
+    """Whether the trace has a tensor, after it was changed, in another layout."""
+    torch._sync(tensor)
+    return bool(torch._from_functional_tensor(tensor.elem).stride() != tensor.stride())
+
+
+def eager_layouts(node: fx.Node) -> dict[int, tuple[int, ...]]:
+    """The strides that some arguments of a node have in plain PyTorch and not in the trace, by position."""
+    found = (node.meta.get("custom") or {}).get(_LAYOUTS_KEY, {})
+    return found if str(node.target).split(".")[1] not in _EXACT else {}
+
+
+def changes_its_first(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of this function changes its first argument: ``relu_``, ``__iadd__``, ``relu(inplace=True)``."""
+    name = getattr(func, "__name__", "")
+    return (name in _AUGMENTED if name.endswith("__") else name.endswith("_")) or kwargs.get("inplace") is True
+
+
+def called_in_place(node: fx.Node) -> bool:
+    """Whether a node was traced in such a call."""
+    return bool((node.meta.get("custom") or {}).get(_IN_PLACE_KEY))
+
+
+def fills_with_noise(node: fx.Node) -> bool:
+    """Whether a node stands for ``bernoulli_(p)``, which draws in the order in which a tensor lies, as its trace does not."""
+    return node.target is torch.ops.aten.bernoulli.p and (
+        called_in_place(node) or bool((node.meta.get("custom") or {}).get(_NOISE_KEY))
+    )

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import CaptureError
-from .in_place import changes_its_first
+from .annotations import changes_its_first
 
 #: Containers nested deeper than this are not searched for constants.
 _DEPTH = 4

@@ -14,7 +14,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from ..errors import CaptureError, UsageError
-from ..ir.program import Call, Program, Ref, Runs, Task, Value, refs
+from ..ir.program import Call, Program, Ref, Runs, Task, Value
 from ..ops.meta_functions import (
     bags,
     batch_norm_gradient,
@@ -37,25 +37,13 @@ from ..ops.meta_functions import (
     unfolded,
 )
 from ..ops.recurrent import ONEDNN_LAYER, with_workspace
-from ..ops.sync_batch_norm import COMMUNICATING
 from .absent_gpu import convolutions
-from .annotations import Mark, mark_of
+from .annotations import Mark, called_in_place, eager_layouts, fills_with_noise, layer_of, mark_of
+from .captured import Captured, Tensor, TensorMeta, _contiguous, make_task
 from .constants import Constants, constant_name
 from .delayed_gradients import in_order, worth_moving
-from .guards.reads import Reads
-from .in_place import called_in_place, eager_layouts, fills_with_noise, in_place_form
-from .layers import layer_of
+from .in_place import in_place_form
 from .tracing import HELD, FlatModule, reaches_output, trace_joint
-
-#: The CUDA caching allocator hands out multiples of this.
-CUDA_GRANULARITY_BYTES = 512
-
-
-def allocated_bytes(asked: int, device: torch.device) -> int:
-    """What the device's allocator counts for a block of so many bytes."""
-    step = CUDA_GRANULARITY_BYTES if device.type == "cuda" else 1
-    return -(-asked // step) * step
-
 
 _FAKE_QUANTIZE = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default
 _NORMALISATIONS = (
@@ -75,148 +63,6 @@ _IN_LARGE_STORAGE = frozenset(
 #: What begins with memory of its input's size, whatever its result's.
 _UNFOLDING = (torch.ops.aten.im2col.default, torch.ops.aten.col2im.default)
 _SKIPPED_VIEWS = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """What a tensor looks like: enough to make a like one.
-
-    Attributes:
-        dtype, device: as torch's.
-        shape, stride: in elements.
-        offset: first element within its storage.
-        storage_bytes: the size of the storage it lies in.
-        lazily: ``conj`` or ``neg`` for elements that lie there conjugated or negated, as views by PyTorch's bits are.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = 0
-    storage_bytes: int = 0
-    lazily: str = ""
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> TensorMeta:
-        """The description of ``tensor``, real or fake."""
-        return TensorMeta(
-            tensor.dtype,
-            tensor.device,
-            tuple(map(int, tensor.shape)),
-            tuple(map(int, tensor.stride())),
-            int(tensor.storage_offset()),
-            tensor.untyped_storage().nbytes(),
-            " ".join(["conj"] * tensor.is_conj() + ["neg"] * tensor.is_neg()),
-        )
-
-    def __str__(self) -> str:
-        text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
-        text = f"{self.lazily} {text}" if self.lazily else text
-        return text if self.contiguous else f"{text}/{','.join(map(str, self.stride))}"
-
-    @property
-    def allocated_bytes(self) -> int:
-        """What the device's allocator counts for the storage."""
-        return allocated_bytes(self.storage_bytes, self.device)
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps."""
-        return self.stride == _contiguous(self.shape)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * max(extent, 1))
-    return tuple(reversed(strides)) if shape else ()
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A tensor that leaves the program: a value, seen through the view calls that lead to it.
-
-    Attributes:
-        ref: a value, or the last temporary of ``calls``.
-        value: the value whose storage it lies in.
-        calls: view calls, usually none.
-    """
-
-    ref: Ref
-    value: int
-    calls: tuple[Call, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Captured:
-    """A program and what ties it to the module it came from. One equals itself alone, so it can be a key.
-
-    Attributes:
-        program: the values and tasks.
-        metas: for every value, its own tensor.
-        parameters, buffers: (qualified name, value) of the module's tensors that the program reads; the first name of
-            tied ones.
-        inputs: value of every tensor among the flattened arguments, by position.
-        outputs: the tensors among the flattened results.
-        output_spec, output_leaves: how the results were nested, and the flattened results with ``None`` in
-            place of tensors.
-        output_positions: for each of ``outputs``, its position in ``output_leaves``; several if it is returned more than once.
-        tangents: for every output, the backward value its incoming gradient is, or None.
-        parameter_gradients: (index into ``parameters``, tensor), in the order in which they become ready; several for
-            one that has several names, each by the uses under one of them: autograd adds them up.
-        input_gradients: (position among ``inputs``, tensor).
-        device: where the program runs.
-        marks: of forward values, given by hand.
-        layers: of values that the graph makes, the module in whose call they are made, or whose backward makes them.
-        no_dropit: values of the parameters in modules that have a true attribute ``no_dropit``.
-        as_called: plain PyTorch's program, where that is not ``program``: before variants, in autograd's order, and in
-            place where the model's own calls are. Its values come first in ``metas``.
-        made_last: names of the parameters whose gradients ``program`` makes after all others, see `made_last`.
-        reads: what the model reads beside tensors, such as a dropout's ``p``: the program has it as it was.
-        constants: the tensors among ``parameters`` and ``buffers`` that the model has not registered.
-        written: positions among ``inputs`` of those that the forward changes in place and that gradients flow through then:
-            their new contents are the last of ``outputs``.
-        changed: residents whose contents are others when the forward has ended.
-    """
-
-    program: Program
-    metas: tuple[TensorMeta, ...]
-    parameters: tuple[tuple[str, int], ...]
-    buffers: tuple[tuple[str, int], ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[Tensor, ...]
-    output_spec: pytree.TreeSpec
-    output_leaves: tuple[Any, ...]
-    output_positions: tuple[tuple[int, ...], ...]
-    tangents: tuple[int | None, ...]
-    parameter_gradients: tuple[tuple[int, Tensor], ...]
-    input_gradients: tuple[tuple[int, Tensor], ...]
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    no_dropit: frozenset[int] = frozenset()
-    marks: Mapping[int, Mark] = field(default_factory=dict)
-    layers: Mapping[int, str] = field(default_factory=dict)
-    as_called: Program | None = None
-    made_last: tuple[str, ...] = ()
-    reads: Reads | None = None
-    constants: Constants = field(default_factory=Constants)
-    written: tuple[int, ...] = ()
-    changed: frozenset[int] = frozenset()
-
-    @property
-    def plain(self) -> Program:
-        """The program of PyTorch's own operators alone, called as the model calls them."""
-        return self.as_called or self.program
-
-    @property
-    def gradients_in_rows(self) -> bool:
-        """Whether all gradients that come in lie in row-major order; they lie as the results do, if not captured otherwise."""
-        return all(self.metas[value].contiguous for value in self.tangents if value is not None)
-
-    def every_task(self) -> list[Task]:
-        """Forward tasks and ways, those of plain PyTorch that variants have replaced included."""
-        programs = (self.program,) if self.as_called is None else (self.program, self.as_called)
-        return [task for program in programs for task in program.every_task()]
 
 
 def capture(
@@ -1211,53 +1057,6 @@ class _Builder:
                     slots[index] = self._make(slot.name, (add,), (out,), overwrites=mine.name)
                     break
         return slots
-
-
-def make_task(
-    name: str, calls: Sequence[Call], writes: Sequence[int], metas: Sequence[TensorMeta], **options: Any
-) -> Task:
-    """A task from its calls: reads and cost key follow from them.
-
-    Args:
-        metas: the own tensor of every value, to make the cost key.
-        options: further fields of `Task` (variant, word, overwrites, runs, copies; another cost key).
-    """
-    written = set(writes)
-    reads = tuple(
-        dict.fromkeys(
-            ref.name for call in calls for ref in refs(call) if isinstance(ref.name, int) and ref.name not in written
-        )
-    )
-    cost = options.pop("cost") if "cost" in options else cost_key(calls, metas)
-    if cost and options.get("overwrites") is not None:  # what it takes over is no workspace
-        cost += f"; takes {reads.index(options['overwrites'])}"
-    return Task(name, reads, tuple(writes), cost=cost, calls=tuple(calls), **options)
-
-
-def cost_key(calls: Sequence[Call], metas: Sequence[TensorMeta]) -> str:
-    """What decides the cost of some calls: operators, literals, and the tensors they start from."""
-    names: dict[Ref, str] = {}
-
-    def text(leaf: Any) -> str:
-        if isinstance(leaf, Ref):
-            if leaf not in names:
-                names[leaf] = f"%{len(names)}"
-                if isinstance(leaf.name, int):
-                    return f"{names[leaf]}:{metas[leaf.name]}"
-            return names[leaf]
-        if isinstance(leaf, tuple | list):
-            return f"({','.join(map(text, leaf))})"
-        return str(leaf).removeprefix("torch.")
-
-    parts = []
-    for call in calls:
-        given = call.args[:-1] if call.op in COMMUNICATING else call.args  # whichever group it is
-        arguments = [text(a) for a in given] + [f"{k}={text(v)}" for k, v in call.kwargs]
-        for out in call.outs:
-            if out is not None:
-                names.setdefault(out, f"%{len(names)}")
-        parts.append(f"{call.op}({', '.join(arguments)})")
-    return "; ".join(parts)
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:

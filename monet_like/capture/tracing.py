@@ -32,13 +32,12 @@ from ..errors import CaptureError
 from ..nn import sync_batch_norm
 from ..ops import meta_functions as fakes_of_pytorchs
 from . import absent_gpu
-from .annotations import marked_modules
+from .annotations import InPlaceCalls, called_in_place, changes_its_first, marked_modules, named_layers
+from .captured import fake_mode
 from .constants import ConstantsFound, HeldTensors, constant_name, foreign_memory
 from .guards.reads import Reads
 from .guards.recorder import Recorder
 from .guards.side_effects import keeping_generators, keeping_tensors
-from .in_place import InPlaceCalls, called_in_place, changes_its_first
-from .layers import named_layers
 from .results import without_dataclasses
 
 #: Integer and boolean constants up to this size are followed, so that conditions on them can be decided.
@@ -243,11 +242,6 @@ def _as_one(places: Sequence[_Place]) -> Iterator[None]:
     finally:
         for (held, name, *_), tensor in zip(places, before, strict=True):
             held[name] = tensor
-
-
-def fake_mode() -> FakeTensorMode:
-    """A mode under which tensors have shapes but no storage: make example inputs for `capture` in it."""
-    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 def trace_joint(

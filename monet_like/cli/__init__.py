@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import __version__
+from .._version import __version__
 from ..errors import MonetError
 from ..interrupts import MESSAGE, raised
 
@@ -232,7 +232,7 @@ def schedule_command(**options: Any) -> None:
       python scripts/schedule.py "torchvision.models.resnet50()" 8 0.5 inplace_conv_multiway_newnode CBC \\
           --solution_file solutions/solution_resnet50_8_inplace_conv_multiway_newnode_0.50.pkl --check_diff
     """
-    from ..replay.verify import check
+    from .schedule import check
 
     check(**options)
 
@@ -408,7 +408,7 @@ def inspect_command(file: Path, terminal: Terminal) -> None:
       monet-like inspect solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl
     """
     from ..ir.schedule_file import ScheduleRecord
-    from .terminal import show_record
+    from .inspect import show_record
 
     show_record(terminal, ScheduleRecord.load(file))
 

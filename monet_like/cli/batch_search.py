@@ -13,23 +13,22 @@ from functools import cached_property
 
 import torch
 
-from ..capture.lowering import Captured
-from ..compiler.pipeline import (
-    Prepared,
-    Request,
-    captured_for,
-    measured_costs,
-    optimizer_bytes,
-    prepared,
-    profile_batch,
-)
+from ..capture.captured import Captured
+from ..compiler.costs import measured_costs, profile_batch, to_profile
+from ..compiler.pipeline import Prepared, prepared
 from ..compiler.problem import Problem, example_for
-from ..errors import ProfileError
+from ..compiler.request import Request, captured_for, optimizer_bytes
+from ..errors import ProfileError, UsageError
 from ..ir.profile_file import Profile
-from ..ir.program import REFUSED, Cost
+from ..ir.program import Cost
+from ..ir.simulate import Report, simulate
+from ..plan.budgets import fits
 from ..profile.cublas import measured_bytes, multiplies
-from ..profile.profiler import Progress, device_name, matched, to_profile
-from ..profile.roofline import DEVICES, DeviceLimits, roofline
+from ..profile.devices import DEVICES, DeviceLimits, device_name
+from ..profile.profiler import Progress
+from ..profile.roofline import roofline
+from ..profile.scaling import matched, on_line
+from ..units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -39,19 +38,6 @@ class Measured:
     batch: int
     captured: Captured
     costs: dict[str, Cost]
-
-
-def on_line(batch: int, low: tuple[int, Cost], high: tuple[int, Cost]) -> Cost:
-    """The cost at ``batch`` from the costs at two others, (batch, cost) each."""
-    (near, small), (far, large) = low, high
-    if REFUSED in (small, large):
-        return REFUSED
-
-    def at(least: float, most: float) -> float:
-        slope = (most - least) / (far - near)
-        return most + min(max(slope, 0.0), most / far) * (batch - far)
-
-    return Cost(at(small.seconds, large.seconds), int(at(small.workspace_bytes, large.workspace_bytes)))
 
 
 class Batches:
@@ -154,3 +140,116 @@ class Batches:
     def _measured(self, batch: int, captured: Captured) -> tuple[dict[str, Cost], str]:
         request = replace(self.request(batch), profile_batch=batch)
         return measured_costs(request, captured, self.problem.device)
+
+
+#: Largest batch that is tried.
+MOST_BATCH = 1 << 20
+
+
+#: Batches below the largest that fits divided by this are tried only if the best one turns out to be there.
+SPAN = 16
+
+
+#: How often the batches beside the best one are tried.
+REFINEMENTS = 3
+
+
+def _largest_power(fitting: Callable[[int], bool], budget_bytes: int) -> int:
+    """The largest power of two that fits.
+
+    Raises:
+        UsageError: not even a batch of 1 does.
+    """
+    if not fitting(1):
+        raise UsageError(f"not even a batch of 1 fits into {format_bytes(budget_bytes)}")
+    low = 1
+    while low < MOST_BATCH and fitting(2 * low):
+        low *= 2
+    return low
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One batch: plain PyTorch's report, and that of the schedule found for it (None: none fits)."""
+
+    batch: int
+    plain: Report
+    report: Report | None
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of the schedule; 0 without one."""
+        return self.batch / self.report.seconds if self.report is not None and self.report.seconds else 0.0
+
+    def plain_throughput(self, budget_bytes: int) -> float:
+        """Samples per second of plain PyTorch; 0 where it does not fit."""
+        fitting = self.plain.peak_bytes <= budget_bytes and self.plain.seconds
+        return self.batch / self.plain.seconds if fitting else 0.0
+
+
+class Tuner:
+    """Tries batches, quickly."""
+
+    def __init__(self, batches: Batches, say: Callable[[str], None]) -> None:
+        self.batches, self.budget_bytes, self.say = batches, batches.problem.budget_bytes, say
+        self.trials: dict[int, Trial] = {}
+
+    def trial(self, batch: int) -> Trial:
+        """The local search's plan for one batch."""
+        if batch not in self.trials:
+            self.say(f"batch {batch}: plan")
+            ready = self.batches.prepared(batch)
+            program, costs, extra = ready.captured.program, ready.costs, ready.extra_bytes
+            found = fits(program, costs, self.budget_bytes, extra_bytes=extra)
+            report = simulate(program, found, costs, extra_bytes=extra) if found is not None else None
+            self.trials[batch] = Trial(batch, ready.plain, report)
+        return self.trials[batch]
+
+    def most(self) -> int:
+        """The largest power of two that fits, workspaces left out."""
+
+        def fitting(batch: int) -> bool:
+            self.say(f"batch {batch}: does it fit")
+            program, costs = self.batches.captured(batch).program, self.batches.estimated(batch)
+            return fits(program, costs, self.budget_bytes, extra_bytes=self.batches.extra_bytes(batch)) is not None
+
+        return _largest_power(fitting, self.budget_bytes)
+
+    def search(self, most: int) -> None:
+        """Powers of two up to ``most`` and one beyond, then around the best, again and again."""
+        batch = 2 * most
+        while batch >= max(1, most // SPAN):
+            self.trial(batch)
+            batch //= 2
+        for _ in range(REFINEMENTS):
+            best = self.ranked()[0].batch if self.ranked() else 1
+            below = max((b for b in self.trials if b < best), default=0)
+            above = min((b for b in self.trials if b > best), default=best)
+            for batch in {_between(below, best), _between(best, above)} - {0}:
+                self.trial(batch)
+
+    def try_plain(self) -> None:
+        """The largest batch that plain PyTorch can do: its peak grows in proportion."""
+        known = sorted(self.trials.values(), key=lambda trial: trial.batch)
+        if len(known) > 1:
+            near, far = known[0], known[-1]
+            slope = (far.plain.peak_bytes - near.plain.peak_bytes) / (far.batch - near.batch)
+            largest = int(near.batch + (self.budget_bytes - near.plain.peak_bytes) / slope) if slope > 0 else 0
+            if largest >= 1:
+                self.trial(largest)
+
+    def plain_best(self) -> Trial | None:
+        """The batch tried at which plain PyTorch is best; None if it fits at none."""
+        best = max(self.trials.values(), key=lambda trial: trial.plain_throughput(self.budget_bytes))
+        return best if best.plain_throughput(self.budget_bytes) else None
+
+    def ranked(self) -> list[Trial]:
+        """Trials that fit, the highest throughput first."""
+        return sorted((t for t in self.trials.values() if t.throughput), key=lambda t: -t.throughput)
+
+
+def _between(low: int, high: int) -> int:
+    """A batch in the middle, a multiple of eight where there is room; 0 if there is none."""
+    middle = (low + high) // 2
+    middle -= middle % 8 if high - low >= 16 else 0
+    return middle if low < middle < high else 0

@@ -20,20 +20,21 @@ import torch.utils._pytree as pytree
 from rich.table import Table
 from torch import nn
 
-from ..capture.lowering import Captured
-from ..compiler.pipeline import Example, Prepared, make_record, plain_report, plan_for
+from ..capture.captured import Captured
+from ..capture.example_inputs import Example
+from ..compiler.pipeline import Prepared, make_record, plan_for
 from ..compiler.problem import Problem, read_problem
 from ..errors import UsageError
 from ..ir.program import Program
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import simulate
+from ..plan.baseline import plain_report
 from ..plan.strategies.checkpointing import NO_LIMIT
 from ..profile.measure import allocated_peak
 from ..replay.verify import real_example, same_step, step_peak, step_seconds, train_step
 from ..replay.wrapper import ScheduleWrapper
 from ..units import format_bytes, format_seconds
-from .compare import read_budgets
-from .solve import prepare_with, profile_path, read_profile
+from .prepare import prepare_with, profile_path, read_budgets, read_profile
 from .terminal import Terminal, aligned_table
 
 
@@ -118,8 +119,11 @@ def benchmark(
         f"{problem.device}; planned in {format_seconds(seconds)}",
         soft_wrap=True,
     )
-    record, example = make_record(problem.request, ready, found, limit), real_example(problem)
-    same = same_step(console, problem.request.model, record, example)
+    record, example = (
+        make_record(problem.request, ready, found, limit),
+        real_example(problem.request.example, problem.device),
+    )
+    same = same_step(console.print, problem.request.model, record, example)
     measured = _measured(ready, problem, record, example, steps)
     console.print(_told(measured))
     terminal.result(
@@ -211,7 +215,7 @@ def accumulating(ready: Prepared) -> Prepared:
     return replace(
         ready,
         captured=captured,
-        plain=plain_report(captured, ready.costs, 0),
+        plain=plain_report(captured.plain, ready.costs, 0),
         extra_bytes=0,
         cublas_bytes=0,
         variants_cublas_bytes=0,

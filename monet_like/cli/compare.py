@@ -2,95 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..compiler.pipeline import Prepared, Request, plan_for
-from ..compiler.problem import Problem, read_problem
-from ..errors import MonetError, UsageError
-from ..ir.simulate import Report
+from ..compiler.pipeline import Prepared, strategy_points
+from ..compiler.problem import Problem
+from ..errors import UsageError
 from ..plan import STRATEGIES
 from ..plan.budgets import Point, pareto, seconds_per_gigabyte, smallest_budget
 from ..plan.strategies import check_strategy
-from ..units import format_bytes, format_seconds, parse_bytes
-from .solve import prepare_with, profile_path, read_profile
-from .terminal import Terminal, aligned_table, check_results, draw, write_table
-
-
-def _prepared(terminal: Terminal, profile_file: Path | None, options: dict[str, Any]) -> tuple[Problem, Prepared]:
-    """Read the arguments, capture and profile."""
-    problem = read_problem(budget="1", **options)
-    store = profile_file or profile_path(problem)
-    profile = read_profile(store)
-    with terminal.progress() as progress:
-        return problem, prepare_with(profile, store, problem, progress)
-
+from ..units import format_bytes, format_seconds
+from .output import check_results, draw, write_table
+from .prepare import _prepared, read_budgets
+from .terminal import Terminal, aligned_table
 
 #: Budgets of a front.
 MOST_POINTS = 1000
-
-
-def read_budgets(text: str, plain_peak_bytes: int) -> list[int]:
-    """``10,8,6.5`` in GB, or ``80%,50%`` of plain PyTorch's peak.
-
-    Raises:
-        UsageError: not such a list.
-    """
-    found = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        if part.endswith("%"):
-            try:
-                share = float(part[:-1])
-            except ValueError:
-                raise UsageError(f"budget {part!r} is no percentage; give such as 50%") from None
-            if not 0 < share <= 1000:
-                raise UsageError(f"budget {part!r} must be more than 0 %")
-            found.append(int(plain_peak_bytes * share / 100))
-        else:
-            found.append(parse_bytes(part))
-    if not found:
-        raise UsageError(f"budgets {text!r} must be a list such as 10,8,6 or 80%,50%")
-    return found
-
-
-@dataclass(frozen=True)
-class StrategyPoint:
-    """What a strategy found for a budget; ``report`` is None where nothing fits."""
-
-    strategy: str
-    budget_bytes: int
-    report: Report | None
-    planning_seconds: float
-
-
-def strategy_points(
-    ready: Prepared,
-    request: Request,
-    names: Sequence[str],
-    budgets_bytes: Sequence[int],
-    progress: Callable[[str, str, int, int], None],
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-) -> list[StrategyPoint]:
-    """Every strategy at every budget, by one simulator.
-
-    Args:
-        progress: called with a stage's name, what is done, how many are done and how many there are.
-        options: for some strategies, further options.
-    """
-    found = []
-    for done, (name, limit) in enumerate(itertools.product(names, budgets_bytes)):
-        progress("plan", f"{name} at {format_bytes(limit)}", done, len(names) * len(budgets_bytes))
-        started = time.monotonic()
-        try:
-            report = plan_for(ready, request, limit, strategy=name, **(options or {}).get(name, {})).report
-        except MonetError:
-            report = None
-        found.append(StrategyPoint(name, limit, report, time.monotonic() - started))
-    return found
 
 
 def compare(

@@ -6,26 +6,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..capture.example_inputs import example_of
 from ..capture.precision import autocast_as
-from ..compiler.pipeline import Prepared, captured_for, with_workspaces_of
+from ..compiler.pipeline import Prepared, strategy_points, with_workspaces_of
 from ..compiler.problem import Problem, read_problem
+from ..compiler.request import captured_for
 from ..errors import UsageError
 from ..files import check_writable, write_atomically
 from ..ir.schedule_file import ScheduleRecord
 from ..models import is_registered
 from ..plan import STRATEGIES
 from ..profile.cublas import multiplies
-from ..profile.profiler import device_name
-from ..profile.roofline import DEVICES
+from ..profile.devices import DEVICES, device_name
+from ..replay.compatibility import check_program
 from ..replay.verify import real_example
-from ..replay.wrapper import check_program, example_of
 from ..report.charts import Fronts
 from ..report.figures import course, plain_course
 from ..report.live import live_step
 from ..report.page import Figures, charts, numbers, page, pictures, vega
 from ..units import format_bytes, format_seconds
-from .compare import strategy_points
-from .solve import prepare_with, profile_path, read_profile
+from .prepare import prepare_with, profile_path, read_profile
 from .terminal import Terminal, aligned_table
 
 #: Budgets of the front, in parts of plain PyTorch's peak.
@@ -79,7 +79,7 @@ def report(
             progress.at("step", "measured")
             with autocast_as(record.autocast, problem.device):
                 found = live_step(
-                    problem.request.model, captured, record.schedule, real_example(problem), ready.extra_bytes,
+                    problem.request.model, captured, record.schedule, real_example(problem.request.example, problem.device), ready.extra_bytes,
                     device_name(problem.device),
                 )  # fmt: skip
             figures = replace(figures, live=found)

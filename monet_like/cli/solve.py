@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from ..units import format_bytes, format_seconds
+from .inspect import _add_counts, _bound, summary
+from .terminal import aligned_table
+
+if TYPE_CHECKING:
+    from ..compiler.problem import Problem
+
 from pathlib import Path
 from typing import Any
 
-from ..capture.lowering import Captured
-from ..compiler.pipeline import Compiled, Prepared, compile_schedule, default_names, prepare
-from ..compiler.problem import Problem, read_problem
-from ..errors import UsageError
+from ..compiler.pipeline import Compiled, compile_schedule, default_names
+from ..compiler.problem import read_problem
 from ..files import check_writable
-from ..ir.profile_file import Profile
-from ..profile.profiler import device_slug
-from ..profile.roofline import DEVICES, DeviceLimits
-from .terminal import Progress, Terminal, show_compiled
-
-SOLUTIONS = Path("solutions")
+from .prepare import SOLUTIONS, _is_of_elsewhere, profile_path, read_profile
+from .terminal import Terminal
 
 
 def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | None = None, **options: Any) -> Compiled:
@@ -42,61 +47,48 @@ def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | N
     return compiled
 
 
-def is_roofline(profile_file: Path | None) -> bool:
-    """Whether costs come from datasheet rates, by ``roofline:DEVICE`` instead of a file."""
-    return str(profile_file).startswith("roofline:")
-
-
-def _is_of_elsewhere(profile_file: Path | None) -> bool:
-    """Whether costs come from datasheet rates or were recorded on a GPU: a GPU need not be here then."""
-    if profile_file is None or is_roofline(profile_file) or not profile_file.is_file():
-        return is_roofline(profile_file)
-    return Profile.load(profile_file).device.startswith("cuda")
-
-
-def profile_path(problem: Problem, label: str = "") -> Path:
-    """Where this model's profile on this device is kept; ``label`` instead of the batch."""
-    device = device_slug(problem.device)
-    dtype = next((str(p.dtype).removeprefix("torch.") for p in problem.request.model.parameters()), "float32")
-    suffix = "" if dtype == "float32" else f"_{dtype}"
-    return (
-        SOLUTIONS / "profiles" / f"profile_{problem.spec.name}_{label or problem.request.batch}{suffix}_{device}.json"
+def show_compiled(terminal: Terminal, problem: Problem, compiled: Compiled, path: Path, profile: Path) -> None:
+    """The short table after a solve."""
+    console, record, found = terminal.console, compiled.record, compiled.plan
+    terminal.result(
+        {
+            **summary(record),
+            "peak_step": found.report.peak_step.task,
+            "stage_seconds": dict(compiled.stage_seconds),
+            "schedule_file": str(path),
+            "profile_file": str(profile),
+        }
     )
-
-
-def read_profile(store: Path) -> Profile | DeviceLimits | None:
-    """Where costs come from: a device's rates for ``roofline:a100``, else what the file holds, if there is one.
-
-    Raises:
-        UsageError: an unknown device name, or a folder that cannot be written to.
-        ProfileError: the file is no profile.
-    """
-    if not is_roofline(store):
-        check_writable(store)
-        return Profile.load(store) if store.exists() else None
-    name = str(store).partition(":")[2]
-    if name not in DEVICES:
-        raise UsageError(f"there is no roofline for {name!r}; choose one of {', '.join(DEVICES)}")
-    return DEVICES[name]
-
-
-def prepare_with(
-    profile: Profile | DeviceLimits | None,
-    store: Path,
-    problem: Problem,
-    progress: Progress,
-    captured: Captured | None = None,
-) -> Prepared:
-    """Capture and profile; ``profile`` is what was read from ``store``, and what is measured beside it is saved there.
-
-    Args:
-        captured: of this problem, if that is at hand.
-    """
-    return prepare(
-        problem.request,
-        problem.device,
-        profile=profile,
-        save_profile=lambda found: found.save(store),
-        progress=progress.profiling,
-        captured=captured,
+    console.print(
+        Text.assemble(
+            (record.model, "bold"),
+            f", batch {problem.request.batch}, budget {format_bytes(record.budget_bytes)}, {record.mode}",
+            ", ablation" if record.ablation else "",
+        )
     )
+    table = aligned_table("", "peak", "step", "overhead")
+    table.add_row(
+        "plain PyTorch (predicted)", format_bytes(record.plain_peak_bytes), format_seconds(record.plain_seconds), ""
+    )
+    table.add_row(
+        "this schedule (predicted)",
+        format_bytes(record.peak_bytes),
+        format_seconds(record.seconds),
+        f"{100 * (record.seconds / record.plain_seconds - 1):+.1f} %" if record.plain_seconds else "",
+    )
+    console.print(table)
+    details = aligned_table()
+    if found.columns:
+        details.add_row("program", f"{found.columns:,} columns, {found.rows:,} rows")
+    by = "" if found.found_by in ("", record.solver) else f", plan found by {found.found_by}"
+    stopped = ", stopped by hand" if found.interrupted else ""
+    details.add_row("solver", f"{record.solver}: {record.status}{by}{stopped}")
+    details.add_row("incumbent", format_seconds(record.seconds))
+    details.add_row("bound, gap", _bound(record))
+    details.add_row("stages", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in compiled.stage_seconds.items()))
+    details.add_row("profile", f"{record.note or 'reused'} ({record.device})")
+    _add_counts(details, record)
+    details.add_row("peak at", found.report.peak_step.task)
+    console.print(details)
+    console.print(f"wrote {path}", soft_wrap=True)
+    console.print(f"profile in {profile}", soft_wrap=True)

@@ -11,28 +11,22 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from ..capture.example_inputs import Example
 from ..capture.precision import autocast_as
-from ..compiler.pipeline import Example, default_names, make_record, plan_for
+from ..compiler.pipeline import default_names, make_record, plan_for
 from ..compiler.problem import Problem, parse_batch, read_problem
 from ..errors import MonetError, UsageError
 from ..ir.profile_file import Profile
-from ..ir.simulate import Report, simulate
 from ..plan import Plan
 from ..plan.budgets import fits
-from ..profile.roofline import DeviceLimits
+from ..profile.devices import DeviceLimits
 from ..replay.verify import real_example, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
 from ..units import format_bytes, format_seconds
-from .batch_search import Batches
-from .solve import SOLUTIONS, profile_path, read_profile
-from .terminal import Terminal, aligned_table, check_results, draw, write_table
-
-#: Largest batch that is tried.
-MOST_BATCH = 1 << 20
-#: Batches below the largest that fits divided by this are tried only if the best one turns out to be there.
-SPAN = 16
-#: How often the batches beside the best one are tried.
-REFINEMENTS = 3
+from .batch_search import Batches, Trial, Tuner, _largest_power
+from .output import check_results, draw, write_table
+from .prepare import SOLUTIONS, profile_path, read_profile
+from .terminal import Terminal, aligned_table
 
 
 def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> int:
@@ -64,107 +58,6 @@ def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal 
     console.print(f"largest batch found: {low}")
     terminal.result({"model": problem.request.expression, "budget_bytes": problem.budget_bytes, "batch": low})
     return low
-
-
-def _largest_power(fitting: Callable[[int], bool], budget_bytes: int) -> int:
-    """The largest power of two that fits.
-
-    Raises:
-        UsageError: not even a batch of 1 does.
-    """
-    if not fitting(1):
-        raise UsageError(f"not even a batch of 1 fits into {format_bytes(budget_bytes)}")
-    low = 1
-    while low < MOST_BATCH and fitting(2 * low):
-        low *= 2
-    return low
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One batch: plain PyTorch's report, and that of the schedule found for it (None: none fits)."""
-
-    batch: int
-    plain: Report
-    report: Report | None
-
-    @property
-    def throughput(self) -> float:
-        """Samples per second of the schedule; 0 without one."""
-        return self.batch / self.report.seconds if self.report is not None and self.report.seconds else 0.0
-
-    def plain_throughput(self, budget_bytes: int) -> float:
-        """Samples per second of plain PyTorch; 0 where it does not fit."""
-        fitting = self.plain.peak_bytes <= budget_bytes and self.plain.seconds
-        return self.batch / self.plain.seconds if fitting else 0.0
-
-
-class Tuner:
-    """Tries batches, quickly."""
-
-    def __init__(self, batches: Batches, say: Callable[[str], None]) -> None:
-        self.batches, self.budget_bytes, self.say = batches, batches.problem.budget_bytes, say
-        self.trials: dict[int, Trial] = {}
-
-    def trial(self, batch: int) -> Trial:
-        """The local search's plan for one batch."""
-        if batch not in self.trials:
-            self.say(f"batch {batch}: plan")
-            ready = self.batches.prepared(batch)
-            program, costs, extra = ready.captured.program, ready.costs, ready.extra_bytes
-            found = fits(program, costs, self.budget_bytes, extra_bytes=extra)
-            report = simulate(program, found, costs, extra_bytes=extra) if found is not None else None
-            self.trials[batch] = Trial(batch, ready.plain, report)
-        return self.trials[batch]
-
-    def most(self) -> int:
-        """The largest power of two that fits, workspaces left out."""
-
-        def fitting(batch: int) -> bool:
-            self.say(f"batch {batch}: does it fit")
-            program, costs = self.batches.captured(batch).program, self.batches.estimated(batch)
-            return fits(program, costs, self.budget_bytes, extra_bytes=self.batches.extra_bytes(batch)) is not None
-
-        return _largest_power(fitting, self.budget_bytes)
-
-    def search(self, most: int) -> None:
-        """Powers of two up to ``most`` and one beyond, then around the best, again and again."""
-        batch = 2 * most
-        while batch >= max(1, most // SPAN):
-            self.trial(batch)
-            batch //= 2
-        for _ in range(REFINEMENTS):
-            best = self.ranked()[0].batch if self.ranked() else 1
-            below = max((b for b in self.trials if b < best), default=0)
-            above = min((b for b in self.trials if b > best), default=best)
-            for batch in {_between(below, best), _between(best, above)} - {0}:
-                self.trial(batch)
-
-    def try_plain(self) -> None:
-        """The largest batch that plain PyTorch can do: its peak grows in proportion."""
-        known = sorted(self.trials.values(), key=lambda trial: trial.batch)
-        if len(known) > 1:
-            near, far = known[0], known[-1]
-            slope = (far.plain.peak_bytes - near.plain.peak_bytes) / (far.batch - near.batch)
-            largest = int(near.batch + (self.budget_bytes - near.plain.peak_bytes) / slope) if slope > 0 else 0
-            if largest >= 1:
-                self.trial(largest)
-
-    def plain_best(self) -> Trial | None:
-        """The batch tried at which plain PyTorch is best; None if it fits at none."""
-        best = max(self.trials.values(), key=lambda trial: trial.plain_throughput(self.budget_bytes))
-        return best if best.plain_throughput(self.budget_bytes) else None
-
-    def ranked(self) -> list[Trial]:
-        """Trials that fit, the highest throughput first."""
-        return sorted((t for t in self.trials.values() if t.throughput), key=lambda t: -t.throughput)
-
-
-def _between(low: int, high: int) -> int:
-    """A batch in the middle, a multiple of eight where there is room; 0 if there is none."""
-    middle = (low + high) // 2
-    middle -= middle % 8 if high - low >= 16 else 0
-    return middle if low < middle < high else 0
 
 
 @dataclass(frozen=True)
@@ -305,13 +198,13 @@ def _measured(
         request, ready = family.request(candidate.batch), family.prepared(candidate.batch)
         record = make_record(request, ready, candidate.plan, problem.budget_bytes)
         wrapped = ScheduleWrapper(model, record, example=request.example, captured=ready.captured)
-        example = real_example(replace(problem, request=request))
+        example = real_example(request.example, problem.device)
         say(f"batch {candidate.batch}: measure")
         with autocast_as(problem.request.autocast, problem.device):
             peaks.append(step_peak(wrapped, example, problem.device) + record.extra_bytes)
         runs.append((wrapped, example))
     if plain is not None:
-        runs.append((model, real_example(replace(problem, request=family.request(plain.batch)))))
+        runs.append((model, real_example(family.request(plain.batch).example, problem.device)))
     with autocast_as(problem.request.autocast, problem.device):
         seconds = step_seconds(runs, problem.device, steps)
     found = [

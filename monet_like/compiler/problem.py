@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from ..capture.captured import fake_mode
+from ..capture.example_inputs import Example
 from ..capture.precision import AUTOCASTS, LAYOUTS, in_layout
-from ..capture.tracing import fake_mode
 from ..errors import UsageError
 from ..ir.mode import parse_mode
 from ..models import ModelSpec, build_model, told
 from ..nn.sync_batch_norm import is_synchronised
 from ..units import MOST_SECONDS, parse_bytes
-from .pipeline import Example, Request, optimizer_bytes
+from .request import Request, optimizer_bytes
 
 #: Of a solver, and that share statistics: more than any machine has.
 MOST_THREADS, MOST_PROCESSES = 4096, 2**20

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from .program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +36,38 @@ class Schedule:
         for slot, tasks in enumerate(self.again):
             found += [(slot + 1, p) for p in (*tasks, -1)]
         return found
+
+
+def prune(program: Program, schedule: Schedule) -> Schedule:
+    """The schedule without runs that are of no use: nothing reads their results before they are made anew."""
+    wanted: set[int] = set()
+    again: list[tuple[int, ...]] = [()] * len(schedule.again)
+    for slot in reversed(range(len(schedule.again))):
+        wanted.update(program.forward_reads(program.slots[slot][schedule.ways[slot]]))
+        again[slot] = _useful(program, schedule.again[slot], wanted)
+    wanted.update(program.outputs)
+    return Schedule(_useful(program, schedule.forward, wanted), tuple(again), schedule.ways)
+
+
+def _useful(program: Program, tasks: Iterable[int], wanted: set[int]) -> tuple[int, ...]:
+    """The tasks of one stage that make something wanted; ``wanted`` becomes what must exist before the stage."""
+    useful: list[int] = []
+    for index in sorted(tasks, reverse=True):
+        task = program.tasks[index]
+        if wanted.isdisjoint(task.writes):
+            continue
+        useful.append(index)
+        wanted.difference_update(task.writes)
+        wanted.update(program.forward_reads(task))
+    return tuple(reversed(useful))
+
+
+def kept_values(program: Program, schedule: Schedule) -> set[int]:
+    """Forward values that exist when the forward ends and are read in the backward before they are made anew."""
+    remade: set[int] = set()
+    kept: set[int] = set()
+    for slot, tasks in enumerate(schedule.again):
+        for task in (*(program.tasks[i] for i in tasks), program.slots[slot][schedule.ways[slot]]):
+            kept.update(v for v in program.forward_reads(task) if v not in remade)
+            remade.update(task.writes)
+    return kept

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ScheduleFileError
-from ..files import dump_plain, load_plain, read_bytes, write_atomically
+from ..files import read_bytes, write_atomically
+from .plain_pickle import dump_plain, load_plain
 from .schedule import Schedule
 
 FORMAT = "monet_like schedule"

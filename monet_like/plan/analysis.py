@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import inf
 
 from ..ir.program import Cost, Program, Task
-from ..ir.schedule import Schedule
 from ..ir.simulate import cost_of
 from ..units import MIB
 
@@ -242,27 +241,3 @@ def fitting_runs(
                     fitting[slot].discard(p)
         if sum(map(len, fitting)) == count_before:
             return tuple(map(frozenset, fitting))
-
-
-def prune(program: Program, schedule: Schedule) -> Schedule:
-    """The schedule without runs that are of no use: nothing reads their results before they are made anew."""
-    wanted: set[int] = set()
-    again: list[tuple[int, ...]] = [()] * len(schedule.again)
-    for slot in reversed(range(len(schedule.again))):
-        wanted.update(program.forward_reads(program.slots[slot][schedule.ways[slot]]))
-        again[slot] = _useful(program, schedule.again[slot], wanted)
-    wanted.update(program.outputs)
-    return Schedule(_useful(program, schedule.forward, wanted), tuple(again), schedule.ways)
-
-
-def _useful(program: Program, tasks: Iterable[int], wanted: set[int]) -> tuple[int, ...]:
-    """The tasks of one stage that make something wanted; ``wanted`` becomes what must exist before the stage."""
-    useful: list[int] = []
-    for index in sorted(tasks, reverse=True):
-        task = program.tasks[index]
-        if wanted.isdisjoint(task.writes):
-            continue
-        useful.append(index)
-        wanted.difference_update(task.writes)
-        wanted.update(program.forward_reads(task))
-    return tuple(reversed(useful))

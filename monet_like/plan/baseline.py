@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import ScheduleError
 from ..ir.program import Cost, Program, Task
-from ..ir.schedule import Schedule
-from .analysis import prune
+from ..ir.schedule import Schedule, prune
+from ..ir.simulate import Report, simulate
 
 
 def store_all(program: Program) -> Schedule:
@@ -61,3 +62,28 @@ def _maker(program: Program, value: int, allowed: Any) -> int:
         if allowed(program.tasks[p]):
             return p
     raise ScheduleError(f"{program.values[value].name} has no aten producer that may run where it is needed")
+
+
+def plain_report(plain: Program, costs: Mapping[str, Cost], extra_bytes: int) -> Report:
+    """The simulator on plain PyTorch's schedule: every operator once, everything kept until its last use."""
+    program, schedule, eager = plain_step(plain, costs)
+    return simulate(program, schedule, eager, extra_bytes=extra_bytes)
+
+
+def plain_step(program: Program, costs: Mapping[str, Cost]) -> tuple[Program, Schedule, dict[str, Cost]]:
+    """Plain PyTorch's program and schedule, and what its operators cost there."""
+    eager = dict(costs)
+    for (weight, *_), (given, *_) in zip(program.slots, program.slots[1:], strict=False):
+        # PyTorch makes both gradients of a convolution in one operator, the input's first.
+        if _halves(weight, given):
+            for way, other, sign in ((weight, given, 1), (given, weight, -1)):
+                beside = sum(program.values[v].bytes for v in other.writes)
+                cost = costs[way.cost]
+                eager[way.cost] = replace(cost, workspace_bytes=cost.workspace_bytes + sign * beside)
+    return program, store_all(program), eager
+
+
+def _halves(one: Task, other: Task) -> bool:
+    """Whether two slots' own ways are one operator of PyTorch's, asked for other results."""
+    first, second = one.calls[-1], other.calls[-1]
+    return first.op == second.op == "aten.convolution_backward.default" and first.args[:-1] == second.args[:-1]

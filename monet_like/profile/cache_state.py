@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..capture.lowering import Captured
+import torch
+
+from ..capture.captured import Captured
 from ..ir.program import Program, Task
 
 #: Of what no operator has touched before in the step.
@@ -53,3 +55,56 @@ def _begin(task: Task, begins: Mapping[int, int]) -> int:
 def _since(touched: list[int], now: int, count: int) -> int:
     before = bisect_right(touched, now)
     return now - touched[before - 1] + count if before else NEVER
+
+
+#: So many bytes later nothing of a value is left in a CPU's caches: in what a core has of its own, and in its share of what
+#: it has with others.
+_FORGOTTEN = 64 * 2**20
+
+
+class CacheState:
+    """Called before an operator, it leaves the caches as a step does: with what was touched last, and other things.
+
+    Operators that move more than they compute take up to twice as long on inputs that are not in the cache. What a step
+    of MobileNetV2, ResNet-50 or ViT takes is 15 to 25 % more than its operators do if only the caches nearest to the
+    core hold other things, and within 9 % of that if those of its inputs that are long ago are in none (plain PyTorch,
+    one thread, turns taken).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        size = _FORGOTTEN
+        if device.type == "cuda":
+            size = 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
+        self._others = torch.zeros(size // 8, dtype=torch.int64, device=device)
+
+    def __call__(
+        self, recent: Sequence[tuple[torch.Tensor, int]] = (), warm: Callable[[], object] = lambda: None
+    ) -> None:
+        """Leave the caches with others, then what ``warm`` leaves in them, then ``recent``.
+
+        Args:
+            recent: tensors, and the bytes touched since they began to be, their own included.
+            warm: runs the operator on other tensors: a step ran its code a moment ago.
+        """
+        self._others.sum()
+        warm()
+        sizes = [(tensor.untyped_storage().nbytes(), since) for tensor, since in recent]
+        for index, others in touches(sizes, self._others.nbytes):
+            storage = recent[index][0].untyped_storage()
+            torch.empty(0, dtype=torch.int64, device=storage.device).set_(
+                storage, 0, (storage.nbytes() // 8,), (1,)
+            ).sum()
+            self._others[: others // 8].sum()
+
+
+def touches(sizes: Sequence[tuple[int, int]], capacity: int) -> list[tuple[int, int]]:
+    """In what order to touch things of given (bytes, bytes since), and how many bytes of others after each of them.
+
+    What is as long ago as ``capacity`` is left out. Where they do not fit into the time since one, it is longer ago.
+    """
+    order, later = list[tuple[int, int]](), 0
+    for index, (own, since) in sorted(enumerate(sizes), key=lambda item: item[1][1]):
+        if since < capacity:
+            order.append((index, max(0, since - own - later)))
+            later = max(since, own + later)
+    return order[::-1]

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from ..capture.lowering import Captured, TensorMeta
+from ..capture.captured import Captured, TensorMeta
 from ..ir.program import RESIDENT_KINDS, Task
 from ..ops.sync_batch_norm import COMMUNICATING
 from ..runtime.codegen import Block, compile_block
 from ..runtime.operators import without_fallback
-from .profiler import Inputs
+from .task_inputs import Inputs
 
 
 def as_made(captured: Captured, device: torch.device) -> Captured:

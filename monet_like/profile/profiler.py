@@ -11,29 +11,22 @@ changes do not grow with the batch.
 from __future__ import annotations
 
 import math
-import platform
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from ..capture.lowering import Captured, TensorMeta, allocated_bytes
+from ..capture.captured import allocated_bytes
 from ..errors import ProfileError
 from ..ir.mode import ALGORITHMS
-from ..ir.profile_file import Profile
 from ..ir.program import REFUSED, Cost, Task
 from ..ops import runs_here
 from ..ops.sync_batch_norm import COMMUNICATING
 from ..runtime.codegen import Block, compile_block
 from ..runtime.operators import without_fallback
-from .cache_state import reuse_bytes
-from .cublas import measured_bytes
-from .measure import CacheState, allocated_peak, seconds_of
-from .settings import settings_of, versions
+from .measure import allocated_peak, seconds_of
+from .task_inputs import Inputs
 
 #: Called with (what, done, total) as profiling goes on.
 Progress = Callable[[str, int, int], None]
@@ -48,38 +41,6 @@ PASSES = 3
 #: schedules were predicted to take 5.7 % less of plain PyTorch's step than they do, and with this 1.7 and 2.4 %. (Two CPU
 #: cores, each in one run; with limits of 1 and 3 ms 5 %.)
 _SHORT = 3e-4
-
-
-def device_name(device: torch.device) -> str:
-    """What a profile is valid for."""
-    if device.type == "cuda":
-        return f"cuda: {torch.cuda.get_device_name(device)}"
-    return f"cpu: {_cpu_model()}, {torch.get_num_threads()} threads"
-
-
-def device_slug(device: torch.device) -> str:
-    """`device_name` as a part of file names."""
-    return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-
-
-def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def distinct_tasks(captured: Captured) -> dict[str, Task]:
-    """One task for every cost key."""
-    found: dict[str, Task] = {}
-    for task in captured.every_task():
-        if task.cost:
-            found.setdefault(task.cost, task)
-    return found
 
 
 def measure(
@@ -219,120 +180,3 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 def _has_tensor(task: Task, value: int) -> bool:
     return any(out is not None and out.name == value for call in task.calls for out in call.outs)
-
-
-class Inputs:
-    """Tensors of given shapes to run operators on, made once and shared by all that read alike."""
-
-    def __init__(
-        self, captured: Captured, device: torch.device, batches: float = 1.0, *, uniform: bool = False
-    ) -> None:
-        """Args: batches: the wanted batch in units of the one that is measured. uniform: in 0 to 1, not normal."""
-        self.captured, self.device, self.batches, self.uniform = captured, device, batches, uniform
-        self.cache: dict[tuple[TensorMeta, int, int | None], torch.Tensor] = {}  # by meta, alike and value
-        random = torch.rand if uniform else torch.randn
-        self.block = random(2**18, generator=torch.Generator().manual_seed(0)).to(device)
-
-    @cached_property
-    def as_uniform(self) -> Inputs:
-        """The same, uniform."""
-        return Inputs(self.captured, self.device, self.batches, uniform=True)
-
-    @cached_property
-    def _reuse(self) -> Mapping[tuple[str, int], tuple[int, ...]]:
-        return reuse_bytes(self.captured)
-
-    @cached_property
-    def _caches(self) -> CacheState:
-        return CacheState(self.device)
-
-    def of(self, task: Task, *, twin: bool = False) -> dict[int, Any]:
-        """What a task reads, by value: tensors of its own, however alike they are; with ``twin`` others like them."""
-        found, alike = dict[int, Any](), Counter[TensorMeta]()
-        for value in task.reads:
-            found[value] = self.make(value, alike[self.captured.metas[value]] + twin * len(task.reads))
-            alike[self.captured.metas[value]] += 1
-        return found
-
-    def caches_before(self, task: Task, inputs: Mapping[int, Any], warm: Callable[[], object]) -> Callable[[], None]:
-        """To be called before a task with a cost is timed: as much of its inputs is in the cache as in a step.
-
-        ``warm`` is as of `CacheState`.
-        """
-        since = self._reuse[task.cost, len(task.reads)]
-        pairs = zip(map(inputs.__getitem__, task.reads), since, strict=True)
-        recent = [(tensor, int(count * self.batches)) for tensor, count in pairs if isinstance(tensor, torch.Tensor)]
-        return lambda: self._caches(recent, warm)
-
-    def make(self, value: int, alike: int = 0) -> Any:
-        """The tensor of a value: random if it is floating, else made by the operator that makes it in the model.
-
-        Random ones are shared by all values of the same shape. ``alike`` tells those apart that must not be one tensor.
-        """
-        meta = self.captured.metas[value]
-        program = self.captured.program
-        made = program.producers[value]
-        if program.values[value].spec == "state":
-            return torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
-        if meta.dtype.is_floating_point or meta.dtype.is_complex or not made:
-            return self._random(meta, alike)
-        key = (meta, alike, value)
-        if key not in self.cache:
-            task = program.tasks[made[0]]
-            run = compile_block(Block(task.reads, (task,), (), (value,)), task.name, COMMUNICATING)
-            self.cache[key] = run([self.make(v) for v in task.reads])[1][0]
-        return self.cache[key]
-
-    def _random(self, meta: TensorMeta, alike: int) -> torch.Tensor:
-        key = (meta, alike, None)
-        if key not in self.cache:
-            if sum(t.untyped_storage().nbytes() for t in self.cache.values()) > 2**31:
-                self.cache.clear()  # only what is alive at once counts against the device
-            elements = meta.storage_bytes // meta.dtype.itemsize
-            flat = torch.zeros(elements, dtype=meta.dtype, device=self.device)
-            if meta.dtype.is_floating_point:
-                whole = elements // len(self.block) * len(self.block)
-                flat[:whole].view(-1, len(self.block)).copy_(self.block)
-                flat[whole:].copy_(self.block[: elements - whole])
-            self.cache[key] = flat.as_strided(meta.shape, meta.stride, meta.offset)
-        return self.cache[key]
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """How costs at a small batch become costs at the wanted one.
-
-    Attributes:
-        wanted, measured: batch sizes; ``second`` (twice ``measured``) gives the workspace's slope.
-    """
-
-    wanted: int
-    measured: int
-    second: int
-
-    def scale(self, small: Cost, large: Cost) -> Cost:
-        """The cost at the wanted batch, from costs at ``measured`` and (workspace only) at ``second``."""
-        if REFUSED in (small, large):
-            return REFUSED
-        slope = (large.workspace_bytes - small.workspace_bytes) / (self.second - self.measured)
-        workspace = small.workspace_bytes + max(0.0, slope) * (self.wanted - self.measured)
-        return Cost(small.seconds * self.wanted / self.measured, int(workspace))
-
-
-def matched(wanted: Captured, measured: Captured) -> Iterable[tuple[Task, Task]]:
-    """The same task in two captures of one model at different batches.
-
-    Raises:
-        ProfileError: the captures differ in more than sizes.
-    """
-    if wanted.program.fingerprint != measured.program.fingerprint:
-        raise ProfileError(
-            "this model computes something else at the batch it would be profiled at; "
-            "profile at the full batch: give --profile-batch the same number as the batch"
-        )
-    return zip(wanted.every_task(), measured.every_task(), strict=True)
-
-
-def to_profile(costs: Mapping[str, Cost], device: torch.device, note: str) -> Profile:
-    """A `Profile` of this machine."""
-    return Profile(device_name(device), dict(costs), note, versions(), settings_of(device), measured_bytes(device))

@@ -2,29 +2,7 @@
 
 For planning for a device that is not at hand, and to judge in advance how long measuring would take.
 
-Where the rates are from (all are peaks without sparsity, which no operator reaches; where a datasheet gives the rate with
-sparsity, half of it is taken; nothing here was measured, but for ``cpu``):
-
-* a100: "NVIDIA A100 Tensor Core GPU" datasheet, A100 40GB PCIe (SXM alike): FP32 19.5 TFLOPS, TF32 156, BFLOAT16 312,
-  40 GB, 1,555 GB/s. a100-80gb-pcie, a100-80gb-sxm: the same rates, 80 GB, 1,935 and 2,039 GB/s.
-* h100: "NVIDIA H100 Tensor Core GPU" datasheet, H100 SXM: FP32 67 TFLOPS, TF32 989 with sparsity, BFLOAT16 1,979 with
-  sparsity, 80 GB, 3.35 TB/s. h100-pcie: H100 PCIe, FP32 51, TF32 756 and BFLOAT16 1,513 with sparsity, 80 GB, 2 TB/s.
-  h100-nvl: H100 NVL, FP32 60, TF32 835 and BFLOAT16 1,671 with sparsity, 94 GB, 3.9 TB/s.
-* h200: "NVIDIA H200 Tensor Core GPU" datasheet, H200 SXM: as H100 SXM, but 141 GB, 4.8 TB/s. h200-nvl: H200 NVL, as
-  H100 NVL, but 141 GB, 4.8 TB/s.
-* gh200: "NVIDIA GH200 Grace Hopper Superchip" datasheet: as H100 SXM, but 96 GB HBM3, 4 TB/s, NVLink-C2C 900 GB/s in
-  both directions.
-* rtx4090: "NVIDIA Ada GPU Architecture" whitepaper, appendix A: FP32 82.6 TFLOPS, TF32 82.6, FP16 with FP32
-  accumulate 165.2, 24 GB GDDR6X, 1,008 GB/s.
-* rtx2080ti: "NVIDIA Turing GPU Architecture" whitepaper, reference card: FP32 13.4 TFLOPS, FP16 with FP32 accumulate
-  53.8, 11 GB, 616 GB/s. It has no TF32.
-* p100: "NVIDIA Tesla P100" datasheet, PCIe 16 GB: FP32 9.3 TFLOPS, FP16 18.7, 732 GB/s. It has no TF32.
-
-What cuBLAS keeps there follows from the compute capability ("CUDA GPU Compute Capability", developer.nvidia.com/cuda/gpus) and
-from PyTorch's source, see `monet_like.cublas`.
-
-The rates are those of PyTorch's default settings: convolutions of float32 run in TF32 (``torch.backends.cudnn.allow_tf32``),
-matrix products of float32 do not (``torch.backends.cuda.matmul.allow_tf32``).
+Where the rates are from: `monet_like.profile.devices`.
 
 Two rules are estimates of ours, on GPUs alone:
 
@@ -41,7 +19,7 @@ Two rules are estimates of ours, on GPUs alone:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -52,236 +30,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..capture.lowering import Captured
-from ..capture.tracing import fake_mode
+from ..capture.captured import Captured, distinct_tasks, fake_mode
 from ..ir.mode import ALGORITHMS
 from ..ir.program import REFUSED, Call, Cost, Ref, Task
 from ..ops.reference import largest_kept
 from ..runtime.codegen import Block, compile_block
-from ..units import GIB
-from .cublas import default_bytes
-from .profiler import distinct_tasks
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceLimits:
-    """A device's rates.
-
-    Attributes:
-        name: for people.
-        flops_per_second: of matrix products of float32 (on a GPU without TF32, PyTorch's default).
-        convolution_flops_per_second: of convolutions of float32 (with TF32 where there is some, PyTorch's default).
-        half_flops_per_second: of both for 16-bit floats.
-        bytes_per_second: memory bandwidth.
-        host_bytes_per_second: of copies to and from the host, in one direction.
-        launch_seconds: the least any operator takes.
-        source: where the figures come from.
-        memory_bytes: in all, a GB of the datasheet taken as 2**30 bytes; 0: not told.
-        device: ``cuda`` or ``cpu``, what programs for it are captured as.
-        products: PyTorch's names of the device, without the maker's; none: none are known.
-        cublas_bytes: what cuBLAS's workspaces take in a step (`monet_like.profile.cublas`).
-    """
-
-    name: str
-    flops_per_second: float
-    convolution_flops_per_second: float
-    half_flops_per_second: float
-    bytes_per_second: float
-    host_bytes_per_second: float
-    launch_seconds: float
-    source: str
-    memory_bytes: int = 0
-    device: str = "cpu"
-    products: tuple[str, ...] = ()
-    cublas_bytes: int = 0
-
-    @property
-    def settings(self) -> str:
-        """The settings that the rates are of, in words; "" for a CPU, where there is no choice."""
-        if self.device == "cpu":
-            return ""
-        return (
-            f"PyTorch's default precisions: float32 convolutions at {self.convolution_flops_per_second / 1e12:g} TFLOP/s "
-            f"(TF32 where there is one), matrix products at {self.flops_per_second / 1e12:g} (no TF32); "
-            "workspaces of convolutions estimated"
-        )
-
-
-#: Bytes a second and direction of a link of 16 lanes: PCI Express 3.0, 4.0 and 5.0, by NVIDIA's datasheets 32, 64 and
-#: 128 GB/s in both; and the share of it that large copies of pinned memory are taken to reach.
-PCIE3, PCIE4, PCIE5 = (0.8 * rate for rate in (16e9, 32e9, 64e9))
-#: The same for the link of a Grace Hopper Superchip.
-NVLINK_C2C = 0.8 * 450e9
-
-
-def _gpu(
-    name: str,
-    *,
-    tflops: tuple[float, float, float],
-    bandwidth: float,
-    link: float,
-    gigabytes: int,
-    capability: tuple[int, int],
-    products: tuple[str, ...],
-    source: str,
-) -> DeviceLimits:
-    """``tflops``: of float32, of float32's convolutions, and of 16-bit floats."""
-    return DeviceLimits(
-        name=name,
-        flops_per_second=tflops[0] * 1e12,
-        convolution_flops_per_second=tflops[1] * 1e12,
-        half_flops_per_second=tflops[2] * 1e12,
-        bytes_per_second=bandwidth,
-        host_bytes_per_second=link,
-        launch_seconds=4e-6,
-        source=source,
-        memory_bytes=gigabytes * GIB,
-        device="cuda",
-        products=products,
-        cublas_bytes=default_bytes(capability[0]),
-    )
-
+from .devices import DeviceLimits
 
 #: Of the estimates below: raised whenever they change, because plans made from them then would not come out again.
 ROOFLINE_VERSION = 3
-
-_A100, _H100, _NVL = (19.5, 156.0, 312.0), (67.0, 494.5, 989.5), (60.0, 417.5, 835.5)
-
-DEVICES: Mapping[str, DeviceLimits] = {
-    limits.name: limits
-    for limits in (
-        DeviceLimits(
-            name="cpu",
-            flops_per_second=1.0e11,
-            convolution_flops_per_second=1.0e11,
-            half_flops_per_second=1.0e11,
-            bytes_per_second=1.5e10,
-            host_bytes_per_second=1e9,
-            launch_seconds=2e-6,
-            source="a server CPU on two cores, as measured; files: a guess",
-        ),
-        _gpu(
-            "p100",
-            tflops=(9.3, 9.3, 18.7),
-            bandwidth=732e9,
-            link=PCIE3,
-            gigabytes=16,
-            capability=(6, 0),
-            products=("Tesla P100-PCIE-16GB",),
-            source="NVIDIA Tesla P100 PCIe 16 GB datasheet",
-        ),
-        _gpu(
-            "a100",
-            tflops=_A100,
-            bandwidth=1555e9,
-            link=PCIE4,
-            gigabytes=40,
-            capability=(8, 0),
-            products=("A100-SXM4-40GB", "A100-PCIE-40GB"),
-            source="NVIDIA A100 40 GB PCIe datasheet",
-        ),
-        _gpu(
-            "a100-80gb-pcie",
-            tflops=_A100,
-            bandwidth=1935e9,
-            link=PCIE4,
-            gigabytes=80,
-            capability=(8, 0),
-            products=("A100 80GB PCIe",),
-            source="NVIDIA A100 80 GB PCIe datasheet",
-        ),
-        _gpu(
-            "a100-80gb-sxm",
-            tflops=_A100,
-            bandwidth=2039e9,
-            link=PCIE4,
-            gigabytes=80,
-            capability=(8, 0),
-            products=("A100-SXM4-80GB",),
-            source="NVIDIA A100 80 GB SXM datasheet",
-        ),
-        _gpu(
-            "h100",
-            tflops=_H100,
-            bandwidth=3350e9,
-            link=PCIE5,
-            gigabytes=80,
-            capability=(9, 0),
-            products=("H100 80GB HBM3",),
-            source="NVIDIA H100 SXM datasheet",
-        ),
-        _gpu(
-            "h100-pcie",
-            tflops=(51.0, 378.0, 756.5),
-            bandwidth=2000e9,
-            link=PCIE5,
-            gigabytes=80,
-            capability=(9, 0),
-            products=("H100 PCIe",),
-            source="NVIDIA H100 PCIe datasheet",
-        ),
-        _gpu(
-            "h100-nvl",
-            tflops=_NVL,
-            bandwidth=3900e9,
-            link=PCIE5,
-            gigabytes=94,
-            capability=(9, 0),
-            products=("H100 NVL",),
-            source="NVIDIA H100 NVL datasheet",
-        ),
-        _gpu(
-            "h200",
-            tflops=_H100,
-            bandwidth=4800e9,
-            link=PCIE5,
-            gigabytes=141,
-            capability=(9, 0),
-            products=("H200",),
-            source="NVIDIA H200 SXM datasheet",
-        ),
-        _gpu(
-            "h200-nvl",
-            tflops=_NVL,
-            bandwidth=4800e9,
-            link=PCIE5,
-            gigabytes=141,
-            capability=(9, 0),
-            products=("H200 NVL",),
-            source="NVIDIA H200 NVL datasheet",
-        ),
-        _gpu(
-            "gh200",
-            tflops=_H100,
-            bandwidth=4000e9,
-            link=NVLINK_C2C,
-            gigabytes=96,
-            capability=(9, 0),
-            products=("GH200 480GB", "GH200 120GB"),  # the host's memory: the GPU has 96 GB in both
-            source="NVIDIA GH200 Grace Hopper Superchip datasheet",
-        ),
-        _gpu(
-            "rtx2080ti",
-            tflops=(13.4, 13.4, 53.8),
-            bandwidth=616e9,
-            link=PCIE3,
-            gigabytes=11,
-            capability=(7, 5),
-            products=("GeForce RTX 2080 Ti",),
-            source="NVIDIA Turing whitepaper, reference card",
-        ),
-        _gpu(
-            "rtx4090",
-            tflops=(82.6, 82.6, 165.2),
-            bandwidth=1008e9,
-            link=PCIE4,
-            gigabytes=24,
-            capability=(8, 9),
-            products=("GeForce RTX 4090",),
-            source="NVIDIA Ada architecture whitepaper",
-        ),
-    )
-}
 
 
 #: What reads dropped caches.

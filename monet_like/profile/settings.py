@@ -82,7 +82,7 @@ _CPU: Mapping[str, Callable[[], Any]] = {
 
 def versions() -> dict[str, str]:
     """Versions of what a profile or schedule depends on."""
-    from .. import __version__
+    from .._version import __version__
 
     found = {"monet_like": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda and torch.cuda.is_available():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from ..capture.lowering import Captured
+    from ..capture.captured import Captured
 
 
 def check_changeable(captured: Captured, residents: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
@@ -41,17 +40,3 @@ def check_changeable(captured: Captured, residents: Sequence[torch.Tensor], inpu
     for position in captured.written:
         if inputs[position].requires_grad and inputs[position].is_leaf:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-
-
-def reading_once(captured: Captured) -> Captured:
-    """``captured`` without the variants that would read a changed tensor after the forward."""
-    if not captured.changed:
-        return captured
-    program, changed = captured.program, captured.changed
-    tasks = tuple(
-        replace(task, runs="first") if not changed.isdisjoint(task.reads) else task
-        for task in program.tasks
-        if task.runs != "again" or changed.isdisjoint(task.reads)
-    )
-    slots = tuple(tuple(way for way in slot if changed.isdisjoint(way.reads)) for slot in program.slots)
-    return replace(captured, program=replace(program, tasks=tasks, slots=slots))

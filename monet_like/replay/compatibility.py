@@ -6,71 +6,28 @@ Gradients are the same everywhere and so is what is kept; times, and the workspa
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
+from ..capture.captured import CUDA_GRANULARITY_BYTES, Captured
+from ..capture.example_inputs import _described_all, _listed, device_of
+from ..capture.precision import autocast_name, weights_layout
+from ..errors import ScheduleError, ScheduleFileError
 from ..ir.schedule_file import ScheduleRecord
-from ..profile.profiler import device_name
-from ..profile.roofline import DEVICES, DeviceLimits
+from ..ir.simulate import Free, simulate
+from ..nn.sync_batch_norm import among
+from ..profile.devices import Machine, machine_at, planned_for
 from ..units import format_bytes
+from .twins import workspaces_of_twins
 
 #: Memory and rates that differ by less are taken to be the same: datasheets round, cards reserve some for themselves.
 MEMORY_FACTOR, RATE_FACTOR = 1.15, 1.25
 
 _told: set[tuple[str, str]] = set()
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A device, as far as it is known.
-
-    Attributes:
-        kind: ``cpu`` or ``cuda``.
-        name: for people.
-        memory_bytes, flops_per_second, bytes_per_second: 0: not known. Arithmetic in float32, without TF32.
-        convolution_flops_per_second: of float32 by PyTorch's default, which is with TF32 where there is one; 0: not known.
-    """
-
-    kind: str
-    name: str
-    memory_bytes: int = 0
-    flops_per_second: float = 0.0
-    bytes_per_second: float = 0.0
-    convolution_flops_per_second: float = 0.0
-
-
-def known_limits(name: str) -> DeviceLimits | None:
-    """The datasheet of the device that PyTorch calls so, if there is one.
-
-    Names must be equal: an "NVIDIA GH200 480GB" is no H200, and a part of a card ("... MIG 1g.5gb") not the card.
-    """
-    product = name.removeprefix("NVIDIA ")
-    return next((limits for limits in DEVICES.values() if product in limits.products), None)
-
-
-def planned_for(device: str) -> Machine:
-    """The machine that a schedule file names: ``roofline:h100``, ``cuda: NVIDIA H100 80GB HBM3`` or ``cpu: ...``."""
-    kind, _, name = (part.strip() for part in device.partition(":"))
-    limits = DEVICES.get(name) if kind == "roofline" else known_limits(name) if kind == "cuda" else None
-    if limits is None:
-        return Machine("cuda" if kind == "cuda" else "cpu", name)
-    shown = f"{name} (datasheet rates)" if kind == "roofline" else name
-    return Machine(limits.device, shown, limits.memory_bytes, *_rates(limits))
-
-
-def machine_at(device: torch.device) -> Machine:
-    """The machine that ``device`` is: its own memory, and the rates of its datasheet."""
-    name = device_name(device).partition(": ")[2]
-    if device.type != "cuda":
-        return Machine("cpu", name)
-    limits = known_limits(name)
-    memory = int(torch.cuda.get_device_properties(device).total_memory)
-    return Machine("cuda", name, memory, *(_rates(limits) if limits else ()))
-
-
-def _rates(limits: DeviceLimits) -> tuple[float, float, float]:
-    return limits.flops_per_second, limits.bytes_per_second, limits.convolution_flops_per_second
 
 
 def difference(planned: Machine, here: Machine, peak_bytes: int) -> str:
@@ -120,3 +77,141 @@ def warn_elsewhere(record: ScheduleRecord, device: torch.device, stacklevel: int
         "times and workspaces are not those predicted; to plan for this device, solve on it",
         stacklevel=stacklevel + 1,
     )
+
+
+def _check_shapes(record: ScheduleRecord, given: Sequence[Any]) -> None:
+    shapes = [tuple(s) for s in given] if given and not isinstance(given[0], int) else [tuple(given)]
+    solved = [spec.shape for spec in record.inputs]
+    if len(shapes) != len(solved):
+        raise ScheduleFileError(f"the schedule was solved for {len(solved)} inputs, input_shape names {len(shapes)}")
+    for shape, other in zip(shapes, solved, strict=True):
+        if shape not in (other, other[1:]):
+            raise ScheduleFileError(
+                f"the schedule was solved for an input of shape {list(other)} (batch {other[0] if other else 0}), "
+                f"input_shape is {list(shape)}; solve for this shape, or give {list(other[1:])}"
+            )
+
+
+def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a call is not what the schedule was solved for, and what to do; "" if it is.
+
+    A smaller batch runs with the same decisions; anything else must be as solved for. Under another autocast and with
+    weights in another layout other operators run, or others than were priced.
+    """
+    found = _described_all(args, kwargs)
+    same = len(found) == len(record.inputs)
+    for mine, other in zip(found, record.inputs, strict=False):
+        same &= replace(mine, shape=mine.shape[1:]) == replace(other, shape=other.shape[1:])
+        same &= mine.shape[:1] <= other.shape[:1] and len(mine.shape) == len(other.shape)
+    if not same:
+        return (
+            f"the schedule was solved for {_listed(record.inputs)}, the model was called with {_listed(found)}; "
+            "a smaller batch is fine, anything else needs a schedule of its own"
+        )
+    autocast = autocast_name(device_of(model))
+    if autocast != record.autocast:
+        return (
+            f"the schedule was solved {_under(record.autocast)}, the model was called {_under(autocast)}; "
+            "call it as it was solved for, or solve again"
+        )
+    layout = weights_layout(model)
+    if layout != record.layout:
+        wanted, given = (name or "the default layout" for name in (record.layout, layout))
+        return (
+            f"the schedule was solved for weights in {wanted}, the model's are in {given}; "
+            "use model.to(memory_format=...), or solve again"
+        )
+    return ""
+
+
+def _under(autocast: str) -> str:
+    return f"under autocast to {autocast}" if autocast else "without autocast"
+
+
+def check_program(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> None:
+    """Whether a schedule is of this program, and can be followed, before a single operator runs.
+
+    Args:
+        name: of the model, for people.
+        device: that the model is on.
+
+    Raises:
+        ScheduleFileError: it is of another one, breaks its rules, or needs more memory than it promises.
+    """
+    program = captured.program
+    if program.fingerprint != record.fingerprint:
+        made = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
+        raise ScheduleFileError(
+            f"this schedule does not match the model: it was planned for {record.model}{_counted(record)}, {name} has "
+            f"{_sized(*program.parameters, len(program.slots))}; use the model that it was planned for, with the same frozen "
+            f"parameters, train/eval flags, precision and versions (planned with {made} for {record.device}; this is torch "
+            f"{torch.__version__}), or plan again with monet-like solve"
+            f"{_about_processes(record.counts.get('processes', 1), among(program))}"
+        )
+    if reason := exceeds(record, captured, name, device):
+        raise ScheduleFileError(reason)
+
+
+def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> str:
+    """Why a schedule of this program cannot keep what it promises, in words; "" if it can.
+
+    Operators are the same at any size: a model may upsample four times instead of twice. Without workspace, which
+    depends on the device, a step needs at most the peak that was predicted with it. Where plain-torch twins run in the
+    place of compiled kernels, theirs is counted: with it a step may need more than was predicted, but not than the budget.
+
+    Raises:
+        ScheduleFileError: the schedule breaks the program's rules.
+    """
+    program = captured.program
+    try:
+        needed = simulate(program, record.schedule, Free()).peak_bytes
+    except ScheduleError as error:
+        raise ScheduleFileError(f"the schedule does not fit the program it names: {error}; solve again") from None
+    promised = record.peak_bytes - record.extra_bytes
+    # A GPU's allocator rounds sizes up.
+    rounded = CUDA_GRANULARITY_BYTES * len(program.values) if device.type != planned_for(record.device).kind else 0
+    if not record.peak_bytes:
+        return ""
+    if needed <= promised + rounded:
+        return _exceeds_by_twins(record, captured, device, promised + rounded)
+    return (
+        f"this schedule does not match the model: it promises {record.model} a peak of {format_bytes(promised)} ({promised} "
+        f"bytes), and {name} needs {format_bytes(needed)} ({needed} bytes) with the same operators, whose results are "
+        "larger; plan again with monet-like solve"
+    )
+
+
+def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.device, promised: int) -> str:
+    """Why a schedule does not fit its budget where twins run, in words; "" if it does, or if none run."""
+    needed = simulate(captured.program, record.schedule, workspaces_of_twins(captured, device.type)).peak_bytes
+    budget = record.budget_bytes - record.extra_bytes
+    if needed <= max(promised, budget):
+        return ""
+    return (
+        f"this schedule needs the compiled kernels of monet_like: with the plain-torch twins, which run here on {device.type}, a "
+        f"step takes at least {format_bytes(needed)} ({needed} bytes), more than its budget of {format_bytes(budget)}; "
+        "compile the kernels with python -m monet_like.build (for a GPU, that needs the CUDA toolkit with nvcc), or plan "
+        "here with monet-like solve, which measures the twins"
+    )
+
+
+def _counted(record: ScheduleRecord) -> str:
+    """What the model of a schedule has, as far as its file says."""
+    try:
+        counts = [record.counts[name] for name in ("parameters", "parameter_bytes", "slots")]
+    except KeyError:
+        return ""
+    return f" with {_sized(*counts)}"
+
+
+def _sized(parameters: int, parameter_bytes: int, slots: int) -> str:
+    return f"{parameters} parameters in {format_bytes(parameter_bytes)} and {slots} operators in its backward"
+
+
+def _about_processes(solved: int, here: int) -> str:
+    """What to do where a schedule is of a SyncBatchNorm alone and its program of one among several processes, or the reverse."""
+    if (solved > 1) == (here > 1):
+        return ""
+    if here > 1:
+        return f"; SyncBatchNorm is among {here} processes here: solve with --processes {here}"
+    return f"; it is for SyncBatchNorm among {solved} processes: start their process group first"

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from ..capture.lowering import Captured, TensorMeta, cost_key
+from ..capture.captured import Captured, TensorMeta, cost_key
 from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
 from ..profile.measure import allocated_peak
-from ..profile.profiler import Inputs
+from ..profile.task_inputs import Inputs
 from ..runtime.codegen import Block, deaths, needed_at_end
 from ..runtime.operators import overload, resolve
 from .inductor import Compiled, compile_function

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..capture.tracing import fake_mode
+from ..capture.captured import fake_mode
 from ..errors import UsageError
 
 #: Takes a list of tensors, which it empties, and returns fresh tensors.

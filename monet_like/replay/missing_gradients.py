@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ..capture.lowering import Captured, TensorMeta
-from ..capture.tracing import fake_mode
+from ..capture.captured import Captured, TensorMeta, fake_mode
 from ..ir.program import Call, Program, Ref, Task, refs
 from ..runtime.codegen import Block, needed_at_end
 from ..runtime.operators import resolve

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..compiler.pipeline import Example
+from ..capture.example_inputs import Example
 
 #: `torch.finfo.eps` of TF32, if PyTorch had it as a dtype. Its unit roundoff is half of that, 2**-11.
 EPS = 2.0**-10

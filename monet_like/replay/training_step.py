@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from ..capture.captured import Captured, Tensor, TensorMeta
 from ..capture.guards.reads import Change, Reads
-from ..capture.lowering import Captured, Tensor, TensorMeta
 from ..errors import UsageError
 from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
 from ..ir.schedule import Schedule

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
-from ..capture.lowering import Captured
-from ..capture.tracing import fake_mode
+from ..capture.captured import Captured, fake_mode
 from ..ir.program import Cost, Task
 from ..ir.simulate import Free
 from ..ops import reference

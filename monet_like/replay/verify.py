@@ -6,32 +6,24 @@ import contextlib
 import copy
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from rich.console import Console
 from torch import nn
 
-from ..capture.lowering import TensorMeta
+from ..capture.captured import TensorMeta
+from ..capture.example_inputs import Example, device_of
 from ..capture.precision import autocast_as, autocast_name, in_layout, layout_of
-from ..cli.solve import SOLUTIONS
-from ..cli.terminal import Terminal, aligned_table
-from ..compiler.pipeline import Example, default_names
-from ..compiler.problem import Problem, read_problem
-from ..errors import UsageError
-from ..ir.mode import is_lossy, parse_mode
+from ..ir.mode import is_lossy
 from ..ir.schedule_file import ScheduleRecord
 from ..profile.measure import allocated_peak, have_workspaces
-from ..units import format_bytes, format_seconds
 from .comparison import Differences, Tensors, Verdict, compare, differences
 from .tf32 import EPS as tf32_eps
 from .tf32 import runs_in_tf32
-from .wrapper import ScheduleWrapper, device_of
+from .wrapper import ScheduleWrapper
 
 #: At most so many times are the weights of plain PyTorch changed in the last places, to see what rounding does to it. It
 #: is judged after each, so that most checks need one.
@@ -41,53 +33,8 @@ SHAKEN = 8
 SHAKEN_UNITS = {8: 16.0, 4: 16.0, 2: 1.0}
 
 
-def check(
-    *,
-    solution_file: Path | None,
-    check_runtime: bool,
-    check_diff: bool,
-    run_bs: bool,
-    steps: int,
-    terminal: Terminal | None = None,
-    **options: Any,
-) -> None:
-    """Run the checks that were asked for; exit code 1 if one of them fails.
-
-    Raises:
-        UsageError: none was asked for.
-    """
-    if not (check_runtime or check_diff or run_bs):
-        raise UsageError("say what to check: --check_runtime, --check_diff or --run_bs")
-    if steps < 1:
-        raise UsageError(f"--steps {steps} must be at least 1")
-    problem = read_problem(**options)
-    path = solution_file or default_names(problem.spec.name, problem.request, problem.budget_bytes, SOLUTIONS)
-    record = ScheduleRecord.load(path)
-    if parse_mode(record.mode) != parse_mode(problem.request.mode):
-        raise UsageError(
-            f"{path} is of mode {record.mode}, and MODE is {problem.request.mode}; give the file's, or another file"
-        )
-    model = problem.spec.module
-    example = real_example(problem)
-    terminal = terminal or Terminal()
-    console, found = terminal.console, dict[str, Any]()
-    good = True
-    with autocast_as(problem.request.autocast, problem.device):
-        if check_diff:
-            good = found["check_diff"] = same_step(console, model, record, example)
-        if run_bs:
-            peak, fitted = _measured_peak(console, problem, record, example)
-            good &= fitted
-            found["run_bs"] = {"fitted": fitted, "peak_bytes": peak, "predicted_bytes": record.peak_bytes}
-        if check_runtime:
-            found["check_runtime"] = _runtime(console, model, record, example, problem.device, steps)
-    terminal.result(found)
-    if not good:
-        sys.exit(1)
-
-
-def real_example(problem: Problem) -> Example:
-    """Random inputs of the problem's shapes (small integers where they are integers)."""
+def real_example(example: Example, device: torch.device) -> Example:
+    """Random inputs on ``device`` of the shapes of ``example``, whose tensors may be fake (0 or 1 where they are integers)."""
     generator = torch.Generator().manual_seed(0)
 
     def real(leaf: Any) -> Any:
@@ -97,9 +44,9 @@ def real_example(problem: Problem) -> Example:
             made = in_layout(torch.randn(leaf.shape, generator=generator).to(leaf.dtype), layout_of(leaf))
         else:
             made = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.dtype)
-        return made.to(problem.device).requires_grad_(leaf.requires_grad)
+        return made.to(device).requires_grad_(leaf.requires_grad)
 
-    args, kwargs = pytree.tree_map(real, problem.request.example)
+    args, kwargs = pytree.tree_map(real, example)
     return args, kwargs
 
 
@@ -112,8 +59,8 @@ def train_step(model: Callable[..., Any], example: Example) -> list[torch.Tensor
     return [t.detach() for t in outputs]
 
 
-def same_step(console: Console, model: nn.Module, record: ScheduleRecord, example: Example) -> bool:
-    """Whether a step of the schedule leaves what plain PyTorch's does: outputs, every gradient, buffers. Prints it."""
+def same_step(say: Callable[[str], None], model: nn.Module, record: ScheduleRecord, example: Example) -> bool:
+    """Whether a step of the schedule leaves what plain PyTorch's does: outputs, every gradient, buffers. ``say`` gets it in words."""
     plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
     mine, theirs = everything_after_a_step(plain, example), everything_after_a_step(wrapped, example)
     verdicts = judged(model, example, mine, theirs)
@@ -122,20 +69,20 @@ def same_step(console: Console, model: nn.Module, record: ScheduleRecord, exampl
     bad = [v for v in verdicts if not v.right and v not in inexact]
     worst = max(verdicts, key=lambda v: v.error)
     equal = sum(v.error == 0.0 for v in verdicts)
-    console.print(
+    say(
         f"{equal} of {len(verdicts)} tensors equal bit by bit; largest relative difference {worst.error:.2e} ({worst.name})"
     )
     if measured := [v for v in verdicts if v.rounding]:
         largest = max(measured, key=lambda v: v.rounding)
-        console.print(
+        say(
             "rounding of plain PyTorch itself, with weights changed in the last places and against float64: up to "
             f"{largest.rounding:.2e} ({largest.name}); every tensor is judged by its own"
         )
     if inexact:
-        console.print(f"{len(inexact)} gradients are inexact, as {record.mode} admits; they are not judged")
+        say(f"{len(inexact)} gradients are inexact, as {record.mode} admits; they are not judged")
     for verdict in sorted(bad, key=lambda v: v.error, reverse=True)[:10]:
-        console.print(f"differs: {verdict.name} {verdict.reason}")
-    console.print("check_diff: " + (f"failed, {len(bad)} tensors differ" if bad else "passed"))
+        say(f"differs: {verdict.name} {verdict.reason}")
+    say("check_diff: " + (f"failed, {len(bad)} tensors differ" if bad else "passed"))
     return not bad
 
 
@@ -248,47 +195,6 @@ def resident_bytes(model: nn.Module, example: Example) -> int:
     """Bytes that exist before a step: parameters, buffers and inputs, each as the device's allocator counts it."""
     inputs = (t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor))
     return sum(TensorMeta.of(t).allocated_bytes for t in (*model.parameters(), *model.buffers(), *inputs))
-
-
-def _measured_peak(console: Console, problem: Problem, record: ScheduleRecord, example: Example) -> tuple[int, bool]:
-    """Bytes, and whether that is within the budget that is asked for and the file's own."""
-    limit = min(problem.budget_bytes, record.budget_bytes)
-    wrapped = ScheduleWrapper(copy.deepcopy(problem.spec.module), record)
-    started = time.perf_counter()
-    peak = step_peak(wrapped, example, problem.device) + record.extra_bytes
-    seconds = time.perf_counter() - started
-    console.print(
-        f"one step: peak {format_bytes(peak)} ({peak} bytes), predicted {format_bytes(record.peak_bytes)}, "
-        f"budget {format_bytes(limit)}, {format_seconds(seconds)} with memory measured"
-    )
-    fitted = peak <= limit
-    console.print(f"run_bs: {'fitted' if fitted else 'did not fit'}")
-    return peak, fitted
-
-
-def _runtime(
-    console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device, steps: int
-) -> dict[str, dict[str, float]]:
-    """Prints and returns measured step times and peaks."""
-    plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
-    peaks = [step_peak(candidate, example, device) for candidate in (plain, wrapped)]
-    medians = step_seconds([(plain, example), (wrapped, example)], device, steps)
-    table = aligned_table("", "measured step", "predicted", "measured peak", "predicted")
-    rows = (
-        ("plain PyTorch", record.plain_seconds, record.plain_peak_bytes),
-        ("schedule", record.seconds, record.peak_bytes),
-    )
-    for (name, seconds, peak), median, measured in zip(rows, medians, peaks, strict=True):
-        table.add_row(name, format_seconds(median), format_seconds(seconds), format_bytes(measured), format_bytes(peak))
-    console.print(table)
-    console.print(
-        f"check_runtime: {100 * (medians[1] / medians[0] - 1):+.1f} % time, {100 * (peaks[1] / peaks[0] - 1):+.1f} % memory, "
-        f"medians of {steps} alternating steps"
-    )
-    return {
-        name: {"seconds": median, "predicted_seconds": seconds, "peak_bytes": measured, "predicted_bytes": peak}
-        for (name, seconds, peak), median, measured in zip(rows, medians, peaks, strict=True)
-    }
 
 
 def step_seconds(runs: Sequence[tuple[nn.Module, Example]], device: torch.device, steps: int) -> list[float]:

@@ -16,38 +16,26 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from ..capture.captured import Captured
+from ..capture.example_inputs import _described_all, device_of, example_of
 from ..capture.guards.reads import Change
-from ..capture.lowering import CUDA_GRANULARITY_BYTES, Captured, capture, check_initialized
-from ..capture.precision import AUTOCASTS, LAYOUTS, autocast_as, autocast_name, in_layout, layout_of, weights_layout
-from ..capture.tracing import fake_mode
-from ..errors import ScheduleError, ScheduleFileError, UsageError
-from ..ir.mode import parse_mode
+from ..capture.lowering import capture, check_initialized
+from ..capture.precision import AUTOCASTS, autocast_as, autocast_name
+from ..errors import ScheduleFileError, UsageError
 from ..ir.program import Program, Task
 from ..ir.schedule import Schedule
-from ..ir.schedule_file import InputSpec, ScheduleRecord
-from ..ir.simulate import Free, simulate
-from ..nn.sync_batch_norm import among, is_synchronised, world
+from ..ir.schedule_file import ScheduleRecord
+from ..nn.sync_batch_norm import is_synchronised, world
+from ..profile.devices import known_limits, machine_at
 from ..units import format_bytes
-from ..variants import with_variants
-from ..variants.compared import bitwise_where_compared
-from ..variants.constraints import obeying_marks
-from .changed_inputs import reading_once
-from .compatibility import known_limits, machine_at, planned_for, warn_elsewhere
+from ..variants import admitted
+from .compatibility import _check_shapes, check_program, mismatch, warn_elsewhere
 from .inductor import check_inductor
 from .training_step import Step, run_step
-from .twins import warn_of_twins, workspaces_of_twins
+from .twins import warn_of_twins
 
 #: How the operators of a schedule run: one by one as PyTorch calls them, or in pieces that TorchInductor compiles.
 BACKENDS = ("eager", "inductor")
-
-
-def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captured:
-    """``captured`` with the variants that ``mode`` admits; with ``ablation``, nothing may be run again."""
-    words = parse_mode(mode)
-    full = reading_once(with_variants(captured, words))
-    return obeying_marks(
-        replace(full, program=bitwise_where_compared(full.program.restrict(words, rerun=not ablation)))
-    )
 
 
 #: After so many captures of one model, a warning.
@@ -387,44 +375,6 @@ def check_backend(backend: str, device: torch.device) -> None:
         check_inductor(device)
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Where a module's parameters are; the CPU if it has none."""
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
-def example_of(record: ScheduleRecord, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Fake inputs of the shapes that a schedule was solved for, as (args, kwargs).
-
-    Raises:
-        ScheduleFileError: they are of a dtype or layout that is not known here.
-    """
-    with fake_mode():
-        return tuple(_empty(spec, device) for spec in record.inputs), {}
-
-
-def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ScheduleFileError(f"the schedule's input has dtype {spec.dtype!r}, which this PyTorch does not know")
-    if spec.layout and spec.layout not in LAYOUTS:
-        raise ScheduleFileError(f"the schedule's input has layout {spec.layout!r}, which this version does not know")
-    try:
-        made = in_layout(torch.empty(spec.shape, dtype=dtype, device=device), spec.layout)
-        return made.requires_grad_(spec.requires_grad)
-    except (RuntimeError, TypeError, ValueError) as error:  # a gradient of integers, a dtype without an empty tensor
-        raise ScheduleFileError(f"the schedule's input {_listed((spec,))} cannot be made: {error}") from None
-
-
-def described(tensor: torch.Tensor) -> InputSpec:
-    """What a schedule file says of an input."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return InputSpec(tuple(map(int, tensor.shape)), dtype, tensor.requires_grad, layout_of(tensor))
-
-
-def _described_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, ...]:
-    return tuple(described(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-
-
 def _slot(
     modules: dict[str, nn.Module], constants: dict[str, torch.Tensor], name: str, kind: str
 ) -> tuple[dict[str, Any], str]:
@@ -433,151 +383,3 @@ def _slot(
         return constants, name
     owner, _, leaf = name.rpartition(".")
     return getattr(modules[owner], kind), leaf
-
-
-def _check_shapes(record: ScheduleRecord, given: Sequence[Any]) -> None:
-    shapes = [tuple(s) for s in given] if given and not isinstance(given[0], int) else [tuple(given)]
-    solved = [spec.shape for spec in record.inputs]
-    if len(shapes) != len(solved):
-        raise ScheduleFileError(f"the schedule was solved for {len(solved)} inputs, input_shape names {len(shapes)}")
-    for shape, other in zip(shapes, solved, strict=True):
-        if shape not in (other, other[1:]):
-            raise ScheduleFileError(
-                f"the schedule was solved for an input of shape {list(other)} (batch {other[0] if other else 0}), "
-                f"input_shape is {list(shape)}; solve for this shape, or give {list(other[1:])}"
-            )
-
-
-def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why a call is not what the schedule was solved for, and what to do; "" if it is.
-
-    A smaller batch runs with the same decisions; anything else must be as solved for. Under another autocast and with
-    weights in another layout other operators run, or others than were priced.
-    """
-    found = _described_all(args, kwargs)
-    same = len(found) == len(record.inputs)
-    for mine, other in zip(found, record.inputs, strict=False):
-        same &= replace(mine, shape=mine.shape[1:]) == replace(other, shape=other.shape[1:])
-        same &= mine.shape[:1] <= other.shape[:1] and len(mine.shape) == len(other.shape)
-    if not same:
-        return (
-            f"the schedule was solved for {_listed(record.inputs)}, the model was called with {_listed(found)}; "
-            "a smaller batch is fine, anything else needs a schedule of its own"
-        )
-    autocast = autocast_name(device_of(model))
-    if autocast != record.autocast:
-        return (
-            f"the schedule was solved {_under(record.autocast)}, the model was called {_under(autocast)}; "
-            "call it as it was solved for, or solve again"
-        )
-    layout = weights_layout(model)
-    if layout != record.layout:
-        wanted, given = (name or "the default layout" for name in (record.layout, layout))
-        return (
-            f"the schedule was solved for weights in {wanted}, the model's are in {given}; "
-            "use model.to(memory_format=...), or solve again"
-        )
-    return ""
-
-
-def _listed(specs: tuple[InputSpec, ...]) -> str:
-    return (
-        ", ".join(
-            f"{s.dtype}{list(s.shape)}{' ' + s.layout if s.layout else ''}{' (requires grad)' if s.requires_grad else ''}"
-            for s in specs
-        )
-        or "no tensor"
-    )
-
-
-def _under(autocast: str) -> str:
-    return f"under autocast to {autocast}" if autocast else "without autocast"
-
-
-def check_program(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> None:
-    """Whether a schedule is of this program, and can be followed, before a single operator runs.
-
-    Args:
-        name: of the model, for people.
-        device: that the model is on.
-
-    Raises:
-        ScheduleFileError: it is of another one, breaks its rules, or needs more memory than it promises.
-    """
-    program = captured.program
-    if program.fingerprint != record.fingerprint:
-        made = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
-        raise ScheduleFileError(
-            f"this schedule does not match the model: it was planned for {record.model}{_counted(record)}, {name} has "
-            f"{_sized(*program.parameters, len(program.slots))}; use the model that it was planned for, with the same frozen "
-            f"parameters, train/eval flags, precision and versions (planned with {made} for {record.device}; this is torch "
-            f"{torch.__version__}), or plan again with monet-like solve"
-            f"{_about_processes(record.counts.get('processes', 1), among(program))}"
-        )
-    if reason := exceeds(record, captured, name, device):
-        raise ScheduleFileError(reason)
-
-
-def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> str:
-    """Why a schedule of this program cannot keep what it promises, in words; "" if it can.
-
-    Operators are the same at any size: a model may upsample four times instead of twice. Without workspace, which
-    depends on the device, a step needs at most the peak that was predicted with it. Where plain-torch twins run in the
-    place of compiled kernels, theirs is counted: with it a step may need more than was predicted, but not than the budget.
-
-    Raises:
-        ScheduleFileError: the schedule breaks the program's rules.
-    """
-    program = captured.program
-    try:
-        needed = simulate(program, record.schedule, Free()).peak_bytes
-    except ScheduleError as error:
-        raise ScheduleFileError(f"the schedule does not fit the program it names: {error}; solve again") from None
-    promised = record.peak_bytes - record.extra_bytes
-    # A GPU's allocator rounds sizes up.
-    rounded = CUDA_GRANULARITY_BYTES * len(program.values) if device.type != planned_for(record.device).kind else 0
-    if not record.peak_bytes:
-        return ""
-    if needed <= promised + rounded:
-        return _exceeds_by_twins(record, captured, device, promised + rounded)
-    return (
-        f"this schedule does not match the model: it promises {record.model} a peak of {format_bytes(promised)} ({promised} "
-        f"bytes), and {name} needs {format_bytes(needed)} ({needed} bytes) with the same operators, whose results are "
-        "larger; plan again with monet-like solve"
-    )
-
-
-def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.device, promised: int) -> str:
-    """Why a schedule does not fit its budget where twins run, in words; "" if it does, or if none run."""
-    needed = simulate(captured.program, record.schedule, workspaces_of_twins(captured, device.type)).peak_bytes
-    budget = record.budget_bytes - record.extra_bytes
-    if needed <= max(promised, budget):
-        return ""
-    return (
-        f"this schedule needs the compiled kernels of monet_like: with the plain-torch twins, which run here on {device.type}, a "
-        f"step takes at least {format_bytes(needed)} ({needed} bytes), more than its budget of {format_bytes(budget)}; "
-        "compile the kernels with python -m monet_like.build (for a GPU, that needs the CUDA toolkit with nvcc), or plan "
-        "here with monet-like solve, which measures the twins"
-    )
-
-
-def _counted(record: ScheduleRecord) -> str:
-    """What the model of a schedule has, as far as its file says."""
-    try:
-        counts = [record.counts[name] for name in ("parameters", "parameter_bytes", "slots")]
-    except KeyError:
-        return ""
-    return f" with {_sized(*counts)}"
-
-
-def _sized(parameters: int, parameter_bytes: int, slots: int) -> str:
-    return f"{parameters} parameters in {format_bytes(parameter_bytes)} and {slots} operators in its backward"
-
-
-def _about_processes(solved: int, here: int) -> str:
-    """What to do where a schedule is of a SyncBatchNorm alone and its program of one among several processes, or the reverse."""
-    if (solved > 1) == (here > 1):
-        return ""
-    if here > 1:
-        return f"; SyncBatchNorm is among {here} processes here: solve with --processes {here}"
-    return f"; it is for SyncBatchNorm among {solved} processes: start their process group first"

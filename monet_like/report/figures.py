@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..capture.lowering import Captured
-from ..compiler.pipeline import kept_values, plain_step
+from ..capture.captured import Captured
 from ..ir.program import RESIDENT_KINDS, Cost, Program, Task
-from ..ir.schedule import Schedule
+from ..ir.schedule import Schedule, kept_values
 from ..ir.simulate import cost_of, moments
+from ..plan.baseline import plain_step
 
 #: Kinds of memory, from the bottom of a stack to its top, and what they are called.
 KINDS: Mapping[str, str] = {
@@ -110,7 +110,7 @@ def layers_of(captured: Captured, program: Program) -> list[str]:
 
 def plain_course(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int, cublas_bytes: int = 0) -> Course:
     """The course of plain PyTorch's step."""
-    program, schedule, eager = plain_step(captured, costs)
+    program, schedule, eager = plain_step(captured.plain, costs)
     return course(captured, program, schedule, eager, extra_bytes, cublas_bytes)
 
 

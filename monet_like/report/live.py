@@ -10,8 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ..capture.lowering import Captured
-from ..compiler.pipeline import Example
+from ..capture.captured import Captured
+from ..capture.example_inputs import Example
 from ..ir.schedule import Schedule
 from ..profile.measure import allocated_peaks, have_workspaces
 from ..replay.training_step import Step, run_step

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from ..capture.lowering import Captured
-from ..ir.mode import WORDS
+from ..capture.captured import Captured
+from ..ir.mode import WORDS, parse_mode
 from . import (
     algorithms,
     attention,
@@ -25,6 +26,8 @@ from . import (
     relu,
     rms_norm,
 )
+from .compared import bitwise_where_compared
+from .constraints import obeying_marks, reading_once
 from .editor import Editor, Offer
 
 #: In this order: gradients are split before other ways read them, in-place forms need the other ways, and slots are
@@ -61,3 +64,12 @@ def with_variants(captured: Captured, words: Iterable[str] = WORDS) -> Captured:
     for offer in OFFERS:
         offer(editor)
     return editor.finish()
+
+
+def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captured:
+    """``captured`` with the variants that ``mode`` admits; with ``ablation``, nothing may be run again."""
+    words = parse_mode(mode)
+    full = reading_once(with_variants(captured, words))
+    return obeying_marks(
+        replace(full, program=bitwise_where_compared(full.program.restrict(words, rerun=not ablation)))
+    )

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..capture.lowering import TensorMeta
+from ..capture.captured import TensorMeta
 from ..ir.mode import ALGORITHMS
 from ..ir.program import Call, Ref, Task
 from ..runtime.operators import overload

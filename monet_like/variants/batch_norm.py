@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..capture.lowering import make_task
+from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from .editor import Editor
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..capture.lowering import make_task
+from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task, refs
 from .convolution import input_gradient
 from .editor import Editor, renamed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..capture.lowering import Captured
+from ..capture.captured import Captured
 from ..ir.program import Program, Ref, Task, may_meet
 from .editor import in_turn, renamed
 
@@ -111,3 +111,17 @@ def _recomputed(captured: Captured, values: set[int]) -> Captured:
     program = replace(program, values=(*program.values, *added), tasks=tuple(tasks), slots=slots)
     program.check()
     return replace(captured, program=program, metas=(*captured.metas, *(captured.metas[v] for v in anew)))
+
+
+def reading_once(captured: Captured) -> Captured:
+    """``captured`` without the variants that would read a changed tensor after the forward."""
+    if not captured.changed:
+        return captured
+    program, changed = captured.program, captured.changed
+    tasks = tuple(
+        replace(task, runs="first") if not changed.isdisjoint(task.reads) else task
+        for task in program.tasks
+        if task.runs != "again" or changed.isdisjoint(task.reads)
+    )
+    slots = tuple(tuple(way for way in slot if changed.isdisjoint(way.reads)) for slot in program.slots)
+    return replace(captured, program=replace(program, tasks=tasks, slots=slots))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..capture.lowering import make_task
+from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from .batch_norm import BACKWARD, NOTHING
 from .concatenation import CHANNELS, SLICE, Range, all_of, part_of

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ..capture.absent_gpu import convolutions
-from ..capture.lowering import Captured, TensorMeta, make_task
-from ..capture.tracing import fake_mode
+from ..capture.captured import Captured, TensorMeta, fake_mode, make_task
 from ..ir.program import Call, Ref, Task, Value
 from ..runtime.operators import resolve
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..capture.lowering import make_task
+from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from . import linear
 from .editor import Editor

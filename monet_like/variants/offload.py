@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..capture.lowering import cost_key
+from ..capture.captured import cost_key
 from ..ir.mode import OFFLOAD
 from ..ir.program import Call, Ref, Task
 from .editor import Editor, like

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..capture.lowering import TensorMeta, make_task
+from ..capture.captured import TensorMeta, make_task
 from ..ir.program import Call, Ref, Task
 from .editor import Editor
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from ..api import cache_folder
 from ..errors import ScheduleFileError, UsageError
-from ..files import check_writable
+from ..files import cache_folder, check_writable
 from ..ir.schedule_file import ScheduleRecord
 from .registry import Registry, ZooFile, read_file, zoo_folder
 

@@ -14,10 +14,11 @@ import torch
 import torchvision
 from torch import nn
 
-from monet_like.capture.lowering import Captured, capture
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError
 from monet_like.models.unet import UNet
-from monet_like.replay.wrapper import admitted
+from monet_like.variants import admitted
 
 CUDA = torch.device("cuda", 0)
 MODE = "inplace_conv_multiway_newnode"

@@ -15,11 +15,12 @@ import torchvision
 from torch import nn
 from torchvision.models import convnext
 
-from monet_like.capture.lowering import Captured, TensorMeta, capture
-from monet_like.compiler.pipeline import inputs_on
-from monet_like.profile.profiler import Inputs
-from monet_like.replay.wrapper import admitted
+from monet_like.capture.captured import Captured, TensorMeta
+from monet_like.capture.lowering import capture
+from monet_like.compiler.costs import inputs_on
+from monet_like.profile.task_inputs import Inputs
 from monet_like.runtime.codegen import Block, compile_block
+from monet_like.variants import admitted
 
 CUDA = torch.device("cuda", 0)
 

@@ -20,13 +20,15 @@ import torchvision
 from torch import nn
 
 import monet_like
-from monet_like.compiler.pipeline import Request, captured_for, compile_schedule, measured_costs
+from monet_like.compiler.costs import measured_costs
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.program import Cost
 from monet_like.ir.simulate import moments
 from monet_like.models.unet import UNet
 from monet_like.profile.cublas import measured_bytes
+from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import UNSPLIT_BYTES, seconds_of, unsplit_bytes
-from monet_like.profile.roofline import DEVICES
 from monet_like.replay.verify import _Loss, resident_bytes, step_peak
 from monet_like.report.live import live_step
 

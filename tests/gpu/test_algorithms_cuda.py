@@ -14,15 +14,18 @@ from torch import nn
 from training import twin
 
 from monet_like import ops
-from monet_like.capture.lowering import Captured, capture
-from monet_like.compiler.pipeline import Request, measured_costs
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
+from monet_like.compiler.costs import measured_costs
+from monet_like.compiler.request import Request
 from monet_like.ir.program import REFUSED
 from monet_like.ops import reference
 from monet_like.plan import plan, store_all
 from monet_like.plan.subprogram import without_refused
 from monet_like.profile.measure import allocated_peak
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime.operators import resolve
+from monet_like.variants import admitted
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)

@@ -11,8 +11,9 @@ from training import twin
 
 from monet_like.capture.lowering import capture
 from monet_like.plan import store_all
-from monet_like.replay.wrapper import ScheduleWrapper, admitted
+from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime import offload
+from monet_like.variants import admitted
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)

@@ -18,19 +18,22 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monet_like import ScheduleWrapper
-from monet_like.capture.lowering import Captured
+from monet_like.capture.captured import Captured
+from monet_like.capture.example_inputs import described
 from monet_like.capture.precision import autocast_as, weights_layout
-from monet_like.compiler.pipeline import Request, captured_for, measured_costs, plain_report
+from monet_like.compiler.costs import measured_costs
+from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import MonetError
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
+from monet_like.plan.baseline import plain_report
 from monet_like.plan.local_search.searcher import find_start, smallest_known
+from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import allocated_peak
-from monet_like.profile.roofline import DEVICES, roofline
+from monet_like.profile.roofline import roofline
 from monet_like.replay.verify import resident_bytes
-from monet_like.replay.wrapper import described
 
 from .cases import Case
 
@@ -203,7 +206,7 @@ def costs_of(request: Request, captured: Captured) -> dict[str, Cost]:
 def plan_of(case: Case, captured: Captured, costs: dict[str, Cost]) -> tuple[Schedule, int]:
     """The schedule for a case's budget, and the bytes of plain PyTorch's peak."""
     program = captured.program
-    plain_bytes = plain_report(captured, costs, 0).peak_bytes
+    plain_bytes = plain_report(captured.plain, costs, 0).peak_bytes
     if case.budget == "random":
         rng = Random(case.seed)
         return random_schedule(

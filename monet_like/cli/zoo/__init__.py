@@ -16,7 +16,8 @@ from ...errors import MonetError, UsageError
 from ...units import format_bytes, format_seconds
 from ...zoo.download import cached_path, download, find_record
 from ...zoo.registry import Listed, Registry, zoo_folder
-from ..terminal import Terminal, aligned_table, show_record
+from ..inspect import show_record
+from ..terminal import Terminal, aligned_table
 
 
 def list_files(*, profile: str, as_json: bool) -> None:

@@ -22,16 +22,18 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...capture.lowering import Captured
-from ...compiler.pipeline import Prepared, captured_for, make_record, prepare
+from ...capture.captured import Captured
+from ...compiler.pipeline import Prepared, make_record, prepare
 from ...compiler.problem import Problem, read_problem
+from ...compiler.request import captured_for
 from ...errors import InfeasibleError, ScheduleFileError, UsageError
 from ...ir.profile_file import Profile
 from ...ir.program import Cost
 from ...ir.schedule_file import ScheduleRecord
 from ...ir.simulate import simulate
 from ...plan.ilp.search import Search
-from ...profile.roofline import DEVICES, ROOFLINE_VERSION, DeviceLimits
+from ...profile.devices import DEVICES, DeviceLimits
+from ...profile.roofline import ROOFLINE_VERSION
 from ...units import GIB, parse_bytes
 from ...zoo.catalogue import CATALOGUE, MODE, PROFILES, Entry
 from ...zoo.model_file import SUFFIX

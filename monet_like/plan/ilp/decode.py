@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...ir.schedule import Schedule
+from ...ir.schedule import Schedule, prune
 from ...solvers.matrix import Expr
-from ..analysis import prune
 from .formulation import Formulation
 
 if TYPE_CHECKING:

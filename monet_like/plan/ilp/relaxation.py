@@ -41,10 +41,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...ir.program import Cost, Program
-from ...ir.schedule import Schedule
+from ...ir.schedule import Schedule, prune
 from ...ir.simulate import cost_of
 from ...solvers.matrix import ONE, ZERO, Builder, Expr, MatrixProgram, total
-from ..analysis import dominated_tasks, find_backward_bytes, find_needs, fitting_runs, net_workspace, prune, useful_ways
+from ..analysis import dominated_tasks, find_backward_bytes, find_needs, fitting_runs, net_workspace, useful_ways
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -24,17 +24,9 @@ from dataclasses import dataclass
 from math import inf
 
 from ...ir.program import Cost, Program
-from ...ir.schedule import Schedule
+from ...ir.schedule import Schedule, prune
 from ...ir.simulate import cost_of
-from ..analysis import (
-    dominated_tasks,
-    find_backward_bytes,
-    find_needs,
-    net_workspace,
-    pinned_values,
-    prune,
-    useful_ways,
-)
+from ..analysis import dominated_tasks, find_backward_bytes, find_needs, net_workspace, pinned_values, useful_ways
 
 #: No cut: as long as it is needed.
 NEVER = 2**31 - 1

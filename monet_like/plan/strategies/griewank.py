@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from ...errors import SolverError
 from ...ir.program import Cost, Program
-from ...ir.schedule import Schedule
-from ..analysis import prune
+from ...ir.schedule import Schedule, prune
 from .checkpointing import Keeping
 
 

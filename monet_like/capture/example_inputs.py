@@ -1,0 +1,80 @@
+"""Example inputs of a model: their descriptions, and fake tensors made from a description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ..errors import ScheduleFileError
+from ..ir.schedule_file import InputSpec, ScheduleRecord
+from .captured import fake_mode
+from .precision import LAYOUTS, in_layout, layout_of
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def with_batch(example: Example, wanted: int) -> Example:
+    """The example with ``wanted`` instead of its leading extent, in every tensor that has that extent."""
+    tensors = [t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim()]
+    batch = tensors[0].shape[0] if tensors else wanted
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
+            return leaf
+        made = torch.empty((wanted, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+        return in_layout(made, layout_of(leaf)).requires_grad_(leaf.requires_grad)
+
+    with fake_mode():
+        args, kwargs = pytree.tree_map(resized, example)
+    return args, kwargs
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's parameters are; the CPU if it has none."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def example_of(record: ScheduleRecord, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fake inputs of the shapes that a schedule was solved for, as (args, kwargs).
+
+    Raises:
+        ScheduleFileError: they are of a dtype or layout that is not known here.
+    """
+    with fake_mode():
+        return tuple(_empty(spec, device) for spec in record.inputs), {}
+
+
+def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ScheduleFileError(f"the schedule's input has dtype {spec.dtype!r}, which this PyTorch does not know")
+    if spec.layout and spec.layout not in LAYOUTS:
+        raise ScheduleFileError(f"the schedule's input has layout {spec.layout!r}, which this version does not know")
+    try:
+        made = in_layout(torch.empty(spec.shape, dtype=dtype, device=device), spec.layout)
+        return made.requires_grad_(spec.requires_grad)
+    except (RuntimeError, TypeError, ValueError) as error:  # a gradient of integers, a dtype without an empty tensor
+        raise ScheduleFileError(f"the schedule's input {_listed((spec,))} cannot be made: {error}") from None
+
+
+def described(tensor: torch.Tensor) -> InputSpec:
+    """What a schedule file says of an input."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return InputSpec(tuple(map(int, tensor.shape)), dtype, tensor.requires_grad, layout_of(tensor))
+
+
+def _described_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, ...]:
+    return tuple(described(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+
+
+def _listed(specs: tuple[InputSpec, ...]) -> str:
+    return (
+        ", ".join(
+            f"{s.dtype}{list(s.shape)}{' ' + s.layout if s.layout else ''}{' (requires grad)' if s.requires_grad else ''}"
+            for s in specs
+        )
+        or "no tensor"
+    )

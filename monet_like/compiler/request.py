@@ -1,0 +1,73 @@
+"""A request to the compiler (model, example inputs, device, mode), and the capture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ..capture.captured import Captured
+from ..capture.example_inputs import Example, device_of
+from ..capture.lowering import capture
+from ..capture.precision import autocast_as
+from ..errors import UsageError
+from ..variants import admitted
+
+#: Optimizer state in units of the trainable parameters' bytes.
+OPTIMIZERS: Mapping[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the compiler; see the command line's options of the same names.
+
+    ``target`` is the device to plan for where the model itself is on another; it need not be here, but then nothing can
+    be measured. ``processes`` share SyncBatchNorm's statistics; None: those of this process's group. ``made_last`` are
+    the parameters whose gradients are made last; None: those with which the step needs less memory.
+    """
+
+    model: nn.Module
+    example: Example
+    mode: str
+    expression: str = ""
+    ablation: bool = False
+    optimizer: str = "none"
+    strategy: str = "milp"
+    solver: str = "CBC"
+    time_limit_seconds: float = 60.0
+    gap: float = 0.01
+    threads: int = 1
+    profile_batch: int | None = None
+    autocast: str = ""
+    target: torch.device | None = None
+    processes: int | None = None
+    made_last: tuple[str, ...] | None = None
+
+    @property
+    def batch(self) -> int:
+        """The leading extent of the first tensor argument."""
+        tensors = [t for t in pytree.tree_leaves(self.example) if isinstance(t, torch.Tensor)]
+        return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
+
+
+def captured_for(request: Request, example: Example) -> Captured:
+    """The program of a request's model on these inputs, with the variants that its mode admits."""
+    with autocast_as(request.autocast, device_of(request.model)):
+        captured = capture(
+            request.model, *example, target=request.target, processes=request.processes, made_last=request.made_last
+        )
+        return admitted(captured, request.mode, ablation=request.ablation)
+
+
+def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
+    """Bytes of the optimizer's state for the model's trainable parameters.
+
+    Raises:
+        UsageError: an unknown optimizer.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[optimizer] * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,93 @@
+"""Input tensors on which tasks run while they are profiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..capture.captured import Captured, TensorMeta
+from ..ir.program import Task
+from ..ops.sync_batch_norm import COMMUNICATING
+from ..runtime.codegen import Block, compile_block
+from .cache_state import CacheState, reuse_bytes
+
+
+class Inputs:
+    """Tensors of given shapes to run operators on, made once and shared by all that read alike."""
+
+    def __init__(
+        self, captured: Captured, device: torch.device, batches: float = 1.0, *, uniform: bool = False
+    ) -> None:
+        """Args: batches: the wanted batch in units of the one that is measured. uniform: in 0 to 1, not normal."""
+        self.captured, self.device, self.batches, self.uniform = captured, device, batches, uniform
+        self.cache: dict[tuple[TensorMeta, int, int | None], torch.Tensor] = {}  # by meta, alike and value
+        random = torch.rand if uniform else torch.randn
+        self.block = random(2**18, generator=torch.Generator().manual_seed(0)).to(device)
+
+    @cached_property
+    def as_uniform(self) -> Inputs:
+        """The same, uniform."""
+        return Inputs(self.captured, self.device, self.batches, uniform=True)
+
+    @cached_property
+    def _reuse(self) -> Mapping[tuple[str, int], tuple[int, ...]]:
+        return reuse_bytes(self.captured)
+
+    @cached_property
+    def _caches(self) -> CacheState:
+        return CacheState(self.device)
+
+    def of(self, task: Task, *, twin: bool = False) -> dict[int, Any]:
+        """What a task reads, by value: tensors of its own, however alike they are; with ``twin`` others like them."""
+        found, alike = dict[int, Any](), Counter[TensorMeta]()
+        for value in task.reads:
+            found[value] = self.make(value, alike[self.captured.metas[value]] + twin * len(task.reads))
+            alike[self.captured.metas[value]] += 1
+        return found
+
+    def caches_before(self, task: Task, inputs: Mapping[int, Any], warm: Callable[[], object]) -> Callable[[], None]:
+        """To be called before a task with a cost is timed: as much of its inputs is in the cache as in a step.
+
+        ``warm`` is as of `CacheState`.
+        """
+        since = self._reuse[task.cost, len(task.reads)]
+        pairs = zip(map(inputs.__getitem__, task.reads), since, strict=True)
+        recent = [(tensor, int(count * self.batches)) for tensor, count in pairs if isinstance(tensor, torch.Tensor)]
+        return lambda: self._caches(recent, warm)
+
+    def make(self, value: int, alike: int = 0) -> Any:
+        """The tensor of a value: random if it is floating, else made by the operator that makes it in the model.
+
+        Random ones are shared by all values of the same shape. ``alike`` tells those apart that must not be one tensor.
+        """
+        meta = self.captured.metas[value]
+        program = self.captured.program
+        made = program.producers[value]
+        if program.values[value].spec == "state":
+            return torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
+        if meta.dtype.is_floating_point or meta.dtype.is_complex or not made:
+            return self._random(meta, alike)
+        key = (meta, alike, value)
+        if key not in self.cache:
+            task = program.tasks[made[0]]
+            run = compile_block(Block(task.reads, (task,), (), (value,)), task.name, COMMUNICATING)
+            self.cache[key] = run([self.make(v) for v in task.reads])[1][0]
+        return self.cache[key]
+
+    def _random(self, meta: TensorMeta, alike: int) -> torch.Tensor:
+        key = (meta, alike, None)
+        if key not in self.cache:
+            if sum(t.untyped_storage().nbytes() for t in self.cache.values()) > 2**31:
+                self.cache.clear()  # only what is alive at once counts against the device
+            elements = meta.storage_bytes // meta.dtype.itemsize
+            flat = torch.zeros(elements, dtype=meta.dtype, device=self.device)
+            if meta.dtype.is_floating_point:
+                whole = elements // len(self.block) * len(self.block)
+                flat[:whole].view(-1, len(self.block)).copy_(self.block)
+                flat[whole:].copy_(self.block[: elements - whole])
+            self.cache[key] = flat.as_strided(meta.shape, meta.stride, meta.offset)
+        return self.cache[key]
