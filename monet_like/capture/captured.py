@@ -72,10 +72,10 @@ class TensorMeta:
     @property
     def contiguous(self) -> bool:
         """Whether the elements lie in row-major order without gaps."""
-        return self.stride == _contiguous(self.shape)
+        return self.stride == contiguous_strides(self.shape)
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides = [1]
     for extent in reversed(shape[1:]):
         strides.append(strides[-1] * max(extent, 1))

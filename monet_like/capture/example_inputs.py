@@ -57,7 +57,7 @@ def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
         made = in_layout(torch.empty(spec.shape, dtype=dtype, device=device), spec.layout)
         return made.requires_grad_(spec.requires_grad)
     except (RuntimeError, TypeError, ValueError) as error:  # a gradient of integers, a dtype without an empty tensor
-        raise ScheduleFileError(f"the schedule's input {_listed((spec,))} cannot be made: {error}") from None
+        raise ScheduleFileError(f"the schedule's input {specs_in_words((spec,))} cannot be made: {error}") from None
 
 
 def described(tensor: torch.Tensor) -> InputSpec:
@@ -66,11 +66,11 @@ def described(tensor: torch.Tensor) -> InputSpec:
     return InputSpec(tuple(map(int, tensor.shape)), dtype, tensor.requires_grad, layout_of(tensor))
 
 
-def _described_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, ...]:
+def input_specs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, ...]:
     return tuple(described(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
 
 
-def _listed(specs: tuple[InputSpec, ...]) -> str:
+def specs_in_words(specs: tuple[InputSpec, ...]) -> str:
     return (
         ", ".join(
             f"{s.dtype}{list(s.shape)}{' ' + s.layout if s.layout else ''}{' (requires grad)' if s.requires_grad else ''}"

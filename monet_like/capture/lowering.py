@@ -39,7 +39,7 @@ from ..ops.meta_functions import (
 from ..ops.recurrent import ONEDNN_LAYER, with_workspace
 from .absent_gpu import convolutions
 from .annotations import Mark, called_in_place, eager_layouts, fills_with_noise, layer_of, mark_of
-from .captured import Captured, Tensor, TensorMeta, _contiguous, make_task
+from .captured import Captured, Tensor, TensorMeta, contiguous_strides, make_task
 from .constants import Constants, constant_name
 from .delayed_gradients import in_order, worth_moving
 from .in_place import in_place_form
@@ -1023,7 +1023,7 @@ class _Builder:
         """The gradient of an input laid out as PyTorch accumulates it: else it would be copied then, unseen."""
         gradient, given = self._with_input(node, position)
         dense = torch.ops.aten.is_non_overlapping_and_dense(given)
-        strides = given.stride() if dense else _contiguous(given.shape)
+        strides = given.stride() if dense else contiguous_strides(given.shape)
         like = torch.empty_strided(given.shape, strides, dtype=gradient.dtype, device=gradient.device)
         value = self._value(f"{node.name}.accumulated", "backward", like)
         options = (("dtype", like.dtype), ("device", like.device))

@@ -53,7 +53,7 @@ class Batches:
         self.measured: tuple[Measured, ...] = ()
         self._made_last: tuple[str, ...] | None = None
         self._captured: dict[int, Captured] = {}
-        self._prepared: dict[int, Prepared] = {}
+        self.read_and_prepare: dict[int, Prepared] = {}
 
     def extra_bytes(self, batch: int) -> int:
         """Resident memory beyond the program's: the optimizer's state, and cuBLAS's workspaces."""
@@ -112,13 +112,13 @@ class Batches:
 
     def prepared(self, batch: int) -> Prepared:
         """What planning needs at ``batch``."""
-        if batch not in self._prepared:
+        if batch not in self.read_and_prepare:
             captured = self.captured(batch)
             costs, note = self._costs(batch, captured)
             device = f"roofline:{self.limits.name}" if self.limits else device_name(self.problem.device)
             profile = Profile(device, costs, note, {"torch": torch.__version__}, cublas_bytes=self._cublas_bytes)
-            self._prepared[batch] = prepared(self.problem.request, captured, profile, costs, {})
-        return self._prepared[batch]
+            self.read_and_prepare[batch] = prepared(self.problem.request, captured, profile, costs, {})
+        return self.read_and_prepare[batch]
 
     def _costs(self, batch: int, captured: Captured) -> tuple[dict[str, Cost], str]:
         if self.limits is not None:
@@ -154,7 +154,7 @@ SPAN = 16
 REFINEMENTS = 3
 
 
-def _largest_power(fitting: Callable[[int], bool], budget_bytes: int) -> int:
+def largest_power(fitting: Callable[[int], bool], budget_bytes: int) -> int:
     """The largest power of two that fits.
 
     Raises:
@@ -213,7 +213,7 @@ class Tuner:
             program, costs = self.batches.captured(batch).program, self.batches.estimated(batch)
             return fits(program, costs, self.budget_bytes, extra_bytes=self.batches.extra_bytes(batch)) is not None
 
-        return _largest_power(fitting, self.budget_bytes)
+        return largest_power(fitting, self.budget_bytes)
 
     def search(self, most: int) -> None:
         """Powers of two up to ``most`` and one beyond, then around the best, again and again."""

@@ -13,7 +13,7 @@ from ..plan.budgets import Point, pareto, seconds_per_gigabyte, smallest_budget
 from ..plan.strategies import check_strategy
 from ..units import format_bytes, format_seconds
 from .output import check_results, draw, write_table
-from .prepare import _prepared, read_budgets
+from .prepare import read_and_prepare, read_budgets
 from .terminal import Terminal, aligned_table
 
 #: Budgets of a front.
@@ -36,7 +36,7 @@ def compare(
     for name in names:
         check_strategy(name)
     check_results(plot, csv_file)
-    problem, ready = _prepared(terminal, profile_file, options)
+    problem, ready = read_and_prepare(terminal, profile_file, options)
     limits = sorted(read_budgets(budgets, ready.plain.peak_bytes), reverse=True)
     console, request = terminal.console, problem.request
     console.print(_title(problem, ready))
@@ -90,7 +90,7 @@ def front(
     if points > MOST_POINTS:
         raise UsageError(f"--points must be at most {MOST_POINTS}, each of which is a plan; give fewer, or --budgets")
     check_results(plot, csv_file)
-    problem, ready = _prepared(terminal, profile_file, options)
+    problem, ready = read_and_prepare(terminal, profile_file, options)
     program, costs, request = ready.captured.program, ready.costs, problem.request
     console = terminal.console
     start = None
@@ -157,7 +157,7 @@ def _gap(point: Point) -> str:
 def smallest(*, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> None:
     """The smallest budget that is feasible, from both sides."""
     terminal = terminal or Terminal()
-    problem, ready = _prepared(terminal, profile_file, options)
+    problem, ready = read_and_prepare(terminal, profile_file, options)
     request = problem.request
     found = smallest_budget(
         ready.captured.program,

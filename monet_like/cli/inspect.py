@@ -17,14 +17,14 @@ def summary(record: ScheduleRecord) -> dict[str, Any]:
     return {name: value for name, value in asdict(record).items() if name != "schedule"}
 
 
-def _bound(record: ScheduleRecord) -> str:
+def bound_in_words(record: ScheduleRecord) -> str:
     if record.bound_seconds is None or record.gap is None:
         return "none proven"
     kind = "" if record.bound_kind == "unrestricted" else f" ({record.bound_kind} program)"
     return f"{format_seconds(record.bound_seconds)}, {100 * record.gap:.2f} %{kind}"
 
 
-def _add_counts(table: Table, record: ScheduleRecord) -> None:
+def add_counts(table: Table, record: ScheduleRecord) -> None:
     counts = record.counts
     if record.cublas_bytes:
         table.add_row("cuBLAS", f"{format_bytes(record.cublas_bytes)} for its workspaces, in all peaks")
@@ -58,8 +58,8 @@ def show_record(terminal: Terminal, record: ScheduleRecord) -> None:
         "predicted step", f"{format_seconds(record.seconds)} (plain PyTorch {format_seconds(record.plain_seconds)})"
     )
     table.add_row("solver", f"{record.solver}: {record.status}, {record.solve_seconds:.1f} s")
-    table.add_row("bound, gap", _bound(record))
-    _add_counts(table, record)
+    table.add_row("bound, gap", bound_in_words(record))
+    add_counts(table, record)
     if record.made_last:
         table.add_row("made last", f"the gradients of {', '.join(record.made_last)}")
     table.add_row("profile", f"{record.device}{'; ' + record.note if record.note else ''}")

@@ -16,7 +16,9 @@ from ..units import parse_bytes
 from .terminal import Progress, Terminal
 
 
-def _prepared(terminal: Terminal, profile_file: Path | None, options: dict[str, Any]) -> tuple[Problem, Prepared]:
+def read_and_prepare(
+    terminal: Terminal, profile_file: Path | None, options: dict[str, Any]
+) -> tuple[Problem, Prepared]:
     """Read the arguments, capture and profile."""
     problem = read_problem(budget="1", **options)
     store = profile_file or profile_path(problem)
@@ -56,7 +58,7 @@ def is_roofline(profile_file: Path | None) -> bool:
     return str(profile_file).startswith("roofline:")
 
 
-def _is_of_elsewhere(profile_file: Path | None) -> bool:
+def is_for_another_machine(profile_file: Path | None) -> bool:
     """Whether costs come from datasheet rates or were recorded on a GPU: a GPU need not be here then."""
     if profile_file is None or is_roofline(profile_file) or not profile_file.is_file():
         return is_roofline(profile_file)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from ..units import format_bytes, format_seconds
-from .inspect import _add_counts, _bound, summary
+from .inspect import add_counts, bound_in_words, summary
 from .terminal import aligned_table
 
 if TYPE_CHECKING:
@@ -19,14 +19,14 @@ from typing import Any
 from ..compiler.pipeline import Compiled, compile_schedule, default_names
 from ..compiler.problem import read_problem
 from ..files import check_writable
-from .prepare import SOLUTIONS, _is_of_elsewhere, profile_path, read_profile
+from .prepare import SOLUTIONS, is_for_another_machine, profile_path, read_profile
 from .terminal import Terminal
 
 
 def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | None = None, **options: Any) -> Compiled:
     """Read the problem, compile it, print a summary and write the schedule and profile files."""
     terminal = terminal or Terminal()
-    problem = read_problem(**options, measured=not _is_of_elsewhere(profile_file))
+    problem = read_problem(**options, measured=not is_for_another_machine(profile_file))
     request = problem.request
     path = out or default_names(problem.spec.name, request, problem.budget_bytes, SOLUTIONS)
     check_writable(path)
@@ -84,10 +84,10 @@ def show_compiled(terminal: Terminal, problem: Problem, compiled: Compiled, path
     stopped = ", stopped by hand" if found.interrupted else ""
     details.add_row("solver", f"{record.solver}: {record.status}{by}{stopped}")
     details.add_row("incumbent", format_seconds(record.seconds))
-    details.add_row("bound, gap", _bound(record))
+    details.add_row("bound, gap", bound_in_words(record))
     details.add_row("stages", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in compiled.stage_seconds.items()))
     details.add_row("profile", f"{record.note or 'reused'} ({record.device})")
-    _add_counts(details, record)
+    add_counts(details, record)
     details.add_row("peak at", found.report.peak_step.task)
     console.print(details)
     console.print(f"wrote {path}", soft_wrap=True)

@@ -23,7 +23,7 @@ from ..profile.devices import DeviceLimits
 from ..replay.verify import real_example, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
 from ..units import format_bytes, format_seconds
-from .batch_search import Batches, Trial, Tuner, _largest_power
+from .batch_search import Batches, Trial, Tuner, largest_power
 from .output import check_results, draw, write_table
 from .prepare import SOLUTIONS, profile_path, read_profile
 from .terminal import Terminal, aligned_table
@@ -49,7 +49,7 @@ def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal 
             console.print(f"batch {batch}: {'fits' if found else 'does not fit'} (plain PyTorch {plain})")
         return tried[batch]
 
-    low = _largest_power(fitting, problem.budget_bytes)
+    low = largest_power(fitting, problem.budget_bytes)
     step = low // 2
     while step:
         if fitting(low + step):

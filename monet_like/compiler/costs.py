@@ -111,7 +111,7 @@ def _memory_bytes() -> int:
     return int(psutil.virtual_memory().total)
 
 
-def _profiled(
+def profiled(
     request: Request,
     captured: Captured,
     device: torch.device,

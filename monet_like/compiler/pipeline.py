@@ -30,7 +30,7 @@ from ..profile.devices import DeviceLimits
 from ..profile.profiler import Progress
 from ..profile.settings import versions
 from ..units import format_bytes
-from .costs import _profiled
+from .costs import profiled
 from .request import Request, captured_for, optimizer_bytes
 
 
@@ -168,7 +168,7 @@ def prepare(
         captured = captured_for(request, request.example)
     seconds = {"capture": time.perf_counter() - started}
     started = time.perf_counter()
-    found = _profiled(request, captured, device, profile, save_profile, progress)
+    found = profiled(request, captured, device, profile, save_profile, progress)
     seconds["profile"] = time.perf_counter() - started
     return prepared(request, captured, found, found.costs, seconds)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..capture.captured import CUDA_GRANULARITY_BYTES, Captured
-from ..capture.example_inputs import _described_all, _listed, device_of
+from ..capture.example_inputs import device_of, input_specs, specs_in_words
 from ..capture.precision import autocast_name, weights_layout
 from ..errors import ScheduleError, ScheduleFileError
 from ..ir.schedule_file import ScheduleRecord
@@ -79,7 +79,7 @@ def warn_elsewhere(record: ScheduleRecord, device: torch.device, stacklevel: int
     )
 
 
-def _check_shapes(record: ScheduleRecord, given: Sequence[Any]) -> None:
+def check_shapes(record: ScheduleRecord, given: Sequence[Any]) -> None:
     shapes = [tuple(s) for s in given] if given and not isinstance(given[0], int) else [tuple(given)]
     solved = [spec.shape for spec in record.inputs]
     if len(shapes) != len(solved):
@@ -98,14 +98,14 @@ def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kw
     A smaller batch runs with the same decisions; anything else must be as solved for. Under another autocast and with
     weights in another layout other operators run, or others than were priced.
     """
-    found = _described_all(args, kwargs)
+    found = input_specs(args, kwargs)
     same = len(found) == len(record.inputs)
     for mine, other in zip(found, record.inputs, strict=False):
         same &= replace(mine, shape=mine.shape[1:]) == replace(other, shape=other.shape[1:])
         same &= mine.shape[:1] <= other.shape[:1] and len(mine.shape) == len(other.shape)
     if not same:
         return (
-            f"the schedule was solved for {_listed(record.inputs)}, the model was called with {_listed(found)}; "
+            f"the schedule was solved for {specs_in_words(record.inputs)}, the model was called with {specs_in_words(found)}; "
             "a smaller batch is fine, anything else needs a schedule of its own"
         )
     autocast = autocast_name(device_of(model))

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.captured import Captured
-from ..capture.example_inputs import _described_all, device_of, example_of
+from ..capture.example_inputs import device_of, example_of, input_specs
 from ..capture.guards.reads import Change
 from ..capture.lowering import capture, check_initialized
 from ..capture.precision import AUTOCASTS, autocast_as, autocast_name
@@ -29,7 +29,7 @@ from ..nn.sync_batch_norm import is_synchronised, world
 from ..profile.devices import known_limits, machine_at
 from ..units import format_bytes
 from ..variants import admitted
-from .compatibility import _check_shapes, check_program, mismatch, warn_elsewhere
+from .compatibility import check_program, check_shapes, mismatch, warn_elsewhere
 from .inductor import check_inductor
 from .training_step import Step, run_step
 from .twins import warn_of_twins
@@ -111,7 +111,7 @@ class ScheduleWrapper(nn.Module):
         self._share(model, backend)
         self.record = record = _loaded(solution_file, device_of(model))
         if input_shape is not None:
-            _check_shapes(record, input_shape)
+            check_shapes(record, input_shape)
         if example is None:
             example = example_of(record, device_of(model))
         warn_elsewhere(record, device_of(model), stacklevel=2)
@@ -185,7 +185,7 @@ class ScheduleWrapper(nn.Module):
         record, captured = self._planned(args, kwargs, captured, change)
         warn_of_twins(captured, device_of(self), stacklevel=3)
         within = None
-        if self.backend == "inductor" and _described_all(args, kwargs) == record.inputs:
+        if self.backend == "inductor" and input_specs(args, kwargs) == record.inputs:
             within = record.peak_bytes - record.extra_bytes
         step = Step(captured, record.schedule, within)
         if within is None and not captured.gradients_in_rows:
