@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import click
 
-from monet_like.cli import main as command_line
+from monet_like.cli.group import main as command_line
 from monet_like.ir.program import Cost, Program
 from monet_like.ir.schedule import Schedule
 from monet_like.plan.strategies import STRATEGIES

@@ -19,7 +19,7 @@ from torch import nn
 from monet_like import ops
 from monet_like.capture.captured import Captured, fake_mode
 from monet_like.capture.lowering import capture
-from monet_like.cli import main
+from monet_like.cli.group import main
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError, ProfileError

@@ -13,7 +13,7 @@ from torch import nn
 
 from monet_like.capture.captured import fake_mode
 from monet_like.capture.lowering import capture
-from monet_like.cli import main
+from monet_like.cli.group import main
 from monet_like.cli.zoo import build as building
 from monet_like.compiler.pipeline import Compiled, compile_schedule, make_record, plan_for, prepare, with_workspaces_of
 from monet_like.compiler.request import Request

@@ -16,8 +16,8 @@ import torch
 from click.testing import CliRunner
 
 from monet_like import ops
-from monet_like.cli import main
 from monet_like.cli.doctor import EXPECTED, REQUIRED
+from monet_like.cli.group import main
 from monet_like.solvers.dialects import DIALECTS
 from monet_like.solvers.interface import installed_solvers
 

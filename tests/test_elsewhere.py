@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from monet_like.capture.captured import Captured, fake_mode
 from monet_like.capture.lowering import capture
-from monet_like.cli import main
+from monet_like.cli.group import main
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.request import Request
 from monet_like.errors import CaptureError

@@ -25,7 +25,7 @@ from training import run, twin
 
 from monet_like import variants
 from monet_like.capture.lowering import capture
-from monet_like.cli import main
+from monet_like.cli.group import main
 from monet_like.ir.plain_pickle import load_plain
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost

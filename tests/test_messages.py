@@ -20,15 +20,15 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from monet_like.cli import (
+from monet_like.cli.commands import (
     benchmark_command,
     doctor_command,
     inspect_command,
-    main,
     report_command,
     schedule_command,
     solve_command,
 )
+from monet_like.cli.group import main
 from monet_like.compiler.problem import parse_batch, parse_shape
 from monet_like.errors import MonetError, UsageError
 from monet_like.ir.profile_file import Profile

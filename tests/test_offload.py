@@ -19,7 +19,7 @@ from training import run, twin
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
-from monet_like.cli import inspect_command, schedule_command, solve_command
+from monet_like.cli.commands import inspect_command, schedule_command, solve_command
 from monet_like.errors import MonetError
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule

@@ -18,7 +18,7 @@ from training import run, twin
 
 from monet_like import auto_schedule
 from monet_like.capture.precision import autocast_as, layout_of
-from monet_like.cli import main
+from monet_like.cli.group import main
 from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import ScheduleFileError
 from monet_like.ir.schedule_file import ScheduleRecord

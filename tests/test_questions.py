@@ -13,7 +13,7 @@ from test_plan import network, peak
 from test_refine import optimum
 from test_strategies import chain_of
 
-from monet_like.cli import main
+from monet_like.cli.group import main
 from monet_like.plan.budgets import pareto, seconds_per_gigabyte, smallest_budget
 from monet_like.plan.ilp.formulation import Formulation, Options
 from monet_like.plan.ilp.relaxation import block_program

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from monet_like.capture.lowering import capture
-from monet_like.cli import main
+from monet_like.cli.group import main
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.pipeline import Compiled, compile_schedule
 from monet_like.compiler.request import Request, captured_for

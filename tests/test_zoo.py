@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from test_files import RECORD
 
 import monet_like
-from monet_like.cli import main
+from monet_like.cli.group import main
 from monet_like.cli.zoo import build as building
 from monet_like.cli.zoo.build import build, described, verify
 from monet_like.cli.zoo.table import BEGIN, END, markdown, summary, write_into

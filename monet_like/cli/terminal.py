@@ -7,17 +7,13 @@ import os
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
-
-if TYPE_CHECKING:
-    pass
-
 
 #: Columns where nothing says how wide the output is: a file or a pipe.
 _WIDTH = 160

@@ -1,0 +1,347 @@
+"""The commands: their arguments, options and help, without what they need to run. So ``--help`` is there at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .group import CONTEXT, Command, main
+from .options import (
+    device_option,
+    dtype_option,
+    files_options,
+    gap_option,
+    input_shape_option,
+    json_option,
+    optimizer_option,
+    planning_options,
+    precision_options,
+    problem_arguments,
+    profile_option,
+    threads_option,
+    time_limit_option,
+    with_terminal,
+)
+
+if TYPE_CHECKING:
+    from .terminal import Terminal
+
+
+@main.command("solve", cls=Command, context_settings=CONTEXT)
+@problem_arguments
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Where to measure: auto (CUDA if there is one), cpu, cuda:1. With --profile roofline:DEVICE, or a file recorded "
+    "on a GPU, cuda need not be here.",
+)
+@profile_option
+@click.option(
+    "--profile-batch",
+    type=int,
+    help="Measure at this batch and scale, such as 8.  [default: BATCH, or less where that would take over about a minute]",
+)
+@time_limit_option(60.0, "the plan")
+@gap_option
+@threads_option
+@click.option("--ablation", is_flag=True, help="Operator choice only: nothing is recomputed.  [default: off]")
+@optimizer_option
+@click.option(
+    "--strategy",
+    default="milp",
+    show_default=True,
+    help="How to plan: milp, heuristic, checkmate, ogc, chen_greedy, chen_sqrt, griewank, torch_budget or store_all.",
+)
+@click.option(
+    "--processes",
+    type=int,
+    help="So many share the statistics of the model's SyncBatchNorm, such as 8.  [default: 1, where it is batch norm]",
+)
+@precision_options
+@input_shape_option
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Schedule file to write, such as mine.pkl.  [default: solutions/solution_NAME_BATCH_MODE_BUDGET.pkl]",
+)
+@with_terminal
+def solve_command(**options: Any) -> None:
+    """Find the fastest training step of MODEL at BATCH that fits BUDGET (GB), and write a schedule file.
+
+    MODEL is a dotted call with literal arguments ("torchvision.models.resnet18(num_classes=10)"), unet, nasnet,
+    amoebanet, darts, or path/to/file.py:make_model. MODE is some of the words inplace, conv, multiway, newnode, normal,
+    joined by "_"; dropit0.9, lowp16 and lowp8 admit inexact gradients, offload copies on the host,
+    algorithms those of cuDNN.
+    SOLVER is CBC (the default), HIGHS, GUROBI or another that cvxpy finds.
+
+    \b
+    Examples:
+      python solve.py "torchvision.models.resnet50()" 184 10 inplace_conv_multiway_newnode CBC
+      python solve.py unet 11 6 inplace_conv_multiway_newnode HIGHS --time-limit 120 --gap 0.02
+      python solve.py model.py:make_model 64 5.5 normal CBC --input-shape 3,32,32 --optimizer adam
+    """
+    from .solve import solve
+
+    solve(**options)
+
+
+@main.command("schedule", cls=Command, context_settings=CONTEXT)
+@problem_arguments
+@click.option(
+    "--solution-file",
+    type=click.Path(path_type=Path),
+    help="Schedule file to check, such as solutions/mine.pkl.  [default: the name that solve.py gives it]",
+)
+@click.option(
+    "--check-runtime",
+    is_flag=True,
+    help="Step time and measured peak beside plain PyTorch's, in this process.  [default: off]",
+)
+@click.option(
+    "--check-diff",
+    is_flag=True,
+    help="Compare outputs, every gradient and every buffer with plain PyTorch's.  [default: off]",
+)
+@click.option("--run-bs", is_flag=True, help="Run one step and say whether it fitted the budget.  [default: off]")
+@device_option("Where to run")
+@precision_options
+@input_shape_option
+@click.option(
+    "--steps", type=int, default=5, show_default=True, help="Timed steps of each kind in --check-runtime, such as 20."
+)
+@with_terminal
+def schedule_command(**options: Any) -> None:
+    """Check a schedule by running it: --check-runtime, --check-diff or --run-bs.
+
+    \b
+    Example:
+      python scripts/schedule.py "torchvision.models.resnet50()" 8 0.5 inplace_conv_multiway_newnode CBC \\
+          --solution_file solutions/solution_resnet50_8_inplace_conv_multiway_newnode_0.50.pkl --check_diff
+    """
+    from .schedule import check
+
+    check(**options)
+
+
+@main.command("compare", cls=Command, context_settings=CONTEXT)
+@click.argument("model")
+@click.argument("batch")
+@click.argument("budgets")
+@planning_options
+@click.option(
+    "--strategies",
+    default="",
+    help="Some of milp, heuristic, checkmate, ogc, chen_greedy, chen_sqrt, griewank, torch_budget, store_all.  "
+    "[default: all]",
+)
+@files_options
+@with_terminal
+def compare_command(**options: Any) -> None:
+    """Step time of every strategy at every one of BUDGETS (GB, or % of plain PyTorch's peak), by one simulator.
+
+    \b
+    Example:
+      monet-like compare "torchvision.models.resnet50()" 184 12,10,8 --profile roofline:a100 --plot fronts.png
+    """
+    from .compare import compare
+
+    compare(**options)
+
+
+@main.command("pareto", cls=Command, context_settings=CONTEXT)
+@click.argument("model")
+@click.argument("batch")
+@planning_options
+@click.option("--points", type=int, default=8, show_default=True, help="How many budgets, evenly spread.")
+@click.option("--budgets", default="", help="These instead, such as 10,8,6 or 80%,60%.")
+@files_options
+@with_terminal
+def pareto_command(**options: Any) -> None:
+    """The time-memory front of a model, and what each further GB would buy.
+
+    \b
+    Example:
+      monet-like pareto "torchvision.models.resnet50()" 184 --profile roofline:a100 --points 6 --csv front.csv
+    """
+    from .compare import front
+
+    front(**options)
+
+
+@main.command("smallest", cls=Command, context_settings=CONTEXT)
+@click.argument("model")
+@click.argument("batch")
+@planning_options
+@with_terminal
+def smallest_command(**options: Any) -> None:
+    """The smallest budget that is feasible: the lowest peak found, and what is proven.
+
+    \b
+    Example:
+      monet-like smallest "torchvision.models.resnet50()" 184 --profile roofline:a100
+    """
+    from .compare import smallest
+
+    smallest(**options)
+
+
+@main.command("largest-batch", cls=Command, context_settings=CONTEXT)
+@click.argument("model")
+@click.argument("budget")
+@planning_options
+@with_terminal
+def largest_batch_command(**options: Any) -> None:
+    """The largest batch for which a schedule within BUDGET (GB) is found.
+
+    \b
+    Example:
+      monet-like largest-batch "torchvision.models.resnet50()" 10 --profile roofline:a100
+    """
+    from .tune import largest_batch
+
+    largest_batch(**options)
+
+
+@main.command("tune", cls=Command, context_settings=CONTEXT)
+@click.argument("model")
+@click.argument("budget")
+@planning_options
+@click.option(
+    "--batches", default="", help="Only these, such as 64,96,128.  [default: powers of two, then around the best]"
+)
+@click.option("--best", type=int, default=3, show_default=True, help="How many batches are planned in full, measured.")
+@click.option("--steps", type=int, default=3, show_default=True, help="Timed steps of each; 0: nothing is measured.")
+@click.option(
+    "--profile-batch", type=int, help="Measure operators at this batch and half of it.  [default: as for solve]"
+)
+@files_options
+@click.option("--out", type=click.Path(path_type=Path), help="Schedule file to write.  [default: as for solve]")
+@with_terminal
+def tune_command(**options: Any) -> None:
+    """The batch and schedule with the highest throughput (samples/s) within BUDGET (GB); writes the schedule.
+
+    Every batch tried is planned by the local search; the best few are planned in full and run, beside plain PyTorch
+    at its best batch (with --profile roofline:DEVICE nothing is run).
+
+    \b
+    Examples:
+      monet-like tune "torchvision.models.resnet50()" 2
+      monet-like tune "torchvision.models.resnet50()" 40 --profile roofline:a100 --plot tune.png
+    """
+    from .tune import tune
+
+    tune(**options)
+
+
+@main.command("benchmark", cls=Command, context_settings=CONTEXT)
+@click.option("--arch", required=True, help="A net of OGC's table, such as resnet101, densenet201 or darts.")
+@device_option("Where to run")
+@click.option("--strategy", default="ogc", show_default=True, help="How to plan, such as milp; as for solve.")
+@click.option(
+    "--budget",
+    help="Of the whole step in GB, such as 8, or % of plain PyTorch's peak.  [default: what the ogc strategy needs]",
+)
+@click.option("--batch", help="Such as 8.  [default: as in OGC's table]")
+@click.option("--input-size", type=int, help="Side of the images, such as 64.  [default: as in OGC's table]")
+@click.option(
+    "--mode", default="inplace_conv_multiway_newnode", show_default=True, help="Such as normal; as for solve."
+)
+@click.option("--solver", default="HIGHS", show_default=True, help="Such as CBC; as for solve.")
+@profile_option
+@time_limit_option(60.0, "the plan")
+@click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of each kind, such as 20.")
+@dtype_option
+@with_terminal
+def benchmark_command(**options: Any) -> None:
+    """OGC's benchmark: plan a net, compare a step with plain PyTorch's, measure memory and time of both.
+
+    \b
+    Examples:
+      python scripts/benchmark.py --arch resnet101 --device cuda:0
+      python scripts/benchmark.py --arch darts --batch 4 --device cpu --strategy milp --budget 30%
+    """
+    from .benchmark import benchmark
+
+    benchmark(**options)
+
+
+@main.command("inspect", cls=Command, context_settings=CONTEXT)
+@click.argument("file", type=click.Path(path_type=Path))
+@with_terminal
+def inspect_command(file: Path, terminal: Terminal) -> None:
+    """Print what a schedule FILE was made for, what it promises and what it does.
+
+    \b
+    Example:
+      monet-like inspect solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl
+    """
+    from ..ir.schedule_file import ScheduleRecord
+    from .inspect import show_record
+
+    show_record(terminal, ScheduleRecord.load(file))
+
+
+@main.command("report", cls=Command, context_settings=CONTEXT)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--model",
+    help="MODEL that FILE was solved for, such as net.py:make_model.  [default: what FILE says, where that is a net of torchvision "
+    "or of this package]",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Page to write, such as mine.html.  [default: FILE with .html]"
+)
+@click.option("--png", is_flag=True, help="Every picture also as a PNG beside the page.  [default: off]")
+@click.option(
+    "--front",
+    type=click.Choice(["off", "quick", "full"]),
+    default="quick",
+    show_default=True,
+    help="The time-memory front: none, by the strategies that need no solver, or by all of them.",
+)
+@click.option(
+    "--live", is_flag=True, help="Run a real step, and draw its memory beside what was predicted.  [default: off]"
+)
+@device_option("Where to measure and to run")
+@click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(path_type=Path),
+    help="Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or solve's own profile]",
+)
+@time_limit_option(30.0, "each plan of --front full")
+@with_terminal
+def report_command(**options: Any) -> None:
+    """Draw a schedule FILE: one page for a browser, with everything in it, that needs no network.
+
+    Memory over the step beside plain PyTorch's; where it lies, layer by layer; what runs again and what that costs; what
+    other strategies would do; every run in a table to search. Needs pip install 'monet_like[plots]'.
+
+    \b
+    Examples:
+      monet-like report solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl --png
+      monet-like report mine.pkl --model net.py:make_model --front off --live
+    """
+    from .report import report
+
+    report(**options)
+
+
+@main.command("doctor", cls=Command, context_settings=CONTEXT)
+@json_option
+def doctor_command(as_json: bool) -> None:
+    """Say what this machine has: packages, solvers, compiled kernels, GPUs, memory, the cache.
+
+    Exit status 1 if something required is missing or broken, else 0. What only planning needs is not required.
+
+    \b
+    Example:
+      monet-like doctor --json
+    """
+    from .doctor import doctor
+
+    sys.exit(doctor(as_json=as_json))

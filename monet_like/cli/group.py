@@ -1,0 +1,50 @@
+"""The command group ``monet-like``, and how commands end: errors in one line, Ctrl-C without a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from .._version import __version__
+from ..errors import MonetError
+from ..interrupts import MESSAGE, raised
+
+CONTEXT: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 110,
+    # Long options take - and _ alike, as MONeT's users type them. (click hands over names without their dashes.)
+    "token_normalize_func": lambda token: token.replace("_", "-"),
+}
+
+
+class Group(click.Group):
+    """Errors of this package are one line on stderr and exit code 2, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return _guarded(lambda: super(Group, self).invoke(ctx))
+
+
+class Command(click.Command):
+    def invoke(self, ctx: click.Context) -> Any:
+        return _guarded(lambda: super(Command, self).invoke(ctx))
+
+
+def _guarded(function: Callable[[], Any]) -> Any:
+    try:
+        with raised():
+            return function()
+    except MonetError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        click.echo(MESSAGE, err=True)
+        sys.exit(130)
+
+
+@click.group(cls=Group, context_settings=CONTEXT)
+@click.version_option(__version__, prog_name="monet-like")
+def main() -> None:
+    """Training steps that fit the memory you have."""
