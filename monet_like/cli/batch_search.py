@@ -53,7 +53,7 @@ class Batches:
         self.measured: tuple[Measured, ...] = ()
         self._made_last: tuple[str, ...] | None = None
         self._captured: dict[int, Captured] = {}
-        self.read_and_prepare: dict[int, Prepared] = {}
+        self._prepared: dict[int, Prepared] = {}
 
     def extra_bytes(self, batch: int) -> int:
         """Resident memory beyond the program's: the optimizer's state, and cuBLAS's workspaces."""
@@ -112,13 +112,13 @@ class Batches:
 
     def prepared(self, batch: int) -> Prepared:
         """What planning needs at ``batch``."""
-        if batch not in self.read_and_prepare:
+        if batch not in self._prepared:
             captured = self.captured(batch)
             costs, note = self._costs(batch, captured)
             device = f"roofline:{self.limits.name}" if self.limits else device_name(self.problem.device)
             profile = Profile(device, costs, note, {"torch": torch.__version__}, cublas_bytes=self._cublas_bytes)
-            self.read_and_prepare[batch] = prepared(self.problem.request, captured, profile, costs, {})
-        return self.read_and_prepare[batch]
+            self._prepared[batch] = prepared(self.problem.request, captured, profile, costs, {})
+        return self._prepared[batch]
 
     def _costs(self, batch: int, captured: Captured) -> tuple[dict[str, Cost], str]:
         if self.limits is not None:

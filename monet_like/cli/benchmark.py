@@ -34,7 +34,7 @@ from ..profile.measure import allocated_peak
 from ..replay.verify import real_example, same_step, step_peak, step_seconds, train_step
 from ..replay.wrapper import ScheduleWrapper
 from ..units import format_bytes, format_seconds
-from .prepare import prepare_with, profile_path, read_budgets, read_profile
+from .prepare import CostSource, read_budgets
 from .terminal import Terminal, aligned_table
 
 
@@ -104,12 +104,11 @@ def benchmark(
     problem = read_problem(
         model=net.model, batch=batch or str(net.batch), budget="1", input_shape=f"3,{side},{side}", **options
     )
-    store = profile_file or profile_path(problem)
-    profile = read_profile(store)
+    source = CostSource.of(problem, profile_file)
     terminal = terminal or Terminal()
     console = terminal.console
     with terminal.progress() as progress:
-        ready = prepare_with(profile, store, problem, progress)
+        ready = source.prepare(problem, progress)
         limit = _limit(ready, problem, budget)
         started = time.perf_counter()
         found = plan_for(ready, problem.request, limit, progress=progress.planning)

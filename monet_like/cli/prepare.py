@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,8 @@ from ..profile.devices import DEVICES, DeviceLimits, device_slug
 from ..units import parse_bytes
 from .terminal import Progress, Terminal
 
-
-def read_and_prepare(
-    terminal: Terminal, profile_file: Path | None, options: dict[str, Any]
-) -> tuple[Problem, Prepared]:
-    """Read the arguments, capture and profile."""
-    problem = read_problem(budget="1", **options)
-    store = profile_file or profile_path(problem)
-    profile = read_profile(store)
-    with terminal.progress() as progress:
-        return problem, prepare_with(profile, store, problem, progress)
+#: Where schedules and profiles are written.
+SOLUTIONS = Path("solutions")
 
 
 def read_budgets(text: str, plain_peak_bytes: int) -> list[int]:
@@ -50,9 +43,6 @@ def read_budgets(text: str, plain_peak_bytes: int) -> list[int]:
     return found
 
 
-SOLUTIONS = Path("solutions")
-
-
 def is_roofline(profile_file: Path | None) -> bool:
     """Whether costs come from datasheet rates, by ``roofline:DEVICE`` instead of a file."""
     return str(profile_file).startswith("roofline:")
@@ -75,39 +65,73 @@ def profile_path(problem: Problem, label: str = "") -> Path:
     )
 
 
-def read_profile(store: Path) -> Profile | DeviceLimits | None:
+@dataclass(frozen=True)
+class CostSource:
+    """Where the costs of a model's operators come from.
+
+    Attributes:
+        path: of the profile file to read and to extend; ``roofline:DEVICE`` for datasheet rates.
+        known: what is known before anything is measured: the file's costs, a device's rates, or None.
+    """
+
+    path: Path
+    known: Profile | DeviceLimits | None
+
+    @staticmethod
+    def of(problem: Problem, profile_file: Path | None, label: str = "") -> CostSource:
+        """The one that ``--profile`` names, or this model's own file on this device.
+
+        Args:
+            label: of the file's name, instead of the batch.
+
+        Raises:
+            UsageError: an unknown device name, or a folder that cannot be written to.
+            ProfileError: the file is no profile.
+        """
+        path = profile_file or profile_path(problem, label)
+        return CostSource(path, read_profile(path))
+
+    def save(self, profile: Profile) -> None:
+        """Keep what was measured for the next command."""
+        profile.save(self.path)
+
+    def prepare(self, problem: Problem, progress: Progress, captured: Captured | None = None) -> Prepared:
+        """Capture and profile; what is measured is saved.
+
+        Args:
+            captured: the program of this problem, if it is at hand.
+        """
+        return prepare(
+            problem.request,
+            problem.device,
+            profile=self.known,
+            save_profile=self.save,
+            progress=progress.profiling,
+            captured=captured,
+        )
+
+
+def read_and_prepare(
+    terminal: Terminal, profile_file: Path | None, options: dict[str, Any]
+) -> tuple[Problem, Prepared]:
+    """Read the problem of a command without one budget, capture and profile it."""
+    problem = read_problem(budget="1", **options)
+    source = CostSource.of(problem, profile_file)
+    with terminal.progress() as progress:
+        return problem, source.prepare(problem, progress)
+
+
+def read_profile(path: Path) -> Profile | DeviceLimits | None:
     """Where costs come from: a device's rates for ``roofline:a100``, else what the file holds, if there is one.
 
     Raises:
         UsageError: an unknown device name, or a folder that cannot be written to.
         ProfileError: the file is no profile.
     """
-    if not is_roofline(store):
-        check_writable(store)
-        return Profile.load(store) if store.exists() else None
-    name = str(store).partition(":")[2]
+    if not is_roofline(path):
+        check_writable(path)
+        return Profile.load(path) if path.exists() else None
+    name = str(path).partition(":")[2]
     if name not in DEVICES:
         raise UsageError(f"there is no roofline for {name!r}; choose one of {', '.join(DEVICES)}")
     return DEVICES[name]
-
-
-def prepare_with(
-    profile: Profile | DeviceLimits | None,
-    store: Path,
-    problem: Problem,
-    progress: Progress,
-    captured: Captured | None = None,
-) -> Prepared:
-    """Capture and profile; ``profile`` is what was read from ``store``, and what is measured beside it is saved there.
-
-    Args:
-        captured: of this problem, if that is at hand.
-    """
-    return prepare(
-        problem.request,
-        problem.device,
-        profile=profile,
-        save_profile=lambda found: found.save(store),
-        progress=progress.profiling,
-        captured=captured,
-    )

@@ -25,7 +25,7 @@ from ..report.figures import course, plain_course
 from ..report.live import live_step
 from ..report.page import Figures, charts, numbers, page, pictures, vega
 from ..units import format_bytes, format_seconds
-from .prepare import prepare_with, profile_path, read_profile
+from .prepare import CostSource
 from .terminal import Terminal, aligned_table
 
 #: Budgets of the front, in parts of plain PyTorch's peak.
@@ -60,13 +60,12 @@ def report(
     record = ScheduleRecord.load(file)
     check_writable(path)
     problem = problem_of(record, model, device, time_limit)
-    store = profile_file or _profile_of(record, problem)
-    profile = read_profile(store)
+    source = CostSource.of(problem, profile_file or _rates_of(record))
     with terminal.progress() as progress:
         captured = captured_for(problem.request, problem.request.example)
         program = captured.program
         check_program(record, captured, problem.request.expression, problem.device)
-        ready = with_workspaces_of(record, prepare_with(profile, store, problem, progress, captured))
+        ready = with_workspaces_of(record, source.prepare(problem, progress, captured))
         by_plain = record.cublas_bytes if multiplies(captured.plain.every_task()) else 0
         figures = Figures(
             record,
@@ -130,10 +129,10 @@ def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limi
     return replace(problem, request=replace(problem.request, example=example, made_last=record.made_last))
 
 
-def _profile_of(record: ScheduleRecord, problem: Problem) -> Path:
-    """The rates that a schedule was planned with, or else where solve keeps the model's profile on this device."""
+def _rates_of(record: ScheduleRecord) -> Path | None:
+    """The datasheet rates that a schedule was planned with, if it was."""
     kind, _, name = record.device.partition(":")
-    return Path(record.device) if kind == "roofline" and name in DEVICES else profile_path(problem)
+    return Path(record.device) if kind == "roofline" and name in DEVICES else None
 
 
 def _fronts(ready: Prepared, problem: Problem, record: ScheduleRecord, kind: str, progress: Any) -> Fronts:

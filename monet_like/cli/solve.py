@@ -19,7 +19,7 @@ from typing import Any
 from ..compiler.pipeline import Compiled, compile_schedule, default_names
 from ..compiler.problem import read_problem
 from ..files import check_writable
-from .prepare import SOLUTIONS, is_for_another_machine, profile_path, read_profile
+from .prepare import SOLUTIONS, CostSource, is_for_another_machine
 from .terminal import Terminal
 
 
@@ -30,20 +30,19 @@ def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | N
     request = problem.request
     path = out or default_names(problem.spec.name, request, problem.budget_bytes, SOLUTIONS)
     check_writable(path)
-    store = profile_file or profile_path(problem)
-    profile = read_profile(store)
+    source = CostSource.of(problem, profile_file)
     with terminal.progress() as progress:
         compiled = compile_schedule(
             request,
             problem.budget_bytes,
             problem.device,
-            profile=profile,
-            save_profile=lambda found: found.save(store),
+            profile=source.known,
+            save_profile=source.save,
             progress=progress.profiling,
             plan_progress=progress.planning,
         )
     compiled.record.save(path)
-    show_compiled(terminal, problem, compiled, path, store)
+    show_compiled(terminal, problem, compiled, path, source.path)
     return compiled
 
 

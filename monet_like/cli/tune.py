@@ -25,7 +25,7 @@ from ..replay.wrapper import ScheduleWrapper
 from ..units import format_bytes, format_seconds
 from .batch_search import Batches, Trial, Tuner, largest_power
 from .output import check_results, draw, write_table
-from .prepare import SOLUTIONS, profile_path, read_profile
+from .prepare import SOLUTIONS, CostSource, read_profile
 from .terminal import Terminal, aligned_table
 
 
@@ -94,9 +94,8 @@ def tune(
         raise UsageError(f"--best {best} must be at least 1 and --steps {steps} at least 0")
     check_results(plot, csv_file, out)
     problem = read_problem(budget=budget, batch=str(listed[-1]) if listed else "1", **options)
-    store = profile_file or profile_path(problem, "batches")
-    profile = read_profile(store)
-    limits = profile if isinstance(profile, DeviceLimits) else None
+    source = CostSource.of(problem, profile_file, "batches")
+    limits = source.known if isinstance(source.known, DeviceLimits) else None
     terminal = terminal or Terminal()
     console = terminal.console
     with terminal.progress() as progress:
@@ -107,10 +106,8 @@ def tune(
         family = Batches(problem, limits)
         tuner = Tuner(family, say)
         most = listed[-1] if listed else tuner.most()
-        measured = profile if isinstance(profile, Profile) else None
-        family.measure(
-            most, measured, lambda found: found.save(store), lambda *news: say(f"profile {news[0]}", *news[1:])
-        )
+        measured = source.known if isinstance(source.known, Profile) else None
+        family.measure(most, measured, source.save, lambda *news: say(f"profile {news[0]}", *news[1:]))
         if listed:
             for batch in listed:
                 tuner.trial(batch)
