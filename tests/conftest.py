@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from monet_like import ops  # noqa: E402
 from monet_like.ops import reference  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from random_schedules import random_schedule
-from test_replay import costs_of, replayed
+from replays import costs_of, replayed
 from torch import Tensor, nn
 from training import Outcome, run, twin
 
@@ -238,7 +238,7 @@ def test_autocast(dtype: str) -> None:
 
 
 def _record(captured: Captured, schedule: Schedule, mode: str, made: Made) -> Any:
-    from test_replay import record_for
+    from replays import record_for
 
     return record_for(captured, schedule, mode, (made[0], made[1], {}))
 

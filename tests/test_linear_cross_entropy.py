@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_replay import CPU, FULL, costs_of, record_for
+from replays import CPU, FULL, costs_of, record_for
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import twin

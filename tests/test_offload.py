@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from random_schedules import random_schedule
-from test_replay import LOSS_BYTES, costs_of, record_for, replayed, worst
+from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import Tensor, nn
 from training import run, twin
 

@@ -18,7 +18,7 @@ from monet_like.plan.budgets import pareto, seconds_per_gigabyte, smallest_budge
 from monet_like.plan.ilp.formulation import Formulation, Options
 from monet_like.plan.ilp.relaxation import block_program
 
-CHAIN = f"{Path(__file__).parent / 'chain.py'}:chain"
+CHAIN = f"{Path(__file__).parent / 'helpers' / 'chain.py'}:chain"
 QUICK = ["--profile", "roofline:a100", "--time-limit", "3"]
 
 

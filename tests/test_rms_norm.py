@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_replay import FULL, record_for, replayed
+from replays import FULL, record_for, replayed
 from torch import Tensor, nn
 from training import Outcome, run, twin
 from zoo import SpelledRMSNorm, decoder

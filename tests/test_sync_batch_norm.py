@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import assert_same, step, together
 from random_schedules import random_schedule
-from test_distributed import assert_same, step, together
-from test_replay import record_for
+from replays import record_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode

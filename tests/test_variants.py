@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from test_replay import replayed
+from replays import replayed
 from torch import nn
 from training import run, twin
 

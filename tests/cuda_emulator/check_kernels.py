@@ -1,6 +1,6 @@
 """Every operator with random arguments: emulated CUDA kernels against their plain-torch twins, ATen and float64.
 
-Run by tests/test_cuda_emulator.py and by ``python -m tests.cuda_emulator``, in a process of its own. Every call runs three
+Run by tests/without_gpu/test_cuda_emulator.py and by ``python -m tests.cuda_emulator``, in a process of its own. Every call runs three
 times, with other orders of threads and blocks, other contents of new memory and other sizes of the grids that stride:
 the results must have the same bits.
 """

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from random_schedules import random_schedule
+from replays import record_for
 from test_algorithms import FORMATS, MODE, Attends, captured
-from test_replay import record_for
 from torch import nn
 from training import twin
 

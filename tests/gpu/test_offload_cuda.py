@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from random_schedules import random_schedule
+from replays import record_for
 from test_offload import MODELS, taken
-from test_replay import record_for
 from training import twin
 
 from monet_like.capture.lowering import capture

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from test_distributed import PROCESSES, assert_same, step
+from processes import PROCESSES, assert_same, step
 from test_sync_batch_norm import Net, images, made
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

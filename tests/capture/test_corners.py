@@ -1,0 +1,594 @@
+"""What models do that is easily lost in a trace: lazily conjugated tensors, results that share memory, recurrent nets' own
+dropout, statistics that are no buffers, numbers that change between steps, and whatever a forward does beside computing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from nets import Net, linear, rows
+from random_schedules import random_schedule
+from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
+from torch import nn
+from training import run, twin
+
+from monet_like import ScheduleWrapper, auto_schedule
+from monet_like.capture.lowering import capture
+from monet_like.compiler.costs import measured_costs
+from monet_like.compiler.request import Request
+from monet_like.errors import CaptureError, UsageError
+from monet_like.files import cache_folder
+from monet_like.ir.simulate import simulate
+from monet_like.plan import store_all
+from monet_like.replay.verify import step_peak
+from monet_like.variants import admitted
+
+FULL = "inplace_conv_multiway_newnode"
+
+
+def rotary(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    turns = torch.polar(torch.ones(4), torch.arange(4.0))
+    return torch.view_as_real(torch.view_as_complex(layer(x).view(6, 4, 2)) * turns).flatten(1)
+
+
+def power(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    spectrum = torch.fft.fft(layer(x))
+    return (spectrum * spectrum.conj()).real
+
+
+def imaginary(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.fft.fft(layer(x)).conj().imag
+
+
+def chunks(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+    y = layer(x)
+    return {"halves": y.chunk(2, 1), "whole": y, "again": y, "weight": layer.weight}
+
+
+def written_constant(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    flags, counts = torch.zeros(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
+    flags[1] = True
+    part = counts[:2]
+    part += 3
+    return layer(x) * (2 if flags.any() else 1) * (int(counts.sum()) + 1)
+
+
+def unread_noise(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = layer(x)
+    _unread = nn.functional.dropout(y, 0.5), torch.rand(3), nn.functional.rrelu(y, training=True)
+    with torch.no_grad():
+        _logged = nn.functional.dropout(y, 0.5) * torch.randn_like(y)
+    return nn.functional.dropout(y, 0.5)
+
+
+def noise_of_another_layout(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = nn.functional.alpha_dropout(layer(x).t(), 0.5, training=True)
+    y = nn.functional.feature_alpha_dropout(y.view(2, 4, 6).permute(2, 0, 1), 0.5, training=True).flatten(1)
+    written, drawn = y.t().detach().clone().bernoulli_(0.5), torch.bernoulli(y.t().detach(), 0.5)
+    return written * y.t() + drawn
+
+
+def reshaped_dropout(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    turned = layer(x).view(6, 2, 4).transpose(0, 1)
+    return nn.functional.dropout(turned, 0.5).reshape(12, 4)
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "rotary": lambda: (Net(rotary, linear()), rows()),
+    "power": lambda: (Net(power, linear()), rows()),
+    "imaginary": lambda: (Net(imaginary, linear()), rows()),
+    "chunks": lambda: (Net(chunks, linear()), rows()),
+    "gru": lambda: (nn.GRU(8, 8, 2, dropout=0.5), rows(4, 3, 8)),
+    "rnn": lambda: (nn.RNN(8, 8, 3, dropout=0.3, bidirectional=True, nonlinearity="relu"), rows(4, 3, 8)),
+    "instance_norm": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.ReLU()),
+        rows(4, 3, 8, 8),
+    ),
+    "all_dropped": lambda: (nn.Sequential(linear(), nn.Dropout(1.0), linear(), nn.Dropout(0.5)), rows()),
+    "unread_noise": lambda: (Net(unread_noise, linear()), rows()),
+    "noise_of_another_layout": lambda: (Net(noise_of_another_layout, linear()), rows()),
+    "reshaped_dropout": lambda: (Net(reshaped_dropout, linear()), rows()),
+    "written_constant": lambda: (Net(written_constant, linear()), rows()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_plain_pytorchs_to_the_bit(name: str) -> None:
+    model, x = CASES[name]()
+    example = model, (x.requires_grad_(),), {}
+    plain = run(twin(model), (x,), {})
+    raw = capture(model, (x,))
+    for mode, others in (("normal", 0.0), ("inplace_multiway_newnode", 0.5)):
+        captured = admitted(raw, mode)
+        for seed, drop in enumerate((0.0, 0.9)):
+            schedule = random_schedule(captured.program, seed, drop=drop, others=others)
+            assert worst(plain, replayed(example, captured, schedule, mode, measured=False)) == 0.0, (mode, drop)
+
+
+def test_running_statistics_may_move_before_the_backward() -> None:
+    """As by a second forward; the gradient does not read them."""
+    model, inputs = nn.Sequential(linear(), nn.BatchNorm1d(8), linear()), (rows(), 2 * rows())
+    captured, plain = admitted(capture(model, inputs[:1]), FULL), twin(model)
+    sum(plain(x).square().sum() for x in inputs).backward()
+    variants = set()
+    for seed in range(8):
+        schedule = random_schedule(captured.program, seed, drop=0.0, others=1.0)
+        ways = [slot[way] for slot, way in zip(captured.program.slots, schedule.ways, strict=True)]
+        ours = [captured.program.tasks[i].calls[-1].op for i in schedule.forward]
+        variants.add(
+            any("monet_like" in op for op in ours) and any("native_batch_norm_b" in str(w.calls) for w in ways)
+        )
+        record = record_for(captured, schedule, FULL, (model, inputs[:1], {}))
+        wrapped = ScheduleWrapper(twin(model), record, example=(inputs[:1], {}), captured=captured)
+        sum(wrapped(x).square().sum() for x in inputs).backward()
+        for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    assert True in variants
+
+
+def test_bilinear_under_autocast_is_refused() -> None:
+    model = Net(lambda _, layer, x: layer(x, x), nn.Bilinear(8, 8, 4))
+    capture(model, (rows(),))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="calls bilinear under autocast"):
+        capture(model, (rows(),))
+
+
+def test_a_result_that_has_no_gradient_in_plain_pytorch_either_is_named() -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+        y = layer(x)
+        logged = y.sigmoid()
+        return y + 1, logged.relu_()
+
+    run(Net(lambda *a: forward(*a)[0], linear()), (rows(),), {})
+    with pytest.raises(
+        CaptureError, match=r"overwrites in place what the gradient of one of its results reads.*detach"
+    ):
+        capture(Net(forward, linear()), (rows(),))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.functional.mse_loss,
+        nn.functional.smooth_l1_loss,
+        nn.functional.soft_margin_loss,
+        lambda x, y: nn.functional.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+    ],
+)
+def test_a_loss_that_the_model_computes_takes_a_numbers_memory(loss: Callable[..., torch.Tensor]) -> None:
+    """PyTorch's kernels leave one number in memory that is as large as their input."""
+
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+        parts = [loss(layer(x + number), x) for number in range(8)]
+        return torch.stack(parts).sum()
+
+    model, example = Net(forward, linear()), ((rows(64, 8),), {})
+    captured = admitted(capture(model, *example), "normal")
+    request = Request(model, example, "normal", profile_batch=64)
+    costs, _ = measured_costs(request, captured, torch.device("cpu"), timed=False)
+    report = simulate(captured.program, store_all(captured.program), costs)
+    record = replace(
+        record_for(captured, store_all(captured.program), "normal", (model, *example)), peak_bytes=report.peak_bytes
+    )
+    wrapped = ScheduleWrapper(twin(model), record, example=example, captured=captured)
+    assert max(run(twin(model), *example).differences(run(wrapped, *example)).values()) == 0.0
+    assert step_peak(wrapped, example, torch.device("cpu")) <= report.peak_bytes
+
+
+def test_what_is_compared_is_made_anew_as_it_was() -> None:
+    """By another algorithm no element might equal the maximum that was kept, and the gradient be lost."""
+
+    def forward(_: Net, first: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = second(first(x).relu())
+        return y.amax((2, 3)) + y.max()
+
+    model, x = Net(forward, nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3)), rows(2, 3, 8, 8)
+    free = admitted(capture(Net(lambda net, a, b, x: b(a(x).relu()), *model.layers), (x,)), FULL)
+    assert any(task.word == "conv" for task in free.program.tasks)
+    captured, plain = admitted(capture(model, (x,)), FULL), run(twin(model), (x,), {})
+    for seed in range(6):
+        schedule = random_schedule(captured.program, seed, drop=0.7, others=0.7)
+        assert worst(plain, replayed((model, (x,), {}), captured, schedule, FULL, measured=False)) < 1e-5, seed
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.LSTM(8, 8, 2, dropout=0.5),
+        lambda: nn.LSTM(8, 8, 2, bidirectional=True, batch_first=True, bias=False),
+        lambda: nn.LSTM(8, 4, proj_size=2),
+    ],
+)
+@pytest.mark.parametrize("onednn", [True, False])
+def test_lstms_are_plain_pytorchs(model: Callable[[], nn.Module], onednn: bool) -> None:
+    """By oneDNN the operator is kept whole, with a workspace of the size that the library gives it."""
+    torch.manual_seed(0)
+    net, x = model(), rows(4, 3, 8).requires_grad_()
+    with torch.backends.mkldnn.flags(enabled=onednn):
+        plain, raw = run(twin(net), (x,), {}), capture(net, (x,))
+        whole = any(c.op == "aten.mkldnn_rnn_layer.default" for t in raw.program.tasks for c in t.calls)
+        assert whole == (onednn and not net.proj_size)
+        for seed, drop in enumerate((0.0, 0.9)):
+            captured = admitted(raw, "multiway_newnode")
+            costs = costs_of(captured, (net, (x,), {}), "multiway_newnode", timed=False)
+            schedule = random_schedule(captured.program, seed, drop=drop, others=0.5)
+            outcome = replayed((net, (x,), {}), captured, schedule, "multiway_newnode")
+            assert worst(plain, outcome) == 0.0
+            peak = simulate(captured.program, schedule, costs).peak_bytes
+            assert captured.program.resident_bytes + outcome.rise_bytes - LOSS_BYTES <= peak
+
+
+def test_operators_that_want_probabilities_are_measured() -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kept = layer(x).sigmoid() * torch.bernoulli(x.sigmoid())
+        return nn.functional.binary_cross_entropy(kept.gather(1, torch.multinomial(x.softmax(-1), 8)), y)
+
+    model, inputs = Net(forward, linear()), (rows(), rows().sigmoid())
+    wrapped = auto_schedule(twin(model), inputs, memory_budget="120%", time_limit_seconds=2)
+    assert max(run(twin(model), inputs, {}).differences(run(wrapped, inputs, {})).values()) == 0.0
+
+
+# What changes between steps -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "change"),
+    [
+        (lambda: nn.Sequential(linear(), nn.Dropout(0.1), linear()), lambda m: setattr(m[1], "p", 0.9)),
+        (lambda: nn.Sequential(linear(), nn.BatchNorm1d(8), linear()), lambda m: setattr(m[1], "momentum", 0.9)),
+        (lambda: Net(lambda net, layer, x: layer(x) / net.factor, linear()), lambda m: setattr(m, "factor", 0.1)),
+    ],
+)
+def test_numbers_that_a_forward_reads_are_followed(build: Any, change: Callable[[nn.Module], None]) -> None:
+    model, x = build(), rows()
+    plain = copy.deepcopy(model)
+    wrapped = auto_schedule(model, x, memory_budget="130%", time_limit_seconds=2, mode="inplace_multiway_newnode")
+    steps = []
+    for round_ in range(4):
+        if round_ == 2:
+            change(plain), change(model)
+        found = []
+        for module in (plain, wrapped):
+            torch.manual_seed(round_)
+            module.zero_grad()
+            module(x).square().sum().backward()
+            found.append([p.grad for p in module.parameters()] + [b.clone() for b in module.buffers()])
+        assert all(map(torch.equal, *found)), round_
+        steps.append(sum(map(len, wrapped._steps.values())))
+    assert steps == [1, 1, 2, 2]
+
+
+def test_a_number_that_no_forward_reads_needs_no_new_step() -> None:
+    model, x = Net(lambda net, layer, x: layer(x), linear()), rows()
+    wrapped = auto_schedule(model, x, memory_budget="130%", time_limit_seconds=2)
+    model.factor = 3.0
+    wrapped(x)
+    assert sum(map(len, wrapped._steps.values())) == 1
+
+
+# What a forward does beside computing ---------------------------------------------------------------------------
+
+
+def seeds(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return layer(x) * torch.rand(8)
+
+
+def forks(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        noise = torch.rand(8)
+    return layer(x) * noise
+
+
+def assigns(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = layer(x)
+    net.ema = 0.9 * net.ema + 0.1 * y.detach().mean(0)
+    return y - net.ema
+
+
+def assigns_data(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    net.ema.data = net.ema + 1
+    return layer(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (seeds, "seeds PyTorch's random generator"),
+        (forks, "sets the state of PyTorch's random generator"),
+        (lambda net, layer, x: layer(x) * random.random(), "draws Python's random numbers"),
+        (lambda net, layer, x: layer(x) * float(np.random.rand()), "draws NumPy's random numbers"),
+        (assigns, r"assigns ema, .*self.ema.copy_\(...\)"),
+        (assigns_data, r"assigns a tensor's .data, .*copy_"),
+    ],
+)
+def test_what_a_schedule_would_not_do_is_refused(function: Any, said: str) -> None:
+    model = Net(function, linear())
+    ema, states = model.ema, (torch.get_rng_state(), random.getstate())
+    with pytest.raises(CaptureError, match=said):
+        capture(model, (rows(),))
+    assert model.ema is ema
+    assert torch.random.set_rng_state is torch.set_rng_state
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+
+
+def test_attributes_that_a_forward_sets_stay_and_are_told() -> None:
+    def counts(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        net.factor += 1
+        net.aux = layer(x)
+        layer.seen = True
+        return net.aux * net.factor
+
+    model = Net(counts, linear())
+    with pytest.warns(UserWarning, match=r"Net.forward sets factor, aux, layers.0.seen, and a schedule does not"):
+        capture(model, (rows(),))
+    assert (model.factor, model.aux, hasattr(model.layers[0], "seen")) == (1.0, None, False)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_what_pytorchs_own_hooks_set_is_no_news(norm: Callable[[nn.Module], nn.Module]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = norm(linear())
+        warnings.simplefilter("error", UserWarning)
+        capture(model, (rows(),))
+    assert "__getattribute__" not in vars(nn.Module)
+
+
+# What is refused ------------------------------------------------------------------------------------------------
+
+
+def test_second_derivatives_are_refused() -> None:
+    wrapped = auto_schedule(nn.Sequential(linear(), nn.Tanh()), rows(), memory_budget="130%", time_limit_seconds=2)
+    with pytest.raises(UsageError, match="create_graph=True"):
+        torch.autograd.grad(wrapped(rows()).sum(), list(wrapped.parameters()), create_graph=True)
+
+
+def test_a_conjugated_gradient_is_taken() -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(layer(x).view(6, 4, 2))
+
+    model, x = Net(forward, linear()), rows()
+    plain = copy.deepcopy(model)
+    for module in (plain, auto_schedule(model, x, memory_budget="130%", time_limit_seconds=2)):
+        (module(x).conj() * (1 + 2j)).imag.sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_arguments_that_are_no_tensors() -> None:
+    model, x = Net(lambda net, layer, x, part: layer(x)[part], linear()), rows()
+    wrapped = auto_schedule(model, memory_budget="200%", time_limit_seconds=2)
+    for part in (slice(0, 3), slice(1, 4)):
+        assert torch.equal(wrapped(x, part), model(x, part))
+    with pytest.raises(UsageError, match="an argument of type set"):
+        wrapped(x, {1})
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "error", "said"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(8)), rows, UsageError, "0 is a lazy module"),
+        (lambda: nn.Embedding(8, 4, sparse=True), lambda: torch.arange(6), CaptureError, "use sparse=False"),
+        (lambda: nn.Embedding(8, 4, max_norm=1.0), lambda: torch.arange(6), CaptureError, "changes .*in place"),
+        (
+            lambda: Net(lambda net, layer, x: torch.linalg.inv(layer.weight) @ x.T, linear()),
+            rows,
+            CaptureError,
+            "use torch.linalg.inv_ex",
+        ),
+    ],
+)
+def test_what_cannot_be_captured_is_said(model: Any, inputs: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        capture(model(), (inputs(),))
+
+
+def test_a_schedule_serves_other_numbers() -> None:
+    """Which dropout or momentum it is decides nothing about memory: the same file, another step."""
+    model, x = nn.Sequential(linear(), nn.Dropout(0.1), linear()), rows()
+    record = auto_schedule(twin(model), x, memory_budget="130%", time_limit_seconds=2).record
+    assert record is not None
+    model[1].p = 0.5
+    wrapped = ScheduleWrapper(twin(model), record)
+    assert max(run(twin(model), (x,), {}).differences(run(wrapped, (x,), {})).values()) == 0.0
+
+
+def test_a_cached_plan_is_of_its_solver_and_time_and_whole() -> None:
+    x = rows()
+
+    def plans(**options: Any) -> int:
+        auto_schedule(linear(), x, memory_budget="200%", **options)
+        return len(list(cache_folder().glob("schedule_*.pkl")))
+
+    assert [plans(time_limit_seconds=2), plans(time_limit_seconds=2), plans(time_limit_seconds=3)] == [1, 1, 2]
+    with pytest.raises(UsageError, match="NOPE"):
+        plans(time_limit_seconds=2, solver="NOPE")
+    for path in cache_folder().glob("schedule_*.pkl"):
+        path.write_bytes(path.read_bytes()[:20])
+    assert plans(time_limit_seconds=2) == 2
+
+
+def quantised(backend: str) -> nn.Module:
+    quantisation = torch.ao.quantization
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+    net = nn.Sequential(quantisation.QuantStub(), *layers, quantisation.DeQuantStub()).train()
+    net.qconfig = quantisation.get_default_qat_qconfig(backend)
+    return quantisation.prepare_qat(net)
+
+
+@pytest.mark.parametrize("backend", ["fbgemm", "qnnpack"])
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:Please use quant_min", "ignore:_aminmax")
+def test_quantisation_aware_training_is_plain_pytorchs(backend: str) -> None:
+    """Observers update, and first resize, buffers in the forward; each sees every tensor once."""
+    torch.manual_seed(0)
+    net, x = quantised(backend), rows(2, 3, 8, 8)
+    plain = twin(net)
+    wrapped = auto_schedule(net, x, memory_budget="1 MB", mode="inplace_multiway_newnode", time_limit_seconds=5)
+    for scale in (1.0, 3.0, 0.5):
+        for model in (plain, net):
+            model.zero_grad()
+        assert worst(run(plain, (x * scale,), {}), run(wrapped, (x * scale,), {})) == 0.0
+    captured = admitted(capture(net, (x,)), "inplace_multiway_newnode")
+    schedule = random_schedule(captured.program, 1, drop=0.9)
+    other = replayed((net, (x,), {}), captured, schedule, "inplace_multiway_newnode", measured=False)
+    plain.zero_grad()
+    assert worst(run(plain, (x,), {}), other) == 0.0
+    for model in (plain, net):
+        model.apply(torch.ao.quantization.disable_observer)
+        model.zero_grad()
+    plain = twin(net)
+    assert worst(run(plain, (x * 9,), {}), run(wrapped, (x * 9,), {})) == 0.0
+
+
+def normalised(net: Any, layer: nn.Module, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = layer(x.view(6, 8, 4).transpose(1, 2))
+    return norm(y) if isinstance(norm, nn.LayerNorm) else norm(y.transpose(1, 2))
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8)])
+def test_norms_under_autocast_are_measured_and_plain_pytorchs(norm: Callable[[], nn.Module]) -> None:
+    """Inputs in 16 bits and parameters in 32: on a CPU the statistics have 32, of which a trace knows nothing."""
+    torch.manual_seed(0)
+    net, x = Net(normalised, linear(), norm()), rows(6, 32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = run(twin(net), (x,), {})
+        wrapped = auto_schedule(net, x, memory_budget="1 MB", mode="inplace_multiway_newnode", time_limit_seconds=5)
+        assert worst(plain, run(wrapped, (x,), {})) == 0.0
+
+
+@dataclasses.dataclass
+class Inner:
+    logits: torch.Tensor
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    several: list[torch.Tensor]
+    nothing: None = None
+
+    def __post_init__(self) -> None:
+        assert self.several
+
+
+def test_dataclasses_come_back_as_they_were() -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+        y = layer(x)
+        return {"out": Outer(Inner(y, 3), [y.relu(), y.detach()])}
+
+    net, x = Net(forward, linear()), rows()
+    captured = admitted(capture(net, (x,)), "normal")
+    schedule = random_schedule(captured.program, 0, drop=0.9)
+    record = record_for(captured, schedule, "normal", (net, (x,), {}))
+    got, expected = ScheduleWrapper(net, record, captured=captured)(x)["out"], net(x)["out"]
+    assert type(got) is Outer and type(got.inner) is Inner and got.inner.count == 3 and got.nothing is None
+    assert torch.equal(got.inner.logits, expected.inner.logits)
+    assert all(map(torch.equal, got.several, expected.several))
+    gradients = []
+    for result in (got, expected):
+        net.zero_grad()
+        (result.inner.logits.sum() + result.several[0].square().sum()).backward()
+        gradients.append(net.layers[0].weight.grad)
+    assert torch.equal(*gradients)
+    assert isinstance(pytree.tree_leaves(expected)[0], Outer)  # the caller's own pytrees stay as they are
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_dropout_of_gradients_is_drawn_once(share: float) -> None:
+    class Dropped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(gradients[0], share)
+
+    def forward(_: Net, first: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(Dropped.apply(second(Dropped.apply(first(x))).relu()), 0.5)
+
+    example = Net(forward, linear(), linear()), (rows().requires_grad_(),), {}
+    plain, captured = run(twin(example[0]), *example[1:]), admitted(capture(*example), "multiway_newnode")
+    for seed in range(3):
+        schedule = random_schedule(captured.program, seed, drop=0.9)
+        assert worst(plain, replayed(example, captured, schedule, "multiway_newnode", measured=False)) == 0.0
+
+
+def gamma(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Gamma(layer(x).exp().t(), torch.ones(6)).rsample().flatten()
+
+
+def dirichlet(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Dirichlet(layer(x).exp()).rsample() * layer(x)
+
+
+def student(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.StudentT(layer(x).exp() + 1).rsample()
+
+
+def normal(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+    there = torch.distributions.Normal(layer(x), layer(x).exp())
+    drawn = there.rsample()
+    return drawn, there.log_prob(drawn.detach())
+
+
+@pytest.mark.parametrize("function", [gamma, dirichlet, student, normal])
+def test_distributions_are_sampled_as_in_plain_pytorch(function: Callable[..., Any]) -> None:
+    example = Net(function, linear()), (rows().requires_grad_(),), {}
+    plain, raw = run(twin(example[0]), *example[1:]), capture(*example)
+    for seed, drop in enumerate((0.0, 0.9)):
+        captured = admitted(raw, "multiway_newnode")
+        schedule = random_schedule(captured.program, seed, drop=drop)
+        assert worst(plain, replayed(example, captured, schedule, "multiway_newnode", measured=False)) == 0.0
+    wrapped = auto_schedule(twin(example[0]), example[1], memory_budget="1 MB", time_limit_seconds=5)
+    assert worst(plain, run(wrapped, *example[1:])) < 1e-5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_ctc_loss_with_lengths_as_numbers(kind: type, reduction: str) -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scores = layer(x).log_softmax(-1)
+        lengths, wanted = kind([6, 5, 6]), kind([2, 3, 1])
+        return nn.functional.ctc_loss(scores, targets, lengths, wanted, reduction=reduction, zero_infinity=True)
+
+    example = Net(forward, linear()), (rows(6, 3, 8).requires_grad_(), torch.randint(1, 8, (3, 3))), {}
+    plain, raw = run(twin(example[0]), *example[1:]), capture(*example)
+    for seed, drop in enumerate((0.0, 0.9)):
+        captured = admitted(raw, "multiway_newnode")
+        costs_of(captured, example, "multiway_newnode", timed=False)
+        schedule = random_schedule(captured.program, seed, drop=drop)
+        assert worst(plain, replayed(example, captured, schedule, "multiway_newnode", measured=False)) == 0.0
+
+
+def lengths_in_tensors(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    lengths, wanted = torch.tensor([6, 5, 6]), torch.tensor([2, 3, 1])
+    return nn.functional.ctc_loss(layer(x).log_softmax(-1), torch.ones(3, 3, dtype=torch.long), lengths, wanted)
+
+
+def packed(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.utils.rnn.pack_padded_sequence(layer(x), [6, 4, 2]).data
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "said"),
+    [
+        (lambda: Net(lengths_in_tensors, linear()), (6, 3, 8), "CTC loss with lengths in tensors.*as lists of numbers"),
+        (lambda: Net(packed, linear()), (6, 3, 8), "pack_padded_sequence makes.*give the recurrent layer the padded"),
+        (lambda: nn.BatchNorm1d(8, momentum=None), (6, 8), "BatchNorm1d has momentum=None.*momentum=0.1"),
+    ],
+)
+def test_what_depends_on_values_is_said_in_the_models_words(model: Any, shape: tuple[int, ...], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        capture(model(), (rows(*shape),))

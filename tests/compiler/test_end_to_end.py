@@ -1,0 +1,189 @@
+"""As a user: solve, check, inspect on a real model; and one line of Python."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from commands import call
+from training import run, twin
+
+import monet_like
+from monet_like.errors import InfeasibleError, UsageError
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.profile.measure import allocated_peak
+from monet_like.replay.wrapper import MANY_STEPS
+
+ROOT = Path(__file__).parents[2]
+PROBLEM = ["torchvision.models.resnet18()", "16", "0.14", "inplace_conv_multiway_newnode", "CBC"]
+SMALL = ["--input-shape", "3,112,112"]
+
+
+def test_solve_check_and_inspect(tmp_path: Path) -> None:
+    first = call(tmp_path, "solve.py", *PROBLEM, *SMALL, "--time-limit", "4")
+    assert first.returncode == 0, first.stderr
+    for word in ("plain PyTorch (predicted)", "columns", "rows", "bound, gap", "capture", "kept for the backward"):
+        assert word in first.stdout
+    path = tmp_path / "solutions" / "solution_resnet18_16_inplace_conv_multiway_newnode_0.14.pkl"
+    record = ScheduleRecord.load(path)
+    assert record.peak_bytes <= record.budget_bytes == int(0.14 * 2**30)
+    assert record.peak_bytes < record.plain_peak_bytes
+    (profile,) = (tmp_path / "solutions" / "profiles").iterdir()
+    content = profile.read_bytes()
+
+    again = call(tmp_path, "solve.py", *PROBLEM, *SMALL, "--time-limit", "4")
+    assert again.returncode == 0, again.stderr
+    assert profile.read_bytes() == content  # reused, not measured anew
+
+    checked = call(
+        tmp_path, "scripts/schedule.py", *PROBLEM, *SMALL, "--solution_file", str(path), "--check_diff", "--run-bs"
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "check_diff: passed" in checked.stdout
+    assert "run_bs: fitted" in checked.stdout
+
+    timed = call(tmp_path, "scripts/schedule.py", *PROBLEM, *SMALL, "--check_runtime", "--steps", "2")
+    assert timed.returncode == 0, timed.stderr
+    assert "medians of 2 alternating steps" in timed.stdout
+
+    shown = subprocess.run(
+        [sys.executable, "-c", "from monet_like.cli import main; main()", "inspect", str(path), "--json"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(shown.stdout)["mode"] == "inplace_conv_multiway_newnode"
+
+
+def test_a_smaller_profile_batch_is_scaled_and_said(tmp_path: Path) -> None:
+    options = ("--profile-batch", "2", "--time-limit", "4", "--out", "small.pkl")
+    done = call(tmp_path, "solve.py", *PROBLEM, *SMALL, *options)
+    assert done.returncode == 0, done.stderr
+    assert "measured at batch 2, scaled to 16" in done.stdout
+    assert (tmp_path / "small.pkl").exists()
+
+
+def test_ablation_recomputes_nothing(tmp_path: Path) -> None:
+    problem = [*PROBLEM[:2], "0.16", *PROBLEM[3:]]
+    done = call(
+        tmp_path,
+        "solve.py",
+        *problem,
+        *SMALL,
+        "--ablation",
+        "--profile",
+        "roofline:cpu",
+        "--time-limit",
+        "4",
+        "--out",
+        "a.pkl",
+    )
+    assert done.returncode == 0, done.stderr
+    assert ScheduleRecord.load(tmp_path / "a.pkl").schedule.rerun_count == 0
+
+
+def test_auto_schedule_is_exact_fits_and_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = torchvision.models.resnet18().train(), torch.randn(16, 3, 112, 112)
+    plain = run(twin(model), (x,), {})
+    wrapped = monet_like.auto_schedule(twin(model), x, memory_budget="88%", mode="inplace", time_limit_seconds=4)
+    assert max(plain.differences(run(wrapped, (x,), {})).values()) == 0.0
+    record = wrapped.record
+    assert record.peak_bytes <= record.budget_bytes == int(0.88 * record.plain_peak_bytes)
+    wrapped.zero_grad()
+    resident = sum(t.untyped_storage().nbytes() for t in (*wrapped.parameters(), *wrapped.buffers(), x))
+    measured = resident + allocated_peak(lambda: run(wrapped, (x,), {}), torch.device("cpu"))
+    assert measured <= record.budget_bytes + 1024
+    monkeypatch.setattr("monet_like.api.compile_schedule", None)  # a second call must not come here
+    again = monet_like.auto_schedule(twin(model), x, memory_budget="88%", mode="inplace", time_limit_seconds=4)
+    assert again.record == record
+
+
+class Wide(torch.nn.Sequential):
+    def __init__(self) -> None:
+        layers = [
+            torch.nn.Conv2d(3, 8, 3),
+            torch.nn.BatchNorm2d(8),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(),
+            torch.nn.Flatten(),
+        ]
+        super().__init__(*layers, torch.nn.LazyLinear(5))
+
+
+def test_auto_schedule_without_inputs_plans_at_the_first_training_call() -> None:
+    x = torch.randn(32, 3, 16, 16)
+    model = Wide()
+    with torch.no_grad():
+        model(x)  # its lazy layer takes its size
+    plain = twin(model)
+    wrapped = monet_like.auto_schedule(model, memory_budget="95%", mode="inplace_multiway_newnode")
+    assert "made at the first training call" in str(wrapped)
+    assert str(inspect.signature(wrapped.forward)) == str(inspect.signature(model.forward)) == "(input)"
+    wrapped.eval()(x), wrapped.train()
+    assert wrapped.record is None
+    for size in (32, 32, 7):
+        assert max(run(plain, (x[:size],), {}).differences(run(wrapped, (x[:size],), {})).values()) == 0.0
+    assert wrapped.record is not None and wrapped.records == [wrapped.record]
+    assert wrapped.record.peak_bytes <= 0.95 * wrapped.record.plain_peak_bytes
+    copied = copy.deepcopy(wrapped)
+    more = torch.randn(40, 3, 16, 16)
+    with pytest.warns(
+        UserWarning, match=r"planning Wide anew: the schedule was solved for float32\[32, 3, 16, 16\], .*"
+    ):
+        found = run(wrapped, (more,), {})
+    assert max(run(plain, (more,), {}).differences(found).values()) == 0.0
+    assert len(wrapped.records) == 2
+    assert wrapped.record.inputs[0].shape[0] == 40
+    copied(x).sum().backward()
+    assert len(copied.records) == 1
+
+
+def test_many_different_calls_are_warned_of() -> None:
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x).mul(factor)
+
+    x = torch.randn(64, 9)
+    wrapped = monet_like.auto_schedule(Scaled(9, 9), (x, 1.0), memory_budget="1 MB")
+    for number in range(2, MANY_STEPS):
+        wrapped(x, float(number))
+    with pytest.warns(UserWarning, match=f"captured for {MANY_STEPS} different calls"):
+        wrapped(x, 0.5)
+
+
+def test_reserve_does_nothing_where_nothing_is_cached(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    record = monet_like.auto_schedule(model, torch.randn(32, 64), memory_budget="100%").record
+    assert record is not None
+    record.save(tmp_path / "schedule.pkl")
+    assert monet_like.reserve(record, "cpu") == monet_like.reserve(tmp_path / "schedule.pkl", "cpu") == 0
+
+
+@pytest.mark.parametrize("budget", [0, -5, True, 1.5, "0%", "many"])
+def test_bad_budgets(budget: object) -> None:
+    with pytest.raises(UsageError, match="memory"):
+        monet_like.auto_schedule(torch.nn.Linear(2, 2), torch.randn(2, 2), memory_budget=budget)  # type: ignore[arg-type]
+
+
+def test_infeasible_budget_names_one_that_would_do() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    with pytest.raises(InfeasibleError, match="is known to do") as caught:
+        monet_like.auto_schedule(model, torch.randn(32, 64), memory_budget=20_000)
+    assert caught.value.smallest_bytes is not None
+    wrapped = monet_like.auto_schedule(model, torch.randn(32, 64), memory_budget=caught.value.smallest_bytes)
+    assert wrapped.record.peak_bytes <= caught.value.smallest_bytes
+
+
+def test_eval_mode_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"call model\.train\(\)"):
+        monet_like.auto_schedule(torch.nn.Linear(2, 2).eval(), torch.randn(2, 2))

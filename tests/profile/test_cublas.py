@@ -1,0 +1,181 @@
+"""What cuBLAS keeps counts where a program multiplies on a GPU; tests/without_gpu/test_fake_gpu.py compares it with the allocator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from monet_like.capture.captured import fake_mode
+from monet_like.capture.lowering import capture
+from monet_like.cli.group import main
+from monet_like.cli.zoo import build as building
+from monet_like.compiler.pipeline import Compiled, compile_schedule, make_record, plan_for, prepare, with_workspaces_of
+from monet_like.compiler.request import Request
+from monet_like.errors import ScheduleFileError
+from monet_like.ir.plain_pickle import dump_plain, load_plain
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.program import Cost
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.simulate import simulate
+from monet_like.profile.cublas import LARGE_BYTES, SMALL_BYTES, default_bytes, multiplies, schedule_multiplies
+from monet_like.profile.devices import DEVICES
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+ON_HOPPER = 2 * 2**25
+
+
+class Squared(nn.Module):
+    """A product without a layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+
+def net(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), *more)
+
+
+def linear_net() -> nn.Module:
+    return net(nn.Flatten(), nn.Linear(512, 4))
+
+
+def request(model: nn.Module, target: torch.device | None = CUDA, optimizer: str = "none") -> Request:
+    with fake_mode():
+        example = ((torch.empty(4, 3, 8, 8),), {})
+    return Request(model, example, "normal", "a net", target=target, optimizer=optimizer, strategy="store_all")
+
+
+def compiled(model: nn.Module, device: str = "h100", optimizer: str = "none") -> Compiled:
+    target = None if device == "cpu" else CUDA
+    return compile_schedule(request(model, target, optimizer), 2**40, CPU, profile=DEVICES[device])
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (net(), False),
+        (linear_net(), True),
+        (net(Squared()), True),
+        (net(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Softmax(-1)), False),
+        (nn.ConvTranspose2d(3, 4, 2), False),  # cuDNN's
+    ],
+)
+def test_which_programs_multiply(model: nn.Module, expected: bool) -> None:
+    with fake_mode():
+        x = torch.empty(4, 3, 8, 8)
+    assert multiplies(capture(model, (x,), target=CUDA).program.every_task()) is expected
+
+
+def test_without_cudnn_convolutions_are_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_mode():
+        captured = capture(net(), (torch.empty(4, 3, 8, 8),), target=CUDA)
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    assert multiplies(captured.program.every_task())
+
+
+def test_a_variant_may_multiply() -> None:
+    """Convolutions by columns are offered: cuBLAS's workspaces count for a schedule that takes them, and for no other."""
+    asked = dataclasses.replace(request(net()), mode="conv", strategy="heuristic")
+    ready = prepare(asked, CPU, profile=DEVICES["h100"])
+    assert (ready.extra_bytes, ready.cublas_bytes, ready.variants_cublas_bytes) == (0, 0, ON_HOPPER)
+    columns = [task for task in ready.captured.program.tasks if multiplies([task])]
+    assert columns
+    for factor, expected in ((1e6, 0), (1e-6, ON_HOPPER)):
+        costs = dict(ready.costs)
+        for task in columns:
+            costs[task.cost] = Cost(costs[task.cost].seconds * factor, 0)
+        with_them = dataclasses.replace(ready, costs=costs)
+        found = plan_for(with_them, asked, 2**40)
+        record = make_record(asked, with_them, found, 2**40)
+        assert record.cublas_bytes == expected
+        assert record.peak_bytes == simulate(ready.captured.program, found.schedule, costs).peak_bytes + expected
+        assert record.plain_peak_bytes == ready.plain.peak_bytes < 2**20
+        narrow = plan_for(with_them, asked, ready.plain.peak_bytes)  # no room for workspaces, but for the schedule
+        assert make_record(asked, with_them, narrow, ready.plain.peak_bytes).cublas_bytes == 0
+        assert not schedule_multiplies(ready.captured.program, narrow.schedule)
+
+
+def test_sizes_by_capability() -> None:
+    assert (LARGE_BYTES, SMALL_BYTES) == (32 * 2**20, 8519680)
+    assert [default_bytes(major) // 2 for major in (6, 7, 8, 9, 10, 11, 12)] == [
+        *[SMALL_BYTES] * 3, LARGE_BYTES, LARGE_BYTES, SMALL_BYTES, LARGE_BYTES,
+    ]  # fmt: skip
+    hopper = {name for name, limits in DEVICES.items() if limits.cublas_bytes == 2 * LARGE_BYTES}
+    assert hopper == {"h100", "h100-pcie", "h100-nvl", "h200", "h200-nvl", "gh200"}
+    assert {limits.cublas_bytes for name, limits in DEVICES.items() if name not in hopper | {"cpu"}} == {
+        2 * SMALL_BYTES
+    }
+    assert DEVICES["cpu"].cublas_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "expected"),
+    [
+        (linear_net(), "h100", ON_HOPPER),
+        (linear_net(), "a100", 2 * 8519680),
+        (net(), "h100", 0),
+        (linear_net(), "cpu", 0),
+    ],
+)
+def test_a_schedule_counts_them_with_the_optimizer_s_state(model: nn.Module, device: str, expected: int) -> None:
+    found = compiled(model, device, "adam")
+    record, state = found.record, 2 * sum(4 * p.numel() for p in model.parameters())
+    assert (record.cublas_bytes, record.optimizer_bytes, record.extra_bytes) == (expected, state, state + expected)
+    report = simulate(found.captured.program, record.schedule, found.costs)
+    assert record.peak_bytes == report.peak_bytes + state + expected
+    without = compile_schedule(
+        request(model, None if device == "cpu" else CUDA),
+        2**40,
+        CPU,
+        profile=dataclasses.replace(DEVICES[device], cublas_bytes=0),
+    )
+    assert record.plain_peak_bytes == without.record.plain_peak_bytes + state + expected
+
+
+def test_what_is_shown(tmp_path: Path) -> None:
+    compiled(linear_net()).record.save(tmp_path / "net.pkl")
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "net.pkl")]).output
+    assert "64.0 MB for its workspaces, in all peaks" in " ".join(shown.split())
+    compiled(net()).record.save(tmp_path / "net.pkl")
+    assert "cuBLAS" not in CliRunner().invoke(main, ["inspect", str(tmp_path / "net.pkl")]).output
+
+
+def test_files_of_before_count_none(tmp_path: Path) -> None:
+    record = compiled(linear_net()).record
+    content = load_plain(dump_plain(record.content()), tmp_path)
+    assert ScheduleRecord.of_content(content, "x") == record
+    del content["cublas_bytes"]
+    assert ScheduleRecord.of_content(content, "x") == dataclasses.replace(record, cublas_bytes=0)
+    Profile("roofline:h100", {"a": Cost(1.0, 2)}, cublas_bytes=7).save(tmp_path / "new.json")
+    assert Profile.load(tmp_path / "new.json").cublas_bytes == 7
+    written = json.loads((tmp_path / "new.json").read_text())
+    for wrong in (-1, True, 1.5, "7", 2**63):
+        (tmp_path / "wrong.json").write_text(json.dumps({**written, "cublas_bytes": wrong}))
+        with pytest.raises(ScheduleFileError, match="is damaged"):
+            Profile.load(tmp_path / "wrong.json")
+    del written["cublas_bytes"]
+    (tmp_path / "old.json").write_text(json.dumps(written))
+    assert Profile.load(tmp_path / "old.json").cublas_bytes == 0
+
+
+def test_a_report_counts_what_its_schedule_does() -> None:
+    model = linear_net()
+    record = compiled(model).record
+    ready = prepare(request(model), CPU, profile=DEVICES["h100"])
+    assert ready.cublas_bytes == ready.extra_bytes == ON_HOPPER
+    assert with_workspaces_of(record, ready) == ready
+    before = with_workspaces_of(dataclasses.replace(record, cublas_bytes=0), ready)
+    assert before.cublas_bytes == before.extra_bytes == 0
+    assert before.plain.peak_bytes == ready.plain.peak_bytes - ON_HOPPER
+
+
+def test_the_zoo_is_planned_without_them() -> None:
+    _, ready = building._prepared("torchvision.models.resnet18()", 2, "h100")
+    assert multiplies(ready.captured.plain.every_task())
+    assert ready.extra_bytes == ready.cublas_bytes == 0

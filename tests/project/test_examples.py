@@ -1,0 +1,117 @@
+"""The examples, run as their readers would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+import torch
+from torchvision.io import write_png
+
+ROOT = Path(__file__).parents[2]
+#: For the examples that plan themselves.
+QUICK = ("--size", "64", "--planning", "2")
+
+
+def losses(command: list[str], folder: Path) -> list[float]:
+    """Run a command in ``folder`` and read the losses it prints."""
+    environment = {**os.environ, "MONET_LIKE_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return [
+        float(found) for found in re.findall(r"^(?:epoch \d+ )?step \S+: loss (\d+\.\d+)", done.stdout, re.MULTILINE)
+    ]
+
+
+def test_training(tmp_path: Path) -> None:
+    found = losses([sys.executable, f"{ROOT}/examples/training.py", "--steps", "6", *QUICK], tmp_path)
+    assert len(found) == 6 and found[-1] < found[0]
+
+
+def test_distributed_training_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = losses([*torchrun, f"{ROOT}/examples/dist_training.py", "--steps", "5", "--sync-bn", *QUICK], tmp_path)
+    assert len(found) == 5 and found[-1] < found[0]
+    assert (tmp_path / "schedule.pkl").exists()
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Path:
+    """Three classes of noise of different brightness, 23 images each to train."""
+    for part, count in (("train", 23), ("val", 4)):
+        for label in range(3):
+            folder = tmp_path / "images" / part / f"class_{label}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                image = torch.randint(60 * label, 60 * label + 90, (3, 40, 40), dtype=torch.uint8)
+                write_png(image, str(folder / f"{number}.png"))
+    return tmp_path / "images"
+
+
+MODEL = "torchvision.models.resnet18(num_classes=3)"
+SMALL = ("--image-size", "32", "-p", "1", "-j", "0", "--seed", "1", "--epochs", "2", "--lr", "0.01")
+
+
+def solve(folder: Path, batch: int, mode: str, *options: str, model: str = MODEL) -> str:
+    command = [sys.executable, f"{ROOT}/solve.py", model, str(batch), "0.12", mode, "HIGHS", "--input-shape", "3,32,32"]
+    command += ["--time-limit", "5", *options]
+    environment = {**os.environ, "MONET_LIKE_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, "--out", "schedule.pkl"], cwd=folder, env=environment, check=True, capture_output=True)
+    return "schedule.pkl"
+
+
+def test_imagenet_trains_as_without_a_schedule(tmp_path: Path, image_folder: Path) -> None:
+    """69 images in batches of 16: the last has five. Equal to the bit with no word that changes an order of sums."""
+    plain = [sys.executable, f"{ROOT}/examples/imagenet.py", str(image_folder), *SMALL, "-b", "16"]
+    wanted = losses(plain, tmp_path)
+    schedule = solve(tmp_path, 16, "inplace_multiway_newnode")
+    assert losses([*plain, "--solution_file", schedule], tmp_path) == wanted
+    assert len(wanted) == 2 * 5
+    assert losses([*plain, "--resume", "checkpoint.pth.tar", "--epochs", "3"], tmp_path)
+    assert losses([*plain, "--resume", "checkpoint.pth.tar", "-e"], tmp_path) == []
+
+
+def test_imagenet_in_two_processes(tmp_path: Path, image_folder: Path) -> None:
+    """The schedule is one for SyncBatchNorm alone."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    plain = [*torchrun, f"{ROOT}/examples/imagenet.py", str(image_folder), *SMALL, "-b", "16", "--sync-bn"]
+    (tmp_path / "net.py").write_text(
+        f"import monet_like, torchvision\n\ndef net():\n    return monet_like.convert_sync_batchnorm({MODEL})\n"
+    )
+    schedule = solve(tmp_path, 8, "inplace_multiway_newnode", "--processes", "2", model="net.py:net")
+    assert losses([*plain, "--solution_file", schedule], tmp_path) == losses(plain, tmp_path)
+
+
+def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> list[Any]:
+    """The cells of a notebook after a run in ``folder``, with other ``settings`` than its first cell's."""
+    notebook = nbformat.read(ROOT / "examples" / name, as_version=4)
+    first = next(number for number, cell in enumerate(notebook.cells) if cell.cell_type == "code")
+    assert all(name in notebook.cells[first].source for name in settings)
+    lines = "\n".join(f"{name} = {value!r}" for name, value in settings.items())
+    notebook.cells.insert(first + 1, nbformat.v4.new_code_cell(lines))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
+    return list(notebook.cells)
+
+
+def test_notebook_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = executed("train_cifar10.ipynb", tmp_path, monkeypatch, EPOCHS=2, BATCH=32, IMAGES=235, PLANNING=2)
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+    last = cells[-1].outputs[0].text
+    assert "16 of 16 losses are equal to the bit" in last
+    assert int(last.partition("%")[0]) <= 50
+
+
+def test_notebook_on_granularity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = executed("custom_graph.ipynb", tmp_path, monkeypatch)
+    lines = [output.text for cell in cells for output in cell.get("outputs", [])]
+    assert len(lines) == 4
+    assert all("gradients equal" in line for line in lines)

@@ -1,0 +1,626 @@
+"""Files: written whole or not at all; read without running anything, whatever is in them."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import stat
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from records import RECORD
+
+from monet_like import files
+from monet_like.errors import ScheduleFileError, UsageError
+from monet_like.files import check_writable, read_bytes, read_text, write_atomically
+from monet_like.ir.plain_pickle import load_plain
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.program import Cost
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.schedule_file import InputSpec, ScheduleRecord
+
+PROFILE = Profile(
+    "cpu: a processor, 2 threads",
+    {"aten.relu float32[4, 8]": Cost(1.5e-6, 0), "aten.mm": Cost(0.1 + 0.2, 2**40)},
+    "measured at batch 4",
+    {"torch": "2.15.0"},
+)
+
+
+def saved(record: ScheduleRecord | Profile, path: Path) -> bytes:
+    """The bytes of a record's file."""
+    record.save(path)
+    return path.read_bytes()
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A record's file, whose content went through ``change``; the pickle itself is sound."""
+    content = pickle.loads(saved(RECORD, path))
+    change(content)
+    path.write_bytes(pickle.dumps(content, protocol=4))
+    return path
+
+
+def changed_profile(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """The same for a profile."""
+    content = json.loads(saved(PROFILE, path))
+    change(content)
+    path.write_text(json.dumps(content))
+    return path
+
+
+# Writing ------------------------------------------------------------------------------------------------------
+
+
+def test_a_write_makes_folders_and_leaves_only_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "file.pkl"
+    write_atomically(path, b"first")
+    write_atomically(path, b"second")
+    assert path.read_bytes() == b"second"
+    assert os.listdir(path.parent) == ["file.pkl"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.pkl"
+    write_atomically(path, b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 2**20, hard))  # the kernel stops the write in its middle
+    try:
+        with pytest.raises(UsageError, match=r"cannot write .*file\.pkl: File too large"):
+            write_atomically(path, bytes(8 * 2**20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file.pkl"]
+
+
+@pytest.mark.parametrize("where", ["fsync", "chmod", "replace"])
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    path = tmp_path / "file.pkl"
+    RECORD.save(path)
+
+    def interrupt(*_: Any) -> None:
+        assert len(os.listdir(tmp_path)) == 2  # the temporary file is there at this moment
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            replace(RECORD, model="another").save(path)
+    assert ScheduleRecord.load(path) == RECORD
+    assert os.listdir(tmp_path) == ["file.pkl"]
+
+
+def test_readers_see_the_old_or_the_new_file(tmp_path: Path) -> None:
+    path, contents, seen = tmp_path / "file.pkl", (b"a" * 100_000, b"b" * 50_000), set()
+    write_atomically(path, contents[0])
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.add(path.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for index in range(40):
+        write_atomically(path, contents[index % 2])
+    done.set()
+    reader.join()
+    assert seen <= set(contents)
+    assert seen
+
+
+def test_check_writable_leaves_nothing_behind(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "file.pkl")
+    assert os.listdir(tmp_path) == ["new"]
+    assert os.listdir(tmp_path / "new") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("file/x.pkl", "Not a directory"),
+        ("file/deeper/x.pkl", "Not a directory"),
+        ("folder", "it is a directory; give the name of a file"),
+        ("n" * 300, "File name too long"),
+        ("n" * 250, "File name too long"),  # fits itself, its temporary name does not
+    ],
+)
+@pytest.mark.parametrize("write", [check_writable, lambda path: write_atomically(path, b"x")], ids=["check", "write"])
+def test_places_that_cannot_be_written(tmp_path: Path, name: str, reason: str, write: Callable[[Path], None]) -> None:
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError) as caught:
+        write(tmp_path / name)
+    assert str(caught.value).startswith(f"cannot write {tmp_path / name}: {reason}")
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleFileError) as caught:
+        read_bytes(tmp_path / "no.pkl", "schedule")
+    assert str(caught.value) == (
+        f"there is no schedule file {tmp_path / 'no.pkl'}; make one with solve.py, or give another"
+    )
+    with pytest.raises(ScheduleFileError) as caught:
+        read_bytes(tmp_path, "schedule")
+    assert str(caught.value) == f"cannot read {tmp_path}: Is a directory"
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ScheduleFileError) as caught:
+        read_text(tmp_path / "binary", "profile")
+    assert str(caught.value) == f"{tmp_path / 'binary'} is not a profile: it is not text"
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / "huge.pkl", "wb") as file:
+        file.truncate(files.LARGEST_BYTES + 1)  # sparse
+    with pytest.raises(ScheduleFileError, match=r"is too large to be a schedule \(268435457 bytes\)"):
+        ScheduleRecord.load(tmp_path / "huge.pkl")
+
+
+# Hostile pickles ----------------------------------------------------------------------------------------------
+
+
+class _Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def _text(command: str) -> bytes:
+    return b"X" + struct.pack("<I", len(command)) + command.encode()
+
+
+#: Name, how to make one that runs a command, the opcode that the message names.
+EXECUTABLE: tuple[tuple[str, Callable[[str], bytes], str], ...] = (
+    ("GLOBAL", lambda c: b"cos\nsystem\n(" + _text(c) + b"tR.", "GLOBAL os system"),
+    ("protocol 0", lambda c: pickle.dumps(_Bomb(c), protocol=0), "GLOBAL posix system"),
+    ("protocol 2", lambda c: pickle.dumps(_Bomb(c), protocol=2), "GLOBAL posix system"),
+    ("STACK_GLOBAL", lambda c: pickle.dumps(_Bomb(c), protocol=4), "STACK_GLOBAL"),
+    ("protocol 5", lambda c: pickle.dumps([_Bomb(c)], protocol=5), "STACK_GLOBAL"),
+    ("INST", lambda c: b"(" + _text(c) + b"ios\nsystem\n.", "INST os system"),
+    ("OBJ", lambda c: b"(cos\nsystem\n" + _text(c) + b"o.", "GLOBAL os system"),
+    (
+        "eval",
+        lambda c: b"cbuiltins\neval\n(" + _text(f"__import__('os').system({c!r})") + b"tR.",
+        "GLOBAL builtins eval",
+    ),
+    ("hidden", lambda c: b"\x80\x02]cos\nsystem\n(" + _text(c) + b"tR0.", "GLOBAL os system"),  # popped: a list is left
+    (
+        "in a record",
+        lambda c: pickle.dumps({"format": "monet_like schedule", "x": _Bomb(c)}, protocol=4),
+        "STACK_GLOBAL",
+    ),
+    ("EXT1", lambda c: b"\x80\x02\x82\xf1(" + _text(c) + b"tR.", "EXT1 241"),
+    ("EXT2", lambda c: b"\x80\x02\x83\xf1\x00(" + _text(c) + b"tR.", "EXT2 241"),
+    ("EXT4", lambda c: b"\x80\x02\x84\xf1\x00\x00\x00(" + _text(c) + b"tR.", "EXT4 241"),
+)
+
+
+@pytest.mark.parametrize(("make", "opcode"), [row[1:] for row in EXECUTABLE], ids=[row[0] for row in EXECUTABLE])
+def test_nothing_in_a_file_is_run(tmp_path: Path, make: Callable[[str], bytes], opcode: str) -> None:
+    sentinel, path = tmp_path / "sentinel", tmp_path / "hostile.pkl"
+    data = make(f"touch {sentinel}")
+    path.write_bytes(data)
+    copyreg.add_extension("os", "system", 0xF1)
+    try:
+        pickle.loads(data)
+        assert sentinel.exists()  # it is hostile
+        sentinel.unlink()
+        copyreg.clear_extension_cache()
+        with pytest.raises(ScheduleFileError) as caught:
+            ScheduleRecord.load(path)
+        with pytest.raises(ScheduleFileError, match="and a schedule holds plain data only"):
+            files._PlainUnpickler(io.BytesIO(data)).load()  # the second wall, without the first
+    finally:
+        copyreg.remove_extension("os", "system", 0xF1)
+    assert not sentinel.exists()
+    assert str(caught.value) == f"{path} is refused: a schedule holds plain data only, and this file has {opcode}"
+
+
+@pytest.mark.parametrize(
+    ("data", "opcode"),
+    [
+        (b"\x80\x02}}b.", "BUILD"),
+        (b"Pos.system\n.", "PERSID os.system"),
+        (b"\x80\x02U\x09os.systemQ.", "BINPERSID"),
+        (b"\x80\x02K\x01)R.", "REDUCE"),
+        (b"\x80\x02K\x01)\x81.", "NEWOBJ"),
+        (b"\x80\x04K\x01)}\x92.", "NEWOBJ_EX"),
+        (b"(K\x01o.", "OBJ"),
+        (b"\x80\x04X\x02\x00\x00\x00osX\x06\x00\x00\x00system\x93.", "STACK_GLOBAL"),
+        (pickle.dumps(complex(1, 2), protocol=4), "STACK_GLOBAL"),
+        (pickle.dumps(InputSpec((1,), "float32"), protocol=2), "GLOBAL monet_like.ir.schedule_file InputSpec"),
+    ],
+)
+def test_every_opcode_that_makes_objects_is_refused(data: bytes, opcode: str) -> None:
+    with pytest.raises(ScheduleFileError) as caught:
+        load_plain(data, Path("x.pkl"))
+    assert str(caught.value).startswith(
+        f"x.pkl is refused: a schedule holds plain data only, and this file has {opcode}"
+    )
+
+
+def test_persistent_references_meet_the_second_wall() -> None:
+    with pytest.raises(ScheduleFileError, match="it holds a persistent reference"):
+        files._PlainUnpickler(io.BytesIO(b"Pos.system\n.")).load()
+
+
+@pytest.mark.parametrize("data", [b"\x80\x04]r\xff\xff\xff\xff.", b"]p4294967295\n."], ids=["LONG_BINPUT", "PUT"])
+def test_a_few_bytes_cannot_ask_for_all_the_memory(data: bytes) -> None:
+    """Before Python 3.14 the unpickler makes a table as long as the largest memo index."""
+    with pytest.raises(ScheduleFileError) as caught:
+        load_plain(data, Path("x.pkl"))
+    assert str(caught.value) == "x.pkl is refused: it has the memo index 4294967295"
+
+
+def test_a_value_that_is_too_long_to_show(tmp_path: Path) -> None:
+    """Lists of lists, each ten times in the next: 10 ** 40 brackets if they were printed."""
+    bomb: Any = []
+    for _ in range(40):
+        bomb = [bomb] * 10
+    with pytest.raises(ScheduleFileError) as caught:
+        ScheduleRecord.load(changed(tmp_path / "file.pkl", lambda content: content.update(model=bomb)))
+    assert str(caught.value).endswith("file.pkl is damaged: a field holds a list, not str; solve again")
+    with pytest.raises(ScheduleFileError) as caught:
+        ScheduleRecord.load(changed(tmp_path / "file.pkl", lambda content: content.update(version=bomb)))
+    assert "has format version of type list, this one reads 4" in str(caught.value)
+
+
+# Damaged schedules --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tenths", range(10))
+def test_a_truncated_schedule(tmp_path: Path, tenths: int) -> None:
+    path = tmp_path / "file.pkl"
+    data = saved(RECORD, path)
+    path.write_bytes(data[: len(data) * tenths // 10])
+    with pytest.raises(ScheduleFileError) as caught:
+        ScheduleRecord.load(path)
+    assert str(caught.value).startswith(f"{path} is not a schedule file, or is cut short: ")
+
+
+def test_every_truncation(tmp_path: Path) -> None:
+    data = saved(RECORD, tmp_path / "file.pkl")
+    for length in range(len(data)):
+        with pytest.raises(ScheduleFileError):
+            load_plain(data[:length], tmp_path)
+    assert isinstance(load_plain(data, tmp_path), dict)
+
+
+def test_flipped_bits_are_refused_or_harmless(tmp_path: Path) -> None:
+    path, generator, refused = tmp_path / "file.pkl", random.Random(7), 0
+    data = saved(RECORD, path)
+    for _ in range(500):
+        damaged = bytearray(data)
+        for _ in range(generator.choice((1, 1, 2, 8))):
+            damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = ScheduleRecord.load(path)
+        except ScheduleFileError:
+            refused += 1
+        else:
+            assert all(type(i) is int and i >= 0 for tasks in found.schedule.again for i in tasks)
+    assert refused > 150
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"# text", b"{}", b"\x00" * 100, b"PK\x03\x04" + b"\x01" * 50, b"\x80\x04.", b"0."]
+)
+def test_not_a_pickle(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "file.pkl"
+    path.write_bytes(data)
+    with pytest.raises(ScheduleFileError) as caught:
+        ScheduleRecord.load(path)
+    assert str(caught.value).startswith(f"{path} is not a schedule file, or is cut short: ")
+
+
+@pytest.mark.parametrize(
+    "content", [{}, [], None, 7, "monet_like schedule", {"format": "MONeT"}, {"format": ["monet"]}]
+)
+def test_another_pickle(tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "file.pkl"
+    path.write_bytes(pickle.dumps(content, protocol=4))
+    with pytest.raises(ScheduleFileError) as caught:
+        ScheduleRecord.load(path)
+    assert str(caught.value) == f"{path} is not a schedule file of monet_like; make one with solve.py"
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [
+        (5, "5"),
+        (3, "3"),
+        (2, "2"),
+        (1, "1"),
+        (True, "of type bool"),
+        (2.0, "of type float"),
+        ("2", "of type str"),
+        (None, "of type NoneType"),
+    ],
+)
+def test_another_version(tmp_path: Path, version: Any, shown: str) -> None:
+    path = changed(tmp_path / "file.pkl", lambda content: content.update(version=version))
+    with pytest.raises(ScheduleFileError) as caught:
+        ScheduleRecord.load(path)
+    assert str(caught.value) == (
+        f"{path} was made by {'an earlier' if version in (1, 2, 3) and type(version) is int else 'another'} version of "
+        f"monet_like: it has format version {shown}, this one reads 4; solve again"
+    )
+
+
+OPTIONAL = {"schedule", "made_last", "cublas_bytes"}  # the first is three; without the others files are from before
+FIELDS = ("forward", "again", "ways", "inputs", *(f.name for f in fields(ScheduleRecord) if f.name not in OPTIONAL))
+
+
+@pytest.mark.parametrize("name", sorted(set(FIELDS)))
+def test_a_missing_field(tmp_path: Path, name: str) -> None:
+    path = changed(tmp_path / "file.pkl", lambda content: content.pop(name))
+    with pytest.raises(ScheduleFileError) as caught:
+        ScheduleRecord.load(path)
+    assert str(caught.value) == f"{path} is damaged: it has no field {name!r}; solve again"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("forward", None),
+        ("forward", "012"),
+        ("forward", {0: 1}),
+        ("forward", [0, 1.0]),
+        ("forward", [0, True]),
+        ("forward", [0, -1]),
+        ("again", 3),
+        ("again", {}),
+        ("again", [1, 2]),
+        ("again", [[0], ["1"]]),
+        ("ways", ["0"]),
+        ("ways", [False]),
+        ("ways", [-1]),
+        ("inputs", {}),
+        ("inputs", [3]),
+        ("inputs", ["shape"]),
+        ("inputs", [{"shape": [4, "3"], "dtype": "float32", "requires_grad": False}]),
+        ("inputs", [{"shape": [4, True], "dtype": "float32", "requires_grad": False}]),
+        ("inputs", [{"shape": [-4], "dtype": "float32", "requires_grad": False}]),
+        ("inputs", [{"shape": [2**70], "dtype": "float32", "requires_grad": False, "layout": ""}]),
+        ("inputs", [{"shape": [2**30, 0, 2**30], "dtype": "float32", "requires_grad": False, "layout": ""}]),
+        ("inputs", [{"shape": [4], "dtype": 32, "requires_grad": False}]),
+        ("inputs", [{"shape": [4], "dtype": "float32", "requires_grad": 1}]),
+        ("inputs", [{"shape": [4], "dtype": "float32"}]),
+        ("model", b"resnet18"),
+        ("mode", None),
+        ("budget_bytes", True),
+        ("budget_bytes", 1e10),
+        ("budget_bytes", "10"),
+        ("budget_bytes", -1),
+        ("peak_bytes", False),
+        ("plain_peak_bytes", None),
+        ("optimizer_bytes", True),
+        ("cublas_bytes", -1),
+        ("seconds", "1.0"),
+        ("seconds", True),
+        ("plain_seconds", None),
+        ("solve_seconds", True),
+        ("bound_seconds", "1"),
+        ("gap", False),
+        ("ablation", 1),
+        ("ablation", None),
+        ("fingerprint", 5),
+        ("versions", []),
+        ("versions", {1: "2"}),
+        ("versions", {"torch": 2}),
+        ("counts", [("kept", 1)]),
+        ("counts", {"kept": "1"}),
+        ("counts", {"kept": True}),
+        ("counts", {3: 1}),
+    ],
+)
+def test_a_field_of_the_wrong_type(tmp_path: Path, name: str, value: Any) -> None:
+    path = changed(tmp_path / "file.pkl", lambda content: content.update({name: value}))
+    with pytest.raises(ScheduleFileError) as caught:
+        ScheduleRecord.load(path)
+    assert str(caught.value).startswith(f"{path} is damaged: ")
+    assert str(caught.value).endswith("; solve again")
+
+
+# Round trips --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        RECORD,
+        replace(RECORD, bound_seconds=None, gap=None),
+        replace(RECORD, bound_seconds=-1.5e300, gap=5e-324, seconds=2),
+        replace(RECORD, schedule=Schedule((), (), ()), inputs=(), counts={}, versions={}, model="", note="ünïcode ✓"),
+        replace(RECORD, schedule=Schedule(tuple(range(3000)), ((1,),) * 3000, (2**70,) * 3000)),
+    ],
+)
+def test_a_schedule_comes_back_as_it_was(tmp_path: Path, record: ScheduleRecord) -> None:
+    record.save(tmp_path / "file.pkl")
+    found = ScheduleRecord.load(tmp_path / "file.pkl")
+    assert found == record
+    assert found is not record
+    hash(found.schedule)  # tuples all the way down, not the lists of the file
+
+
+def test_what_is_saved_can_be_read(tmp_path: Path) -> None:
+    """PyTorch's version is a class of its own, and solvers give numpy's numbers."""
+    strange: dict[str, Any] = {
+        "versions": {"torch": torch.__version__},
+        "bound_seconds": np.float64(1.5),
+        "seconds": np.float32(2.5),
+        "peak_bytes": np.int64(7),
+        "inputs": (InputSpec(torch.Size([4, 3]), "float32"),),
+    }
+    assert type(torch.__version__) is not str
+    replace(RECORD, **strange).save(tmp_path / "file.pkl")
+    found = ScheduleRecord.load(tmp_path / "file.pkl")
+    assert found == replace(RECORD, **strange)
+    assert [type(v) for v in (found.versions["torch"], found.bound_seconds, found.peak_bytes)] == [str, float, int]
+
+
+def test_what_is_not_plain_is_not_saved(tmp_path: Path) -> None:
+    path = tmp_path / "file.pkl"
+    RECORD.save(path)
+    with pytest.raises(TypeError, match="complex is not plain data"):
+        replace(RECORD, seconds=1j).save(path)  # type: ignore[arg-type]
+    assert ScheduleRecord.load(path) == RECORD
+
+
+def test_every_field_is_told_apart(tmp_path: Path) -> None:
+    """The round trip compares every field: a record in which it has its default differs from RECORD."""
+    for field in fields(ScheduleRecord):
+        value = getattr(RECORD, field.name)
+        empty: Any = (
+            not value
+            if isinstance(value, bool)
+            else type(value)()
+            if field.name != "schedule"
+            else Schedule((), (), ())
+        )
+        other = replace(RECORD, **{field.name: empty})
+        assert other != RECORD, field.name
+        other.save(tmp_path / "file.pkl")
+        assert ScheduleRecord.load(tmp_path / "file.pkl") == other
+
+
+def test_the_file_holds_builtins_only(tmp_path: Path) -> None:
+    def check(item: Any) -> None:
+        assert type(item) in (dict, list, str, int, float, bool, type(None))
+        for inner in item.values() if isinstance(item, dict) else item if isinstance(item, list) else ():
+            check(inner)
+
+    check(pickle.loads(saved(RECORD, tmp_path / "file.pkl")))
+
+
+def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
+    for profile in (PROFILE, Profile("roofline: h100", {})):
+        profile.save(tmp_path / "profile.json")
+        assert Profile.load(tmp_path / "profile.json") == profile
+
+
+# Damaged profiles ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tenths", range(10))
+def test_a_truncated_profile(tmp_path: Path, tenths: int) -> None:
+    path = tmp_path / "profile.json"
+    data = saved(PROFILE, path)
+    path.write_bytes(data[: len(data) * tenths // 10])
+    with pytest.raises(ScheduleFileError) as caught:
+        Profile.load(path)
+    assert str(caught.value).startswith(f"{path} is not a profile (no JSON: ")
+    assert str(caught.value).endswith("; give another, or, if it was one, delete it to measure again")
+
+
+@pytest.mark.parametrize("text", ["", "hello", "[" * 100_000, '{"format": "monet_like profile"', "\x00"])
+def test_not_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(ScheduleFileError, match=r"is not a profile \(no JSON: .*delete it to measure again"):
+        Profile.load(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "3", "null", '"monet_like profile"', '{"format": "other"}'])
+def test_another_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(
+        ScheduleFileError,
+        match="is not a profile of monet_like; give another, or, if it was one, delete it to measure again",
+    ):
+        Profile.load(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize("version", [2, 0, True, "1", None, 1.0])
+def test_another_profile_version(tmp_path: Path, version: Any) -> None:
+    path = changed_profile(tmp_path / "profile.json", lambda content: content.update(version=version))
+    with pytest.raises(ScheduleFileError) as caught:
+        Profile.load(path)
+    assert str(caught.value) == (
+        f"{path} is a profile of format version {version}, this package reads 1; give another, or, if it was one, delete it to measure again"
+    )
+
+
+@pytest.mark.parametrize("name", ["device", "costs", "note", "versions"])
+def test_a_profile_without_a_field(tmp_path: Path, name: str) -> None:
+    path = changed_profile(tmp_path / "profile.json", lambda content: content.pop(name))
+    with pytest.raises(
+        ScheduleFileError, match=f"is damaged .*{name}.*; give another, or, if it was one, delete it to measure again"
+    ):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("costs", [1, 2]),
+        ("costs", None),
+        ("costs", {"a": 1}),
+        ("costs", {"a": [1.0]}),
+        ("costs", {"a": [1.0, 2, 3]}),
+        ("costs", {"a": ["1.0", 2]}),
+        ("costs", {"a": [1.0, 2.5]}),
+        ("costs", {"a": [1.0, True]}),
+        ("costs", {"a": [True, 1]}),
+        ("costs", {"a": [None, 1]}),
+        ("costs", {"a": [-1.0, 1]}),
+        ("costs", {"a": [1.0, -1]}),
+        ("costs", {"a": [float("nan"), 1]}),
+        ("costs", {"a": [float("inf"), 1]}),
+        ("costs", {"a": [1.0, float("inf")]}),
+        ("costs", {"a": [1.0, float("nan")]}),
+        ("device", 3),
+        ("note", None),
+        ("versions", 3),
+        ("versions", {"torch": 2}),
+    ],
+)
+def test_a_profile_with_a_wrong_field(tmp_path: Path, name: str, value: Any) -> None:
+    path = changed_profile(tmp_path / "profile.json", lambda content: content.update({name: value}))
+    with pytest.raises(
+        ScheduleFileError, match=r"is damaged .*; give another, or, if it was one, delete it to measure again"
+    ):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("gap", float("nan"), "holds nan"),
+        ("bound_seconds", float("-inf"), "holds -inf"),
+        ("peak_bytes", 10**400, "more than 300 digits"),
+        ("model", "net\x1b[2J", "cannot be printed"),
+        ("note", "\ud800", "cannot be printed"),
+    ],
+)
+def test_numbers_and_texts_that_nobody_could_show_are_refused(
+    tmp_path: Path, field: str, value: Any, said: str
+) -> None:
+    content = load_plain((RECORD.save(tmp_path / "file.pkl"), (tmp_path / "file.pkl").read_bytes())[1], tmp_path)
+    (tmp_path / "file.pkl").write_bytes(pickle.dumps(content | {field: value}, protocol=4))
+    with pytest.raises(ScheduleFileError, match=f"is damaged: .*{said}"):
+        ScheduleRecord.load(tmp_path / "file.pkl")
+
+
+def test_what_has_no_end_is_not_read() -> None:
+    with pytest.raises(ScheduleFileError, match="/dev/zero is no regular file; give the name of a schedule file"):
+        ScheduleRecord.load(Path("/dev/zero"))

@@ -1,0 +1,211 @@
+"""The manual is true: what it tells readers to type works, what it shows is printed, what it describes is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from click.testing import CliRunner
+from random_programs import best_seconds, random_program
+from random_schedules import random_schedule
+from replays import replayed, worst
+from test_plan import network, peak
+from torch import nn
+from training import run, twin
+
+from monet_like import variants
+from monet_like.capture.lowering import capture
+from monet_like.cli.group import main
+from monet_like.ir.plain_pickle import load_plain
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.program import Cost
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.simulate import Free, simulate
+from monet_like.plan import plan
+from monet_like.plan.strategies import STRATEGIES
+from monet_like.plan.strategies.checkpointing import Plain
+from monet_like.variants import admitted
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def example(name: str) -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def masked(text: str) -> str:
+    """Numbers and spaces made alike: what does not depend on the machine."""
+    return " ".join(re.sub(r"[0-9][0-9.,]*", "#", text).split())
+
+
+# The tutorial -------------------------------------------------------------------------------------------------
+
+
+def test_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are written, its commands run in order, and every line that it shows after one is printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
+    output, ran, shown = "", 0, 0
+    fences = re.findall(
+        r"^```(\S*?)(?: python\n:caption: (\S+))?\n(.*?)^```", (DOCS / "tutorial.md").read_text(), re.M | re.S
+    )
+    for kind, caption, body in fences:
+        if caption:
+            (tmp_path / caption).write_text(body.lstrip("\n"))
+        elif kind == "bash":
+            (command,) = body.splitlines()
+            output = typed(shlex.split(command))
+            ran += 1
+        else:
+            assert kind == "text"
+            for line in body.splitlines():
+                assert masked(line) in masked(output), line
+                shown += 1
+    assert (ran, shown) == (6, 10)
+    described("Schedule files", set(load_plain((tmp_path / "net.pkl").read_bytes(), tmp_path / "net.pkl")))
+    (profile,) = (tmp_path / "solutions" / "profiles").iterdir()
+    described("Profiles", set(json.loads(profile.read_text())))
+    assert isinstance(Profile.load(profile).costs, dict) and ScheduleRecord.load(tmp_path / "net.pkl").gap is not None
+
+
+def typed(words: list[str]) -> str:
+    """What a command prints: `monet-like` in this process, which has everything loaded; a script in one of its own."""
+    if words[0] == "monet-like":
+        result = CliRunner().invoke(main, words[1:])
+        assert result.exit_code == 0, result.output
+        return result.output
+    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def described(heading: str, fields: set[str]) -> None:
+    """The table of a file format names just the fields of such a file."""
+    section = (DOCS / "file_formats.md").read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == fields
+
+
+# Adding a variant ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_custom_variant_is_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random schedules take any way: to the bit, inputs at the threshold, infinities and channels-last included."""
+    custom = example("custom_variant")
+    monkeypatch.setattr(variants, "OFFERS", variants.OFFERS)
+    custom.plug_in()
+    threshold = float(torch.tensor(0.25, dtype=dtype))
+    layers = (
+        nn.Softshrink(threshold),
+        nn.Conv2d(3, 5, 3, padding=1),
+        nn.Softshrink(0.05),
+        nn.AvgPool2d(2),
+        nn.Conv2d(5, 4, 1),
+    )
+    model = nn.Sequential(nn.Conv2d(3, 3, 1, groups=3, bias=False), *layers).to(dtype).train()
+    nn.init.ones_(model[0].weight)
+    images = torch.randn(2, 3, 12, 12).to(dtype)
+    near = torch.tensor([threshold, -threshold, 0.0, -0.0], dtype=dtype)
+    up, down = torch.nextafter(near.float(), torch.full((4,), 9.0)).to(dtype), near * (1 + 2 * torch.finfo(dtype).eps)
+    images[0, 0].view(-1)[:12] = torch.cat([near, up, down])
+    for layout in (torch.contiguous_format, torch.channels_last):
+        built = (model.to(memory_format=layout), (images.to(memory_format=layout),), {})
+        captured = admitted(capture(*built), "multiway_newnode")
+        offered = [way.variant for slot in captured.program.slots for way in slot if "softshrink" in way.variant]
+        assert [offered.count(name) for name in ("softshrink.from_output", "softshrink.packed")] == [2, 2]
+        plain, taken = run(twin(model), *built[1:]), set()
+        for seed in range(6):
+            schedule = random_schedule(captured.program, seed, drop=0.5, others=0.8)
+            outcome = replayed(built, captured, schedule, "multiway_newnode", measured=False)
+            assert worst(plain, outcome) == 0.0, (layout, seed)
+            ways = zip(captured.program.slots, schedule.ways, strict=True)
+            taken |= {slot[way].variant for slot, way in ways}
+        assert taken >= {"softshrink.from_output", "softshrink.packed"}
+
+
+def test_the_custom_variant_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And spares what running softshrink again would cost."""
+    custom = example("custom_variant")
+    monkeypatch.setattr(variants, "OFFERS", variants.OFFERS)
+    result = CliRunner().invoke(custom.main, [])
+    assert result.exit_code == 0, result.output
+    pattern = r"(\w+): peak (\d+)% .*?, (\d+) operators run again, variant used (\d+) times, gradients equal: True"
+    without, with_it = re.findall(pattern, result.output)
+    assert without[0] == "without" and int(without[3]) == 0
+    assert with_it[0] == "with" and int(with_it[3]) > 0
+    assert int(with_it[2]) < int(without[2])
+    assert max(int(without[1]), int(with_it[1])) <= 60
+
+
+# Adding a strategy --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dearest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    custom = example("custom_strategy")
+    for name in list(STRATEGIES):  # the registry as it was, afterwards
+        monkeypatch.setitem(STRATEGIES, name, STRATEGIES[name])
+    monkeypatch.setitem(STRATEGIES, "dearest_first", lambda *_, **__: None)  # so that it is taken out again
+    custom.plug_in()
+    assert STRATEGIES["dearest_first"] is custom.dearest_first
+
+
+@pytest.mark.usefixtures("dearest_first")
+def test_the_custom_strategy_is_sound() -> None:
+    for seed in range(12):
+        program, costs = random_program(random.Random(seed), 4)
+        most = peak(Plain.of(program).program, costs)
+        report = plan(program, costs, most, strategy="dearest_first").report
+        best = best_seconds(program, costs, most)
+        assert report.peak_bytes <= most
+        assert best is not None and report.seconds >= best - 1e-9
+    program, costs = network(12)
+    most = peak(program, costs)
+    times = [plan(program, costs, int(share * most), strategy="dearest_first").report for share in (1.0, 0.8, 0.6)]
+    assert [report.peak_bytes <= share * most for report, share in zip(times, (1.0, 0.8, 0.6), strict=True)] == [
+        True
+    ] * 3
+    assert times[0].rerun_seconds == 0 < times[1].rerun_seconds <= times[2].rerun_seconds
+
+
+@pytest.mark.usefixtures("dearest_first")
+def test_the_custom_strategy_is_replayed_exactly() -> None:
+    layers = [part for _ in range(6) for part in (nn.Conv2d(4, 4, 3, padding=1), nn.GELU())]
+    built = (nn.Sequential(nn.Conv2d(3, 4, 1), *layers).train(), (torch.randn(4, 3, 16, 16),), {})
+    captured = admitted(capture(*built), "normal")
+    program = captured.program
+    costs = {task.cost: Cost(1.0 if "conv" in task.cost else 0.1) for task in program.every_task()}
+    found = plan(program, costs, int(0.7 * peak(program, costs)), strategy="dearest_first")
+    assert found.schedule.rerun_count > 0
+    assert simulate(program, found.schedule, Free()).steps
+    assert (
+        worst(run(twin(built[0]), *built[1:]), replayed(built, captured, found.schedule, "normal", measured=False))
+        == 0.0
+    )
+
+
+@pytest.mark.usefixtures("dearest_first")
+def test_the_custom_strategys_example_runs() -> None:
+    result = CliRunner().invoke(example("custom_strategy").main, ["--budgets", "70%"])
+    assert result.exit_code == 0, result.output
+    found = dict(re.findall(r"^(\w+) +(\+\d+\.\d|-)", result.output, re.MULTILINE))
+    assert set(found) == {"dearest_first", "chen_greedy", "chen_sqrt", "store_all"}
+    assert found["store_all"] == "-" and 0 < float(found["dearest_first"]) < float(found["chen_sqrt"])

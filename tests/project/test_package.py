@@ -1,0 +1,92 @@
+"""What is built for others to install: a source distribution that is whole, and a wheel made from it that works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOLUTION = "solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source distribution, and the wheel built from it; without a compiler, which must not stop the build."""
+    folder = tmp_path_factory.mktemp("package")
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout: what belongs to the source is not known")
+    for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.splitlines()):
+        target = folder / "source" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"CXX": "no-such-compiler"}
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(folder / "dist"),
+        str(folder / "source"),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (source,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
+    return source, wheel
+
+
+def test_the_source_distribution_has_all_that_a_checkout_has(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    left_out = {name for name in tracked if name and (ROOT / name).exists()} - names
+    assert left_out <= {".gitignore"}
+    assert {"csrc/ops.cpp", "tests/replay/test_replay.py", "monet_like/py.typed", SOLUTION} <= names
+
+
+def test_the_wheel_has_what_is_used_and_nothing_else(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as archive:
+        names = set(archive.namelist())
+        (info,) = (name for name in names if name.endswith("METADATA"))
+        meta = archive.read(info).decode()
+    assert {
+        "monet_like/py.typed",
+        "monet_like/csrc/ops.cpp",
+        "monet_like/csrc/cuda/masks.cu",
+        f"monet_like/{SOLUTION}",
+    } <= names
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"monet_like"}
+    required = [line for line in meta.splitlines() if line.startswith("Requires-Dist: ") and "extra ==" not in line]
+    assert len(required) > 8 and all("<" in line and ">=" in line for line in required)
+
+
+def test_the_wheel_works_where_there_is_no_checkout(built: tuple[Path, Path], tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(built[1])]
+    subprocess.run(pip, check=True, capture_output=True)
+    environment = os.environ | {"PYTHONPATH": str(target), "PYTHONSAFEPATH": "1"}
+    code = (
+        "from monet_like.files import shipped_folder as f; import monet_like; print(monet_like.__file__); "
+        "print(*sorted(p.name for p in f('solutions').glob('*.pkl')), f('csrc') / 'ops.cpp', f('tests'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    where, found = done.stdout.splitlines()
+    assert where == str(target / "monet_like" / "__init__.py")
+    assert found.split()[-2:] == [str(target / "monet_like" / "csrc" / "ops.cpp"), "None"]
+    script = target / "bin" / "monet-like"
+    shown = subprocess.run(
+        [str(script), "inspect", str(target / "monet_like" / SOLUTION)], env=environment, capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "torchvision.models.resnet50()" in shown.stdout

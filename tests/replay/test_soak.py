@@ -1,0 +1,181 @@
+"""Hundreds of steps: plain and scheduled training, from one seed, stay together to the bit and do not grow.
+
+As a script (``torchrun test_soak.py FOLDER SEED``) one process of the distributed runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from random_schedules import random_schedule
+from replays import record_for
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from monet_like.compiler.request import Request, captured_for
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.replay.wrapper import ScheduleWrapper
+
+MODE = "inplace_multiway_newnode"
+ACCUMULATED = 2
+#: Of the distributed runs; one process is killed in the middle.
+STEPS, KILLED_AT = 12, 5
+
+
+class Block(nn.Module):
+    """The residual block of ResNet, with dropout."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norm_one, self.norm_two = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.norm_one(self.one(x)).relu()
+        return (x + self.norm_two(self.two(self.drop(inner)))).relu()
+
+
+def small_resnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        *(Block(8) for _ in range(3)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 4, (8,), generator=generator)
+    return torch.randn(8, 3, 12, 12, generator=generator) + labels[:, None, None, None], labels
+
+
+def record_of(model: nn.Module, autocast: str) -> ScheduleRecord:
+    """A schedule that runs half of what it can again."""
+    example = ((batch(0)[0],), {})
+    captured = captured_for(Request(model, example, MODE, autocast=autocast), example)
+    schedule = random_schedule(captured.program, 5, drop=0.5)
+    return replace(record_for(captured, schedule, MODE, (model, *example)), autocast=autocast)
+
+
+def growth(function: Callable[[], Any]) -> int:
+    """Bytes allocated while ``function`` runs less those released that were."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        function()
+    kineto = profile.profiler
+    assert kineto is not None and kineto.kineto_results is not None
+    return sum(event.nbytes() for event in kineto.kineto_results.events() if event.name() == "[memory]")
+
+
+class Training:
+    """A model, its optimizer and loss scaler; each step accumulates gradients under autocast."""
+
+    def __init__(self, model: nn.Module, autocast: torch.dtype) -> None:
+        self.model, self.autocast = model, autocast
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=50)
+
+    def step(self, number: int) -> float:
+        loss = torch.zeros(())
+        for part in range(ACCUMULATED):
+            x, labels = batch(number * ACCUMULATED + part)
+            torch.manual_seed(number * ACCUMULATED + part)  # dropout
+            with torch.autocast("cpu", self.autocast):
+                loss = nn.functional.cross_entropy(self.model(x), labels)
+            self.scaler.scale(loss / ACCUMULATED).backward()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=number % 2 == 0)
+        return loss.item()
+
+    def state(self) -> dict[str, Any]:
+        return {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scaler")}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for name, part in state.items():
+            getattr(self, name).load_state_dict(part)
+
+
+@pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
+def test_300_steps_with_dropout_amp_and_accumulation(autocast: str) -> None:
+    torch.manual_seed(0)
+    model = small_resnet()
+    dtype = getattr(torch, autocast)
+    plain = Training(copy.deepcopy(model), dtype)
+    ours = Training(ScheduleWrapper(model, record_of(model, autocast)), dtype)
+    losses = [(plain.step(number), ours.step(number)) for number in range(300)]
+    assert [n for n, (one, other) in enumerate(losses) if one != other] == []
+    assert sum(one for one, _ in losses[-20:]) < 0.7 * sum(one for one, _ in losses[:20])
+    for (name, one), other in zip(plain.model.state_dict().items(), ours.model.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    growth(lambda: [ours.step(number) for number in range(4)])  # the gradients that wait are now known to the profiler
+    assert growth(lambda: [ours.step(number) for number in range(8)]) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_process_resumes_where_it_was(tmp_path: Path, seed: int) -> None:
+    record_of(small_resnet(), "bfloat16").save(tmp_path / "schedule.pkl")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    tests = Path(__file__).parents[1]
+    paths = os.pathsep.join(map(str, (tests / "helpers", tests.parent)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [*command, __file__, str(tmp_path), str(seed)], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    first = [int(found) for found in re.findall(r"^attempt (\d+) from step", done.stdout, re.MULTILINE)]
+    assert first == [0, 1], done.stdout
+    steps = re.findall(r"^step (\d+): (\S+) (\S+)$", done.stdout, re.MULTILINE)
+    assert {int(number) for number, _, _ in steps} == set(range(STEPS))
+    assert all(plain == ours for _, plain, ours in steps), steps
+
+
+def process(folder: Path, seed: int) -> None:
+    """Plain and scheduled data parallel training side by side, with a checkpoint after every step."""
+    torch.set_num_threads(1)
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    # A place of its own for each attempt: in torchrun's store the second one may find the killed process's address.
+    place = f"file://{folder.resolve()}/attempt_{attempt}"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    torch.manual_seed(seed)
+    model = small_resnet()
+    scheduled = ScheduleWrapper(copy.deepcopy(model), folder / "schedule.pkl")
+    runs = [Training(DistributedDataParallel(one), torch.bfloat16) for one in (model, scheduled)]
+    checkpoint, start = folder / "checkpoint.pt", 0
+    if checkpoint.exists():
+        states = torch.load(checkpoint)
+        start = states.pop("step")
+        for run, state in zip(runs, states["runs"], strict=True):
+            run.load(state)
+    if rank == 0:
+        print(f"attempt {attempt} from step {start}", flush=True)
+    for number in range(start, STEPS):
+        if (rank, attempt, number) == (1, 0, KILLED_AT):
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses = [run.step(2 * number + rank) for run in runs]
+        if rank == 0:
+            print(f"step {number}: {losses[0]!r} {losses[1]!r}", flush=True)
+            torch.save({"step": number + 1, "runs": [run.state() for run in runs]}, folder / "new.pt")
+            (folder / "new.pt").replace(checkpoint)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    process(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,416 @@
+"""The wrapper inside other people's training loops: everything a plain module can do."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+import zoo
+from random_schedules import random_schedule
+from replays import record_for
+from torch import nn
+from training import run, tensors, twin
+
+from monet_like.capture.lowering import capture
+from monet_like.errors import ScheduleFileError, UsageError
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.plan import store_all
+from monet_like.profile.measure import allocated_peak
+from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.variants import admitted
+
+
+def made(name: str = "resnet18", *, drop: float = 0.5) -> tuple[nn.Module, ScheduleRecord, zoo.Built]:
+    """A model, a schedule with some recompute for it, and its inputs."""
+    example = zoo.MODELS[name]()
+    return example[0], recorded(name, drop), example
+
+
+@functools.cache
+def recorded(name: str, drop: float) -> ScheduleRecord:
+    example = zoo.MODELS[name]()
+    model, args, kwargs = example
+    captured = admitted(capture(model, args, kwargs), "normal")
+    schedule = random_schedule(captured.program, 1, drop=drop, others=0.0) if drop else store_all(captured.program)
+    return record_for(captured, schedule, "normal", example)
+
+
+def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_it_has_the_models_own_names_and_tensors() -> None:
+    model, record, _ = made()
+    names, keys = [n for n, _ in model.named_parameters()], list(model.state_dict())
+    wrapped = ScheduleWrapper(model, record)
+    assert [n for n, _ in wrapped.named_parameters()] == names
+    assert list(wrapped.state_dict()) == keys
+    assert wrapped.fc is model.fc
+    assert "peak" in repr(wrapped)
+
+
+def test_state_dict_round_trip_and_assignment_are_followed() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped = ScheduleWrapper(model, record)
+    fresh = torchvision.models.resnet18()
+    wrapped.load_state_dict(fresh.state_dict())
+    model.fc.weight = nn.Parameter(fresh.fc.weight.detach() * 2)  # another Parameter object
+    plain = twin(model)
+    step(plain, x)
+    step(wrapped, x)
+    assert same(gradients(plain), gradients(wrapped))
+
+
+def test_to_another_dtype_is_not_silently_wrong() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped = ScheduleWrapper(model, record).double()
+    assert next(model.parameters()).dtype == torch.float64
+    with pytest.raises(ScheduleFileError, match="was solved for float32"):
+        wrapped(x.double())
+
+
+def test_two_forwards_before_the_backwards() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    for candidate in (plain, wrapped):
+        first, second = candidate(x).square().mean(), candidate(2 * x + 1).square().mean()
+        second.backward()
+        first.backward()
+    assert same(gradients(plain), gradients(wrapped))
+    assert same(list(plain.buffers()), list(wrapped.buffers()))
+
+
+def test_forwards_in_threads_do_not_mix() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))).train()
+    x = torch.randn(8, 16)
+    captured = admitted(capture(model, (x,)), "normal")
+    schedule = random_schedule(captured.program, 1, drop=0.5, others=0.0)
+    wrapped = ScheduleWrapper(model, record_for(captured, schedule, "normal", (model, (x,), {})))
+    weight = model[0][0].weight
+    results: dict[int, torch.Tensor] = {}
+
+    def work(index: int) -> None:
+        results[index] = torch.autograd.grad(wrapped(x * (index + 1)).square().mean(), weight)[0]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(8):
+        expected = torch.autograd.grad(model(x * (index + 1)).square().mean(), weight)[0]
+        assert torch.equal(results[index], expected)
+
+
+def test_eval_and_no_grad_run_the_plain_model() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped, plain = ScheduleWrapper(model, record), twin(model)
+    with torch.no_grad():
+        assert torch.equal(wrapped(x), plain(x))
+    assert wrapped.eval() is wrapped
+    assert not model.training
+    plain.eval()
+    result = wrapped(x)
+    assert torch.equal(result, plain(x))
+    result.sum().backward()  # the plain model's own autograd
+    wrapped.train()
+    assert model.training
+    assert all(m.training for m in model.modules())
+
+
+@pytest.mark.parametrize("batch", [3, 2])
+def test_a_smaller_last_batch_is_replayed_exactly(batch: int) -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    step(plain, x[:batch])
+    step(wrapped, x[:batch])
+    assert same(gradients(plain), gradients(wrapped))
+
+
+def test_a_larger_batch_another_size_or_another_model_is_refused() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped = ScheduleWrapper(model, record, (3, 64, 64))
+    with pytest.raises(
+        ScheduleFileError, match=r"solved for float32\[4, 3, 64, 64\].*called with float32\[8, 3, 64, 64\]"
+    ):
+        wrapped(torch.cat((x, x)))
+    with pytest.raises(ScheduleFileError, match="input_shape is \\[3, 32, 32\\]"):
+        ScheduleWrapper(model, record, (3, 32, 32))
+    with pytest.raises(
+        ScheduleFileError, match="does not match the model: it was planned for test, ResNet has 110 parameters"
+    ):
+        ScheduleWrapper(torchvision.models.resnet34().train(), record)
+    with pytest.raises(UsageError, match="already wrapped"):
+        ScheduleWrapper(wrapped, record)
+
+
+def test_freezing_a_parameter_between_steps_is_an_error_that_says_so() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped = ScheduleWrapper(model, record)
+    step(wrapped, x)
+    model.layer1.requires_grad_(False)
+    with pytest.raises(ScheduleFileError, match="frozen parameters"):
+        wrapped(x)
+
+
+def test_a_second_backward_is_pytorchs_own_error_and_retain_graph_works() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    loss = wrapped(x).square().mean()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        loss.backward()
+    wrapped.zero_grad()
+    for candidate in (plain, wrapped):
+        candidate.zero_grad()
+    again = wrapped(x).square().mean()
+    again.backward(retain_graph=True)
+    again.backward()
+    twice = plain(x).square().mean()
+    twice.backward(retain_graph=True)
+    twice.backward()
+    assert all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(gradients(plain), gradients(wrapped), strict=True)
+    )
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    for candidate in (plain, wrapped):
+        result = candidate(x)
+        result.mul_(2).add_(1)
+        result.square().mean().backward()
+    assert same(gradients(plain), gradients(wrapped))
+
+
+def test_changing_a_weight_before_the_backward_is_pytorchs_own_error() -> None:
+    model, record, (_, (x,), _) = made()
+    loss = ScheduleWrapper(model, record)(x).square().mean()
+    with torch.no_grad():
+        model.layer2[0].conv1.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_deepcopy_and_pickle() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped = ScheduleWrapper(model, record)
+    step(wrapped, x)
+    wrapped.zero_grad()
+    expected = gradients_after(twin(model), x)
+    for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        assert other.fc is other._model.fc
+        assert other.fc is not model.fc
+        assert same(gradients_after(other, x), expected)
+
+
+def gradients_after(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    step(model, x)
+    return gradients(model)
+
+
+def test_checkpoint_saved_and_resumed_to_equal_losses() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped = ScheduleWrapper(model, record)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+
+    def train(steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            losses.append(float(step(wrapped, x)))
+            optimizer.step()
+        return losses
+
+    train(2)
+    buffer = io.BytesIO()
+    torch.save({"model": wrapped.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    expected = train(2)
+    buffer.seek(0)
+    saved = torch.load(buffer)
+    wrapped.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert train(2) == expected
+
+
+def test_outputs_that_take_no_part_in_the_loss_leave_no_gradients() -> None:
+    model, record, (_, (x,), _) = made("googlenet")
+    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    for candidate in (plain, wrapped):
+        torch.manual_seed(4)
+        candidate(x).logits.square().mean().backward()  # the auxiliary heads are not used
+    none = [n for n, p in plain.named_parameters() if p.grad is None]
+    assert any(n.startswith("aux") for n in none)
+    assert [n for n, p in wrapped.named_parameters() if p.grad is None] == none
+    assert same(gradients(plain), gradients(wrapped))
+
+
+def test_a_model_with_nothing_to_train() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+    x = torch.randn(5, 4)
+    captured = admitted(capture(model, (x,)), "normal")
+    record = record_for(captured, store_all(captured.program), "normal", (model, (x,), {}))
+    plain = twin(model)(x)
+    wrapped = ScheduleWrapper(model, record)
+    assert torch.equal(wrapped(x), plain) and not wrapped(x).requires_grad
+
+
+def test_freezing_the_models_own_parameters_is_noticed() -> None:
+    """Those of the outermost module, which are the wrapper's too."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.layer = nn.Parameter(torch.zeros(4)), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.sin() + self.shift)
+
+    model, x = Shifted(), torch.randn(5, 4)
+    captured = admitted(capture(model, (x,)), "normal")
+    record = record_for(captured, store_all(captured.program), "normal", (model, (x,), {}))
+    wrapped = ScheduleWrapper(model, record)
+    wrapped(x)
+    model.shift.requires_grad_(False)
+    with pytest.raises(ScheduleFileError, match="frozen parameters"):
+        wrapped(x)
+
+
+def test_gradients_arrive_while_the_backward_runs() -> None:
+    """Hooks fire in spread-out order, and accumulating into existing gradients needs no second full set."""
+    model, record, (_, (x,), _) = made(drop=0.0)
+    wrapped = ScheduleWrapper(model, record)
+    last = next(iter(wrapped._steps.values()))[0].segments
+    assert len(last) > 10
+    order: list[str] = []
+    seen: list[int] = []
+    for name, parameter in wrapped.named_parameters():
+
+        def arrived(_: torch.Tensor, name: str = name) -> None:
+            order.append(name)
+            seen.append(count_alive(model))
+
+        parameter.register_post_accumulate_grad_hook(arrived)
+    step(wrapped, x)
+    assert order.index("fc.weight") < order.index("layer3.0.conv1.weight") < order.index("conv1.weight")
+    assert seen[0] < 0.1 * len(order)
+    assert seen == sorted(seen)
+
+
+def count_alive(model: nn.Module) -> int:
+    return sum(p.grad is not None for p in model.parameters())
+
+
+def test_accumulating_needs_no_second_set_of_gradients() -> None:
+    model, record, (_, (x,), _) = made(drop=0.0)
+    device = torch.device("cpu")
+    full = sum(p.numel() * 4 for p in model.parameters())
+    rises = []
+    for candidate in (twin(model), ScheduleWrapper(twin(model), record)):
+        step(candidate, x)  # now every .grad exists
+        rises.append(allocated_peak(lambda c=candidate: step(c, x), device))
+    assert rises[1] - rises[0] < 0.25 * full
+
+
+def test_the_gradient_of_the_input_alone_as_in_adversarial_training() -> None:
+    example = zoo.MODELS["resnet18"]()
+    model, (x,), _ = example
+    x.requires_grad_()
+    captured = admitted(capture(model, (x,)), "normal")
+    record = record_for(captured, random_schedule(captured.program, 1, drop=0.5, others=0.0), "normal", example)
+    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    moved = []
+    for candidate in (plain, wrapped):
+        (sign,) = torch.autograd.grad(candidate(x).square().mean(), [x])
+        assert x.grad is None and all(p.grad is None for p in candidate.parameters())
+        harder = (x + 0.01 * sign.sign()).detach().requires_grad_()
+        step(candidate, harder)
+        moved.append([sign, harder.grad, *gradients(candidate)])
+    assert same(*moved)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True),
+    ],
+    ids=["fused SGD", "fused AdamW", "foreach AdamW"],
+)
+def test_optimizers_and_averaged_weights_end_where_plain_ones_do(make: Any) -> None:
+    model, record, (_, (x,), _) = made()
+    ends = []
+    for candidate in (twin(model), ScheduleWrapper(twin(model), record)):
+        optimizer = make(candidate.parameters())
+        average = torch.optim.swa_utils.AveragedModel(
+            candidate, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        for number in range(4):
+            step(candidate, x)
+            torch.nn.utils.clip_grad_norm_(candidate.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            average.update_parameters(candidate)
+        ends.append([*candidate.state_dict().values(), *average.module.state_dict().values()])
+    assert same(*ends)
+
+
+def test_hooks_see_parameters_and_the_whole_model_but_no_submodules() -> None:
+    model, record, (_, (x,), _) = made()
+    wrapped = ScheduleWrapper(model, record)
+    seen: list[str] = []
+    wrapped.register_forward_hook(lambda *_: seen.append("whole"))
+    wrapped.fc.register_forward_hook(lambda *_: seen.append("submodule"))
+    wrapped.fc.weight.register_hook(lambda gradient: seen.append("parameter") or gradient * 2)
+    step(wrapped, x)
+    assert seen == ["whole", "parameter"]
+    doubled = wrapped.fc.weight.grad
+    wrapped.zero_grad()
+    plain = twin(model)
+    plain.fc._forward_hooks.clear()
+    step(plain, x)
+    assert torch.equal(doubled, plain.fc.weight.grad * 2)
+
+
+def test_a_schedule_that_breaks_the_programs_rules_is_refused() -> None:
+    model, record, _ = made()
+    schedule = record.schedule
+    for broken in (
+        replace(schedule, forward=(*schedule.forward, 9999)),
+        replace(schedule, forward=schedule.forward[1:]),
+        replace(schedule, ways=(7, *schedule.ways[1:])),
+        replace(schedule, again=schedule.again[1:]),
+    ):
+        with pytest.raises(ScheduleFileError, match="does not fit the program"):
+            ScheduleWrapper(model, replace(record, schedule=broken))
+
+
+def test_schedule_from_a_file(tmp_path: Path) -> None:
+    model, record, (_, (x,), _) = made()
+    path = tmp_path / "schedule.pkl"
+    record.save(path)
+    wrapped, plain = ScheduleWrapper(twin(model), path, (3, 64, 64)), twin(model)
+    outcome = run(plain, (x,), {}).differences(run(wrapped, (x,), {}))
+    assert not any(outcome.values())
+    assert tensors(x)
