@@ -70,4 +70,4 @@ echo "Installed into $("$python" -c 'import sys; print(sys.prefix)')."
 if [[ "$python" == .venv/* ]]; then
   echo "Next: source .venv/bin/activate"
 fi
-echo "Then: python -c 'from monet_like import kernels; print(kernels.status())'"
+echo "Then: python -c 'from monet_like import ops; print(ops.status())'"
