@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
+from planning import instance, solve_exactly
 from random_programs import ProgramMaker, best_seconds, random_program
 from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -19,54 +18,6 @@ from monet_like.plan.baseline import store_all
 from monet_like.plan.ilp.decode import decode, encode
 from monet_like.plan.ilp.formulation import Formulation, Options
 from monet_like.plan.ilp.relaxation import block_program
-from monet_like.solvers.matrix import MatrixProgram
-
-
-def best_point(problem: MatrixProgram) -> Any:
-    """By HiGHS, through scipy; None if there is none."""
-    if problem.contradiction:
-        return None
-    if not problem.columns:
-        return np.zeros(0)
-    rows = LinearConstraint(problem.matrix, problem.lower, problem.upper)
-    answer = milp(
-        problem.cost, constraints=rows, bounds=Bounds(0, 1), integrality=problem.integral.astype(int),
-        options={"mip_rel_gap": 0.0},
-    )  # fmt: skip
-    assert answer.status in (0, 2), answer.message
-    return answer.x
-
-
-def solve_exactly(formulation: Formulation, every_row: bool = False) -> tuple[Schedule, float] | None:
-    """Solve, adding the run rows that a schedule breaks, or all of them at once."""
-    if every_row:
-        for t in formulation.stages:
-            for group in range(len(formulation.needs.groups)):
-                formulation.add_run_row(t, group)
-    while True:
-        problem = formulation.matrix()
-        x = best_point(problem)
-        if x is None:
-            return None
-        schedule = decode(formulation, x)
-        report = simulate(formulation.program, schedule, formulation.costs)
-        if report.peak_bytes <= formulation.budget:
-            return schedule, (problem.offset + float(problem.cost @ x)) * problem.seconds_per_unit
-        assert not every_row, "all rows stand, and yet the schedule is over the budget"
-        runs = [(0, p) for p in schedule.forward]
-        for slot, tasks in enumerate(schedule.again):
-            runs += [(slot + 1, p) for p in (*tasks, -1)]
-        broken = [run for step, run in zip(report.steps, runs, strict=True) if step.bytes > formulation.budget]
-        assert all(p >= 0 for _, p in broken), "a slot is over the budget, whose row stands from the start"
-        added = [formulation.add_run_row(t, formulation.group_of[p]) for t, p in broken]
-        assert any(added)
-
-
-def instance(seed: int, most_tasks: int = 5) -> tuple[Program, dict[str, Cost], int]:
-    rng = random.Random(seed)
-    program, costs = random_program(rng, most_tasks)
-    program.check()
-    return program, costs, rng.randint(program.resident_bytes + 4, program.resident_bytes + 24)
 
 
 @pytest.mark.parametrize("block", range(10))

@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any
 
 import pytest
+from planning import network, peak
 from random_programs import best_seconds, random_program
-from test_plan import network, peak
 
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule

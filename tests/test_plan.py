@@ -8,11 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.sparse as sp
+from planning import ROOT, hard_problem, network, peak
 from random_programs import ProgramMaker, best_seconds, random_program
 
 from monet_like.errors import InfeasibleError, SolverError, UsageError
@@ -24,50 +23,8 @@ from monet_like.plan.ilp.search import Search
 from monet_like.plan.local_search.searcher import smallest_known
 from monet_like.solvers import interface
 from monet_like.solvers.interface import check_solver, installed_solvers, solve
-from monet_like.solvers.matrix import MatrixProgram
 
-ROOT = Path(__file__).resolve().parents[1]
 needs_cbc = pytest.mark.skipif("CBC" not in installed_solvers(), reason="CBC (cylp) is not installed")
-
-
-def network(layers: int, seed: int = 0) -> tuple[Program, dict[str, Cost]]:
-    """A chain of ``layers`` tasks whose backward reads every value, in kilobytes and milliseconds."""
-    rng, maker = random.Random(seed), ProgramMaker()
-    last = maker.value("x", 1000, "input")
-    forward: list[int] = []
-    tasks = []
-    for layer in range(layers):
-        value = maker.value(f"v{layer}", 1000 * rng.randint(2, 9), "forward")
-        tasks.append(maker.task(f"f{layer}", (last,), (value,), Cost(rng.randint(1, 20) / 1000)))
-        forward.append(value)
-        last = value
-    gradient = maker.value("g", 1000, "backward")
-    tangents, slots = (gradient,), []
-    for layer in reversed(range(layers)):
-        following = maker.value(f"g{layer}", 1000, "backward")
-        ways = [maker.task(f"b{layer}", (forward[layer], gradient), (following,), Cost(0.01))]
-        if layer:
-            ways.append(
-                maker.task(f"b{layer}.other", (forward[layer - 1], gradient), (following,), Cost(0.012), variant="o")
-            )
-        slots.append(tuple(ways))
-        gradient = following
-    return Program(tuple(maker.values), tuple(tasks), tuple(slots), (last,), tangents), maker.costs
-
-
-def peak(program: Program, costs: dict[str, Cost]) -> int:
-    return simulate(program, store_all(program), costs).peak_bytes
-
-
-def hard_problem(rows: int = 30, columns: int = 400) -> MatrixProgram:
-    """A multidimensional knapsack: feasible at 0, not proven within seconds."""
-    rng = np.random.default_rng(1)
-    weights = rng.integers(10, 100, (rows, columns)).astype(float)
-    cost = -weights.mean(axis=0) - rng.random(columns)
-    half = weights.sum(axis=1) / 2
-    return MatrixProgram(
-        sp.csr_matrix(weights), np.full(rows, -np.inf), half, cost, np.ones(columns, dtype=bool), 1e6, 1e-3
-    )
 
 
 @pytest.mark.parametrize("solver", ["HIGHS", pytest.param("cbc", marks=needs_cbc)])
@@ -200,9 +157,9 @@ def test_unknown_names_are_usage_errors_that_list_the_known() -> None:
 
 def test_interrupt_leaves_no_solver_behind() -> None:
     script = (
-        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests' / 'helpers')!r}]\n"
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it\n"
-        "import os; from test_plan import hard_problem; from monet_like.solvers import interface\n"
+        "import os; from planning import hard_problem; from monet_like.solvers import interface\n"
         "real = interface.subprocess.Popen\n"
         "def popen(*a, **k):\n    child = real(*a, **k); print(child.pid, flush=True); return child\n"
         "interface.subprocess.Popen = popen\n"

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from planning import ROOT, chain_of, network, optimum, peak
 from random_programs import best_seconds, random_program
-from test_plan import network, peak
-from test_refine import optimum
-from test_strategies import chain_of
 
 from monet_like.cli.group import main
 from monet_like.plan.budgets import pareto, seconds_per_gigabyte, smallest_budget
 from monet_like.plan.ilp.formulation import Formulation, Options
 from monet_like.plan.ilp.relaxation import block_program
 
-CHAIN = f"{Path(__file__).parent / 'helpers' / 'chain.py'}:chain"
+CHAIN = f"{ROOT / 'tests' / 'helpers' / 'chain.py'}:chain"
 QUICK = ["--profile", "roofline:a100", "--time-limit", "3"]
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from planning import instance, optimum, solve_exactly
 from random_programs import random_program
-from test_formulation import best_point, instance, solve_exactly
 
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import prune
@@ -18,13 +18,7 @@ from monet_like.plan.ilp import relaxation
 from monet_like.plan.ilp.formulation import Formulation
 from monet_like.plan.ilp.refinement import Refinement
 from monet_like.plan.ilp.relaxation import block_program
-from monet_like.solvers.matrix import ONE, MatrixProgram, total
-
-
-def optimum(problem: MatrixProgram) -> float | None:
-    """Seconds of the program's best point; None if it has none."""
-    x = best_point(problem)
-    return None if x is None else (problem.offset + float(problem.cost @ x)) * problem.seconds_per_unit
+from monet_like.solvers.matrix import ONE, total
 
 
 def test_every_choice_of_blocks_and_rows_bounds_the_best_schedule_and_the_finest_is_near_it() -> None:

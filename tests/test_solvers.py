@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from planning import ROOT, hard_problem
 from scipy.optimize import Bounds, LinearConstraint, milp
-from test_plan import hard_problem
 
 from monet_like.solvers import interface, worker
 from monet_like.solvers.dialects import DIALECTS
 from monet_like.solvers.interface import installed_solvers, solve
 from monet_like.solvers.matrix import MatrixProgram
 
-ROOT = Path(__file__).resolve().parents[1]
 SOLVERS = [
     pytest.param(name, marks=pytest.mark.skipif(name not in installed_solvers(), reason=f"{name} is not installed"))
     for name in ("HIGHS", "CBC", "GUROBI", "SCIP", "SCIPY")
@@ -132,13 +131,13 @@ def test_planning_loads_no_solver_into_this_process() -> None:
     """HiGHS's package and OR-Tools' cannot both be loaded; cvxpy loads every solver's package that it finds."""
     script = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "from test_plan import network, peak\n"
+        "from planning import network, peak\n"
         "from monet_like.plan import plan\n"
         "program, costs = network(30)\n"
         "plan(program, costs, int(peak(program, costs) * 0.6), solver='HIGHS', time_limit_seconds=20, gap=0.0)\n"
         "print([name for name in ('highspy', 'cvxpy', 'ortools') if name in sys.modules])\n"
     )
-    arguments = [sys.executable, "-c", script, str(ROOT), str(ROOT / "tests")]
+    arguments = [sys.executable, "-c", script, str(ROOT), str(ROOT / "tests" / "helpers")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 import pytest
+from planning import chain_of, network, peak
 from random_programs import ProgramMaker, best_seconds, random_program
-from test_plan import network, peak
 
 from monet_like.errors import MonetError, SolverError
 from monet_like.ir.program import Cost, Program, Task
@@ -146,27 +146,6 @@ def test_checkmate_is_the_best_without_variants() -> None:
         assert found.peak_bytes <= budget
         solved += 1
     assert solved > 7
-
-
-def chain_of(links: int) -> tuple[Program, dict[str, Cost]]:
-    """Equal links, each of whose results the backward needs; nothing else takes memory."""
-    maker = ProgramMaker()
-    x = maker.value("x", 1, "input")
-    values, tasks, before = [], [], x
-    for k in range(links):
-        before_value = before
-        before = maker.value(f"v{k}", 1, "forward")
-        values.append(before)
-        tasks.append(maker.task(f"f{k}", (before_value,), (before,), Cost(1.0)))
-    gradient = tangent = maker.value("gy", 0, "backward")
-    slots = []
-    for k in reversed(range(links)):
-        result = maker.value(f"g{k}", 0, "backward")
-        slots.append((maker.task(f"b{k}", (gradient, values[k]), (result,), Cost(0.0)),))
-        gradient = result
-    done = maker.value("done", 0, "forward")
-    tasks.append(maker.task("out", (before,), (done,), Cost(0.0), runs="first"))
-    return Program(tuple(maker.values), tuple(tasks), tuple(slots), (done,), (tangent,), (gradient,)), maker.costs
 
 
 def fewest_runs(links: int, snapshots: int) -> int:

@@ -16,10 +16,10 @@ from types import ModuleType
 import pytest
 import torch
 from click.testing import CliRunner
+from planning import network, peak
 from random_programs import best_seconds, random_program
 from random_schedules import random_schedule
 from replays import replayed, worst
-from test_plan import network, peak
 from torch import nn
 from training import run, twin
 
