@@ -182,8 +182,8 @@ def test_larger_programs_are_asked_halfway_and_never_below_what_is_enough() -> N
 
 def test_where_nothing_is_found_the_smallest_that_is_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     program, costs = program_of(215)
-    for place in ("lowest", "search"):
-        monkeypatch.setattr(f"monet_like.plan.{place}.is_small", lambda _: False)
+    for place in ("lowest_peak", "search"):
+        monkeypatch.setattr(f"monet_like.plan.ilp.{place}.is_small", lambda _: False)
     monkeypatch.setattr(Search, "_solve", lambda *_: "no_incumbent")
     monkeypatch.setattr(Search, "_refine", lambda *_, **__: None)
     known = smallest_known(program, costs)
