@@ -206,6 +206,26 @@ def find_backward_bytes(program: Program) -> BackwardBytes:
     return BackwardBytes(tuple(before), during, possible)
 
 
+def floor_bytes(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> tuple[int, str]:
+    """A lower bound of every schedule's peak memory, and the name of the backward task that takes it.
+
+    It is the memory of the largest backward slot by itself, in its smallest way, with nothing else kept.
+    """
+    backward = find_backward_bytes(program)
+    outputs = set(program.outputs)
+    base = program.resident_bytes + extra_bytes + sum(program.values[v].bytes for v in outputs)
+
+    def own_bytes(way: Task) -> int:
+        read = sum(program.values[v].bytes for v in set(program.forward_reads(way)) - outputs)
+        return read + net_workspace(program, costs, way)
+
+    found = (base, "")
+    for slot, ways in enumerate(program.slots):
+        least = base + backward.during[slot] + min(own_bytes(ways[k]) for k in backward.possible[slot])
+        found = max(found, (least, ways[0].name), key=lambda item: item[0])
+    return found
+
+
 def fitting_runs(
     program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int = 0
 ) -> tuple[frozenset[int], ...]:

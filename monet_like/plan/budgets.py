@@ -12,7 +12,8 @@ from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
 from ..ir.simulate import Report
 from . import plan
-from .ilp.lowest_peak import Lowest, find_lowest, find_quickly, floor_bytes
+from .analysis import floor_bytes
+from .ilp.lowest_peak import Lowest, find_lowest, find_quickly
 from .ilp.search import ask
 from .local_search.searcher import smallest_known
 from .offload import has_beside, numbered, waiting

@@ -16,60 +16,26 @@ parts' choices are then exchanged.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from ...ir.program import Cost, Program, Runs, Task, Value
 from ...ir.simulate import cost_of
 from ...solvers.pool import Pool
 from ..analysis import find_backward_bytes
-from ..local_search.policy import Policy
-from ..local_search.searcher import Found, Searcher
+from .partition import split
 from .relaxation import BlockProgram, block_program
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Values of at most this size cross cuts for nothing.
-SMALL_BYTES = 4096
-#: A part has at least this many tasks; small programs are solved exactly in any case.
-LEAST_TASKS = 12
 #: Seconds for the program of one part.
 PART_SECONDS = 5.0
 #: Relative gap at which it may stop.
 PART_GAP = 1e-6
-#: How often the price is improved.
-TURNS = 12
-#: How often the price is raised fourfold until the answer fits.
-MOST_RISES = 30
-#: Factor of the price where a plan takes more than what it keeps.
-STEP = 1.15
-#: The price at which one sees whether any answer fits, as a multiple of that of the answer that does not.
-DEAREST = 1000
-#: How many exchanges of parts' choices are tried, and how far along a part's menu.
-MOST_EXCHANGES, REACH = 3000, 2
-#: Lengths of chains that are tried; see `Parts.answer`.
-CHAINS = (0, 1, 3, 7)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Neighbouring forward tasks and the slots that read their results.
-
-    Attributes:
-        tasks, slots: indices in the whole program.
-        enters: what it reads of earlier parts.
-        leaves: what later parts read of it, or through it.
-    """
-
-    tasks: tuple[int, ...]
-    slots: tuple[int, ...]
-    enters: tuple[int, ...]
-    leaves: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -120,104 +86,6 @@ class _Small:
     values: tuple[int, ...]
     ways: tuple[tuple[int, ...], ...]
     number: int
-
-
-def split(program: Program) -> tuple[Part, ...]:
-    """The parts of a program, in order; a single one where it cannot be cut."""
-    count = len(program.tasks)
-    places = _places(program)
-    first, last, slot_places = _spans(program, places)
-    crossing, closed = [0] * (count + 1), [False] * (count + 1)
-    for v, makers in enumerate(program.producers):
-        for cut in range(first[v] + 1, last[v] + 1):
-            crossing[cut] += program.values[v].bytes > SMALL_BYTES
-            closed[cut] |= cut <= max(places[p] for p in makers)
-    starts = [0]
-    for cut in range(1, count):
-        if crossing[cut] <= 1 and not closed[cut] and cut - starts[-1] >= LEAST_TASKS:
-            starts.append(cut)
-    ends = [*starts[1:], count]
-    crossings = [
-        tuple(
-            v
-            for v, value in enumerate(program.values)
-            if first[v] < start <= last[v] and value.bytes > SMALL_BYTES and program.producers[v]
-        )
-        for start in starts
-    ]
-    tasks: list[list[int]] = [[] for _ in starts]
-    for p, place in enumerate(places):
-        tasks[bisect_right(starts, place) - 1].append(p)
-    slots: list[list[int]] = [[] for _ in starts]
-    for slot, place in slot_places.items():
-        slots[bisect_right(starts, place) - 1].append(slot)
-    return tuple(
-        Part(tuple(tasks[k]), tuple(slots[k]), crossings[k], crossings[k + 1] if k + 1 < len(ends) else ())
-        for k in range(len(starts))
-    )
-
-
-def _places(program: Program) -> list[int]:
-    """For every task the index where it could stand: near its last input's producer, if only the backward uses it.
-
-    Capture puts what the backward computes from forward values alone at the end of the forward. What runs only again may
-    stand before a producer that runs only first; it belongs where it is.
-    """
-    outputs, read = set(program.outputs), set[int]()
-    trunk = [False] * len(program.tasks)
-    for p in reversed(range(len(program.tasks))):
-        task = program.tasks[p]
-        trunk[p] = not (outputs | read).isdisjoint(task.writes)
-        if trunk[p]:
-            read.update(program.forward_reads(task))
-    places: list[int] = []
-    for p, task in enumerate(program.tasks):
-        made = [min(places[q] if q < p else p for q in program.producers[v]) for v in program.forward_reads(task)]
-        places.append(p if trunk[p] or not made else max(made))
-    _move_later(program, places, trunk)
-    return places
-
-
-def _move_later(program: Program, places: list[int], trunk: Sequence[bool]) -> None:
-    """Put what only the backward uses where it is first read, if all that it reads crosses as far anyhow.
-
-    Twice a block's input, of which the backward of its norm makes use, would else cross the cut behind that input.
-    """
-    _, last, slot_places = _spans(program, places)
-    reach = [len(places)] * len(places)  # how far a task may move
-    for p, task in enumerate(program.tasks):
-        for v in program.forward_reads(task):
-            makers = [q for q in program.producers[v] if q < p and not trunk[q]]
-            reach[p] = min(reach[p], min((reach[q] for q in makers), default=last[v]))
-    read_at = [len(places)] * len(program.values)
-    for slot, place in slot_places.items():
-        for way in program.slots[slot]:
-            for v in program.forward_reads(way):
-                read_at[v] = min(read_at[v], place)
-    for p in reversed(range(len(places))):
-        task = program.tasks[p]
-        until = min((read_at[v] for v in task.writes), default=0)
-        if not trunk[p] and places[p] < until <= reach[p]:
-            places[p] = until
-        for v in program.forward_reads(task):
-            read_at[v] = min(read_at[v], places[p])
-
-
-def _spans(program: Program, places: Sequence[int]) -> tuple[list[int], list[int], dict[int, int]]:
-    """For every value the places of its first producer and last reader; the places of slots that read any."""
-    first = [min((places[p] for p in makers), default=0) for makers in program.producers]
-    last = [max((places[p] for p in makers), default=0) for makers in program.producers]
-    for p, task in enumerate(program.tasks):
-        for v in program.forward_reads(task):
-            last[v] = max(last[v], places[p])
-    slot_places: dict[int, int] = {}
-    for slot, ways in enumerate(program.slots):
-        read = {v for way in ways for v in program.forward_reads(way)}
-        if read:
-            slot_places[slot] = max(first[v] for v in read)
-            for v in read:
-                last[v] = max(last[v], slot_places[slot])
-    return first, last, slot_places
 
 
 class Parts:
@@ -417,162 +285,3 @@ class Parts:
         program = Program(values, tuple(tasks), tuple(slots), outputs)
         shape = self.shapes.setdefault((program, leaves), len(self.shapes))
         return _Small(program, leaves, tuple(own), tuple(ways), shape)
-
-
-@dataclass(frozen=True)
-class Composed:
-    """What the parts give.
-
-    Attributes:
-        bound_seconds: no schedule within the budget is faster.
-        found: a policy that keeps what the best answers keep, and does not always fit; None if there is none.
-    """
-
-    bound_seconds: float
-    found: Found | None
-
-
-def compose(parts: Parts, searcher: Searcher, budget_bytes: int) -> Composed | None:
-    """A bound and a plan for a budget; None if some part cannot be solved in time.
-
-    Args:
-        parts: of the searcher's program.
-        searcher: judges the plans.
-    """
-    room = budget_bytes - parts.fixed_bytes
-    rich = parts.answer(0.0)
-    if rich is None:
-        return None
-    best, lean, price = rich.bound, rich, rich.seconds / max(1, rich.bytes)
-    for _ in range(MOST_RISES):  # dearer and dearer, until it fits
-        if lean.bytes <= room:
-            break
-        answer = parts.answer(price) if parts.time_left() > 0 else None
-        if answer is None:
-            return Composed(best, None)
-        rich, lean = (answer, answer) if answer.bytes > room else (rich, answer)
-        price *= 4
-    else:  # not even the least that can be kept fits, says the bound of one block; others will say so too
-        return Composed(best, None)
-    for _ in range(TURNS):  # the price at which both are equally good, until nothing better is found there
-        best = max(best, rich.bound - rich.price * room, lean.bound - lean.price * room)
-        if rich.bytes <= lean.bytes:
-            break
-        price = (lean.seconds - rich.seconds) / (rich.bytes - lean.bytes)
-        answer = parts.answer(price) if parts.time_left() > 0 else None
-        if answer is None or answer.bytes in (rich.bytes, lean.bytes):
-            best = best if answer is None else max(best, answer.bound - price * room)
-            break
-        rich, lean = (answer, lean) if answer.bytes > room else (rich, answer)
-    found = [_mixed(parts, searcher, budget_bytes, rich.price, lean.price, chain) for chain in CHAINS]
-    return Composed(best, min(filter(None, found), key=lambda f: f.score(budget_bytes), default=None))
-
-
-def _mixed(
-    parts: Parts,
-    searcher: Searcher,
-    budget_bytes: int,
-    rich_price: float,
-    lean_price: float,
-    chain: int,
-) -> Found | None:
-    """The first parts as at the lean price, the others as at the rich one: as many of the latter as fit.
-
-    Where not even the lean answer fits, leaner ones are asked for.
-    """
-    rich, lean = parts.answer(rich_price, chain), parts.answer(lean_price, chain)
-    if rich is None or lean is None:
-        return None
-
-    def judged(first: Answer, second: Answer, cut: int) -> Found | None:
-        choices = (*first.choices[:cut], *second.choices[cut:])
-        return searcher.judge(_policy(parts, searcher, choices), budget_bytes)
-
-    def fits(found: Found | None) -> TypeGuard[Found]:
-        return found is not None and found.judgement.peak_bytes <= budget_bytes
-
-    count, price = len(parts.parts), max(lean.price, lean.seconds / 2**50)
-    found = judged(lean, lean, count)
-    if not fits(found):
-        leanest = parts.answer(DEAREST * price, chain) if parts.time_left() > 0 else None
-        least = None if leanest is None else judged(leanest, leanest, count)
-        if leanest is None or not fits(least):
-            return found
-        while not fits(found):
-            price *= STEP
-            leaner = parts.answer(price, chain) if price < leanest.price else leanest
-            if leaner is None or parts.time_left() <= 0:
-                return least
-            rich, lean = (lean, leaner) if leaner.bytes < lean.bytes else (rich, leaner)
-            found = judged(lean, lean, count)
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        tried = judged(lean, rich, middle)
-        if fits(tried):
-            found, high = tried, middle
-        else:
-            low = middle + 1
-    choices = (*lean.choices[:high], *rich.choices[high:])
-    cases = (*lean.cases[:high], *rich.cases[high:])
-    return _exchanged(parts, searcher, budget_bytes, found, choices, cases)
-
-
-def _exchanged(
-    parts: Parts,
-    searcher: Searcher,
-    budget_bytes: int,
-    found: Found,
-    choices: Sequence[Choice],
-    cases: Sequence[_Case],
-) -> Found:
-    """Exchange the choices of single parts, then of two at once, one giving memory that the other takes."""
-    menus = [parts.menu(case) for case in cases]
-    chosen, left = list(choices), MOST_EXCHANGES
-
-    def better(changes: Mapping[int, Choice]) -> bool:
-        nonlocal found, left
-        left -= 1
-        changed = [changes.get(place, choice) for place, choice in enumerate(chosen)]
-        tried = searcher.judge(_policy(parts, searcher, changed), budget_bytes)
-        if tried is None or tried.score(budget_bytes) >= found.score(budget_bytes):
-            return False
-        chosen[:] = changed
-        found = tried
-        return True
-
-    def around(place: int, reach: int) -> tuple[list[Choice], list[Choice]]:
-        menu, size = menus[place], chosen[place].bytes
-        leaner = [choice for choice in menu if choice.bytes < size]
-        richer = [choice for choice in menu if choice.bytes > size]
-        return leaner[-reach:], richer[:reach]
-
-    def moves() -> Iterator[Mapping[int, Choice]]:
-        for place in range(len(menus)):
-            yield from ({place: choice} for choice in reversed(around(place, REACH)[1]))
-        for taker, giver in product(range(len(menus)), repeat=2):
-            if taker != giver:
-                pairs = product(around(taker, REACH)[1], around(giver, REACH)[0])
-                yield from ({taker: more, giver: less} for more, less in pairs)
-
-    improved = True
-    while improved:
-        improved = False
-        for move in moves():
-            if left <= 0 or parts.time_left() <= 0:
-                return found
-            improved |= better(move)
-    return found
-
-
-def _policy(parts: Parts, searcher: Searcher, choices: Sequence[Choice]) -> Policy:
-    """Keep what the choices keep and read what they read; what is made again stays until it is not needed."""
-    tables = searcher.tables
-    kept = {v for choice in choices for v in choice.kept}
-    policy = searcher.keeping(kept)
-    for part, choice in zip(parts.parts, choices, strict=True):
-        for slot, way in zip(part.slots, choice.ways, strict=True):
-            for k, option in enumerate(tables.options[slot]):
-                if any(w.way == way for w in tables.ways[option]):
-                    policy.option[slot] = k
-    return policy

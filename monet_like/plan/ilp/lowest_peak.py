@@ -16,10 +16,10 @@ from math import ceil
 from typing import Any
 
 from ...errors import InfeasibleError, SolverError
-from ...ir.program import Cost, Program, Task
+from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report, simulate
-from ..analysis import find_backward_bytes, find_needs, net_workspace
+from ..analysis import find_needs, floor_bytes
 from ..local_search.searcher import find_start, smallest_known
 from .decode import decode, encode
 from .formulation import Formulation, estimated_columns
@@ -51,23 +51,6 @@ class Lowest:
     schedule: Schedule
     report: Report
     proven_bytes: int
-
-
-def floor_bytes(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> tuple[int, str]:
-    """Bytes below which no schedule can be, and the task that takes them: the hungriest slot by itself."""
-    backward = find_backward_bytes(program)
-    outputs = set(program.outputs)
-    base = program.resident_bytes + extra_bytes + sum(program.values[v].bytes for v in outputs)
-
-    def needs(way: Task) -> int:
-        read = sum(program.values[v].bytes for v in set(program.forward_reads(way)) - outputs)
-        return read + net_workspace(program, costs, way)
-
-    found = (base, "")
-    for slot, ways in enumerate(program.slots):
-        least = base + backward.during[slot] + min(needs(ways[k]) for k in backward.possible[slot])
-        found = max(found, (least, ways[0].name), key=lambda item: item[0])
-    return found
 
 
 def is_small(program: Program) -> bool:

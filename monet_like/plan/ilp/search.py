@@ -17,13 +17,14 @@ from ...ir.schedule import Schedule
 from ...ir.simulate import Report, simulate
 from ...solvers.pool import Pool
 from ...units import format_bytes, format_seconds
-from ..analysis import default_pin_bytes, find_needs
+from ..analysis import default_pin_bytes, find_needs, floor_bytes
 from ..local_search.searcher import Searcher, find_start, smallest_known
 from ..result import Plan
 from .decode import decode, encode, neighbourhood
 from .formulation import Formulation, Options, estimated_columns
-from .lagrangian import Parts, compose
-from .lowest_peak import Ask, Lowest, find_lowest, floor_bytes, is_small
+from .lagrangian import Parts
+from .lowest_peak import Ask, Lowest, find_lowest, is_small
+from .primal_recovery import compose
 from .refinement import Refinement
 
 if TYPE_CHECKING:

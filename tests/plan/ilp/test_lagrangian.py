@@ -11,8 +11,10 @@ from random_programs import ProgramMaker, best_seconds, random_program
 from monet_like.ir.program import Cost, Program, Task
 from monet_like.ir.simulate import simulate
 from monet_like.plan import plan, store_all
-from monet_like.plan.ilp import lagrangian as parts_module
-from monet_like.plan.ilp.lagrangian import Composed, Parts, compose, split
+from monet_like.plan.ilp import partition
+from monet_like.plan.ilp.lagrangian import Parts
+from monet_like.plan.ilp.partition import split
+from monet_like.plan.ilp.primal_recovery import Composed, compose
 from monet_like.plan.local_search.searcher import Searcher
 from monet_like.solvers.pool import Pool
 
@@ -69,8 +71,8 @@ def blocks_in_a_row(blocks: int, seed: int = 0, again: bool = False) -> tuple[Pr
 
 
 def test_bound_holds_for_every_schedule(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts_module, "LEAST_TASKS", 1)
-    monkeypatch.setattr(parts_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(partition, "LEAST_TASKS", 1)
+    monkeypatch.setattr(partition, "SMALL_BYTES", 0)
     tried = cut = planned = tight = 0
     for seed in range(120):
         program, costs = random_program(random.Random(seed), 4)

@@ -18,9 +18,10 @@ from monet_like.errors import InfeasibleError, MonetError, SolverError
 from monet_like.ir.program import Cost, Program
 from monet_like.ir.simulate import simulate
 from monet_like.plan import plan
+from monet_like.plan.analysis import floor_bytes
 from monet_like.plan.budgets import fits, pareto, smallest_budget
 from monet_like.plan.ilp import lowest_peak
-from monet_like.plan.ilp.lowest_peak import Lowest, find_lowest, floor_bytes, minimise_peak
+from monet_like.plan.ilp.lowest_peak import Lowest, find_lowest, minimise_peak
 from monet_like.plan.ilp.search import Search
 from monet_like.plan.local_search.searcher import find_start, smallest_known
 from monet_like.profile.devices import DEVICES
