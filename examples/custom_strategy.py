@@ -12,7 +12,7 @@ import click
 from monet_like.cli.group import main as command_line
 from monet_like.ir.program import Cost, Program
 from monet_like.ir.schedule import Schedule
-from monet_like.plan.strategies import STRATEGIES
+from monet_like.plan.strategies import STRATEGIES, from_schedule
 from monet_like.plan.strategies.checkpointing import Keeping
 
 
@@ -36,7 +36,7 @@ def dearest_first(program: Program, costs: Mapping[str, Cost], budget_bytes: int
 
 def plug_in() -> None:
     """From here on the name is one like any other, for `plan` and for the command line's functions."""
-    STRATEGIES["dearest_first"] = dearest_first
+    STRATEGIES["dearest_first"] = from_schedule("dearest_first", dearest_first)
 
 
 @click.command()

@@ -26,7 +26,8 @@ from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import cost_of, simulate
 from monet_like.plan import plan, store_all
 from monet_like.plan.budgets import pareto, smallest_budget
-from monet_like.plan.offload import hide, numbered, waiting
+from monet_like.plan.offload import hide
+from monet_like.plan.subprogram import without_overlap
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import status_bytes
 from monet_like.profile.roofline import roofline
@@ -331,9 +332,9 @@ def test_hiding_keeps_the_budget_and_never_slows_down() -> None:
     moved = 0
     for seed in range(8):
         costs = {task.cost: Cost(rng.choice((0.5, 1.0, 2.0))) for task in program.every_task() if task.cost}
-        small, indices = waiting(program)
-        assert taken_of(list(small.tasks)) == {"", "whole"}
-        schedule = numbered(random_schedule(small, seed, drop=0.6, others=0.9), indices)
+        small = without_overlap(program)
+        assert taken_of(list(small.program.tasks)) == {"", "whole"}
+        schedule = small.whole(random_schedule(small.program, seed, drop=0.6, others=0.9))
         before = simulate(program, schedule, costs)
         for room in (0, 20_000, 10**9):
             after, report = hide(program, schedule, costs, before.peak_bytes + room)

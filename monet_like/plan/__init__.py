@@ -5,25 +5,21 @@ Importing this module imports neither a solver nor numpy; the ``milp`` strategy 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import SolverError, UsageError
 from ..ir.program import Cost, Program
-from ..ir.simulate import simulate
 from ..units import MOST_BYTES, MOST_SECONDS, format_bytes
 from .baseline import store_all
-from .ilp.search import Search
-from .offload import PRICES, has_beside, plan_copies
 from .result import Plan
 from .strategies import STRATEGIES, check_strategy
-from .subprogram import about_the_rest
+from .subprogram import plans_without_refused
 
 __all__ = ["STRATEGIES", "Plan", "plan", "store_all"]
 
 
-@about_the_rest
+@plans_without_refused
 def plan(
     program: Program,
     costs: Mapping[str, Cost],
@@ -37,7 +33,7 @@ def plan(
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Plan:
-    """Find a schedule whose simulated peak is within ``budget_bytes``.
+    """Find a schedule whose simulated peak memory is within ``budget_bytes``.
 
     Args:
         program: the training step, with the variants that may be used.
@@ -45,8 +41,8 @@ def plan(
         budget_bytes: the limit on everything the step allocates. A plan that does not fit is refused, whatever the
             strategy.
         solver: a cvxpy solver's name, in any case of letters.
-        time_limit_seconds: wall seconds for the whole search; where nothing fits by then, up to as many again, or five
-            for small programs. An annealing that has begun is not cut short.
+        time_limit_seconds: wall seconds for the whole search. Where nothing fits by then, the search goes on for up to
+            as many again, or five for small programs. An annealing that has begun is not cut short.
         gap: relative distance from the bound at which the search stops.
         strategy: a name in `STRATEGIES`.
         extra_bytes: resident memory beyond the program's, such as optimizer state.
@@ -65,31 +61,13 @@ def plan(
             f"budget_bytes ({budget_bytes:.4g}) and time_limit_seconds ({time_limit_seconds}) must be more than 0 and at "
             f"most {MOST_BYTES:.4g} and {MOST_SECONDS:g}, and gap ({gap}) at least 0 and less than 1"
         )
-    if has_beside(program):
-        prices = PRICES if strategy in ("milp", "heuristic") else (None,)  # the others keep and run again
-        rest: dict[str, Any] = {"solver": solver, "gap": gap, "strategy": strategy, "extra_bytes": extra_bytes}
-
-        def find(small: Program, priced: Mapping[str, Cost]) -> Plan:
-            share = time_limit_seconds / len(prices)
-            return plan(small, priced, budget_bytes, time_limit_seconds=share, progress=progress, **rest, **options)
-
-        start = options.pop("start", None)
-        return plan_copies(program, costs, budget_bytes, find, prices, extra_bytes=extra_bytes, start=start)
-    if strategy == "milp":
-        search = Search(
-            program, costs, budget_bytes, solver, time_limit_seconds, gap, extra_bytes, progress=progress, **options
-        )
-        return search.run()
-    options["extra_bytes"] = extra_bytes
-    if strategy == "checkmate":
-        options |= {"solver": solver, "time_limit_seconds": time_limit_seconds, "gap": gap, "progress": progress}
-    started = time.monotonic()
-    schedule = STRATEGIES[strategy](program, costs, budget_bytes, **options)
-    seconds = time.monotonic() - started
-    report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
-    if report.peak_bytes > budget_bytes:
+    found = STRATEGIES[strategy](
+        program, costs, budget_bytes, solver=solver, time_limit_seconds=time_limit_seconds, gap=gap,
+        extra_bytes=extra_bytes, progress=progress, **options,
+    )  # fmt: skip
+    if found.report.peak_bytes > budget_bytes:
         raise SolverError(
-            f"strategy {strategy} needs {format_bytes(report.peak_bytes)}, more than {format_bytes(budget_bytes)}, "
+            f"strategy {strategy} needs {format_bytes(found.report.peak_bytes)}, more than {format_bytes(budget_bytes)}, "
             "and finds nothing smaller; use strategy milp"
         )
-    return Plan(schedule, report, "feasible", found_by=strategy, stage_seconds={strategy: seconds})
+    return found

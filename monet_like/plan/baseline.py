@@ -48,11 +48,6 @@ def store_all(program: Program) -> Schedule:
     return prune(program, Schedule(tuple(sorted(forward)), tuple(again), tuple(slots)))
 
 
-def store_all_strategy(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **options: Any) -> Schedule:
-    """`store_all` with a strategy's signature; costs and budget play no part."""
-    return store_all(program)
-
-
 def _first(task: Task) -> bool:
     return task.variant == "aten" and task.runs != "again"
 

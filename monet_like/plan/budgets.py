@@ -16,9 +16,8 @@ from .analysis import floor_bytes
 from .ilp.lowest_peak import Lowest, find_lowest, find_quickly
 from .ilp.search import ask
 from .local_search.searcher import smallest_known
-from .offload import has_beside, numbered, waiting
 from .result import Plan
-from .subprogram import about_the_rest
+from .subprogram import has_overlap, plans_without_refused, without_overlap
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Smallest:
     step: str
 
 
-@about_the_rest
+@plans_without_refused
 def smallest_budget(
     program: Program,
     costs: Mapping[str, Cost],
@@ -55,12 +54,12 @@ def smallest_budget(
     Raises:
         SolverError: not even one schedule was found.
     """
-    if has_beside(program):  # what runs beside the rest holds more, not less
-        small, indices = waiting(program)
+    if has_overlap(program):  # what runs beside the rest holds more, not less
+        small = without_overlap(program)
         smallest = smallest_budget(
-            small, costs, extra_bytes=extra_bytes, solver=solver, time_limit_seconds=time_limit_seconds
+            small.program, costs, extra_bytes=extra_bytes, solver=solver, time_limit_seconds=time_limit_seconds
         )
-        return replace(smallest, schedule=numbered(smallest.schedule, indices))
+        return replace(smallest, schedule=small.whole(smallest.schedule))
     started = time.monotonic()
     known = smallest_known(program, costs, extra_bytes=extra_bytes)
     if known is None:
@@ -141,12 +140,12 @@ def seconds_per_gigabyte(points: Sequence[Point]) -> tuple[float | None, ...]:
     return (*found, None)
 
 
-@about_the_rest
+@plans_without_refused
 def fits(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule | None:
     """A schedule within the budget if one is found quickly, however slow it is itself; see `find_quickly`."""
-    if has_beside(program):
-        small, indices = waiting(program)
-        quick = fits(small, costs, budget_bytes, extra_bytes=extra_bytes)
-        return None if quick is None else numbered(quick, indices)
+    if has_overlap(program):
+        small = without_overlap(program)
+        quick = fits(small.program, costs, budget_bytes, extra_bytes=extra_bytes)
+        return None if quick is None else small.whole(quick)
     found = find_quickly(program, costs, budget_bytes, extra_bytes=extra_bytes)
     return found.schedule if found is not None and found.report.peak_bytes <= budget_bytes else None

@@ -14,14 +14,17 @@ bound of a planner's program is none for steps with hidden copies: none is given
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 from ..errors import InfeasibleError, ScheduleError, SolverError
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
 from ..ir.simulate import Report, simulate
 from .result import Plan
+from .subprogram import has_overlap, without_overlap
 
 #: What a copy's second costs in seconds of the step, while planning; None: no copies.
 PRICES = (None, 1.0, 0.3, 0.1)
@@ -33,22 +36,30 @@ LEAST_GAIN = 1e-6
 Find = Callable[[Program, Mapping[str, Cost]], Plan]
 
 
-def has_beside(program: Program) -> bool:
-    """Whether copies may run beside the rest."""
-    return any(task.copies == "start" for task in program.tasks)
+Strategy = TypeVar("Strategy", bound=Callable[..., Plan])
 
 
-def waiting(program: Program, copies: bool = True) -> tuple[Program, tuple[int, ...]]:
-    """The program with copies for which the step waits only, or with none; and its tasks' indices in ``program``."""
-    admitted = ("", "whole") if copies else ("",)
-    kept = tuple(index for index, task in enumerate(program.tasks) if task.copies in admitted)
-    return replace(program, tasks=tuple(program.tasks[index] for index in kept)), kept
+def plans_with_copies(strategy: Strategy) -> Strategy:
+    """Decorator: a strategy that plans copies that overlap with computing by `plan_copies`.
 
+    Each of `PRICES` has an equal share of the time limit. Programs without such copies go to ``strategy`` as they are.
+    """
 
-def numbered(schedule: Schedule, indices: Sequence[int]) -> Schedule:
-    """A schedule of `waiting`'s program as one of the whole program."""
-    again = tuple(tuple(indices[p] for p in tasks) for tasks in schedule.again)
-    return Schedule(tuple(indices[p] for p in schedule.forward), again, schedule.ways)
+    @functools.wraps(strategy)
+    def planned(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **settings: Any) -> Plan:
+        if not has_overlap(program):
+            return strategy(program, costs, budget_bytes, **settings)
+        start = settings.pop("start", None)
+        if "time_limit_seconds" in settings:
+            settings["time_limit_seconds"] /= len(PRICES)
+
+        def find(small: Program, priced: Mapping[str, Cost]) -> Plan:
+            return strategy(small, priced, budget_bytes, **settings)
+
+        extra_bytes = settings.get("extra_bytes", 0)
+        return plan_copies(program, costs, budget_bytes, find, extra_bytes=extra_bytes, start=start)
+
+    return cast(Strategy, planned)
 
 
 def plan_copies(
@@ -56,7 +67,6 @@ def plan_copies(
     costs: Mapping[str, Cost],
     budget_bytes: int,
     find: Find,
-    prices: Sequence[float | None] = PRICES,
     *,
     extra_bytes: int = 0,
     start: Schedule | None = None,
@@ -65,7 +75,6 @@ def plan_copies(
 
     Args:
         find: plans a program without hidden copies at given costs.
-        prices: as `PRICES`.
         start: a schedule that is taken where nothing faster is found.
 
     Raises:
@@ -78,18 +87,18 @@ def plan_copies(
         best = Plan(start, report, "feasible", found_by="start") if report.peak_bytes <= budget_bytes else None
     failure: InfeasibleError | SolverError | None = None
     seconds: dict[str, float] = {}
-    for price in prices:
-        small, indices = waiting(program, copies=price is not None)
+    for price in PRICES:
+        small = without_overlap(program, copies=price is not None)
         priced = {
             key: Cost(cost.seconds * (price or 1.0), cost.workspace_bytes) if key in copying else cost
             for key, cost in costs.items()
         }
         try:
-            found = find(small, priced)
+            found = find(small.program, priced)
         except (InfeasibleError, SolverError) as error:
             failure = error
             continue
-        schedule, report = hide(program, numbered(found.schedule, indices), costs, budget_bytes, extra_bytes)
+        schedule, report = hide(program, small.whole(found.schedule), costs, budget_bytes, extra_bytes)
         seconds = {name: seconds.get(name, 0.0) + spent for name, spent in found.stage_seconds.items()}
         if best is None or report.seconds < best.report.seconds:
             best = Plan(

@@ -1,12 +1,14 @@
-"""Programs without the tasks that their device refuses, and schedules of one as schedules of the other.
+"""A program with some tasks and ways left out, and the translation of schedules between it and the whole program.
 
-No planner then meets a cost that is no number, and schedules still name tasks by their place in the whole program.
+Three things leave tasks out: tasks that the device cannot run (`without_refused`), copies that overlap with computing
+(`without_overlap`), and all operator variants but plain PyTorch's own (`plain_operators`). Planners work on what is
+left; schedules name tasks by their indices in the whole program, so a plan is translated at the end.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -14,47 +16,78 @@ from ..errors import ProfileError
 from ..ir.program import REFUSED, Cost, Program, Task
 from ..ir.schedule import Schedule
 from ..ir.simulate import cost_of
-from .offload import numbered
 
 Options = ParamSpec("Options")
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Without:
-    """A program without its refused tasks and ways.
+class Subprogram:
+    """Part of a program: some of its forward tasks, and some ways of each of its backward slots.
 
     Attributes:
-        program: what is left.
-        costs: of that.
-        tasks: for each of its forward tasks, the place of that in the whole program.
-        ways: for every slot the same of its ways.
+        program: the part as a program by itself, with the same values.
+        tasks: for each of its forward tasks, the index in the whole program.
+        ways: for each of its slots, the indices of its ways in the whole program's slot.
     """
 
     program: Program
-    costs: Mapping[str, Cost]
     tasks: tuple[int, ...]
     ways: tuple[tuple[int, ...], ...]
 
+    @staticmethod
+    def of(program: Program, tasks: Iterable[int], ways: Iterable[Iterable[int]] | None = None) -> Subprogram:
+        """Keep these tasks, by index, and these ways of every slot; without ``ways``, all of them."""
+        kept = tuple(tasks)
+        chosen = tuple(map(tuple, ways if ways is not None else (range(len(slot)) for slot in program.slots)))
+        slots = tuple(tuple(slot[k] for k in ks) for slot, ks in zip(program.slots, chosen, strict=True))
+        return Subprogram(replace(program, tasks=tuple(program.tasks[p] for p in kept), slots=slots), kept, chosen)
+
     def whole(self, schedule: Schedule) -> Schedule:
-        """A schedule of what is left as one of the whole program."""
-        ways = tuple(places[way] for places, way in zip(self.ways, schedule.ways, strict=True))
-        return replace(numbered(schedule, self.tasks), ways=ways)
+        """A schedule of this program, in the indices of the whole program."""
+        return Schedule(
+            tuple(self.tasks[p] for p in schedule.forward),
+            tuple(tuple(self.tasks[p] for p in tasks) for tasks in schedule.again),
+            tuple(chosen[k] for chosen, k in zip(self.ways, schedule.ways, strict=True)),
+        )
 
     def part(self, schedule: Schedule) -> Schedule:
-        """The reverse of `whole`; the schedule takes nothing that is refused."""
-        places = {place: index for index, place in enumerate(self.tasks)}
-        forward = tuple(places[place] for place in schedule.forward)
-        again = tuple(tuple(places[place] for place in tasks) for tasks in schedule.again)
+        """The reverse of `whole`: a schedule of the whole program that uses nothing left out, in this one's indices."""
+        index = {p: own for own, p in enumerate(self.tasks)}
         return Schedule(
-            forward, again, tuple(left.index(way) for left, way in zip(self.ways, schedule.ways, strict=True))
+            tuple(index[p] for p in schedule.forward),
+            tuple(tuple(index[p] for p in tasks) for tasks in schedule.again),
+            tuple(chosen.index(k) for chosen, k in zip(self.ways, schedule.ways, strict=True)),
         )
 
 
-def without_refused(program: Program, costs: Mapping[str, Cost]) -> Without | None:
-    """None if nothing is refused.
+def plain_operators(program: Program) -> Subprogram:
+    """Plain PyTorch's own operators, and the tasks that run them again: no variant, nothing in place."""
 
-    What reads a value that nothing is left to make is left out as well.
+    def plain(task: Task) -> bool:
+        return task.variant == "aten" and not task.word and task.overwrites is None
+
+    tasks = (p for p, task in enumerate(program.tasks) if plain(task))
+    return Subprogram.of(
+        program, tasks, ([k for k, way in enumerate(ways) if plain(way)] or [0] for ways in program.slots)
+    )
+
+
+def has_overlap(program: Program) -> bool:
+    """Whether the program has copies to or from the host that may overlap with computing."""
+    return any(task.copies == "start" for task in program.tasks)
+
+
+def without_overlap(program: Program, copies: bool = True) -> Subprogram:
+    """The program with those copies only for which the step waits; with ``copies`` false, without any copy."""
+    admitted = ("", "whole") if copies else ("",)
+    return Subprogram.of(program, (p for p, task in enumerate(program.tasks) if task.copies in admitted))
+
+
+def without_refused(program: Program, costs: Mapping[str, Cost]) -> Subprogram | None:
+    """The program without the tasks and ways that the device refuses; None if it refuses none.
+
+    Tasks and ways that read a value which no remaining task makes are left out as well.
 
     Raises:
         ProfileError: a slot has no way left, or ``costs`` lacks a task.
@@ -73,25 +106,25 @@ def without_refused(program: Program, costs: Mapping[str, Cost]) -> Without | No
         count = len(tasks)
         made = given.union(v for index in tasks for v in program.tasks[index].writes)
         tasks = [index for index in tasks if runs(program.tasks[index])]
-    ways = tuple(tuple(way for way, task in enumerate(slot) if runs(task)) for slot in program.slots)
+    ways = [[k for k, task in enumerate(slot) if runs(task)] for slot in program.slots]
     for slot, left in zip(program.slots, ways, strict=True):
         if not left:
             raise ProfileError(
                 f"the profile says that {slot[0].name} cannot run; profile this model again on this device"
             )
-    left_slots = tuple(tuple(slot[way] for way in left) for slot, left in zip(program.slots, ways, strict=True))
-    smaller = replace(program, tasks=tuple(program.tasks[index] for index in tasks), slots=left_slots)
-    return Without(smaller, {key: cost for key, cost in costs.items() if cost != REFUSED}, tuple(tasks), ways)
+    return Subprogram.of(program, tasks, ways)
 
 
-def about_the_rest(
+def plans_without_refused(
     ask: Callable[Concatenate[Program, Mapping[str, Cost], Options], Answer],
 ) -> Callable[Concatenate[Program, Mapping[str, Cost], Options], Answer]:
-    """``ask`` about a program without its refused tasks, and give the answer as one about the whole.
+    """Decorator: ``ask`` sees programs without refused tasks, and its schedules are translated to the whole program.
+
+    So no planner meets a cost that is not a number.
 
     Args:
-        ask: its answer is a schedule, has one, or is None; its option ``start`` is a schedule. What else it answers, reports
-            among it, is the same for both programs.
+        ask: returns a schedule, an object with a field ``schedule``, or None; its option ``start``, if any, is a schedule.
+            Everything else in its answer, such as the report, is the same for both programs.
     """
 
     @functools.wraps(ask)
@@ -101,7 +134,8 @@ def about_the_rest(
             return ask(program, costs, *args, **options)
         if isinstance(start := options.get("start"), Schedule):
             options["start"] = left.part(start)
-        answer: Any = ask(left.program, left.costs, *args, **options)
+        finite = {key: cost for key, cost in costs.items() if cost != REFUSED}
+        answer: Any = ask(left.program, finite, *args, **options)
         if isinstance(answer, Schedule):
             answer = left.whole(answer)
         elif answer is not None:

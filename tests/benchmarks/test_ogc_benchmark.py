@@ -29,9 +29,8 @@ from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.models import amoebanet, build_model, darts, nasnet
 from monet_like.models.nas import CellNetwork
-from monet_like.plan.strategies import STRATEGIES
 from monet_like.plan.strategies.checkpointing import NO_LIMIT
-from monet_like.plan.strategies.ogc import beside_their_reader, last_segment
+from monet_like.plan.strategies.ogc import beside_their_reader, last_segment, ogc
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import flops
 from monet_like.replay.wrapper import ScheduleWrapper
@@ -190,7 +189,7 @@ def costs_of(captured: Captured) -> dict[str, Cost]:
 
 
 def ogc_schedule(captured: Captured) -> Schedule:
-    return STRATEGIES["ogc"](captured.program, costs_of(captured), NO_LIMIT)
+    return ogc(captured.program, costs_of(captured), NO_LIMIT)
 
 
 def test_statistics_masks_and_inputs_without_gradient() -> None:
@@ -268,7 +267,7 @@ def test_predicted_as_measured_where_gradients_exist() -> None:
     model, images = Blocks(6).train(), torch.randn(4, 3, 32, 32)
     ready = prepared(model, images, "normal")
     bare = accumulating(ready)
-    schedule = STRATEGIES["ogc"](ready.captured.program, ready.costs, NO_LIMIT)
+    schedule = ogc(ready.captured.program, ready.costs, NO_LIMIT)
     mine = simulate(bare.captured.program, schedule, ready.costs).peak_bytes
     record = record_for(ready.captured, schedule, "normal", (model, (images,), {}))
     example = ((images,), {})

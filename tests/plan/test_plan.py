@@ -188,8 +188,9 @@ def test_strategies() -> None:
         plan(program, costs, plain.report.peak_bytes - 1, strategy="store_all")
     for name in STRATEGIES:
         options = {"solver": "HIGHS"} if name == "milp" else {}
-        schedule = STRATEGIES[name](program, costs, plain.report.peak_bytes, **options)
-        assert simulate(program, schedule, costs).peak_bytes <= plain.report.peak_bytes
+        found = STRATEGIES[name](program, costs, plain.report.peak_bytes, **options)
+        assert found.report == simulate(program, found.schedule, costs)
+        assert found.report.peak_bytes <= plain.report.peak_bytes
 
 
 def test_store_all_runs_again_only_tasks_just_before_their_reader() -> None:

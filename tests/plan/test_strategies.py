@@ -17,16 +17,17 @@ from monet_like.ir.simulate import Report, simulate
 from monet_like.plan import store_all
 from monet_like.plan.local_search.searcher import Searcher
 from monet_like.plan.strategies import STRATEGIES
-from monet_like.plan.strategies.checkpointing import Keeping, Plain
+from monet_like.plan.strategies.checkpointing import Keeping
 from monet_like.plan.strategies.griewank import _Chain, _revolve
 from monet_like.plan.strategies.ogc import best_vertices
 from monet_like.plan.strategies.torch_budget import knapsack
+from monet_like.plan.subprogram import plain_operators
 
 SOLVED = {"milp": {"solver": "HIGHS", "gap": 0.0}, "checkmate": {"solver": "HIGHS", "gap": 0.0}}
 
 
 def report(name: str, program: Program, costs: dict[str, Cost], budget: int) -> Report:
-    return simulate(program, STRATEGIES[name](program, costs, budget, **SOLVED.get(name, {})), costs)
+    return STRATEGIES[name](program, costs, budget, **SOLVED.get(name, {})).report
 
 
 def random_graph(seed: int) -> tuple[list[frozenset[int]], list[int]]:
@@ -136,7 +137,7 @@ def test_checkmate_is_the_best_without_variants() -> None:
     solved = 0
     for seed in range(20):
         program, costs = random_program(random.Random(seed), 5)
-        plain = Plain.of(program)
+        plain = plain_operators(program)
         budget = program.resident_bytes + 18
         best = best_seconds(plain.program, costs, budget)
         if best is None:
@@ -203,7 +204,7 @@ def test_an_interrupted_local_search_ends_with_what_needs_none(monkeypatch: pyte
     program, costs = network(30)
     monkeypatch.setattr(Searcher, "improve", interrupted)
     budget = int(0.8 * peak(program, costs))
-    schedule = STRATEGIES["heuristic"](program, costs, budget)
-    assert simulate(program, schedule, costs).peak_bytes <= budget
+    found = STRATEGIES["heuristic"](program, costs, budget)
+    assert found.report.peak_bytes <= budget
     with pytest.raises(KeyboardInterrupt):
         STRATEGIES["heuristic"](program, costs, program.resident_bytes + 1)

@@ -1,42 +1,157 @@
-"""Ways to make a schedule, by name. Each is ``(program, costs, budget_bytes, **options) -> Schedule``.
+"""Planning strategies by name: each turns a program, its costs and a memory budget into a `Plan`.
 
-``milp``, ``heuristic``, ``checkmate``, ``chen_greedy``, ``griewank`` and ``torch_budget`` plan for the budget; the
-others make one schedule, whatever the budget. All use only what `Program` says and are judged by `simulate`.
+``milp``, ``heuristic``, ``checkmate``, ``chen_greedy``, ``griewank`` and ``torch_budget`` plan for the budget. The
+others make one schedule, whatever the budget. A strategy uses only what `Program` says; `simulate` judges its schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-from ...errors import UsageError
+from ...errors import InfeasibleError, SolverError, UsageError
+from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
-from ..baseline import store_all_strategy
-from .checkmate import checkmate
-from .chen import chen_greedy
-from .chen_sqrt import chen_sqrt
+from ...ir.simulate import simulate
+from ...units import format_bytes
+from ..baseline import store_all
+from ..ilp.lowest_peak import find_quickly
+from ..ilp.search import Search
+from ..local_search.searcher import find_start
+from ..offload import plans_with_copies
+from ..result import Plan
+from ..subprogram import plain_operators
+from .chen import chen_greedy, chen_sqrt
 from .griewank import griewank
-from .heuristic import heuristic
-from .milp import milp
 from .ogc import ogc
 from .torch_budget import torch_budget
 
-Strategy = Callable[..., Schedule]
+
+class Strategy(Protocol):
+    """The signature of all strategies: that of `monet_like.plan.plan` without ``strategy``.
+
+    A strategy ignores the settings that it has no use for. Its plan may exceed the budget: `monet_like.plan.plan`
+    refuses it then.
+    """
+
+    def __call__(
+        self,
+        program: Program,
+        costs: Mapping[str, Cost],
+        budget_bytes: int,
+        *,
+        solver: str = ...,
+        time_limit_seconds: float = ...,
+        gap: float = ...,
+        extra_bytes: int = ...,
+        progress: Callable[[str], None] | None = ...,
+        **options: Any,
+    ) -> Plan: ...
+
+
+def from_schedule(name: str, make: Callable[..., Schedule]) -> Strategy:
+    """The strategy whose schedule ``make`` returns.
+
+    Args:
+        name: of the strategy, for `Plan.found_by`.
+        make: called as ``make(program, costs, budget_bytes, extra_bytes=..., **options)``.
+    """
+
+    def strategy(
+        program: Program,
+        costs: Mapping[str, Cost],
+        budget_bytes: int,
+        *,
+        solver: str = "",
+        time_limit_seconds: float = 0.0,
+        gap: float = 0.0,
+        extra_bytes: int = 0,
+        progress: Callable[[str], None] | None = None,
+        **options: Any,
+    ) -> Plan:
+        started = time.monotonic()
+        schedule = make(program, costs, budget_bytes, extra_bytes=extra_bytes, **options)
+        return _judged(name, program, costs, schedule, extra_bytes, time.monotonic() - started)
+
+    return strategy
+
+
+def _judged(
+    name: str, program: Program, costs: Mapping[str, Cost], schedule: Schedule, extra_bytes: int, seconds: float
+) -> Plan:
+    """The plan of a schedule that was found in so many wall seconds."""
+    report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
+    return Plan(schedule, report, "feasible", found_by=name, stage_seconds={name: seconds})
+
+
+@plans_with_copies
+def milp(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **settings: Any) -> Plan:
+    """The integer program: the fastest schedule within the budget; settings are fields of `Search`."""
+    return Search(program, costs, budget_bytes, **settings).run()
+
+
+def checkmate(
+    program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0, **settings: Any
+) -> Plan:
+    """Checkmate (Jain et al. 2020): optimal rematerialisation of plain PyTorch's operators; settings as for `milp`.
+
+    Its decisions, run again (R) and keep (S), are those of `Formulation` on a program without variants. The stages of
+    the forward are not unrolled: nothing is ever worth running again there.
+    """
+    started = time.monotonic()
+    plain = plain_operators(program)
+    found = Search(plain.program, costs, budget_bytes, extra_bytes=extra_bytes, **settings).run()
+    seconds = time.monotonic() - started
+    return _judged("checkmate", program, costs, plain.whole(found.schedule), extra_bytes, seconds)
+
+
+def heuristic(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **options: Any) -> Schedule:
+    """The schedule of the local search, in seconds; options are those of `find_quickly`.
+
+    Only where it finds none, small programs are solved for their lowest peak.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        SolverError: it found nothing that fits.
+    """
+    try:
+        found = find_quickly(program, costs, budget_bytes, **options)
+    except KeyboardInterrupt:  # end at once with the start that needs no annealing, as solvers end with their incumbent
+        schedule = find_start(program, costs, budget_bytes, **{**options, "evaluations": 0})
+        if schedule is None:
+            raise
+        return schedule
+    if found is not None and found.report.peak_bytes <= budget_bytes:
+        return found.schedule
+    budget, known = format_bytes(budget_bytes), ""
+    if found is not None:
+        known = f"; {format_bytes(found.report.peak_bytes)} ({found.report.peak_bytes} bytes) is known to do"
+        if found.proven_bytes > budget_bytes:
+            raise InfeasibleError(
+                f"no schedule fits into {budget} (proven){known}; give more memory or a smaller batch",
+                found.report.peak_bytes,
+                found.report.peak_step.task,
+                proven=True,
+            )
+    raise SolverError(f"the heuristic found no schedule within {budget}{known}; allow more memory or use strategy milp")
+
 
 STRATEGIES: dict[str, Strategy] = {
     "milp": milp,
-    "heuristic": heuristic,
-    "store_all": store_all_strategy,
-    "chen_sqrt": chen_sqrt,
-    "chen_greedy": chen_greedy,
-    "griewank": griewank,
+    "heuristic": plans_with_copies(from_schedule("heuristic", heuristic)),
+    "store_all": from_schedule("store_all", lambda program, costs, budget_bytes, **_: store_all(program)),
+    "chen_sqrt": from_schedule("chen_sqrt", chen_sqrt),
+    "chen_greedy": from_schedule("chen_greedy", chen_greedy),
+    "griewank": from_schedule("griewank", griewank),
     "checkmate": checkmate,
-    "ogc": ogc,
-    "torch_budget": torch_budget,
+    "ogc": from_schedule("ogc", ogc),
+    "torch_budget": from_schedule("torch_budget", torch_budget),
 }
 
 
 def check_strategy(name: str) -> None:
-    """Refuse a name that is no strategy.
+    """Refuse a name that is not a strategy's.
 
     Raises:
         UsageError: lists the names.

@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ...ir.program import Cost, Program, Task
+from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report, cost_of, simulate
 from ..baseline import store_all
 from ..local_search.searcher import Searcher
+from ..subprogram import plain_operators
 
 #: More bytes than any machine has: the fastest variant always fits.
 NO_LIMIT = 2**60
-
-
-@dataclass(frozen=True)
-class Plain:
-    """A program without variants: plain PyTorch's operators and what runs them again.
-
-    Attributes:
-        program: what is left.
-        tasks: for each of its tasks, the index in the whole program.
-        ways: for each of its slots, the indices of its ways in the whole program.
-    """
-
-    program: Program
-    tasks: tuple[int, ...]
-    ways: tuple[tuple[int, ...], ...]
-
-    @staticmethod
-    def of(program: Program) -> Plain:
-        """Leave out every variant."""
-
-        def plain(task: Task) -> bool:
-            return task.variant == "aten" and not task.word and task.overwrites is None
-
-        kept = tuple(p for p, task in enumerate(program.tasks) if plain(task))
-        ways = tuple(tuple(k for k, way in enumerate(slot) if plain(way)) or (0,) for slot in program.slots)
-        slots = tuple(tuple(slot[k] for k in chosen) for slot, chosen in zip(program.slots, ways, strict=True))
-        return Plain(replace(program, tasks=tuple(program.tasks[p] for p in kept), slots=slots), kept, ways)
-
-    def whole(self, schedule: Schedule) -> Schedule:
-        """A schedule of what is left, in the whole program's indices."""
-        return Schedule(
-            tuple(self.tasks[p] for p in schedule.forward),
-            tuple(tuple(self.tasks[p] for p in tasks) for tasks in schedule.again),
-            tuple(chosen[k] for chosen, k in zip(self.ways, schedule.ways, strict=True)),
-        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +56,7 @@ class Keeping:
     """
 
     def __init__(self, program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> None:
-        self.plain = Plain.of(program)
+        self.plain = plain_operators(program)
         self.program, self.costs, self.extra_bytes = self.plain.program, costs, extra_bytes
         self.forward = plain_forward(self.program, costs)
         self.searcher = Searcher(self.program, costs, extra_bytes)
