@@ -14,7 +14,7 @@ from ..ir.simulate import Report
 from . import plan
 from .analysis import floor_bytes
 from .ilp.lowest_peak import Lowest, find_lowest, find_quickly
-from .ilp.search import ask
+from .ilp.search import find_within
 from .local_search.searcher import smallest_known
 from .result import Plan
 from .subprogram import has_overlap, plans_without_refused, without_overlap
@@ -69,7 +69,7 @@ def smallest_budget(
         program,
         costs,
         Lowest(*known, proven),
-        lambda budget, seconds: ask(program, costs, budget, seconds, solver, extra_bytes),
+        lambda budget, seconds: find_within(program, costs, budget, seconds, solver, extra_bytes),
         extra_bytes=extra_bytes,
         solver=solver,
         seconds=time_limit_seconds - (time.monotonic() - started),

@@ -135,6 +135,16 @@ class Builder:
     _lower: list[float] = field(default_factory=list)
     _upper: list[float] = field(default_factory=list)
 
+    @property
+    def rows(self) -> int:
+        """Number of rows so far."""
+        return len(self._upper)
+
+    @property
+    def columns(self) -> int:
+        """Number of columns so far."""
+        return len(self.cost)
+
     def column(self, cost: float = 0.0, integral: bool = True) -> Expr:
         """A new column between 0 and 1."""
         self.cost.append(cost)

@@ -13,8 +13,9 @@ from random_programs import best_seconds, random_program
 
 from monet_like.cli.group import main
 from monet_like.plan.budgets import pareto, seconds_per_gigabyte, smallest_budget
-from monet_like.plan.ilp.formulation import Formulation, Options
+from monet_like.plan.ilp.formulation import Formulation
 from monet_like.plan.ilp.relaxation import block_program
+from monet_like.solvers.matrix import Expr, total
 
 CHAIN = f"{ROOT / 'tests' / 'helpers' / 'chain.py'}:chain"
 QUICK = ["--profile", "roofline:a100", "--time-limit", "3"]
@@ -79,7 +80,11 @@ def test_several_reruns_reach_what_one_each_cannot() -> None:
     at_six: dict[int | None, float] = {}
     for most in (1, None):
         for budget in range(4, 9):
-            formulation = Formulation(program, costs, budget, options=Options(again_at_most=most))
+            formulation = Formulation(program, costs, budget)
+            for group in formulation.needs.groups:
+                reruns = [formulation.e[p, t] for p in group for t in formulation.stages[1:] if (p, t) in formulation.e]
+                if most is not None and reruns:
+                    formulation.builder.at_most(total(reruns), Expr(most))
             for t in formulation.stages:
                 for group in range(len(formulation.needs.groups)):
                     formulation.add_run_row(t, group)

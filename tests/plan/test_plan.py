@@ -38,9 +38,7 @@ def test_solvers_find_the_best_of_all_schedules(solver: str) -> None:
             with pytest.raises(InfeasibleError):
                 plan(program, costs, budget, solver=solver, gap=0.0, time_limit_seconds=20)
             continue
-        found = plan(
-            program, costs, budget, solver=solver, gap=0.0, time_limit_seconds=20, fallback=False, evaluations=0
-        )
+        found = plan(program, costs, budget, solver=solver, gap=0.0, time_limit_seconds=20, evaluations=0)
         assert found.report.seconds == pytest.approx(wanted)
         assert found.report.peak_bytes <= budget
         assert found.status == "optimal"
@@ -52,7 +50,7 @@ def test_solvers_find_the_best_of_all_schedules(solver: str) -> None:
 def test_cbc_and_highs_agree_and_gap_is_against_an_honest_bound() -> None:
     program, costs = network(14)
     budget = int(peak(program, costs) * 0.6)
-    exact = {"options": Options(), "evaluations": 0, "fallback": False}
+    exact = {"options": Options(), "evaluations": 0}
     one = plan(program, costs, budget, solver="CBC", gap=1e-6, time_limit_seconds=30, **exact)
     two = plan(program, costs, budget, solver="highs", gap=1e-6, time_limit_seconds=30, **exact)
     assert one.report.seconds == pytest.approx(two.report.seconds)
@@ -117,10 +115,10 @@ def test_the_local_search_has_the_time_limit_and_as_long_again_where_nothing_fit
     program, costs = network(8)
     search = Search(program, costs, 6_000, time_limit_seconds=10)
     for seconds, over in ((9, (False, False)), (11, (True, False)), (21, (True, True))):
-        search.started = time.monotonic() - seconds
-        assert (search._over(fits=True), search._over(fits=False)) == over
+        search.incumbent.started = time.monotonic() - seconds
+        assert (search._is_time_up(fits=True), search._is_time_up(fits=False)) == over
     search.evaluations = 100  # counted, not clocked
-    assert not search._over(fits=True)
+    assert not search._is_time_up(fits=True)
 
 
 def test_infeasible_names_a_budget_that_does() -> None:

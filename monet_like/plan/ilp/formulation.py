@@ -41,13 +41,12 @@ these bytes, and (1) is min above_bytes over.
 Why this is exact. A carried value costs memory in (8) and (9) at least as long as `simulate` counts it, so a
 solution's schedule never has a higher peak than its rows. Conversely a schedule that passes `simulate`, with its useless runs
 removed and dominated variants replaced (`dominated_tasks`, `useful_ways`), satisfies every row with K[v,t] = "v is read in a later stage before it is made anew", and then each row's left
-side is the simulated memory. Four things make the program smaller and are *not* exact:
+side is the simulated memory. Three things make the program smaller and are *not* exact:
 
 * pinned: values of at most ``pin_bytes`` are always kept once made and always counted; tasks that make nothing
   else never run again.
 * window: a task runs again at most ``window`` slots before the first slot that can use its results.
 * reading_only: tasks run again only in stages whose slot reads a forward value, or where the start has a rerun.
-* again_at_most: each group runs at most this many times during the backward.
 """
 
 from __future__ import annotations
@@ -78,13 +77,11 @@ class Options:
     Attributes:
         pin_bytes: values up to this size are always kept.
         window: slots before the first use from which a task may run again; None: from the first on.
-        again_at_most: how often a group may run in the backward; None: any number.
         reading_only: tasks run again only in `Needs.reading_stages` and where an admitted schedule has a rerun.
     """
 
     pin_bytes: int = 0
     window: int | None = None
-    again_at_most: int | None = None
     reading_only: bool = False
 
     @property
@@ -191,8 +188,6 @@ class Formulation:
                 self.e[p, t] = self.builder.column(self._units(self.program.tasks[p]))
             for t in {t for _, t in stages}:
                 self._choose_one([self.e[p, t] for p in members if (p, t) in self.e], must=False)
-            if self.options.again_at_most is not None and stages:
-                self.builder.at_most(total(self.e[key] for key in stages), Expr(self.options.again_at_most))
 
     def _choose_one(self, choices: list[Expr], must: bool) -> None:
         if must:

@@ -35,8 +35,8 @@ MOST_ROW_PARTS = 100_000
 #: The two sides are close enough at this share of the peak; nothing is asked halfway between them any more.
 CLOSE = 0.01
 
-#: Asks for a schedule within so many bytes, in so many seconds; raises `InfeasibleError` or `SolverError`.
-Ask = Callable[[int, float], tuple[Schedule, Report]]
+#: Finds any schedule within so many bytes, in so many seconds; raises `InfeasibleError` or `SolverError`.
+FindWithin = Callable[[int, float], tuple[Schedule, Report]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def find_lowest(
     program: Program,
     costs: Mapping[str, Cost],
     known: Lowest,
-    ask: Ask | None,
+    find: FindWithin | None,
     *,
     enough_bytes: int = 0,
     extra_bytes: int = 0,
@@ -73,7 +73,7 @@ def find_lowest(
 
     Args:
         known: where to begin.
-        ask: finds a schedule within a budget, for programs that are not small; None: only small programs are asked.
+        find: finds a schedule within a budget, for programs that are not small; None: only small programs are asked.
         enough_bytes: a peak of at most this ends the search.
         extra_bytes: resident memory beyond the program's.
         solver: for small programs, where HiGHS is not installed.
@@ -85,14 +85,14 @@ def find_lowest(
         most = max(seconds, LEAST_SECONDS)
         best = minimise_peak(program, costs, best, enough_bytes, extra_bytes=extra_bytes, solver=solver, seconds=most)
     low = best.proven_bytes  # not proven, but not worth asking again
-    while ask is not None and (peak := best.report.peak_bytes) > max(low, enough_bytes):
+    while find is not None and (peak := best.report.peak_bytes) > max(low, enough_bytes):
         close = peak - low <= CLOSE * peak
         left = ends - time.monotonic()
         if left < 1 or (low >= enough_bytes if enough_bytes else close):
             break
         target = enough_bytes if close else max(enough_bytes, (low + peak) // 2)
         try:
-            schedule, report = ask(target, left / 2)
+            schedule, report = find(target, left / 2)
             best = Lowest(schedule, report, best.proven_bytes)
         except InfeasibleError as error:
             low = target
