@@ -1,4 +1,4 @@
-"""The compiled search: csrc/plan/search.cpp through ctypes. Without it, annealing.py does the same, slower."""
+"""The compiled search: csrc/plan/local_search.cpp through ctypes. Without it, annealing.py does the same, slower."""
 
 from __future__ import annotations
 

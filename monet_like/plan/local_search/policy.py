@@ -12,7 +12,7 @@ what each slot reads (``option``) and, where several tasks could make a value in
    needs is not run. The forward, last in this order, runs what is needed at its end.
 
 Tasks that read and write the same form a `class`, ways that read the same an `option`. The search judges tens of
-thousands of policies a second in C++ (csrc/plan/search.cpp); annealing.py is its twin in Python.
+thousands of policies a second in C++ (csrc/plan/local_search.cpp); annealing.py is its twin in Python.
 """
 
 from __future__ import annotations

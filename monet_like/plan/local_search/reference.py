@@ -1,4 +1,4 @@
-"""Judging and improving policies in Python: the twin of csrc/plan/search.cpp, for machines without a compiler.
+"""Judging and improving policies in Python: the twin of csrc/plan/local_search.cpp, for machines without a compiler.
 
 Same order of floating-point operations and same random numbers, hence the same answer; some hundred times slower.
 """
