@@ -17,7 +17,6 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from monet_like import ops  # noqa: E402
-from monet_like.ops import reference  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
@@ -34,7 +33,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def impl(request: pytest.FixtureRequest) -> Callable[[str], Callable[..., Any]]:
     """The operator of that name: the compiled kernel or the plain-torch twin."""
     if request.param == "twin":
-        return lambda name: getattr(reference, name)
+        return lambda name: ops.operators()[name].reference
     if not ops.available("cpu"):
         pytest.skip(ops.status())
     return lambda name: getattr(torch.ops.monet_like, name)

@@ -27,7 +27,7 @@ from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import REFUSED, Cost, Program, Task
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
-from monet_like.ops import reference
+from monet_like.ops import convolution
 from monet_like.plan import plan, store_all
 from monet_like.plan.budgets import fits, smallest_budget
 from monet_like.plan.subprogram import without_refused
@@ -71,7 +71,7 @@ def test_twins_are_pytorchs_convolution(sizes: Any, options: Any, dtype: torch.d
         of_x, of_weight, _ = aten.convolution_backward(grad, x, weight, None, *plain, [True, True, False])
         for layout in FORMATS:
             rest = (*options, layout is torch.channels_last)
-            for algorithm in reference.FORWARD_ALGORITHMS:
+            for algorithm in convolution.FORWARD_ALGORITHMS:
                 made = ops.cudnn_convolution(x, weight, bias, *rest, algorithm)
                 assert torch.equal(made, y) and made.is_contiguous(memory_format=layout)
             made = ops.cudnn_convolution_backward_input(grad, weight, x.shape, *rest, "fft_tiling")

@@ -28,8 +28,8 @@ from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.nn.dropit import STRATEGIES
-from monet_like.ops import reference
-from monet_like.ops.reference import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
+from monet_like.ops import caches
+from monet_like.ops.caches import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
 from monet_like.plan import store_all
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.profile.devices import DEVICES
@@ -201,11 +201,11 @@ def test_what_is_not_dropped_in_8_bits(name: str, share: float) -> None:
     def in_8_bits(x: Tensor) -> Tensor:
         left = dropped(x, share)
         keep = kept_of_block(share)
-        packed = reference.pack_largest(x, keep)
+        packed = caches.pack_largest(x, keep)
         size = largest_kept(x.numel(), keep) * x.element_size()
         values = rounded(packed[:size].view(x.dtype), "lowp8")
         again = torch.cat((values.view(torch.uint8), packed[size:]))
-        found = reference.unpack_largest(again, keep, x.shape, x.dtype, x.stride())
+        found = caches.unpack_largest(again, keep, x.shape, x.dtype, x.stride())
         assert torch.equal(found != 0, left != 0) and not torch.equal(found, left)
         assert (found - left).abs().max() <= left.abs().max() * (0.5 / 127 + 2 * torch.finfo(x.dtype).eps)
         return found

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import monet_like.ops
 from benchmarks import kernels as benchmark
-from monet_like import build, ops
-from monet_like.ops import reference
-from monet_like.ops.registry import CUDNN, NAMESPACE, SCHEMAS
+from monet_like import build
+from monet_like.ops import available, caches, convolution, masks, max_pool, memory_layout, operators, rms_norm, status
+from monet_like.ops.registry import CUDNN, NAMESPACE
 
-ops.load()
+monet_like.ops.load()
 ops = torch.ops.monet_like
 aten = torch.ops.aten
 
@@ -100,14 +101,14 @@ def test_sign_mask_gives_atens_threshold_backward(impl: Any, shape: tuple[int, .
     for layout, x in layouts(shape, dtype).items():
         mask = impl("pack_sign")(x)
         assert mask.dtype == torch.uint8 and mask.shape == ((x.numel() + 7) // 8,), layout
-        assert_bits(mask, reference.pack_sign(x))
+        assert_bits(mask, masks.pack_sign(x))
         for grad_layout, grad in layouts(shape, dtype).items():
             if grad.shape != x.shape:
                 continue
             expected = aten.threshold_backward(grad, x, 0)
             actual = impl("keep_where")(grad, mask, x.stride())
             assert_bits(actual, expected)
-            assert reference.is_dense(actual.shape, actual.stride()), (layout, grad_layout)
+            assert memory_layout.is_dense(actual.shape, actual.stride()), (layout, grad_layout)
             if grad_layout != "expanded":
                 twice = grad.clone(memory_format=torch.preserve_format)
                 assert impl("keep_where_")(twice, mask, x.stride()) is twice
@@ -146,7 +147,7 @@ def test_range_mask_of_nan_is_zero_on_the_cpu(impl: Any) -> None:
 def test_bool_masks_come_back(impl: Any, shape: tuple[int, ...]) -> None:
     for mask in layouts(shape, torch.bool, lambda size, _: torch.rand(size) < 0.3).values():
         packed = impl("pack_bool")(mask)
-        assert_bits(packed, reference.pack_bool(mask))
+        assert_bits(packed, masks.pack_bool(mask))
         assert_bits(impl("unpack_bool")(packed, mask.shape, mask.stride()), mask)
         dense = mask.contiguous()
         assert_bits(impl("unpack_bool")(impl("pack_bool")(dense), mask.shape), dense)
@@ -170,11 +171,11 @@ def test_half_bytes_come_back(impl: Any, shape: tuple[int, ...]) -> None:
     for x in layouts(shape, torch.uint8, lambda s, d: torch.randint(0, 16, s, dtype=d)).values():
         packed = impl("pack_nibbles")(x)
         assert packed.shape == ((x.numel() + 1) // 2,)
-        assert_bits(packed, reference.pack_nibbles(x))
+        assert_bits(packed, masks.pack_nibbles(x))
         assert torch.equal(impl("unpack_nibbles")(packed, x.shape, x.stride()), x)
 
 
-BLOCK = reference.LARGEST_BLOCK
+BLOCK = caches.LARGEST_BLOCK
 #: Kept of a block: one, a few by their places, a tenth, half, all.
 KEEPS = [1, 1000, 1639, BLOCK // 2, BLOCK]
 
@@ -195,11 +196,11 @@ def test_the_largest_come_back(impl: Any, shape: tuple[int, ...], keep: int, dty
         kept = x.numel() // BLOCK * keep + math.ceil(x.numel() % BLOCK * keep / BLOCK)
         index = 2 * kept if keep < BLOCK / 16 else (x.numel() + 7) // 8
         assert packed.dtype == torch.uint8 and packed.shape == (kept * dtype.itemsize + index,), layout
-        assert_bits(packed, reference.pack_largest(x, keep))
+        assert_bits(packed, caches.pack_largest(x, keep))
         back = impl("unpack_largest")(packed, keep, x.shape, dtype, x.stride())
-        if reference.is_dense(x.shape, x.stride()):
+        if memory_layout.is_dense(x.shape, x.stride()):
             assert strides(back) == strides(x)
-        flat, found = (reference._flat(reference.to_packing_order(t, x.stride())) for t in (x, back))
+        flat, found = (memory_layout.flat_view(memory_layout.to_packing_order(t, x.stride())) for t in (x, back))
         sizes = magnitudes(flat)
         for start in range(0, x.numel(), BLOCK):  # against sorting
             ours, theirs = found[start : start + BLOCK], flat[start : start + BLOCK]
@@ -213,15 +214,15 @@ def test_the_largest_come_back(impl: Any, shape: tuple[int, ...], keep: int, dty
 @pytest.mark.usefixtures("three_threads")
 def test_caches_in_parallel(impl: Any) -> None:
     x = torch.randn(300_001)
-    assert_bits(impl("pack_largest")(x, 1639), reference.pack_largest(x, 1639))
-    assert_bits(impl("pack_int8")(x), reference.pack_int8(x))
-    assert_bits(impl("unpack_int8")(reference.pack_int8(x), x.shape, x.dtype), x_of_int8(x))
-    back = impl("unpack_largest")(reference.pack_largest(x, 1639), 1639, x.shape, x.dtype)
+    assert_bits(impl("pack_largest")(x, 1639), caches.pack_largest(x, 1639))
+    assert_bits(impl("pack_int8")(x), caches.pack_int8(x))
+    assert_bits(impl("unpack_int8")(caches.pack_int8(x), x.shape, x.dtype), x_of_int8(x))
+    back = impl("unpack_largest")(caches.pack_largest(x, 1639), 1639, x.shape, x.dtype)
     assert int((back != 0).sum()) == 18 * 1639 + math.ceil((300_001 - 18 * BLOCK) * 1639 / BLOCK)
 
 
 def x_of_int8(x: Tensor) -> Tensor:
-    return reference.unpack_int8(reference.pack_int8(x), x.shape, x.dtype)
+    return caches.unpack_int8(caches.pack_int8(x), x.shape, x.dtype)
 
 
 def test_all_of_equal_elements_are_the_first_ones(impl: Any) -> None:
@@ -246,8 +247,8 @@ def test_products_with_the_largest(
     error = 2 * torch.finfo(dtype).eps + math.sqrt(rows) * summing
     for keep in (1, 1000, 1639, BLOCK):
         x, wide = torch.randn(rows, columns).to(dtype), torch.randn(rows, 2 * outs).to(dtype)
-        packed = reference.pack_largest(x, keep)
-        left = reference.unpack_largest(packed, keep, x.shape, dtype).double()
+        packed = caches.pack_largest(x, keep)
+        left = caches.unpack_largest(packed, keep, x.shape, dtype).double()
         for grad in (wide[:, :outs].contiguous(), wide[:, ::2], wide[:, outs:].t().contiguous().t()):
             got = impl("mm_largest")(grad, packed, keep, columns, transposed)
             exact = left.t() @ grad.double() if transposed else grad.double().t() @ left
@@ -258,11 +259,11 @@ def test_products_with_the_largest(
 
 @pytest.mark.usefixtures("three_threads")
 def test_products_in_parallel() -> None:
-    if not ops.available("cpu"):
-        pytest.skip(ops.status())
+    if not available("cpu"):
+        pytest.skip(status())
     for outs in (40, 500):  # fewer tiles than threads, and more
         x, grad = torch.randn(700, 90), torch.randn(700, outs)
-        packed = reference.pack_largest(x, 1639)
+        packed = caches.pack_largest(x, 1639)
         got = ops.mm_largest(grad, packed, 1639, 90)
         torch.set_num_threads(1)
         assert torch.equal(got, ops.mm_largest(grad, packed, 1639, 90))
@@ -273,8 +274,8 @@ def test_products_in_parallel() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_more_than_is_dense_at_a_time(dtype: torch.dtype, transposed: bool) -> None:
     """Half is kept, so that x is made dense: here, two times some rows of it, the first ones ending within a block."""
-    if not ops.available("cpu"):
-        pytest.skip(ops.status())
+    if not available("cpu"):
+        pytest.skip(status())
     x, grad = torch.randn(4700, 1001).to(dtype), torch.randn(4700, 67).to(dtype)
     packed = ops.pack_largest(x, BLOCK // 2)
     left = ops.unpack_largest(packed, BLOCK // 2, x.shape, dtype).float()
@@ -285,10 +286,10 @@ def test_products_of_more_than_is_dense_at_a_time(dtype: torch.dtype, transposed
 
 @pytest.mark.parametrize("keep", [1000, BLOCK // 2])
 def test_corrupt_caches_touch_nothing_else(keep: int) -> None:
-    packed = torch.full((reference.largest_bytes(20, keep, 4),), 255, dtype=torch.uint8)
-    if not ops.available("cpu"):
-        pytest.skip(ops.status())
-    assert ops.unpack_largest(packed, keep, [20], torch.float32).count_nonzero() <= reference.largest_kept(20, keep)
+    packed = torch.full((caches.largest_bytes(20, keep, 4),), 255, dtype=torch.uint8)
+    if not available("cpu"):
+        pytest.skip(status())
+    assert ops.unpack_largest(packed, keep, [20], torch.float32).count_nonzero() <= caches.largest_kept(20, keep)
     assert ops.mm_largest(torch.ones(5, 3), packed, keep, 4).shape == (3, 4)
 
 
@@ -299,10 +300,12 @@ def test_eight_bits_are_near(impl: Any, shape: tuple[int, ...], dtype: torch.dty
     for x in layouts(shape, dtype, lambda s, d: torch.randn(s).mul(3).to(d)).values():
         packed = impl("pack_int8")(x)
         assert packed.dtype == torch.uint8 and packed.shape == (x.numel() + 4 * math.ceil(x.numel() / 256),)
-        assert_bits(packed, reference.pack_int8(x))
+        assert_bits(packed, caches.pack_int8(x))
         back = impl("unpack_int8")(packed, x.shape, dtype, x.stride())
-        assert_bits(back, reference.unpack_int8(packed, x.shape, dtype, x.stride()))
-        flat, found = (reference._flat(reference.to_packing_order(t, x.stride())).double() for t in (x, back))
+        assert_bits(back, caches.unpack_int8(packed, x.shape, dtype, x.stride()))
+        flat, found = (
+            memory_layout.flat_view(memory_layout.to_packing_order(t, x.stride())).double() for t in (x, back)
+        )
         assert torch.equal(flat.sign(), found.sign())
         for start in range(0, x.numel(), 256):
             ours, theirs = found[start : start + 256], flat[start : start + 256]
@@ -318,7 +321,7 @@ def test_eight_bits_of_what_is_not_finite_or_tiny(impl: Any, dtype: torch.dtype)
     back = impl("unpack_int8")(impl("pack_int8")(x), x.shape, dtype)
     assert back[:2].isnan().all() and not back[3].any()
     assert torch.equal(back[2].sign(), x[2].sign())
-    assert_bits(impl("pack_int8")(x), reference.pack_int8(x))
+    assert_bits(impl("pack_int8")(x), caches.pack_int8(x))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -397,8 +400,8 @@ def test_max_pool_gradient_of_a_window_wholly_in_the_padding(impl: Any) -> None:
 
 
 def test_max_pool_backward_survives_corrupt_offsets() -> None:
-    if not ops.available("cpu"):
-        pytest.skip(ops.status())
+    if not available("cpu"):
+        pytest.skip(status())
     offsets = torch.full((1, 2, 4, 4), 255, dtype=torch.uint8)
     grad = ops.max_pool2d_offsets_backward(
         torch.ones(1, 2, 4, 4), offsets, [1, 2, 8, 8], [3, 3], [2, 2], [1, 1], [1, 1]
@@ -776,33 +779,33 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
     c = torch.rand(3) + 0.5
     pool = ([3, 3], [2, 2], [1, 1], [1, 1])
     y, indices = aten.max_pool2d_with_indices(x, *pool, False)
-    offsets = reference.max_pool2d_offsets(indices, x.shape, *pool)
-    mask, flags = reference.pack_sign(x), torch.rand(2, 3, 6, 6) < 0.5
+    offsets = max_pool.max_pool2d_offsets(indices, x.shape, *pool)
+    mask, flags = masks.pack_sign(x), torch.rand(2, 3, 6, 6) < 0.5
     norm = (x, c, c, c, c)
     joined = tuple(torch.rand(5) + 0.5 for _ in range(4))
     rows, w = torch.randn(4, 6).to(torch.bfloat16), torch.randn(6)
-    rstd = reference.rms_norm(rows, w, 1, 1e-6, True, torch.float32)[1]
+    rstd = rms_norm.rms_norm(rows, w, 1, 1e-6, True, torch.float32)[1]
     filters, options = torch.randn(4, 3, 3, 3), ([2, 1], [1, 1], [1, 2], 1, True)
-    convolved = reference.cudnn_convolution(x, filters, None, *options, "gemm")
+    convolved = convolution.cudnn_convolution(x, filters, None, *options, "gemm")
     return {
         "pack_sign": (x,),
         "keep_where": (torch.randn(2, 3, 6, 6), mask, x.stride()),
         "keep_where_": (x.clone(), mask),
         "pack_range": (x, 0.0, 6.0),
         "pack_bool": (flags,),
-        "unpack_bool": (reference.pack_bool(flags), [2, 3, 6, 6]),
-        "masked_scale": (x, reference.pack_bool(flags), 2.0, flags.stride()),
+        "unpack_bool": (masks.pack_bool(flags), [2, 3, 6, 6]),
+        "masked_scale": (x, masks.pack_bool(flags), 2.0, flags.stride()),
         "pack_largest": (x, 8192),
-        "unpack_largest": (reference.pack_largest(x, 8192), 8192, x.shape, x.dtype, x.stride()),
-        "mm_largest": (torch.randn(6, 5).t(), reference.pack_largest(torch.randn(5, 7), 8192), 8192, 7),
+        "unpack_largest": (caches.pack_largest(x, 8192), 8192, x.shape, x.dtype, x.stride()),
+        "mm_largest": (torch.randn(6, 5).t(), caches.pack_largest(torch.randn(5, 7), 8192), 8192, 7),
         "pack_int8": (x,),
-        "unpack_int8": (reference.pack_int8(x), x.shape, x.dtype, x.stride()),
+        "unpack_int8": (caches.pack_int8(x), x.shape, x.dtype, x.stride()),
         "max_pool2d_with_offsets": (x, *pool, False),
         "max_pool2d_offsets": (indices, x.shape, *pool),
         "max_pool2d_offsets_to_indices": (offsets, x.shape, *pool),
         "max_pool2d_offsets_backward": (y, offsets, x.shape, *pool),
         "pack_nibbles": (offsets,),
-        "unpack_nibbles": (reference.pack_nibbles(offsets), offsets.shape, offsets.stride()),
+        "unpack_nibbles": (masks.pack_nibbles(offsets), offsets.shape, offsets.stride()),
         "batch_norm_apply": (*norm, x, "clamp", 0.0, 6.0),
         "batch_norm_train": (x, c, c, c.clone(), c.clone(), 0.1, 1e-5, x, "silu", 0.0, 0.0, False),
         "batch_norm_activation_backward": (x, *norm, "clamp", 0.0, 6.0, [True, True, True], x.clone()),
@@ -837,7 +840,7 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize("name", list(SCHEMAS))
+@pytest.mark.parametrize("name", list(operators()))
 def test_opcheck(name: str) -> None:
     parts = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if name.endswith("_"):
@@ -871,12 +874,12 @@ def test_the_benchmark_has_a_row_for_every_operator(monkeypatch: pytest.MonkeyPa
         with others:
             theirs()
         assert not others.names
-    assert timed.names == set(SCHEMAS) - CUDNN  # these are for CUDA alone
+    assert timed.names == set(operators()) - CUDNN  # these are for CUDA alone
 
 
-@pytest.mark.parametrize("name", list(SCHEMAS))
+@pytest.mark.parametrize("name", list(operators()))
 def test_schema_is_the_same_in_cpp_and_python(name: str) -> None:
-    expected = torch._C.parse_schema(f"{NAMESPACE}::{name}{SCHEMAS[name]}")
+    expected = torch._C.parse_schema(f"{NAMESPACE}::{name}{operators()[name].schema}")
     assert str(getattr(ops, name).default._schema) == str(expected)
 
 
@@ -916,8 +919,8 @@ def test_caches_at_odd_offsets_are_refused(impl: Any, dtype: torch.dtype) -> Non
 
 
 def test_wrong_arguments_are_named() -> None:
-    if not ops.available("cpu"):
-        pytest.skip(ops.status())
+    if not available("cpu"):
+        pytest.skip(status())
     x, c = torch.randn(2, 3, 4, 4), torch.ones(3)
     with pytest.raises(TypeError, match="pack_sign: x must be float32, float64, float16 or bfloat16, got Int"):
         ops.pack_sign(torch.zeros(3, dtype=torch.int32))
@@ -962,8 +965,8 @@ def test_importing_loads_neither_torch_nor_kernels() -> None:
 BITS_CODE = """
 import torch
 from math import inf
-from monet_like import kernels
-kernels.load()
+import monet_like.ops
+monet_like.ops.load()
 for dtype in (torch.float32, torch.float64):
     for fmt in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(3, 37, 6, 7, dtype=dtype).contiguous(memory_format=fmt)
@@ -974,7 +977,7 @@ for dtype in (torch.float32, torch.float64):
         mask = torch.ops.monet_like.pack_sign(y)
         expected = torch.ops.aten.threshold_backward(x, y, 0)
         assert torch.equal(torch.ops.monet_like.keep_where(x, mask, y.stride()), expected)
-print(kernels.status())
+print(monet_like.ops.status())
 """
 
 
@@ -989,8 +992,8 @@ def test_without_the_library_the_twins_serve_under_the_same_names() -> None:
 
 
 def test_status_says_what_runs() -> None:
-    text = ops.status()
-    if ops.available("cpu"):
+    text = status()
+    if available("cpu"):
         assert text.startswith("compiled kernels in use for cpu")
     else:
         assert "python -m monet_like.build" in text
@@ -1005,9 +1008,9 @@ def test_cuda_libraries_have_every_operator_for_both_architectures() -> None:
 import torch
 for path in {paths}:
     torch.ops.load_library(path)
-from monet_like.ops.registry import SCHEMAS
+from monet_like.ops import operators
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-print(*sorted(name for name in SCHEMAS if not has(f"monet_like::{{name}}", "CUDA")))
+print(*sorted(name for name in operators() if not has(f"monet_like::{{name}}", "CUDA")))
 """
     assert run_python(code).split() == ([] if cudnn.exists() else sorted(CUDNN))
     if not torch.cuda.is_available() and "TORCH_CUDA_ARCH_LIST" not in os.environ:

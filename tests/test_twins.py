@@ -21,7 +21,6 @@ from monet_like.errors import ScheduleFileError
 from monet_like.ir.program import Task
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
-from monet_like.ops import reference
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import allocated_peak
 from monet_like.profile.task_inputs import Inputs
@@ -62,7 +61,7 @@ class _RunningTwins(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "monet_like":
-            return getattr(reference, func._schema.name.partition("::")[2])(*args, **(kwargs or {}))
+            return ops.operators()[func._schema.name.partition("::")[2]].reference(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -132,7 +131,7 @@ def test_with_compiled_kernels_nothing_is_counted(
 
 
 def test_twins_on_a_gpu_are_said_once(captured: Captured, only_twins: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match=r"twins run on the GPU.*with nvcc.*monet_like\.kernels\.build") as caught:
+    with pytest.warns(UserWarning, match=r"twins run on the GPU.*with nvcc.*monet_like\.build") as caught:
         warn_of_twins(captured, CUDA, stacklevel=1)
     assert len(caught) == 1 and caught[0].filename == __file__
     with warnings.catch_warnings():

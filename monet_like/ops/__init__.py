@@ -1,8 +1,8 @@
-"""The operators `torch.ops.monet_like.*`: packed masks and caches, byte-offset pooling, fused batch norms and activations,
-RMS norm, cuDNN's convolution algorithms, SyncBatchNorm in parts.
+"""The operators `torch.ops.monet_like.*`: packed masks and caches, max pooling with byte offsets, fused batch and RMS norm,
+convolutions by chosen cuDNN algorithms, SyncBatchNorm in parts.
 
-Importing this package does nothing. `load()` makes the operators exist: from the compiled library where there is
-one, else from the plain-torch twins in `reference`, under the same names and with the same results.
+Importing this package does nothing. `load()` makes the operators exist: with the kernels of the compiled library where it
+is built, else with the plain-torch references of the modules here, under the same names and with the same results.
 `python -m monet_like.build` compiles the library.
 """
 
@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["available", "has", "load", "runs_here", "status"]
+if TYPE_CHECKING:
+    from .registry import Operator
+
+__all__ = ["available", "has", "load", "operators", "runs_here", "status"]
 
 _lock = threading.Lock()
 _compiled: Mapping[str, frozenset[str]] | None = None  # operators with compiled kernels, by device; None until load()
@@ -21,6 +24,14 @@ _reason = "not loaded yet"
 _keep_alive: list[Any] = []  # torch.library registrations live as long as their Library object
 
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
+
+
+def operators() -> Mapping[str, Operator]:
+    """The operators that csrc/ compiles, by name, with their schemas, references and fakes."""
+    from . import batch_norm, caches, convolution, masks, max_pool, rms_norm  # noqa: F401  # each registers a family
+    from .registry import OPERATORS
+
+    return OPERATORS
 
 
 def load() -> None:
@@ -31,54 +42,55 @@ def load() -> None:
             return
         import torch
 
-        from . import fakes, reference, sync_batch_norm
-        from .registry import NAMESPACE, SCHEMAS
+        from . import sync_batch_norm  # noqa: F401  # registers its family
+        from .registry import NAMESPACE, PYTHON_OPERATORS, register_fakes
 
+        ours = operators()
         _reason = _load_library()
-        if _reason:
-            definitions = torch.library.Library(NAMESPACE, "DEF")
-            _keep_alive.append(definitions)
-            for name, schema in SCHEMAS.items():
-                definitions.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        # Whatever device has no kernel of its own gets the twins.
-        implementations = torch.library.Library(NAMESPACE, "IMPL")
-        _keep_alive.append(implementations)
+        library = torch.library.Library(NAMESPACE, "DEF" if _reason else "FRAGMENT")
+        _keep_alive.append(library)
+        for name, known in {**(ours if _reason else {}), **PYTHON_OPERATORS}.items():
+            library.define(name + known.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # Whatever device has no kernel of its own gets the references.
         compiled: dict[str, frozenset[str]] = {}
         for device, key in _DEVICES.items():
             has = torch._C._dispatch_has_kernel_for_dispatch_key
-            missing = [name for name in SCHEMAS if not has(f"{NAMESPACE}::{name}", key)]
-            for name in missing:
-                implementations.impl(name, getattr(reference, name), key)
-            compiled[device] = frozenset(SCHEMAS).difference(missing)
-        fakes.register()
-        _keep_alive.append(sync_batch_norm.register())
+            missing = [name for name in ours if not has(f"{NAMESPACE}::{name}", key)]
+            for name in (*missing, *PYTHON_OPERATORS):
+                known = ours.get(name) or PYTHON_OPERATORS[name]
+                library.impl(name, (known.cuda if device == "cuda" else None) or known.reference, key)
+            compiled[device] = frozenset(ours).difference(missing)
+        register_fakes({**ours, **PYTHON_OPERATORS}, library)
         _compiled = compiled
 
 
 def available(device: str = "cpu") -> bool:
-    """Whether the operators run compiled kernels on this kind of device ("cpu" or "cuda"), but for cuDNN's."""
-    from .registry import CUDNN, SCHEMAS
+    """Whether the operators run compiled kernels on this kind of device ("cpu" or "cuda"); cuDNN's are not counted."""
+    from .registry import CUDNN
 
-    return all(has(name, device) for name in SCHEMAS.keys() - CUDNN)
+    return all(has(name, device) for name in operators().keys() - CUDNN)
 
 
 def has(name: str, device: str) -> bool:
-    """Whether this operator runs a compiled kernel on this kind of device, not its plain-torch twin."""
+    """Whether this operator runs a compiled kernel on this kind of device, not its plain-torch reference."""
     load()
     assert _compiled is not None
     return name in _compiled[device]
 
 
 def runs_here(op: str, device: str) -> bool:
-    """Whether an operator by its qualified name is another's or has a compiled kernel on this kind of device."""
-    from .registry import NAMESPACE, SCHEMAS
+    """Whether an operator, by its qualified name, runs on this kind of device as it was compiled, not by its reference.
+
+    Operators of PyTorch always do.
+    """
+    from .registry import NAMESPACE
 
     namespace, name, _ = op.split(".") if op.count(".") == 2 else ("", op, "")
-    return namespace != NAMESPACE or name not in SCHEMAS or has(name, device)
+    return namespace != NAMESPACE or name not in operators() or has(name, device)
 
 
 def status() -> str:
-    """One line: what runs, and if it is not the compiled kernels, why and what to do."""
+    """One line that says whether compiled kernels or plain-torch twins run; for twins, why, and how to build the kernels."""
     from .. import build
 
     load()
@@ -98,7 +110,7 @@ def status() -> str:
 
 
 def _load_library() -> str:
-    """Load the compiled library; why not, if not."""
+    """Load the compiled library. Returns the empty string, or the reason why it cannot be used."""
     import os
 
     import torch

@@ -1,65 +1,112 @@
-"""The operator schemas, for a machine without the compiled library.
+"""Registers the operators `torch.ops.monet_like.*`: each has a schema, a plain-torch reference and a fake.
 
-With the library, csrc/ops.cpp defines the operators; a test compares the two lists.
+* The schema lists arguments and results. csrc/ops.cpp repeats the schemas of the compiled operators; a test compares them.
+* The reference, or plain-torch twin, computes on any device what the kernels in csrc/ must compute, with more memory and time.
+  It stands in where no kernel is compiled.
+* The fake returns an uninitialised result of the right shape, dtype and strides, for tracing with fake tensors.
+
+The modules of this package hold one family of operators each, as the files in csrc/ do.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
 NAMESPACE = "monet_like"
+#: Names of the operators that are compiled for CUDA only, and only where cuDNN's headers are found.
+CUDNN = frozenset({"cudnn_convolution", "cudnn_convolution_backward_input", "cudnn_convolution_backward_weight"})
 
-_POOL = "int[2] kernel, int[2] stride, int[2] padding, int[2] dilation"
-_NORM = "Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd"
-_CONVOLUTION = (
-    "int[2] stride, int[2] padding, int[2] dilation, int groups, bool channels_last, str algorithm) -> Tensor"
-)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-SCHEMAS: dict[str, str] = {
-    "pack_sign": "(Tensor x) -> Tensor",
-    "keep_where": "(Tensor x, Tensor mask, int[] stride=[]) -> Tensor",
-    "keep_where_": "(Tensor(a!) x, Tensor mask, int[] stride=[]) -> Tensor(a!)",
-    "pack_range": "(Tensor x, float lo, float hi) -> Tensor",
-    "pack_bool": "(Tensor mask) -> Tensor",
-    "unpack_bool": "(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor",
-    "masked_scale": "(Tensor x, Tensor packed, float scale, int[] stride=[], float otherwise=0.0) -> Tensor",
-    "pack_nibbles": "(Tensor x) -> Tensor",
-    "unpack_nibbles": "(Tensor packed, SymInt[] size, SymInt[] stride=[]) -> Tensor",
-    "pack_largest": "(Tensor x, int keep) -> Tensor",
-    "unpack_largest": "(Tensor packed, int keep, SymInt[] size, ScalarType dtype, SymInt[] stride=[]) -> Tensor",
-    "mm_largest": "(Tensor grad, Tensor packed, int keep, SymInt columns, bool transposed=False) -> Tensor",
-    "pack_int8": "(Tensor x) -> Tensor",
-    "unpack_int8": "(Tensor packed, SymInt[] size, ScalarType dtype, SymInt[] stride=[]) -> Tensor",
-    "max_pool2d_with_offsets": f"(Tensor x, {_POOL}, bool ceil_mode) -> (Tensor, Tensor)",
-    "max_pool2d_offsets": f"(Tensor indices, SymInt[] input_size, {_POOL}) -> Tensor",
-    "max_pool2d_offsets_to_indices": f"(Tensor offsets, SymInt[] input_size, {_POOL}) -> Tensor",
-    "max_pool2d_offsets_backward": f"(Tensor grad, Tensor offsets, SymInt[] input_size, {_POOL}) -> Tensor",
-    "batch_norm_apply": f"(Tensor x, {_NORM}, Tensor? residual, str activation, float lo, float hi) -> Tensor",
-    "batch_norm_train": (
-        "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-        "float momentum, float eps, Tensor? residual, str activation, float lo, float hi, bool exact) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
-    "batch_norm_activation_backward": (
-        f"(Tensor grad, Tensor x, {_NORM}, str activation, float lo, float hi, bool[3] mask, Tensor? residual=None) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
-    "batch_norm_apply_joined": f"(Tensor[] parts, {_NORM}, str activation, float lo, float hi) -> Tensor",
-    "batch_norm_train_joined": (
-        "(Tensor[] parts, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-        "float momentum, float eps, str activation, float lo, float hi, bool exact) -> (Tensor, Tensor, Tensor)"
-    ),
-    "batch_norm_activation_backward_joined": (
-        f"(Tensor grad, Tensor[] parts, {_NORM}, str activation, float lo, float hi, bool[3] mask, "
-        "Tensor? residual=None) -> (Tensor, Tensor, Tensor)"
-    ),
-    "rms_norm": ("(Tensor x, Tensor? weight, int dims, float eps, bool rounded, ScalarType dtype) -> (Tensor, Tensor)"),
-    "rms_norm_apply": "(Tensor x, Tensor? weight, Tensor rstd, int dims, bool rounded, ScalarType dtype) -> Tensor",
-    "rms_norm_backward": (
-        "(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, Tensor? residual, int dims) -> (Tensor, Tensor)"
-    ),
-    "cudnn_convolution": f"(Tensor x, Tensor weight, Tensor? bias, {_CONVOLUTION}",
-    "cudnn_convolution_backward_input": f"(Tensor grad, Tensor weight, SymInt[4] input_size, {_CONVOLUTION}",
-    "cudnn_convolution_backward_weight": f"(Tensor grad, Tensor x, SymInt[4] weight_size, {_CONVOLUTION}",
-}
 
-#: Compiled for CUDA alone, and only where cuDNN's headers are.
-CUDNN = frozenset(name for name in SCHEMAS if name.startswith("cudnn_"))
+@dataclass
+class Operator:
+    """One operator of ours.
+
+    Attributes:
+        schema: arguments and results in PyTorch's notation, without the name.
+        reference: the operator in plain PyTorch.
+        cuda: another implementation in plain PyTorch for CUDA, or None: the reference serves there too.
+        fake: the operator on fake tensors; its parameters are those arguments of the schema that it needs.
+    """
+
+    schema: str
+    reference: Callable[..., Any]
+    cuda: Callable[..., Any] | None = None
+    fake: Callable[..., Any] | None = None
+
+
+#: Operators that csrc/ compiles, by name; filled when the modules of the families are imported.
+OPERATORS: dict[str, Operator] = {}
+#: Operators that exist in Python only, by name.
+PYTHON_OPERATORS: dict[str, Operator] = {}
+
+
+def operator(schema: str, *, compiled: bool = True) -> Callable[[_Function], _Function]:
+    """Register the decorated function as the reference of the operator of the same name.
+
+    Args:
+        schema: as `Operator.schema`.
+        compiled: whether csrc/ has kernels of the operator.
+    """
+
+    def register(reference: _Function) -> _Function:
+        (OPERATORS if compiled else PYTHON_OPERATORS)[reference.__name__] = Operator(schema, reference)
+        return reference
+
+    return register
+
+
+def on_cuda(reference: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Register the decorated function as what the operator of this reference runs on CUDA, in plain PyTorch."""
+
+    def register(function: _Function) -> _Function:
+        _known(reference).cuda = function
+        return function
+
+    return register
+
+
+def fake(*references: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Register the decorated function as the fake of the operators of these references.
+
+    Its parameters are the arguments that it needs, under their names in the schema.
+    """
+
+    def register(function: _Function) -> _Function:
+        for reference in references:
+            _known(reference).fake = function
+        return function
+
+    return register
+
+
+def _known(reference: Callable[..., Any]) -> Operator:
+    return OPERATORS.get(reference.__name__) or PYTHON_OPERATORS[reference.__name__]
+
+
+def register_fakes(operators: dict[str, Operator], library: torch.library.Library | None = None) -> None:
+    """Register the fakes of operators with PyTorch, once per process, after PyTorch knows the operators' schemas."""
+    for name, known in operators.items():
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _with_all_arguments(name, known), lib=library)
+
+
+def _with_all_arguments(name: str, known: Operator) -> Callable[..., Any]:
+    """The operator's fake as a function of all arguments of the schema."""
+    assert known.fake is not None, name
+    function, wanted = known.fake, list(inspect.signature(known.fake).parameters)
+    arguments = torch._C.parse_schema(f"{NAMESPACE}::{name}{known.schema}").arguments
+    names = [argument.name for argument in arguments]
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    assert set(wanted) <= set(names), f"the fake of {name} needs {set(wanted) - set(names)}, which the schema lacks"
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        return function(*(given[name] for name in wanted))
+
+    return call

@@ -1,4 +1,4 @@
-"""Batch norm whose statistics are those of a process group, as operators. Two of them communicate, see `COMMUNICATING`.
+"""Batch norm whose statistics are those of a process group, split into operators; two of them communicate (`COMMUNICATING`).
 
 | operator | arguments | results |
 |---|---|---|
@@ -10,11 +10,12 @@
 | sync_batch_norm_all_reduce | sums: A[2 C] | A[2 C]: over the group |
 | sync_batch_norm_backward_elemt | grad, x; weight, mean, invstd; sums, counts | like x |
 
-A is float32 for 16-bit floats, else F. ``batches`` is the number of batches so far where the running statistics are
-their plain average (``momentum`` None), else None. ``group`` is a process group's name, as in PyTorch's functional
-collectives. On CUDA these are the operators of PyTorch's own SyncBatchNorm, in its order: the same bits.
+F is a floating-point dtype, P that of the parameters. A is float32 for 16-bit floats, else F. ``batches`` is the number of
+batches so far if the running statistics are their plain average (``momentum`` None), else None. ``group`` is the name of a
+process group, as in PyTorch's functional collectives. On CUDA these are the operators of PyTorch's own SyncBatchNorm, called
+in its order: the same bits.
 
-Everything has a form without storage, so tracing communicates nothing.
+Every operator has a fake, so tracing communicates nothing. There are no compiled kernels.
 """
 
 from __future__ import annotations
@@ -28,26 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .registry import NAMESPACE
+from .registry import fake, on_cuda, operator
 
 _GATHER = "Tensor? batches, float momentum, float eps, int processes, str group) -> (Tensor, Tensor, Tensor"
-SCHEMAS: dict[str, str] = {
-    "sync_batch_norm_stats": "(Tensor x, float eps) -> Tensor",
-    "sync_batch_norm_gather": f"(Tensor stats, Tensor(a!)? running_mean, Tensor(b!)? running_var, {_GATHER})",
-    "sync_batch_norm_gather_functional": (
-        f"(Tensor stats, Tensor? running_mean, Tensor? running_var, {_GATHER}, Tensor, Tensor)"
-    ),
-    "sync_batch_norm_elemt": (
-        "(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, float eps) -> Tensor"
-    ),
-    "sync_batch_norm_backward_reduce": (
-        "(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor invstd, bool[3] mask) -> (Tensor, Tensor, Tensor)"
-    ),
-    "sync_batch_norm_all_reduce": "(Tensor sums, str group) -> Tensor",
-    "sync_batch_norm_backward_elemt": (
-        "(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor invstd, Tensor sums, Tensor counts) -> Tensor"
-    ),
-}
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -55,15 +39,28 @@ Three = tuple[Tensor, Tensor, Tensor]
 # ---- statistics ----
 
 
-def _stats_cpu(x: Tensor, eps: float) -> Tensor:
+@operator("(Tensor x, float eps) -> Tensor", compiled=False)
+def sync_batch_norm_stats(x: Tensor, eps: float) -> Tensor:
+    """Mean, 1 / std and count of this process's batch, one after the other."""
     wide = x.to(_accumulated(x.dtype))
     mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)
     return _with_count(mean, (variance + eps).rsqrt_(), x)
 
 
-def _stats_cuda(x: Tensor, eps: float) -> Tensor:
+@on_cuda(sync_batch_norm_stats)
+def _(x: Tensor, eps: float) -> Tensor:
     mean, invstd = torch.batch_norm_stats(x, eps)
     return _with_count(mean, invstd, x)
+
+
+@fake(sync_batch_norm_stats)
+def _(x: Tensor) -> Tensor:
+    return torch.empty((2 * x.shape[1] + 1,), dtype=_accumulated(x.dtype), device=x.device)
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype A of the table above."""
+    return torch.float32 if dtype.itemsize == 2 else dtype
 
 
 def _with_count(mean: Tensor, invstd: Tensor, x: Tensor) -> Tensor:
@@ -71,7 +68,7 @@ def _with_count(mean: Tensor, invstd: Tensor, x: Tensor) -> Tensor:
 
 
 def _gathered(stats: Tensor, processes: int, group: str) -> Tensor:
-    """The statistics of every process, by rank: [processes, 2 C + 1]."""
+    """Collect the statistics of every process, by rank: A[processes, 2 C + 1]."""
     found = _resolve(group)
     everyone = stats.new_empty((processes, stats.numel()))
     if dist.get_backend(found) == "gloo":  # has no gathering into one tensor
@@ -92,10 +89,11 @@ def _resolve(group: str) -> Any:
 
 
 def _as_if_alike(stats: Tensor, processes: int, group: str) -> Tensor:
-    """`_gathered` where there is no other process: as if every one had the same statistics."""
+    """Stand in for `_gathered` in one process: every other process is taken to have the same statistics."""
     return stats.repeat(processes, 1)
 
 
+@operator(f"(Tensor stats, Tensor(a!)? running_mean, Tensor(b!)? running_var, {_GATHER})", compiled=False)
 def sync_batch_norm_gather(
     stats: Tensor,
     running_mean: Tensor | None,
@@ -108,7 +106,10 @@ def sync_batch_norm_gather(
     *,
     collect: Callable[[Tensor, int, str], Tensor] = _gathered,
 ) -> Three:
-    """Statistics over the group; moves the running ones by it, the variance unbiased by the group's count."""
+    """Combine the statistics of the group's processes and update the running statistics.
+
+    The running variance is unbiased, by the count of elements in the whole group.
+    """
     everyone = collect(stats, processes, group)
     channels = everyone.shape[1] // 2
     means, invstds, counts = everyone.split((channels, channels, 1), 1)
@@ -132,8 +133,14 @@ def sync_batch_norm_gather(
     return mean.to(kind), (variance + eps).rsqrt().to(kind), counts.reshape(-1).to(torch.int32)
 
 
+@fake(sync_batch_norm_gather)
+def _gathered_shapes(stats: Tensor, processes: int) -> Three:
+    mean, invstd = (stats.new_empty((stats.shape[0] // 2,)) for _ in range(2))
+    return mean, invstd, stats.new_empty((processes,), dtype=torch.int32)
+
+
 def _functional(gather: Callable[..., Three]) -> Callable[..., tuple[Tensor, ...]]:
-    """``gather`` that returns the new running statistics instead of moving them."""
+    """Turn ``gather`` into a function that returns the new running statistics instead of updating them in place."""
 
     def gather_functional(
         stats: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *rest: Any
@@ -145,30 +152,53 @@ def _functional(gather: Callable[..., Three]) -> Callable[..., tuple[Tensor, ...
     return gather_functional
 
 
+@operator(f"(Tensor stats, Tensor? running_mean, Tensor? running_var, {_GATHER}, Tensor, Tensor)", compiled=False)
+def sync_batch_norm_gather_functional(*args: Any) -> tuple[Tensor, ...]:
+    """`sync_batch_norm_gather` that returns the new running statistics instead of updating them."""
+    return _functional(sync_batch_norm_gather)(*args)
+
+
+@fake(sync_batch_norm_gather_functional)
+def _(stats: Tensor, running_mean: Tensor | None, running_var: Tensor | None, processes: int) -> tuple[Tensor, ...]:
+    moved = (
+        stats.new_empty(0) if running is None else torch.empty_like(running) for running in (running_mean, running_var)
+    )
+    return (*_gathered_shapes(stats, processes), *moved)
+
+
 # ---- elementwise ----
 
 
-def _elemt_cpu(
+@operator("(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, float eps) -> Tensor", compiled=False)
+def sync_batch_norm_elemt(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
 ) -> Tensor:
+    """Normalise x by the statistics of the group, which are given, then scale and shift it."""
     result: Tensor = torch.ops.monet_like.batch_norm_apply(
         x, weight, bias, mean, invstd, None, "clamp", -math.inf, math.inf
     )
     return result
 
 
-def _elemt_cuda(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
-) -> Tensor:
+@on_cuda(sync_batch_norm_elemt)
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
     return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps)
 
 
 # ---- backward ----
 
 
-def _backward_reduce_cpu(
+@operator(
+    "(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor invstd, bool[3] mask) -> (Tensor, Tensor, Tensor)",
+    compiled=False,
+)
+def sync_batch_norm_backward_reduce(
     grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Sums over this process's batch that the gradient of x needs, and the gradients for weight and bias.
+
+    None, or an empty tensor for the sums, where ``mask`` is false.
+    """
     # ATen sums in one pass by whatever mean it is given; its gradient of the weight has the factor 1 / std.
     sums = torch.ops.aten.native_batch_norm_backward(
         grad, x, None, None, None, mean, invstd, True, 0.0, [False, True, True]
@@ -179,7 +209,8 @@ def _backward_reduce_cpu(
     return both, scaled.to(kind) if mask[1] else None, total.to(kind) if mask[2] else None
 
 
-def _backward_reduce_cuda(
+@on_cuda(sync_batch_norm_backward_reduce)
+def _(
     grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     of_grad, of_product, of_weight, of_bias = torch.batch_norm_backward_reduce(grad, x, mean, invstd, weight, *mask)
@@ -187,20 +218,38 @@ def _backward_reduce_cuda(
     return both, of_weight if mask[1] else None, of_bias if mask[2] else None
 
 
+@fake(sync_batch_norm_backward_reduce)
+def _(weight: Tensor | None, mean: Tensor, mask: Sequence[bool]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    like = mean if weight is None else weight
+    of_weight, of_bias = (torch.empty_like(like) if wanted else None for wanted in mask[1:])
+    return mean.new_empty((2 * mean.shape[0] if mask[0] else 0,)), of_weight, of_bias
+
+
+@operator("(Tensor sums, str group) -> Tensor", compiled=False)
 def sync_batch_norm_all_reduce(sums: Tensor, group: str) -> Tensor:
-    """The sums over the group."""
+    """Add the sums of all processes of the group."""
     total = sums.clone()
     dist.all_reduce(total, dist.ReduceOp.SUM, _resolve(group))
     return total
+
+
+@fake(sync_batch_norm_all_reduce)
+def _(sums: Tensor) -> Tensor:
+    return torch.empty_like(sums)
 
 
 def _all_reduce_alone(sums: Tensor, group: str) -> Tensor:
     return sums.clone()
 
 
-def _backward_elemt_cpu(
+@operator(
+    "(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor invstd, Tensor sums, Tensor counts) -> Tensor",
+    compiled=False,
+)
+def sync_batch_norm_backward_elemt(
     grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: Tensor, counts: Tensor
 ) -> Tensor:
+    """The gradient for x from the sums over the group."""
     of_grad, of_product = (part / counts.sum() for part in sums.chunk(2))
     scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
     shape = (1, -1, *(1,) * (x.dim() - 2))
@@ -210,7 +259,8 @@ def _backward_elemt_cpu(
     return wide.addcmul_(grad.to(mean.dtype), scale.view(shape)).to(x.dtype)
 
 
-def _backward_elemt_cuda(
+@on_cuda(sync_batch_norm_backward_elemt)
+def _(
     grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: Tensor, counts: Tensor
 ) -> Tensor:
     of_grad, of_product = sums.chunk(2)
@@ -218,77 +268,18 @@ def _backward_elemt_cuda(
     return torch.batch_norm_backward_elemt(grad, x, mean, invstd, typed, of_grad, of_product, counts)
 
 
-# ---- without storage ----
-
-
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize == 2 else dtype
-
-
-def _fake_stats(x: Tensor, eps: float) -> Tensor:
-    return torch.empty((2 * x.shape[1] + 1,), dtype=_accumulated(x.dtype), device=x.device)
-
-
-def _fake_gather(stats: Tensor, *settings: Any) -> Three:
-    processes = settings[-2]
-    mean, invstd = (stats.new_empty((stats.shape[0] // 2,)) for _ in range(2))
-    return mean, invstd, stats.new_empty((processes,), dtype=torch.int32)
-
-
-def _fake_elemt(x: Tensor, *_: Any) -> Tensor:
+@fake(sync_batch_norm_elemt, sync_batch_norm_backward_elemt)
+def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def _fake_backward_reduce(
-    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, mask: Sequence[bool]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    like = mean if weight is None else weight
-    of_weight, of_bias = (torch.empty_like(like) if wanted else None for wanted in mask[1:])
-    return mean.new_empty((2 * mean.shape[0] if mask[0] else 0,)), of_weight, of_bias
-
-
-def _fake_all_reduce(sums: Tensor, group: str) -> Tensor:
-    return torch.empty_like(sums)
-
-
-def _fake_backward_elemt(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-# ---- registration ----
-
-#: Per operator what runs on a CPU, on CUDA, and on tensors without storage.
-_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
-    "sync_batch_norm_stats": (_stats_cpu, _stats_cuda, _fake_stats),
-    "sync_batch_norm_gather": (sync_batch_norm_gather, sync_batch_norm_gather, _fake_gather),
-    "sync_batch_norm_gather_functional": (
-        _functional(sync_batch_norm_gather),
-        _functional(sync_batch_norm_gather),
-        _functional(_fake_gather),
-    ),
-    "sync_batch_norm_elemt": (_elemt_cpu, _elemt_cuda, _fake_elemt),
-    "sync_batch_norm_backward_reduce": (_backward_reduce_cpu, _backward_reduce_cuda, _fake_backward_reduce),
-    "sync_batch_norm_all_reduce": (sync_batch_norm_all_reduce, sync_batch_norm_all_reduce, _fake_all_reduce),
-    "sync_batch_norm_backward_elemt": (_backward_elemt_cpu, _backward_elemt_cuda, _fake_backward_elemt),
-}
+# ---- in one process alone ----
 
 _gather_alone = functools.partial(sync_batch_norm_gather, collect=_as_if_alike)
-#: Operators that wait for the other processes of a group, whose name is their last argument; and what does the same in
-#: one process alone, for measuring: a process that is profiled does not know when the others are.
+#: Operators that wait for the other processes of a group, whose name is their last argument. Each has a stand-in that works
+#: in one process alone, for measuring: a process that is profiled does not know when the others reach the same call.
 COMMUNICATING: dict[str, Callable[..., Any]] = {
     "monet_like.sync_batch_norm_gather.default": _gather_alone,
     "monet_like.sync_batch_norm_gather_functional.default": _functional(_gather_alone),
     "monet_like.sync_batch_norm_all_reduce.default": _all_reduce_alone,
 }
-
-
-def register() -> list[torch.library.Library]:
-    """Make the operators exist, as long as what is returned does; once per process."""
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        cpu, cuda, fake = _KERNELS[name]
-        library.impl(name, cpu, "CPU")
-        library.impl(name, cuda, "CUDA")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    return [library]

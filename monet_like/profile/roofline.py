@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..capture.captured import Captured, distinct_tasks, fake_mode
 from ..ir.mode import ALGORITHMS
 from ..ir.program import REFUSED, Call, Cost, Ref, Task
-from ..ops.reference import largest_kept
+from ..ops.caches import largest_kept
 from ..runtime.codegen import Block, compile_block
 from .devices import DeviceLimits
 

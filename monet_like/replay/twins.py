@@ -21,7 +21,6 @@ from .. import ops
 from ..capture.captured import Captured, fake_mode
 from ..ir.program import Cost, Task
 from ..ir.simulate import Free
-from ..ops import reference
 from ..ops.registry import NAMESPACE
 from ..runtime.codegen import Block, compile_block
 
@@ -85,9 +84,9 @@ class _LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        if func.namespace == NAMESPACE and (twin := getattr(reference, func._schema.name.partition("::")[2], None)):
+        if func.namespace == NAMESPACE and (known := ops.operators().get(func._schema.name.partition("::")[2])):
             with self:
-                return twin(*args, **(kwargs or {}))
+                return known.reference(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError
-from ..ops import reference
+from ..ops import convolution
 from ..ops.recurrent import onednn_layer
 from ..ops.registry import CUDNN, NAMESPACE
 from . import offload
@@ -94,7 +94,7 @@ def resolve(name: str) -> Callable[..., Any]:
         return _OURS[name]
     op = overload(name)
     if name in BY_ALGORITHM:
-        return or_pytorchs_own(op, getattr(reference, name.split(".")[1]))
+        return or_pytorchs_own(op, getattr(convolution, name.split(".")[1]))
     return BINDINGS.get(name) or getattr(op, "_op", op)  # the C++ function itself: one Python frame less for every call
 
 

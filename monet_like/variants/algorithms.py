@@ -12,7 +12,7 @@ from typing import Any
 
 from ..ir.mode import ALGORITHMS
 from ..ir.program import Call
-from ..ops.reference import FORWARD_ALGORITHMS, INPUT_ALGORITHMS, WEIGHT_ALGORITHMS
+from ..ops.convolution import FORWARD_ALGORITHMS, INPUT_ALGORITHMS, WEIGHT_ALGORITHMS
 from .editor import Editor
 
 _CONVOLUTION = "aten.convolution.default"

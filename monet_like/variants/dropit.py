@@ -21,7 +21,7 @@ import torch
 
 from ..ir.mode import dropit_share, dropit_word
 from ..ir.program import Call, Ref, Task
-from ..ops.reference import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
+from ..ops.caches import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
 from .editor import Editor, like, renamed
 
 _BACKWARD = "aten.convolution_backward.default"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from ..ir.program import Call, Ref, Task
-from ..ops.reference import int8_bytes
+from ..ops.caches import int8_bytes
 from .editor import Editor, like
 
 _CAST = "aten._to_copy.default"

@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from monet_like import ops
-from monet_like.ops import reference
+import monet_like.ops
+from monet_like.ops import batch_norm, caches, masks, max_pool, memory_layout, rms_norm
 
 from . import control
 from .control import UNWRITTEN, configure
 
-ops.load()
+monet_like.ops.load()
 ops = torch.ops.monet_like
 aten = torch.ops.aten
 
@@ -157,23 +157,23 @@ def check_masks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """All operators of masks and of half bytes, for one shape."""
     x, grad = laid_out(values(shape, dtype)), laid_out(values(shape, dtype))
     mask = call("pack_sign", x)
-    assert_bits(mask, reference.pack_sign(x))
+    assert_bits(mask, masks.pack_sign(x))
     for packed in (mask, call("pack_range", x, -1.0, 2.0)):
         kept = call("keep_where", grad, packed, x.stride())
-        assert_bits(kept, reference.keep_where(grad, packed, x.stride()))
+        assert_bits(kept, masks.keep_where(grad, packed, x.stride()))
         assert_bits(call("keep_where_", grad, packed, x.stride(), changed=(0,))[0], kept)
         scaled = call("masked_scale", grad, packed, 1.25, x.stride(), 0.1)
-        assert_bits(scaled, reference.masked_scale(grad, packed, 1.25, x.stride(), 0.1))
-    flat = reference._flat(reference.to_packing_order(x)).to(torch.float64)
-    assert_bits(call("pack_range", x, -1.0, 2.0), reference._pack(~((flat <= -1) | (flat >= 2))))
+        assert_bits(scaled, masks.masked_scale(grad, packed, 1.25, x.stride(), 0.1))
+    flat = memory_layout.flat_view(memory_layout.to_packing_order(x)).to(torch.float64)
+    assert_bits(call("pack_range", x, -1.0, 2.0), masks.pack_bits(~((flat <= -1) | (flat >= 2))))
     flags = laid_out(torch.rand(shape) < 0.4)
     packed = call("pack_bool", flags)
-    assert_bits(packed, reference.pack_bool(flags))
+    assert_bits(packed, masks.pack_bool(flags))
     assert_bits(call("unpack_bool", packed, flags.shape, flags.stride()), flags)
-    assert_bits(call("unpack_bool", packed, [flags.numel()]), reference.unpack_bool(packed, [flags.numel()]))
+    assert_bits(call("unpack_bool", packed, [flags.numel()]), masks.unpack_bool(packed, [flags.numel()]))
     small = laid_out(torch.randint(0, 16, shape, dtype=torch.uint8))
     packed = call("pack_nibbles", small)
-    assert_bits(packed, reference.pack_nibbles(small))
+    assert_bits(packed, masks.pack_nibbles(small))
     assert_bits(call("unpack_nibbles", packed, small.shape, small.stride()), small)
 
 
@@ -196,13 +196,13 @@ def check_caches(x: Tensor, keeps: tuple[int, ...]) -> None:
     """Both lossy caches of one tensor, packed and unpacked."""
     for keep in keeps:
         packed = call("pack_largest", x, keep)
-        assert_bits(packed, reference.pack_largest(x, keep))
+        assert_bits(packed, caches.pack_largest(x, keep))
         back = call("unpack_largest", packed, keep, x.shape, x.dtype, x.stride())
-        assert_bits(back, reference.unpack_largest(packed, keep, x.shape, x.dtype, x.stride()))
+        assert_bits(back, caches.unpack_largest(packed, keep, x.shape, x.dtype, x.stride()))
     packed = call("pack_int8", x)
-    assert_bits(packed, reference.pack_int8(x))
+    assert_bits(packed, caches.pack_int8(x))
     back = call("unpack_int8", packed, x.shape, x.dtype, x.stride())
-    assert_bits(back, reference.unpack_int8(packed, x.shape, x.dtype, x.stride()))
+    assert_bits(back, caches.unpack_int8(packed, x.shape, x.dtype, x.stride()))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -210,7 +210,7 @@ def test_damaged_caches(dtype: torch.dtype) -> None:
     """Whatever a cache holds, nothing but the result is touched."""
     for size in (300, 20000):
         for keep in (900, 5000):
-            noise = torch.randint(0, 256, (reference.largest_bytes(size, keep, dtype.itemsize),), dtype=torch.uint8)
+            noise = torch.randint(0, 256, (caches.largest_bytes(size, keep, dtype.itemsize),), dtype=torch.uint8)
             configure("random:7", 0, races=0)  # one place twice: either value may stay
             ops.unpack_largest(noise, keep, [size], dtype)
 
@@ -251,7 +251,7 @@ def test_products(seed: int) -> None:
     x, wide = torch.randn(rows, columns).to(dtype), torch.randn(rows, 2 * outs).to(dtype)
     keep = random.choice([1, 1000, 1639, 16384])
     packed = call("pack_largest", x, keep)
-    left = reference.unpack_largest(packed, keep, x.shape, dtype).double()
+    left = caches.unpack_largest(packed, keep, x.shape, dtype).double()
     grad, transposed = random.choice([wide[:, :outs], wide[:, ::2], wide[:, outs:].t().contiguous().t()]), seed % 2 == 0
     got = call("mm_largest", grad, packed, keep, columns, transposed)
     exact = left.t() @ grad.double() if transposed else grad.double().t() @ left
@@ -273,7 +273,7 @@ def test_max_pool(seed: int) -> None:
         pool, ceil_mode = (kernel, stride, padding, dilation), random.random() < 0.5
         step = stride or kernel
         extents = [
-            reference.pooled_extent(size[a], kernel[a], step[a], padding[a], dilation[a], ceil_mode) for a in (0, 1)
+            max_pool.pooled_extent(size[a], kernel[a], step[a], padding[a], dilation[a], ceil_mode) for a in (0, 1)
         ]
         # A window wholly in the padding has an index outside of its window; test_windows_without_a_cell.
         cells = [
@@ -407,7 +407,7 @@ def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tens
 def finished(y: Tensor, name: str, lo: float, hi: float) -> Tensor:
     """Activated as by ATen on a GPU; its hardswish multiplies by a sixth, on a CPU it divides by six."""
     if name != "hardswish":
-        return reference._finished(y, None, name, lo, hi)
+        return batch_norm._finished(y, None, name, lo, hi)
     wide = y if y.dtype == torch.float64 else y.float()
     return (wide * (wide + 3).clamp(0, 6) * torch.tensor(1 / 6, dtype=torch.float32).to(wide.dtype)).to(y.dtype)
 
@@ -467,7 +467,7 @@ def check_batch_norm_apply(x: Tensor, rows: list[Tensor]) -> None:
         assert (got.double() - exact).abs().max() <= 4 * eps * max(1.0, float(exact.abs().max()))
     else:
         assert_bits(got, finished(y.clone(), name, lo, hi))
-    assert got.stride() == torch.empty_like(x, memory_format=reference.norm_format(x)).stride() or x.numel() == 0
+    assert got.stride() == torch.empty_like(x, memory_format=memory_layout.norm_format(x)).stride() or x.numel() == 0
     split = random.randint(1, x.shape[1])
     parts = [p.contiguous() for p in x.split([split, x.shape[1] - split], 1) if p.shape[1]]
     if residual is None:
@@ -486,7 +486,7 @@ def test_batch_norm_of_nothing_and_of_one(dtype: torch.dtype) -> None:
         ):
             some = ([True] * 3,) if name.endswith("backward") else ()
             made = call(name, *reads, "clamp", 0.0, INF, *some)
-            expected = getattr(reference, name)(*reads, "clamp", 0.0, INF, *some)
+            expected = monet_like.ops.operators()[name].reference(*reads, "clamp", 0.0, INF, *some)
             for a, b in zip(made, expected, strict=True) if some else ((made, expected),):
                 torch.testing.assert_close(a, b, equal_nan=True)
 
@@ -694,7 +694,7 @@ def check_rms_norm(
     """The norm over the last dimensions, the same from its roots, and the gradients."""
     dtype, shape, width = x.dtype, x.shape, x.shape[x.dim() - dims :]
     rows = shape[: x.dim() - dims]
-    wide = reference.row_statistic(x)
+    wide = rms_norm.row_statistic(x)
     y, rstd = call("rms_norm", x, weight, dims, 1e-5, rounded, out)
     assert y.dtype == out and rstd.dtype == wide and y.is_contiguous()
     assert_bits(call("rms_norm_apply", x, weight, rstd, dims, rounded, out), y)
@@ -702,7 +702,7 @@ def check_rms_norm(
     exact = (x.double().square().mean(over, keepdim=True) + 1e-5).rsqrt()
     if x.numel():
         torch.testing.assert_close(rstd.double(), exact, rtol=16 * torch.finfo(wide).eps, atol=0)
-        known = reference.rms_norm_apply(x, weight, rstd, dims, rounded, out)
+        known = rms_norm.rms_norm_apply(x, weight, rstd, dims, rounded, out)
         error = (y.double() - known.double()).abs().max()
         assert error <= 1e-9 * torch.finfo(out).eps * max(1.0, float(known.double().abs().max()))
     of_x, of_weight = call("rms_norm_backward", grad, x, weight, rstd, residual, dims)

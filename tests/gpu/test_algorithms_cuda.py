@@ -19,7 +19,7 @@ from monet_like.capture.lowering import capture
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request
 from monet_like.ir.program import REFUSED
-from monet_like.ops import reference
+from monet_like.ops import convolution
 from monet_like.plan import plan, store_all
 from monet_like.plan.subprogram import without_refused
 from monet_like.profile.measure import allocated_peak
@@ -89,9 +89,9 @@ def test_algorithms_compute_the_convolution(sizes: Any, options: Any, dtype: tor
         rest = (*options, layout is torch.channels_last)
         for given in FORMATS:
             a, b, g = (t.contiguous(memory_format=given) for t in (x, weight, grad))
-            runs = [(ops.cudnn_convolution, (a, b, bias), y, reference.FORWARD_ALGORITHMS)]
-            runs += [(ops.cudnn_convolution_backward_input, (g, b, x.shape), wanted[0], reference.INPUT_ALGORITHMS)]
-            runs += [(ops.cudnn_convolution_backward_weight, (g, a, b.shape), wanted[1], reference.WEIGHT_ALGORITHMS)]
+            runs = [(ops.cudnn_convolution, (a, b, bias), y, convolution.FORWARD_ALGORITHMS)]
+            runs += [(ops.cudnn_convolution_backward_input, (g, b, x.shape), wanted[0], convolution.INPUT_ALGORITHMS)]
+            runs += [(ops.cudnn_convolution_backward_weight, (g, a, b.shape), wanted[1], convolution.WEIGHT_ALGORITHMS)]
             for op, arguments, exact, algorithms in runs:
                 done = 0
                 for algorithm in algorithms:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from monet_like import ops
-from monet_like.ops import reference
+from monet_like.ops import caches, masks, rms_norm
 
 #: "cpu" where the CPU's kernels are the emulated CUDA kernels.
 DEVICE = "cpu" if os.environ.get("MONET_LIKE_EMULATED") else "cuda"
@@ -62,7 +62,7 @@ def test_masks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if x.numel() > 2:
             x[(0,) * x.dim()] = float("nan")
         mask = ops.pack_sign(x)
-        assert torch.equal(mask.cpu(), reference.pack_sign(x.cpu()))
+        assert torch.equal(mask.cpu(), masks.pack_sign(x.cpu()))
         for grad in formats(torch.randn(shape, device=DEVICE).to(dtype)):
             expected = aten.threshold_backward(grad, x, 0)
             assert torch.equal(ops.keep_where(grad, mask, x.stride()), expected)
@@ -159,7 +159,7 @@ def test_other_streams_and_opcheck() -> None:
         x = torch.randn(1_000_003, device=DEVICE)
         mask = ops.pack_sign(x)
     stream.synchronize()
-    assert torch.equal(mask.cpu(), reference.pack_sign(x.cpu()))
+    assert torch.equal(mask.cpu(), masks.pack_sign(x.cpu()))
     torch.library.opcheck(ops.pack_sign.default, (x[:100],))
 
 
@@ -169,17 +169,17 @@ def test_lossy_caches(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for x in formats(torch.randn(shape, device=DEVICE).mul(3).to(dtype)):
         if x.numel() > 2:
             x[(0,) * x.dim()] = float("nan")
-        for keep in (1, 1000, 1639, reference.LARGEST_BLOCK):
+        for keep in (1, 1000, 1639, caches.LARGEST_BLOCK):
             packed = ops.pack_largest(x, keep)
-            assert torch.equal(packed.cpu(), reference.pack_largest(x.cpu(), keep))
+            assert torch.equal(packed.cpu(), caches.pack_largest(x.cpu(), keep))
             back = ops.unpack_largest(packed, keep, x.shape, dtype, x.stride())
-            expected = reference.unpack_largest(packed.cpu(), keep, x.shape, dtype, x.stride())
+            expected = caches.unpack_largest(packed.cpu(), keep, x.shape, dtype, x.stride())
             assert torch.equal(back.cpu().nan_to_num(7.0), expected.nan_to_num(7.0))
         finite = x.nan_to_num(1.0)
         packed = ops.pack_int8(finite)
-        assert torch.equal(packed.cpu(), reference.pack_int8(finite.cpu()))
+        assert torch.equal(packed.cpu(), caches.pack_int8(finite.cpu()))
         back = ops.unpack_int8(packed, x.shape, dtype, x.stride())
-        assert torch.equal(back.cpu(), reference.unpack_int8(packed.cpu(), x.shape, dtype, x.stride()))
+        assert torch.equal(back.cpu(), caches.unpack_int8(packed.cpu(), x.shape, dtype, x.stride()))
         poisoned = ops.unpack_int8(ops.pack_int8(x), x.shape, dtype, x.stride())
         assert x.numel() <= 2 or bool(poisoned[(0,) * x.dim()].isnan())
 
@@ -210,8 +210,8 @@ def test_rms_norm(shape: tuple[int, ...], dims: int, dtype: torch.dtype) -> None
         for rounded in (False, True):
             made = ops.rms_norm(x, weight, dims, 1e-6, rounded, dtype)
             back = ops.rms_norm_backward(grad, x, weight, made[1], residual, dims)
-            expected = reference.rms_norm(x, weight, dims, 1e-6, rounded, dtype)
-            of_x, of_weight = reference.rms_norm_backward(grad, x, weight, expected[1], residual, dims)
+            expected = rms_norm.rms_norm(x, weight, dims, 1e-6, rounded, dtype)
+            of_x, of_weight = rms_norm.rms_norm_backward(grad, x, weight, expected[1], residual, dims)
             if x.numel():
                 assert_close(made[0], expected[0], dtype)
                 assert_close(made[1], expected[1], torch.float32 if dtype != torch.float64 else dtype)
