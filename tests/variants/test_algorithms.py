@@ -1,6 +1,6 @@
 """cuDNN's convolution algorithms and the kinds of attention: what is offered, what it computes, what is refused.
 
-Without a GPU: captured as on one, and run on the CPU by the twins. What a GPU makes of them: gpu/test_algorithms_cuda.py.
+Without a GPU: captured as on one, and run on the CPU by the twins. What a GPU makes of them: tests/gpu/test_algorithms_cuda.py.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_what_cudnn_has_not_is_done_by_pytorch_but_not_measured() -> None:
     assert asked == ["gemm", "fft", "winograd"]
     name = "monet_like.cudnn_convolution.default"
     assert without_fallback()[name] is ops.cudnn_convolution.default
-    source = (Path(__file__).parents[1] / "csrc" / "cudnn" / "convolution.cpp").read_text()
+    source = (Path(__file__).parents[2] / "csrc" / "cudnn" / "convolution.cpp").read_text()
     assert "is not to be had for these shapes" in source
 
 

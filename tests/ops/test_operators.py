@@ -31,7 +31,7 @@ aten = torch.ops.aten
 FULL = (torch.float32, torch.float64)
 FLOATS = (*FULL, torch.bfloat16, torch.float16)
 INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
