@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from algorithm_cases import FORMATS, MODE, Attends, captured
 from random_schedules import random_schedule
 from replays import record_for
-from test_algorithms import FORMATS, MODE, Attends, captured
 from torch import nn
 from training import twin
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from offload_cases import MODELS, taken
 from random_schedules import random_schedule
 from replays import record_for
-from test_offload import MODELS, taken
 from training import twin
 
 from monet_like.capture.lowering import capture

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from processes import PROCESSES, assert_same, step
-from test_sync_batch_norm import Net, images, made
+from sync_batch_norm_cases import Net, images, made
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

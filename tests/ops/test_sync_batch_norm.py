@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from processes import assert_same, step, together
 from random_schedules import random_schedule
-from replays import record_for
+from sync_batch_norm_cases import MODE, Net, images, made
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,54 +33,8 @@ from monet_like.ops.sync_batch_norm import COMMUNICATING
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
 
-MODE = "inplace_multiway_newnode"
 CPU = torch.device("cpu")
 GATHER, REDUCE = (f"monet_like.sync_batch_norm_{name}.default" for name in ("gather", "all_reduce"))
-
-
-class Net(nn.Module):
-    """Residual blocks of batch norms of every kind: averaged plainly, untracked and without affine, flat with a frozen weight."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.norms = nn.ModuleList(
-            [
-                nn.BatchNorm2d(8),
-                nn.BatchNorm2d(8, momentum=None),
-                nn.BatchNorm2d(8, affine=False, track_running_stats=False),
-            ]
-        )
-        self.convolutions = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in self.norms)
-        self.dropout = nn.Dropout(dropout)
-        self.flat = nn.BatchNorm1d(8)
-        self.flat.weight.requires_grad_(False)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for turn, (norm, convolution) in enumerate(zip(self.norms, self.convolutions, strict=True)):
-            y = norm(convolution(x))
-            x = self.dropout((y + x if turn % 2 else y).relu())
-        return self.head(self.flat(x.mean((2, 3))))
-
-
-def images(batch: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(batch, 3, 8, 8, dtype=dtype)
-
-
-def made(
-    model: nn.Module, x: torch.Tensor, processes: int | None = 2, modes: tuple[str, str] = (MODE, MODE)
-) -> list[ScheduleRecord]:
-    """Two schedules that run much of what they can again, made where there is no group."""
-    found = []
-    for mode, seed in zip(modes, (3, 5), strict=True):
-        captured = admitted(capture(model, (x,), processes=processes), mode)
-        schedule = random_schedule(captured.program, seed, drop=0.7)
-        found.append(record_for(captured, schedule, mode, (model, (x,), {})))
-    assert found[0].schedule != found[1].schedule
-    assert (found[0].fingerprint == found[1].fingerprint) == (modes[0] == modes[1])
-    return found
 
 
 # ---- one process ----

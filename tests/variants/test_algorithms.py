@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from algorithm_cases import EXACT, FORMATS, MODE, Attends, captured
 from click.testing import CliRunner
 from random_programs import best_seconds, random_program
 from torch import nn
@@ -39,9 +40,6 @@ from monet_like.runtime.operators import or_pytorchs_own, without_fallback
 from monet_like.variants import admitted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-EXACT = "inplace_conv_multiway_newnode"
-MODE = f"{EXACT}_algorithms"
-FORMATS = (torch.contiguous_format, torch.channels_last)
 ops.load()
 ops, aten = torch.ops.monet_like, torch.ops.aten
 
@@ -112,15 +110,6 @@ def test_what_cudnn_has_not_is_done_by_pytorch_but_not_measured() -> None:
 
 
 # What is offered -----------------------------------------------------------------------------------------------
-
-
-def captured(
-    model: nn.Module, *shape: int, dtype: torch.dtype = torch.float32, layout: Any = FORMATS[0], mode: str = MODE
-) -> Captured:
-    """As on a GPU."""
-    with fake_mode():
-        x = torch.empty(shape, dtype=dtype).to(memory_format=layout)
-    return admitted(capture(model.to(dtype).to(memory_format=layout), (x,), target=CUDA), mode)
 
 
 def found(of: Captured, start: str) -> Counter[str]:
@@ -206,25 +195,6 @@ def test_every_way_makes_what_pytorchs_own_makes(layout: Any) -> None:
 
 
 # Attention -----------------------------------------------------------------------------------------------------
-
-
-class Attends(nn.Module):
-    """Attention by a kind that is told, of what one linear layer makes."""
-
-    def __init__(self, kind: str = "", causal: bool = False, width: int = 8, **options: Any) -> None:
-        super().__init__()
-        self.kind, self.causal, self.options = kind, causal, options
-        self.first, self.last = nn.Linear(16, 3 * 4 * width), nn.Linear(4 * width, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.first(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        if self.kind:
-            op = getattr(torch.ops.aten, f"_scaled_dot_product_{self.kind}_attention")
-            given = (0.0,) if self.kind == "flash" else (None, True, 0.0)
-            y = op(q, k, v, *given, self.causal, **self.options)[0]
-        else:
-            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal, **self.options)
-        return self.last(y.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("causal", [False, True])
