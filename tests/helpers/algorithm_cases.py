@@ -26,7 +26,7 @@ def captured(
     """As on a GPU."""
     with fake_mode():
         x = torch.empty(shape, dtype=dtype).to(memory_format=layout)
-    return admitted(capture(model.to(dtype).to(memory_format=layout), (x,), target=CUDA), mode)
+    return admitted(capture(model.to(dtype).to(memory_format=layout), (x,), target=torch.device("cuda", 0)), mode)
 
 
 class Attends(nn.Module):

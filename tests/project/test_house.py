@@ -1,0 +1,64 @@
+"""The order of the packages: no circle of imports, none against the arrow, no torch in what only plans."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts import house
+
+#: Imported by a machine that plans, and by the process that solves: neither torch nor what needs it.
+WITHOUT_TORCH = ("ir", "solvers", "plan")
+
+
+def faults(root: Path) -> list[str]:
+    """What is wrong with the imports of the package in ``root``, in words."""
+    graph, files = house.arrows(root), house.modules(root)
+    found = [f"circle: {', '.join(circle)}" for circle in house.circles(graph)]
+    found += [f"{one} imports {other}" for one, other in house.upward(graph)]
+    for name, path in files.items():
+        if house.box(name) in WITHOUT_TORCH and "torch" in libraries(path):
+            found.append(f"{name} imports torch")
+    return found
+
+
+def libraries(path: Path) -> set[str]:
+    """The packages that a module imports, other than this one, wherever the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def test_imports_follow_the_arrow() -> None:
+    assert faults(house.ROOT) == []
+
+
+def test_the_order_names_every_box() -> None:
+    assert {name for line in house.ORDER for name in line} == set(house.boxes(house.arrows()))
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "fault"),
+    [
+        ("ir/program.py", "from ..compiler import pipeline", "ir.program imports compiler.pipeline"),
+        ("profile/measure.py", "def late():\n    from ..replay.wrapper import ScheduleWrapper", "profile.measure imports replay.wrapper"),
+        ("capture/constants.py", "import monet_like.cli.solve", "capture.constants imports cli.solve"),
+        ("capture/captured.py", "from .lowering import capture", "circle: capture.captured"),
+        ("plan/analysis.py", "import torch", "plan.analysis imports torch"),
+        ("solvers/worker.py", "from torch.utils import data", "solvers.worker imports torch"),
+    ],
+)  # fmt: skip
+def test_a_planted_import_is_found(tmp_path: Path, module: str, line: str, fault: str) -> None:
+    shutil.copytree(
+        house.ROOT / house.PACKAGE, tmp_path / house.PACKAGE, ignore=lambda _, names: [n for n in names if n == "lib"]
+    )
+    planted = tmp_path / house.PACKAGE / module
+    planted.write_text(f"{planted.read_text()}\n{line}\n")
+    assert any(fault in found for found in faults(tmp_path)), faults(tmp_path)
