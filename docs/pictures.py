@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import networkx as nx
 import torch
 import torchvision
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from monet_like.capture.captured import fake_mode
 from monet_like.compiler.pipeline import Compiled, compile_schedule
@@ -16,12 +19,19 @@ from monet_like.compiler.request import Request
 from monet_like.ir.simulate import Report
 from monet_like.profile.devices import DEVICES
 from monet_like.units import GIB
+from scripts import house
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 VALUE, TASK, SLOT = "#cfe3f7", "#fbe3b5", "#e3d5f2"
 BATCH, SHARE = 64, 0.5
+#: Where a box of the package stands from left to right; its height follows from its imports.
+COLUMNS = {
+    "cli": 2.0, "api": 1.0, "report": 3.0, "compiler": 1.2, "replay": 2.5, "variants": 0.0, "profile": 1.3, "capture": 0.6,
+    "runtime": 1.3, "nn": 0.0, "ops": 0.3, "plan": 3.3, "zoo": 4.4, "build": 1.2, "ir": 2.3, "files": 1.6, "solvers": 3.3,
+    "models": 5.0,
+}  # fmt: skip
 
 
 def draw_all(folder: Path) -> None:
@@ -31,6 +41,7 @@ def draw_all(folder: Path) -> None:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "monet_like", "font.size": 9}):
         draw_program(folder / "program.svg")
         draw_memory(folder / "memory.svg")
+        draw_house(folder / "house.svg")
 
 
 def draw_program(path: Path) -> None:
@@ -99,6 +110,33 @@ def draw_memory(path: Path) -> None:
     axes.set_title(f"ResNet-18, batch {BATCH}, A100 rates, by the simulator", fontsize=9)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
+    save(figure, path)
+
+
+def draw_house(path: Path) -> None:
+    """The packages and modules at the root, each above all that it imports; arrows that others imply are left out."""
+    graph = house.boxes(house.arrows())
+    graph.remove_nodes_from(["__init__", "__main__", "_version", "errors", "units", "interrupts"])
+    floors = [sorted(names) for names in nx.topological_generations(graph.reverse())]
+    figure, axes = pyplot.subplots(figsize=(8.6, 5.6), layout="constrained")
+    axes.set(xlim=(-0.6, 5.5), ylim=(-0.4, len(floors) - 0.6))
+    axes.axis("off")
+    patches = {}
+    for y, names in enumerate(floors):
+        for name in names:
+            x, folder = COLUMNS[name], (house.ROOT / house.PACKAGE / name).is_dir()
+            colour = VALUE if name in ("ir", "solvers", "plan") else TASK if folder else "#eee"
+            shape = FancyBboxPatch(
+                (x - 0.38, y - 0.2), 0.76, 0.4, "round,pad=0.03", facecolor=colour, edgecolor="#555", zorder=2
+            )
+            patches[name] = axes.add_patch(shape)
+            axes.text(x, y, name, ha="center", va="center", zorder=3)
+    for one, other in nx.transitive_reduction(graph).edges:
+        (x, y), (u, v) = (((p := patches[n]).get_x() + 0.38, p.get_y() + 0.2) for n in (one, other))
+        style = {"arrowstyle": "-|>", "mutation_scale": 9, "color": "#777", "shrinkA": 1, "shrinkB": 1}
+        bend = 0.2 if y - v > 1.5 and abs(x - u) < 0.3 else 0.0
+        ends = {"patchA": patches[one], "patchB": patches[other], "connectionstyle": f"arc3,rad={bend}"}
+        axes.add_patch(FancyArrowPatch((x, y), (u, v), **style, **ends))
     save(figure, path)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from ..errors import ScheduleFileError
 from ..files import read_text, write_atomically
+from ..units import format_bytes, format_seconds
+from .display import html_table
 from .program import REFUSED, Cost
 
 FORMAT = "monet_like profile"
@@ -38,6 +40,16 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     cublas_bytes: int = 0
+
+    def __repr__(self) -> str:
+        note = f", {self.note.partition(' (')[0]}" if self.note else ""
+        return f"Profile({len(self.costs)} operators on {self.device}{note})"
+
+    def _repr_html_(self) -> str:
+        known = ((key, cost) for key, cost in self.costs.items() if cost != REFUSED)
+        longest = sorted(known, key=lambda item: -item[1].seconds)
+        rows = ((key, format_seconds(cost.seconds), format_bytes(cost.workspace_bytes)) for key, cost in longest)
+        return html_table(repr(self), ("operator, the longest first", "time", "workspace"), rows, len(longest))
 
     def save(self, path: Path) -> None:
         """Write the file; an interrupted write leaves the old one."""

@@ -19,6 +19,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..errors import MonetError
+from ..units import format_bytes
+from .display import html_table
 
 ValueKind = Literal["parameter", "buffer", "input", "forward", "backward"]
 Runs = Literal["both", "first", "again"]
@@ -157,6 +159,22 @@ class Program:
     outputs: tuple[int, ...]
     tangents: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        count, held = self.parameters
+        return (
+            f"Program({len(self.values)} values, {len(self.tasks)} forward tasks, {len(self.slots)} backward slots, "
+            f"{count} parameters in {format_bytes(held)})"
+        )
+
+    def _repr_html_(self) -> str:
+        def sizes(values: tuple[int, ...]) -> str:
+            return ", ".join(f"{self.values[v].name} ({format_bytes(self.values[v].bytes)})" for v in values)
+
+        stages = [("forward", (task,)) for task in self.tasks] + [(f"slot {k}", s) for k, s in enumerate(self.slots)]
+        rows = ((name, t.name, t.variant, t.word, sizes(t.reads), sizes(t.writes)) for name, s in stages for t in s)
+        header = ("stage", "task", "variant", "mode word", "reads", "writes")
+        return html_table(repr(self), header, rows, len(self.every_task()))
 
     @cached_property
     def resident_bytes(self) -> int:

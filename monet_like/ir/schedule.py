@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .display import html_table
 from .program import Program
 
 
@@ -21,6 +22,13 @@ class Schedule:
     forward: tuple[int, ...]
     again: tuple[tuple[int, ...], ...]
     ways: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"Schedule({len(self.forward)} forward tasks, {self.rerun_count} recomputed, {len(self.ways)} backward slots)"
+
+    def _repr_html_(self) -> str:
+        rows = ((slot, ", ".join(map(str, self.again[slot])), way) for slot, way in enumerate(self.ways))
+        return html_table(repr(self), ("slot", "tasks recomputed before it", "way"), rows, len(self.ways))
 
     @property
     def rerun_count(self) -> int:

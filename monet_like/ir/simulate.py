@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import ProfileError, ScheduleError
+from ..units import format_bytes, format_seconds
 from .program import FREE, Cost, Program, Task
 from .schedule import Schedule
 
@@ -54,6 +55,9 @@ class Report:
     rerun_seconds: float
     steps: tuple[Step, ...]
     host_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return f"Report(peak {format_bytes(self.peak_bytes)}, step {format_seconds(self.seconds)}, {len(self.steps)} tasks run)"
 
     @property
     def peak_step(self) -> Step:

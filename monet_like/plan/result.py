@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..ir.display import html_table
 from ..ir.schedule import Schedule
 from ..ir.simulate import Report
+from ..units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,23 @@ class Plan:
     pin_bytes: int = 0
     window: int | None = None
     interrupted: bool = False
+
+    def __repr__(self) -> str:
+        gap = "no bound" if self.bound_kind == "none" else f"gap {100 * self.gap:.2f} %"
+        return (
+            f"Plan({self.status}: peak {format_bytes(self.report.peak_bytes)}, step {format_seconds(self.report.seconds)}, "
+            f"{gap}, found by {self.found_by})"
+        )
+
+    def _repr_html_(self) -> str:
+        stages = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.stage_seconds.items())
+        rows = (
+            ("peak memory", format_bytes(self.report.peak_bytes)),
+            ("step", format_seconds(self.report.seconds)),
+            ("of it recomputation", format_seconds(self.report.rerun_seconds)),
+            ("lower bound of the step", f"{format_seconds(self.bound_seconds)} ({self.bound_kind})"),
+            ("recomputed tasks", self.schedule.rerun_count),
+            ("integer program", f"{self.rows} rows, {self.columns} columns"),
+            ("planning", stages),
+        )
+        return html_table(repr(self), ("", ""), rows, len(rows))

@@ -115,3 +115,12 @@ def test_notebook_on_granularity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     lines = [output.text for cell in cells for output in cell.get("outputs", [])]
     assert len(lines) == 4
     assert all("gradients equal" in line for line in lines)
+
+
+def test_the_walk_prints_what_the_manual_says(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MONET_LIKE_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", f"{ROOT}/examples/walk.py"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    shown = (ROOT / "docs" / "walk.md").read_text().partition("```text\n")[2].partition("```")[0]
+    assert done.stdout == shown
