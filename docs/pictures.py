@@ -42,6 +42,7 @@ def draw_all(folder: Path) -> None:
         draw_program(folder / "program.svg")
         draw_memory(folder / "memory.svg")
         draw_house(folder / "house.svg")
+        draw_planner(folder / "planner.svg")
 
 
 def draw_program(path: Path) -> None:
@@ -137,6 +138,38 @@ def draw_house(path: Path) -> None:
         bend = 0.2 if y - v > 1.5 and abs(x - u) < 0.3 else 0.0
         ends = {"patchA": patches[one], "patchB": patches[other], "connectionstyle": f"arc3,rad={bend}"}
         axes.add_patch(FancyArrowPatch((x, y), (u, v), **style, **ends))
+    save(figure, path)
+
+
+def draw_planner(path: Path) -> None:
+    """The stages of the planner's search, between the incumbent above and the bound below."""
+    figure, axes = pyplot.subplots(figsize=(8.6, 3.2), layout="constrained")
+    axes.set(xlim=(0, 10.4), ylim=(0, 4.2))
+    axes.axis("off")
+
+    def box(x: float, y: float, text: str, colour: str, width: float = 1.7) -> None:
+        corner, size = (x - width / 2, y - 0.33), (width, 0.66)
+        axes.add_patch(FancyBboxPatch(corner, *size, "square,pad=0.03", facecolor=colour, edgecolor="#555"))
+        axes.text(x, y, text, ha="center", va="center")
+
+    def arrow(x: float, start: float, end: float) -> None:
+        axes.add_patch(FancyArrowPatch((x, start), (x, end), arrowstyle="-|>", mutation_scale=9, color="#555"))
+
+    box(5.2, 3.75, "incumbent: the fastest plan so far, judged by the simulator", VALUE, 10.0)
+    box(5.2, 0.4, "bound: no schedule is faster", SLOT, 10.0)
+    stages = ("greedy", "parts\n(Lagrangian)", "annealing", "integer\nprogram", "annealing")
+    for number, text in enumerate(stages):
+        x = 1.05 + 2.07 * number
+        box(x, 2.4, text, TASK)
+        if number:
+            axes.add_patch(
+                FancyArrowPatch((x - 1.17, 2.4), (x - 0.9, 2.4), arrowstyle="-|>", mutation_scale=9, color="#555")
+            )
+            arrow(x - 0.3, 3.38, 2.78)
+        arrow(x + 0.3, 2.78, 3.38)
+    box(5.2, 1.4, "refined bound, in a thread", TASK, 3.3)
+    for x, start in ((3.12, 2.02), (5.2, 1.02), (7.26, 2.02)):
+        arrow(x, start, 0.78)
     save(figure, path)
 
 
