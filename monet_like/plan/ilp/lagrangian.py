@@ -1,17 +1,15 @@
-"""Deep models: a bound and a plan from parts that are solved one by one, equal parts only once.
+"""Lagrangian relaxation for deep models: a bound for all schedules from small programs, one for each part.
 
-The forward is cut where at most one value crosses. With a price L per byte for what the backward finds kept, the
-question of bound.py, "what does the forward keep", falls apart into one small program per part, joined by whether the
-values that cross are needed in the backward: a shortest path over the parts. For every L,
+The forward is cut where at most one large value crosses (partition.py). One row joins the parts in the relaxation with
+a single block (relaxation.py): row (6), the memory at the start of the backward. With a price of L seconds for every
+byte that the forward keeps, in place of that row, there is one small integer program per part, for each case of which
+of the values that cross its cuts are needed in the backward. A shortest path over the parts chooses the cases. For every L,
 
     bound(L) = min over paths (seconds + L * bytes kept) + L * (resident + backward values + outputs - B)
 
-is a bound for all schedules (Lagrangian relaxation of row (6) of bound.py; Everett 1963). It is concave in L, and
-since many parts share one row its best value comes within about one part's share of the optimum of bound.py. Eighty
+is a bound for all schedules (Everett 1963). It is concave in L. Since many parts share one row, its best value comes
+within about one part's share of the optimum of the relaxation with one block. Equal parts are solved once, so eighty
 equal blocks cost as much as one.
-
-The two paths at the best L, one over the budget and one within it, are mixed part by part into a plan, in which single
-parts' choices are then exchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...ir.program import Cost, Program, Runs, Task, Value
 from ...ir.simulate import cost_of
@@ -39,8 +37,15 @@ PART_GAP = 1e-6
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One part's best answer to a price: a bound of its seconds and priced bytes, both of them, values kept, ways."""
+class PartSolution:
+    """The best solution of one part's program at a price.
+
+    Attributes:
+        bound: lower bound of its seconds plus priced bytes, in seconds.
+        seconds, bytes: of the solution: of what it runs, and of what it keeps.
+        kept: values that the forward keeps.
+        ways: of its slots.
+    """
 
     bound: float
     seconds: float
@@ -50,51 +55,70 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The best path at a price: the bound of its priced seconds, its seconds, its bytes, the choice in every part.
+class PricedPath:
+    """The shortest path over the parts at a price.
 
-    ``cases`` says of every part what enters its backward and what leaves it; choices for one case may be exchanged.
+    Attributes:
+        price: seconds per byte kept.
+        bound: lower bound of seconds plus priced bytes of all paths.
+        seconds, bytes: of this path.
+        choices: the solution of every part.
+        cases: the case of every part; solutions for the same case may be exchanged.
     """
 
     price: float
     bound: float
     seconds: float
     bytes: int
-    choices: tuple[Choice, ...]
-    cases: tuple[_Case, ...]
+    choices: tuple[PartSolution, ...]
+    cases: tuple[Case, ...]
 
 
-#: A part's number, which values enter its backward, which leave it, and whether those are kept.
-_Case = tuple[int, tuple[bool, ...], tuple[bool, ...], bool]
-#: Bound so far, the last choice and its case, the path before it.
-_Path = tuple[float, "Choice | None", "_Case | None", Any]
+class Case(NamedTuple):
+    """What a part's program assumes of the backward of its neighbours.
+
+    Attributes:
+        part: the part's number.
+        given: for each value that enters the part, whether it exists in the backward.
+        needed: for each value that leaves it, whether it must exist in the backward.
+        kept: whether the needed ones are kept, not made again.
+    """
+
+    part: int
+    given: tuple[bool, ...]
+    needed: tuple[bool, ...]
+    kept: bool
+
+
+#: Bound so far, the last part's solution and case, the path before it.
+_Path = tuple[float, "PartSolution | None", "Case | None", Any]
 
 
 @dataclass(frozen=True)
-class _Small:
-    """A part as a program by itself, in numbers of its own.
+class _PartProgram:
+    """A part in one case, as a program with indices of its own.
 
     Attributes:
-        leaves: its numbers of what the forward must make.
-        values: the whole program's numbers of its values.
-        ways: the whole program's numbers of its slots' ways.
-        number: the same for equal programs.
+        leaves: indices of the values that its forward must make.
+        values: for each of its values, the index in the whole program.
+        ways: for each of its slots, the indices of its ways in the whole program's slot.
+        shape: a number; equal programs have the same.
     """
 
     program: Program
     leaves: tuple[int, ...]
     values: tuple[int, ...]
     ways: tuple[tuple[int, ...], ...]
-    number: int
+    shape: int
 
 
-class Parts:
-    """The parts of one program and their answers to prices.
+class LagrangianRelaxation:
+    """The relaxation of one program: its parts, and the shortest path over them at any price.
 
     Args:
-        pool: solves the parts.
+        pool: solves the parts' programs.
         extra_bytes: resident memory beyond the program's.
-        time_left: seconds for all answers.
+        time_left: wall seconds left for all of them.
     """
 
     def __init__(
@@ -113,23 +137,24 @@ class Parts:
         self.fixed_bytes += backward.before[0] if backward.before else 0
         self.possible = backward.possible
         inside = {slot for part in self.parts for slot in part.slots}
-        #: Slots that read nothing of the forward.
+        #: Of the slots that read nothing of the forward: they belong to no part.
         self.fixed_seconds = sum(
             min(cost_of(ways[k], costs).seconds for k in self.possible[slot])
             for slot, ways in enumerate(program.slots)
             if slot not in inside
         )
-        self.made: dict[_Case, _Small | None] = {}
+        self.programs: dict[Case, _PartProgram | None] = {}
         self.shapes: dict[object, int] = {}
-        self.blocks: dict[int, BlockProgram] = {}
-        #: For every shape and price.
-        self.known: dict[int, dict[float, Choice | None]] = {}
+        self.relaxations: dict[int, BlockProgram] = {}  # by shape
+        self.solutions: dict[int, dict[float, PartSolution | None]] = {}  # by shape and price
 
-    def answer(self, price: float, chain: int | None = None) -> Answer | None:
-        """The best path at a price in seconds per byte; None if some part could not be solved.
+    def shortest_path(self, price: float, chain: int | None = None) -> PricedPath | None:
+        """The path with the least seconds and priced bytes; None if some part could not be solved in time.
 
-        With ``chain``, of that many neighbouring parts what leaves them may be made again in one go; what leaves the
-        next one is kept. That bounds what the answer leaves out, the memory in the course of the backward.
+        Args:
+            price: seconds per byte kept.
+            chain: the values that leave this many neighbouring parts may be made again in one go, those that leave the next
+                part are kept; None: no limit. A limit bounds what the relaxation ignores, the memory later in the backward.
         """
         if not self._solve(price, chain is not None):
             return None
@@ -143,7 +168,7 @@ class Parts:
                     link = 0 if kept or not any(needed) or chain is None else length + 1
                     if chain is not None and link > chain:
                         continue
-                    case = number, given, needed, kept
+                    case = Case(number, given, needed, kept)
                     choice = self._choice(case, price)
                     if choice is None:
                         continue
@@ -156,57 +181,57 @@ class Parts:
         best: _Path | None = min(paths.values(), key=lambda path: path[0])
         assert best is not None
         bound = best[0] + self.fixed_seconds
-        choices: list[Choice] = []
-        cases: list[_Case] = []
+        choices: list[PartSolution] = []
+        cases: list[Case] = []
         while best is not None and best[1] is not None and best[2] is not None:
             choices.insert(0, best[1])
             cases.insert(0, best[2])
             best = best[3]
         seconds = self.fixed_seconds + sum(choice.seconds for choice in choices)
         size = sum(choice.bytes for choice in choices)
-        return Answer(price, bound, seconds, size, tuple(choices), tuple(cases))
+        return PricedPath(price, bound, seconds, size, tuple(choices), tuple(cases))
 
-    def menu(self, case: _Case) -> list[Choice]:
-        """The answers that are known for a case, at any price; none is worse than another in seconds and in bytes."""
-        small = self.made[case]
+    def alternatives(self, case: Case) -> list[PartSolution]:
+        """The solutions of a case found so far, at any price, by bytes; none is worse than another in seconds and bytes."""
+        small = self.programs[case]
         assert small is not None
-        known = [choice for choice in self.known[small.number].values() if choice is not None]
-        best: list[Choice] = []
+        known = [choice for choice in self.solutions[small.shape].values() if choice is not None]
+        best: list[PartSolution] = []
         for choice in sorted(known, key=lambda choice: (choice.bytes, choice.seconds)):
             if not best or choice.seconds < best[-1].seconds:
                 best.append(choice)
-        return [self._in_whole(small, choice) for choice in best]
+        return [self._translate(small, choice) for choice in best]
 
-    def _choice(self, case: _Case, price: float) -> Choice | None:
-        """A part's best answer in a case; None if that cannot be."""
-        small = self._made(case)
-        choice = None if small is None else self.known[small.number][price]
-        return None if small is None or choice is None else self._in_whole(small, choice)
+    def _choice(self, case: Case, price: float) -> PartSolution | None:
+        """The solution of a case at a price; None if the case is impossible."""
+        small = self._program(case)
+        choice = None if small is None else self.solutions[small.shape][price]
+        return None if small is None or choice is None else self._translate(small, choice)
 
-    def _made(self, case: _Case) -> _Small | None:
-        if case not in self.made:
-            small = self.made[case] = self._small(*case)
+    def _program(self, case: Case) -> _PartProgram | None:
+        if case not in self.programs:
+            small = self.programs[case] = self._make_program(*case)
             if small is not None:
-                self.known.setdefault(small.number, {})
-        return self.made[case]
+                self.solutions.setdefault(small.shape, {})
+        return self.programs[case]
 
     def _solve(self, price: float, chained: bool) -> bool:
-        """Solve what is not known yet, of all parts in all cases, at a price; whether all is known then.
+        """Solve all parts in all cases at a price, as far as they are not solved yet; returns whether all are then.
 
-        A case that was left out could have been on the best path: without it there is no bound.
+        A case that was left out could be on the shortest path: without it there is no bound.
         """
-        todo: dict[int, _Small] = {}
+        todo: dict[int, _PartProgram] = {}
         for number, part in enumerate(self.parts):
             kinds = (True, False) if chained else (False,)
             sides = (product((True, False), repeat=len(values)) for values in (part.enters, part.leaves))
             for (given, needed), kept in product(product(*sides), kinds):
-                small = self._made((number, given, needed, kept))
-                if small is not None and price not in self.known[small.number]:
-                    todo[small.number] = small
+                small = self._program(Case(number, given, needed, kept))
+                if small is not None and price not in self.solutions[small.shape]:
+                    todo[small.shape] = small
         for number, small in todo.items():
-            if number not in self.blocks:
-                self.blocks[number] = block_program(small.program, self.costs, required=small.leaves)
-        matrices = {number: self.blocks[number].priced(price) for number in todo}
+            if number not in self.relaxations:
+                self.relaxations[number] = block_program(small.program, self.costs, required=small.leaves)
+        matrices = {number: self.relaxations[number].priced(price) for number in todo}
         hard = [number for number, matrix in matrices.items() if matrix.columns and not matrix.contradiction]
         answers = dict(
             zip(
@@ -216,7 +241,7 @@ class Parts:
             )
         )
         for number, small in todo.items():
-            known = self.known[number]
+            known = self.solutions[number]
             if matrices[number].contradiction:
                 known[price] = None
             elif number not in answers:
@@ -224,28 +249,30 @@ class Parts:
             elif (answer := answers[number]) is not None and answer["x"] is not None and answer["bound"] is not None:
                 bound = answer["bound"] + matrices[number].offset
                 known[price] = self._read(small, answer["x"].round(), bound, price)
-        return all(price in self.known[number] for number in todo)
+        return all(price in self.solutions[number] for number in todo)
 
-    def _read(self, small: _Small, x: NDArray[Any], bound: float, price: float) -> Choice:
-        """A point of a part's program as a choice."""
-        blocks = self.blocks[small.number]
+    def _read(self, small: _PartProgram, x: NDArray[Any], bound: float, price: float) -> PartSolution:
+        """The solution that a point of a part's program stands for."""
+        blocks = self.relaxations[small.shape]
         unit, kept = blocks.matrix.seconds_per_unit, blocks.kept(x)
         size = sum(small.program.values[v].bytes for v in kept)
         seconds = (float(blocks.matrix.cost @ x) + blocks.matrix.offset) * unit
-        return Choice(min(bound * unit, seconds + price * size), seconds, size, kept, blocks.chosen(x))
+        return PartSolution(min(bound * unit, seconds + price * size), seconds, size, kept, blocks.chosen(x))
 
     @staticmethod
-    def _in_whole(small: _Small, choice: Choice) -> Choice:
-        """A small program's answer in the whole program's numbers."""
+    def _translate(small: _PartProgram, choice: PartSolution) -> PartSolution:
+        """A solution in the whole program's indices."""
         values = tuple(small.values[v] for v in choice.kept)
         ways = tuple(numbers[k] for numbers, k in zip(small.ways, choice.ways[: len(small.ways)], strict=True))
-        return Choice(choice.bound, choice.seconds, choice.bytes, values, ways)
+        return PartSolution(choice.bound, choice.seconds, choice.bytes, values, ways)
 
-    def _small(self, place: int, given: tuple[bool, ...], needed: tuple[bool, ...], kept: bool) -> _Small | None:
-        """The part as a program by itself.
+    def _make_program(
+        self, place: int, given: tuple[bool, ...], needed: tuple[bool, ...], kept: bool
+    ) -> _PartProgram | None:
+        """The program of a part in a case; None if the case is impossible. Arguments as in `Case`.
 
-        What enters it exists for nothing; what enters for the forward only is read by nothing that runs again. What
-        leaves it is read by one more slot; ``kept``: and is not made again.
+        Values that enter it cost nothing; those that exist in the forward alone are read by nothing that runs again. The
+        needed values that leave it are read by one more slot.
         """
         whole, part = self.program, self.parts[place]
         own = sorted({v for p in part.tasks for v in whole.tasks[p].writes})
@@ -284,4 +311,4 @@ class Parts:
         leaves = tuple(number[v] for v in part.leaves if v in number)
         program = Program(values, tuple(tasks), tuple(slots), outputs)
         shape = self.shapes.setdefault((program, leaves), len(self.shapes))
-        return _Small(program, leaves, tuple(own), tuple(ways), shape)
+        return _PartProgram(program, leaves, tuple(own), tuple(ways), shape)

@@ -1,4 +1,7 @@
-"""Partition of a program: parts that share at most one value with what comes before or after them."""
+"""Partition of a program: its forward is cut where at most one large value crosses.
+
+`LagrangianRelaxation` solves the parts one by one.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from dataclasses import dataclass
 
 from ...ir.program import Program
 
-#: Values of at most this size cross cuts for nothing.
+#: Values of at most this size may cross any cut: they are not counted.
 SMALL_BYTES = 4096
-#: A part has at least this many tasks; small programs are solved exactly in any case.
+#: A part has at least this many tasks. (Small programs are solved whole in any case.)
 LEAST_TASKS = 12
 
 
@@ -20,8 +23,8 @@ class Part:
 
     Attributes:
         tasks, slots: indices in the whole program.
-        enters: what it reads of earlier parts.
-        leaves: what later parts read of it, or through it.
+        enters: large values of earlier parts that it or a later part reads.
+        leaves: large values, of it or of earlier parts, that later parts read.
     """
 
     tasks: tuple[int, ...]
@@ -31,7 +34,7 @@ class Part:
 
 
 def split(program: Program) -> tuple[Part, ...]:
-    """The parts of a program, in order; a single one where it cannot be cut."""
+    """The parts of a program, in order; a single part where it cannot be cut."""
     count = len(program.tasks)
     places = _places(program)
     first, last, slot_places = _spans(program, places)
@@ -66,10 +69,10 @@ def split(program: Program) -> tuple[Part, ...]:
 
 
 def _places(program: Program) -> list[int]:
-    """For every task the index where it could stand: near its last input's producer, if only the backward uses it.
+    """For every task, the place in the order to which it counts.
 
-    Capture puts what the backward computes from forward values alone at the end of the forward. What runs only again may
-    stand before a producer that runs only first; it belongs where it is.
+    A task that only the backward uses counts to the place of its last input's producer: capture puts such tasks at the end
+    of the forward. Tasks that only run again may stand before a producer that runs only first; they count to where they are.
     """
     outputs, read = set(program.outputs), set[int]()
     trunk = [False] * len(program.tasks)
@@ -87,9 +90,9 @@ def _places(program: Program) -> list[int]:
 
 
 def _move_later(program: Program, places: list[int], trunk: Sequence[bool]) -> None:
-    """Put what only the backward uses where it is first read, if all that it reads crosses as far anyhow.
+    """Move tasks that only the backward uses to where they are first read, if all that they read crosses as far anyhow.
 
-    Twice a block's input, of which the backward of its norm makes use, would else cross the cut behind that input.
+    Otherwise twice a block's input, which the backward of its norm uses, would cross the cut behind that input.
     """
     _, last, slot_places = _spans(program, places)
     reach = [len(places)] * len(places)  # how far a task may move

@@ -32,9 +32,9 @@ from ..local_search.searcher import Searcher, find_start, smallest_known
 from ..result import Plan
 from .formulation import Formulation, Options, estimated_columns
 from .incumbent import BoundKind, Incumbent
-from .lagrangian import Parts
+from .lagrangian import LagrangianRelaxation
 from .lowest_peak import FindWithin, Lowest, find_lowest, is_small
-from .primal_recovery import compose
+from .primal_recovery import recover_plan
 from .refinement import Refinement
 from .row_generation import RowGeneration
 
@@ -239,8 +239,10 @@ class Search:
         ends = begin + PARTS_SHARE * self.time_limit_seconds
         searcher = Searcher(self.program, self.costs, self.extra_bytes, self.pin_bytes)
         with Pool() as pool:
-            parts = Parts(self.program, self.costs, pool, self.extra_bytes, lambda: ends - time.monotonic())
-            found = compose(parts, searcher, self.budget_bytes) if len(parts.parts) > 1 else None
+            parts = LagrangianRelaxation(
+                self.program, self.costs, pool, self.extra_bytes, lambda: ends - time.monotonic()
+            )
+            found = recover_plan(parts, searcher, self.budget_bytes) if len(parts.parts) > 1 else None
         schedule = None
         if found is not None:
             self.incumbent.prove("unrestricted", found.bound_seconds)

@@ -1,4 +1,4 @@
-"""Parts: their bound holds for every schedule, their plans fit, and equal blocks are solved once."""
+"""LagrangianRelaxation: their bound holds for every schedule, their plans fit, and equal blocks are solved once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from monet_like.ir.program import Cost, Program, Task
 from monet_like.ir.simulate import simulate
 from monet_like.plan import plan, store_all
 from monet_like.plan.ilp import partition
-from monet_like.plan.ilp.lagrangian import Parts
+from monet_like.plan.ilp.lagrangian import LagrangianRelaxation
 from monet_like.plan.ilp.partition import split
-from monet_like.plan.ilp.primal_recovery import Composed, compose
+from monet_like.plan.ilp.primal_recovery import Recovery, recover_plan
 from monet_like.plan.local_search.searcher import Searcher
 from monet_like.solvers.pool import Pool
 
@@ -26,10 +26,12 @@ def pool() -> Iterator[Pool]:
         yield workers
 
 
-def composed(program: Program, costs: dict[str, Cost], budget: int, pool: Pool) -> tuple[Parts, Composed | None]:
+def composed(
+    program: Program, costs: dict[str, Cost], budget: int, pool: Pool
+) -> tuple[LagrangianRelaxation, Recovery | None]:
     """The parts of a program and what they give, with all the time in the world."""
-    parts = Parts(program, costs, pool)
-    return parts, compose(parts, Searcher(program, costs, 0, 0), budget)
+    parts = LagrangianRelaxation(program, costs, pool)
+    return parts, recover_plan(parts, Searcher(program, costs, 0, 0), budget)
 
 
 def blocks_in_a_row(blocks: int, seed: int = 0, again: bool = False) -> tuple[Program, dict[str, Cost]]:
@@ -146,17 +148,17 @@ def test_what_only_the_backward_makes_does_not_cross_cuts() -> None:
 
 def test_without_time_there_is_no_bound(pool: Pool) -> None:
     program, costs = blocks_in_a_row(20)
-    parts = Parts(program, costs, pool, time_left=lambda: 0.0)
-    assert parts.answer(0.0) is None
-    assert compose(parts, Searcher(program, costs, 0, 0), 10**6) is None
+    parts = LagrangianRelaxation(program, costs, pool, time_left=lambda: 0.0)
+    assert parts.shortest_path(0.0) is None
+    assert recover_plan(parts, Searcher(program, costs, 0, 0), 10**6) is None
 
 
 def test_a_worker_that_dies_leaves_no_answer() -> None:
     program, costs = blocks_in_a_row(20)
     with Pool() as pool:
-        parts = Parts(program, costs, pool)
-        assert parts.answer(0.0) is not None
+        parts = LagrangianRelaxation(program, costs, pool)
+        assert parts.shortest_path(0.0) is not None
         for child, _ in pool.workers:
             child.kill()
             child.wait()
-        assert parts.answer(1e-9) is None
+        assert parts.shortest_path(1e-9) is None
