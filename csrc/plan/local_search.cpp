@@ -1,7 +1,8 @@
-// The planner's local search: policies are turned into schedules, judged, and improved by simulated annealing.
+// The planner's local search: turns policies into schedules, evaluates them, and improves them by simulated annealing.
 //
-// The twin of monet_like/plan/local_search/policy.py, where the method is described: same arrays, same order of floating-point
-// operations, same random numbers, hence the same answer to the bit. No dependency but the C++ library.
+// monet_like/plan/local_search/policy.py describes the method. reference.py there is the twin of this file in Python:
+// same arrays, same order of floating-point operations, same random numbers, hence the same answer to the bit. Needs
+// nothing but the C++ library.
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +13,7 @@
 namespace {
 
 constexpr std::int32_t kNever = std::numeric_limits<std::int32_t>::max();
-constexpr std::int32_t kEarlies = 2;    // how often a value may be made ahead of its use
+constexpr std::int32_t kMostEarly = 2;    // at how many slots a value may be made ahead of its use
 constexpr std::int64_t kMostAhead = 5;  // stages before a use from which it may be made early
 constexpr std::uint8_t kFirst = 1;
 constexpr std::uint8_t kAgain = 2;
@@ -54,7 +55,7 @@ struct Tables {
 struct Policy {
   std::uint8_t *keep, *hold;  // per value
   std::int32_t* cut;          // per value: not carried beyond this slot
-  std::int32_t* early;        // kEarlies per value: made before this slot, if not present
+  std::int32_t* early;        // kMostEarly per value: made before this slot, if not present
   std::int32_t* option;       // per slot
   std::int32_t* prefer;       // per value: class that makes it in the forward, or -1
 };
@@ -75,7 +76,7 @@ struct Runs {
 struct Settings {
   std::int64_t budget, evaluations, most_steps;
   std::uint64_t seed;
-  double first_weight, last_weight, first_heat, last_heat;
+  double first_weight, last_weight, first_temperature, last_temperature;
   std::int64_t candidate_count, choice_count, prefer_count;
   const std::int32_t *candidates, *choices, *preferring;
 };
@@ -126,7 +127,7 @@ class Judge {
         fresh_(t.values, 0),
         again_start_(t.slots + 1),
         early_(t.slots),
-        next_(t.values * kEarlies) {}
+        next_(t.values * kMostEarly) {}
 
   // The cost of a policy under a budget; false if it cannot be carried out.
   bool run(const Policy& p, std::int64_t budget, Judgement& out, Runs* runs) {
@@ -147,12 +148,12 @@ class Judge {
   std::vector<std::int32_t> early_, next_;  // slot -> its first entry of `Policy::early`, entry -> the next one, or -1
   std::int64_t stamp_ = 0, run_stamp_ = 0;
 
-  // Forward over the slots: which classes run again, on demand, just before the slot that needs their results.
+  // From the first slot to the last: the classes that run again just before the slot that needs their results.
   bool derive(const Policy& p) {
     cuts_.clear();
     std::fill(early_.begin(), early_.end(), -1);
-    for (std::int64_t i = t_.values * kEarlies - 1; i >= 0; --i) {
-      if (p.early[i] == kNever || t_.output[i / kEarlies]) continue;
+    for (std::int64_t i = t_.values * kMostEarly - 1; i >= 0; --i) {
+      if (p.early[i] == kNever || t_.output[i / kMostEarly]) continue;
       next_[i] = early_[p.early[i]];
       early_[p.early[i]] = static_cast<std::int32_t>(i);
     }
@@ -166,7 +167,7 @@ class Judge {
       const std::int64_t option = t_.option_start[slot] + p.option[slot];
       const auto reads = list(t_.option_read_start, t_.option_reads, option);
       needed_.assign(reads.begin(), reads.end());
-      for (std::int32_t i = early_[slot]; i >= 0; i = next_[i]) needed_.push_back(i / kEarlies);
+      for (std::int32_t i = early_[slot]; i >= 0; i = next_[i]) needed_.push_back(i / kMostEarly);
       if (!make()) return false;
       for (std::size_t i = again_start_[slot]; i < again_.size(); ++i) {
         for (std::int32_t v : list(t_.write_start, t_.writes, again_[i])) {
@@ -182,7 +183,7 @@ class Judge {
     return true;
   }
 
-  // Append the classes that make what is needed and not present.
+  // Append the classes that make the needed values that are not present.
   bool make() {
     pending_.clear();
     ++stamp_;
@@ -383,7 +384,7 @@ class Judge {
     return false;
   }
 
-  // c would write an output a second time, or take it from the only maker of something else that is wanted.
+  // Whether c would write an output a second time, or keep the only maker of another wanted value from running.
   bool conflicts(std::int32_t c) const {
     for (std::int32_t o : list(t_.write_start, t_.writes, c)) {
       if (!t_.output[o]) continue;
@@ -403,7 +404,7 @@ class Judge {
     return false;
   }
 
-  // An earlier class that must run for something else makes all that c would be run for.
+  // Whether an earlier class that must run for another value makes all values that c would be run for.
   bool covered(std::int32_t c) const {
     for (std::int32_t v : list(t_.write_start, t_.writes, c)) {
       if (!wanted_[v]) continue;
@@ -460,8 +461,8 @@ bool better(const Judgement& a, const Judgement& b, std::int64_t budget) {
   return left != right ? left < right : a.seconds < b.seconds;
 }
 
-// One to four random changes, with what undoes them: often near each other, since neighbours replace each other, else
-// apart, where one gives the memory that another takes.
+// Makes one to four random changes, and undoes them. They are often near each other, since neighbours replace each
+// other, else apart, where one gives the memory that another takes.
 class Changes {
  public:
   Changes(const Tables& t, const Policy& p, const Settings& s, Random& random) : t_(t), p_(p), s_(s), random_(random) {}
@@ -524,7 +525,7 @@ class Changes {
   void option(std::int32_t slot) {
     set(p_.option, slot, static_cast<std::int32_t>(random_.below(t_.option_start[slot + 1] - t_.option_start[slot])));
   }
-  // Decide in one stretch of values as in another: models are made of blocks that repeat.
+  // Copy the decisions of one stretch of values to another: models are made of blocks that repeat.
   void repeat() {
     const std::int64_t length = 1 + random_.below(12);
     const std::int64_t to = random_.below(s_.candidate_count), from = random_.below(s_.candidate_count);
@@ -560,7 +561,7 @@ class Changes {
       end = std::lower_bound(t_.stages, t_.stages + end, use) - t_.stages;
     }
     const std::int64_t place = end - random_.below(kMostAhead + 1);
-    const std::int32_t entry = v * kEarlies + static_cast<std::int32_t>(random_.below(kEarlies));
+    const std::int32_t entry = v * kMostEarly + static_cast<std::int32_t>(random_.below(kMostEarly));
     set(p_.early, entry, place >= 0 && place < end ? t_.stages[place] : kNever);
   }
 };
@@ -569,7 +570,7 @@ void copy(const Tables& t, const Policy& from, const Policy& to) {
   std::copy_n(from.keep, t.values, to.keep);
   std::copy_n(from.hold, t.values, to.hold);
   std::copy_n(from.cut, t.values, to.cut);
-  std::copy_n(from.early, t.values * kEarlies, to.early);
+  std::copy_n(from.early, t.values * kMostEarly, to.early);
   std::copy_n(from.option, t.slots, to.option);
   std::copy_n(from.prefer, t.values, to.prefer);
 }
@@ -608,8 +609,8 @@ __attribute__((visibility("default"))) std::int64_t monet_like_improve(const Tab
     const bool legal = judge.run(*current, s->budget, tried, nullptr);
     steps += legal ? tried.steps : t->slots;
     const double weight = s->first_weight * std::pow(s->last_weight / s->first_weight, cooled);
-    const double heat = s->first_heat * std::pow(s->last_heat / s->first_heat, cooled);
-    const double slack = -heat * now.seconds * std::log(1.0 - random.unit());
+    const double temperature = s->first_temperature * std::pow(s->last_temperature / s->first_temperature, cooled);
+    const double slack = -temperature * now.seconds * std::log(1.0 - random.unit());
     if (!legal || penalised(tried, *s, weight) > penalised(now, *s, weight) + slack) {
       changes.revert();
       continue;

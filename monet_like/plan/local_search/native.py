@@ -1,4 +1,4 @@
-"""The compiled search: csrc/plan/local_search.cpp through ctypes. Without it, annealing.py does the same, slower."""
+"""The compiled local search: csrc/plan/local_search.cpp through ctypes. Without it, reference.py does the same, slower."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import cache
 from typing import Any
 
 from ...build import library_path
-from .policy import Judgement, Policy, Tables
-from .reference import PythonEngine, Runs, Settings
+from .policy import Judgement, Policy, Runs, Settings, Tables
+from .reference import PythonEngine
 
 _TYPES: dict[str, Any] = {"i": ctypes.c_int32, "q": ctypes.c_int64, "d": ctypes.c_double, "B": ctypes.c_uint8}
 
 
 def _structure(name: str, fields: str) -> type[ctypes.Structure]:
-    """A structure; in ``fields``, a letter is a number of that type, and a letter with * a pointer to such numbers."""
+    """A ctypes structure from ``name:type`` fields: a letter is a number of that type, a letter and * a pointer to some."""
     made = []
     for field in fields.split():
         field_name, kind = field.split(":")
@@ -39,7 +39,7 @@ _Judgement = _structure("_Judgement", "seconds:d peak:q excess:d steps:q")
 _Runs = _structure("_Runs", "forward:i* again:i* again_start:i* way:i* forward_count:q again_count:q")
 _Settings = _structure(
     "_Settings",
-    "budget:q evaluations:q most_steps:q seed:Q first_weight:d last_weight:d first_heat:d last_heat:d "
+    "budget:q evaluations:q most_steps:q seed:Q first_weight:d last_weight:d first_temperature:d last_temperature:d "
     "candidate_count:q choice_count:q prefer_count:q candidates:i* choices:i* preferring:i*",
 )
 
@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def engine(tables: Tables) -> NativeEngine | PythonEngine:
-    """The compiled engine, or its twin where there is none."""
+    """The compiled engine, or its Python twin where the library is missing."""
     loaded = library()
     return PythonEngine(tables) if loaded is None else NativeEngine(tables, loaded)
 
@@ -161,8 +161,8 @@ class NativeEngine:
             settings.seed,
             settings.first_weight,
             settings.last_weight,
-            settings.first_heat,
-            settings.last_heat,
+            settings.first_temperature,
+            settings.last_temperature,
             len(settings.candidates),
             len(settings.choices),
             len(settings.preferring),

@@ -1,18 +1,18 @@
-"""Policies: the few decisions from which a whole schedule follows, and the tables they are judged by.
+"""Policies: the few decisions that the local search changes, and the tables by which it evaluates them.
 
-A `Policy` says which values the backward may take from the forward (``keep``), which stay once they were made again
-(``hold``), how long either lasts (``cut``), which are made before a slot ahead of the one that reads them (``early``),
-what each slot reads (``option``) and, where several tasks could make a value in the forward, which one does
-(``prefer``). The rest follows:
+A `Policy` decides which values the backward may take from the forward (``keep``), which stay once they were made again
+(``hold``), how long either lasts (``cut``), which are made before an earlier slot than the one that reads them
+(``early``), what each slot reads (``option``) and, where several tasks could make a value in the forward, which one does
+(``prefer``). A whole schedule follows from these:
 
-1. From the first slot to the last: what a slot lacks, or is to be early there, is made just before it, by the tasks
-   with the fewest seconds, themselves included what they lack.
-2. From the last run back to the first: what is still needed is known, and with it the memory of the run; of the tasks
-   that do the same (algorithms, in place or not) the fastest one that fits into the budget is taken. What nothing
-   needs is not run. The forward, last in this order, runs what is needed at its end.
+1. From the first slot to the last: values that a slot lacks, or that are to be made early there, are made just before
+   it, by the tasks with the fewest seconds, the seconds for values that these lack included.
+2. From the last run back to the first: it is known which values are still needed, hence the memory of the run. Of tasks
+   that do the same (algorithms, in place or not) the fastest one that fits into the budget is taken. A task whose
+   results nothing needs does not run. The forward, last in this order, runs what is needed at its end.
 
-Tasks that read and write the same form a `class`, ways that read the same an `option`. The search judges tens of
-thousands of policies a second in C++ (csrc/plan/local_search.cpp); annealing.py is its twin in Python.
+Tasks that read and write the same values form a *class*, ways that read the same values an *option*. The search evaluates
+tens of thousands of policies a second in C++ (csrc/plan/local_search.cpp); reference.py is its twin in Python.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ from ...ir.schedule import Schedule, prune
 from ...ir.simulate import cost_of
 from ..analysis import dominated_tasks, find_backward_bytes, find_needs, net_workspace, pinned_values, useful_ways
 
-#: No cut: as long as it is needed.
+#: No cut: the value stays as long as it is needed.
 NEVER = 2**31 - 1
-#: How often a value may be made ahead of its use.
-EARLIES = 2
-#: When a member may run; a bit each.
+#: At how many slots a value may be made ahead of its use.
+MOST_EARLY = 2
+#: When a task may run, as bits: in the forward, during the backward.
 FIRST, AGAIN = 1, 2
 
 
 @dataclass
 class Policy:
-    """Decisions by value (``keep``, ``hold``: 0 or 1; ``cut``: slot or `NEVER`; ``early``: `EARLIES` of these each;
-    ``prefer``: class or -1) and by slot (``option``)."""
+    """The decisions of a schedule; the module's docstring says what each means.
+
+    By value: ``keep`` and ``hold`` are 0 or 1, ``cut`` is a slot or `NEVER`, ``early`` has `MOST_EARLY` of these for each
+    value, ``prefer`` is a class or -1. By slot: ``option``, an index into the slot's options.
+    """
 
     keep: array[int]
     hold: array[int]
@@ -55,7 +58,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a policy's schedule takes: seconds, peak bytes, the sum over its runs of bytes over the budget, its runs."""
+    """The cost of a policy's schedule.
+
+    Attributes:
+        seconds: of the step.
+        peak_bytes: of all its runs.
+        excess: bytes over the budget, summed over its runs.
+        steps: how many runs it has.
+    """
 
     seconds: float
     peak_bytes: int
@@ -63,9 +73,56 @@ class Judgement:
     steps: int
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one simulated annealing.
+
+    Attributes:
+        budget_bytes: what the peak should not exceed.
+        evaluations, most_steps: it ends after this many policies, or this many runs of tasks in all of them.
+        seed: of the random changes.
+        first_weight, last_weight: the penalty for exceeding the budget by once the budget, as a multiple of the
+            schedule's seconds, at the beginning and at the end.
+        first_temperature, last_temperature: how much slower a policy may be on average to be accepted, as a share of the
+            schedule's seconds.
+        candidates: values whose decisions may change.
+        choices: slots with several options.
+        preferring: values with several makers in the forward.
+    """
+
+    budget_bytes: int
+    evaluations: int
+    most_steps: int
+    seed: int
+    candidates: tuple[int, ...]
+    choices: tuple[int, ...]
+    preferring: tuple[int, ...]
+    first_weight: float = 0.3
+    last_weight: float = 20.0
+    first_temperature: float = 3e-3
+    last_temperature: float = 1e-5
+
+
+@dataclass
+class Runs:
+    """What a policy's schedule runs: tasks of the forward and before every slot, and the way of every slot."""
+
+    forward: list[int]
+    again: list[list[int]]
+    ways: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A task of a class: its index, seconds, workspace less what it takes over, the value taken over or -1, when."""
+    """A task of a class.
+
+    Attributes:
+        task: its index in the program.
+        seconds: of one run.
+        extra: bytes of its workspace, less the storage that it takes over.
+        taken: the value whose storage it takes over, or -1.
+        runs: `FIRST`, `AGAIN` or both.
+    """
 
     task: int
     seconds: float
@@ -76,7 +133,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of an option: its index within the slot, seconds, workspace less what it takes over."""
+    """A way of an option.
+
+    Attributes:
+        way: its index within the slot.
+        seconds: of one run.
+        extra: bytes of its workspace, less the storage that it takes over.
+    """
 
     way: int
     seconds: float
@@ -88,7 +151,7 @@ Lists = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Tables:
-    """A program and its costs as the search sees them. Lists of lists are by value, class, slot or option.
+    """A program and its costs in the form that the local search reads. Lists of lists are by value, class, slot or option.
 
     Attributes:
         bytes: of every value; 0 for pinned ones, which ``resident_bytes`` counts.
@@ -107,7 +170,8 @@ class Tables:
         uses: for every value, the slots that may read it.
         stages: the slots before which it can be of use to run a task again, ascending.
         ends: for every value, how many of these come up to the last that can use it.
-        changeable: values that may or may not be kept: those that can be made again, and what only serves for that.
+        changeable: values that may or may not be kept: those that can be made again, and values that only serve to make
+            others again.
     """
 
     bytes: tuple[int, ...]
@@ -148,7 +212,7 @@ class Tables:
             keep=array("B", (int(keep[v] and bool(self.first[v])) for v in range(count))),
             hold=array("B", [int(hold)]) * count,
             cut=array("i", [NEVER]) * count,
-            early=array("i", [NEVER]) * (EARLIES * count),
+            early=array("i", [NEVER]) * (MOST_EARLY * count),
             option=array("i", chosen),
             prefer=array("i", [-1]) * count,
         )
@@ -233,7 +297,7 @@ def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
 def _changeable(
     program: Program, last: Sequence[int], first: Lists, again: Lists, uses: list[list[int]]
 ) -> tuple[int, ...]:
-    """`Tables.changeable`, what is only for making another value again beside that value."""
+    """`Tables.changeable`; a value that only serves to make another one again stands beside that one."""
     beside: dict[int, int] = {}
     for v, value in enumerate(program.values):
         if value.kind == "forward" and v not in program.outputs and first[v] and last[v] > 0:
@@ -278,8 +342,8 @@ def to_policy(program: Program, tables: Tables, schedule: Schedule) -> Policy:
         new = {v for p in runs for v in program.tasks[p].writes}
         read = {v for reader in (*(program.tasks[p] for p in runs), task) for v in program.forward_reads(reader)}
         for v in new - read:
-            place = EARLIES * v
-            while policy.early[place] != NEVER and place < EARLIES * v + EARLIES - 1:
+            place = MOST_EARLY * v
+            while policy.early[place] != NEVER and place < MOST_EARLY * v + MOST_EARLY - 1:
                 place += 1
             policy.early[place] = slot
         for v in read - new:

@@ -1,7 +1,8 @@
-"""A fast plan without a solver: policies (see policy.py), improved by simulated annealing, judged by the simulator.
+"""The local search: a fast plan without a solver, by greedy cuts, crossover and simulated annealing of policies.
 
-The search is counted in evaluations and seeded: the same program gives the same plan every time, unless a clock that is
-handed in ends it first.
+`find_start` finds a schedule within a budget, `smallest_known` one with a low peak. The search is counted in evaluations
+and seeded, so the same program gives the same plan every time, unless the caller's clock ends it first. Policies are
+explained in policy.py; the simulator judges the schedules that come of them.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report, simulate
 from .native import NativeEngine, engine
-from .policy import EARLIES, Judgement, Policy, Tables, make_tables, to_policy, to_schedule
-from .reference import PythonEngine, Settings
+from .policy import MOST_EARLY, Judgement, Policy, Settings, Tables, make_tables, to_policy, to_schedule
+from .reference import PythonEngine
 
-#: Policies judged by one annealing by default, and the runs of tasks that all of them may have: a second or two.
+#: Policies evaluated by one annealing by default, and the most runs of tasks in all of them: a second or two.
 EVALUATIONS = {"native": 120_000, "python": 1200}
 MOST_STEPS = {"native": 60_000_000, "python": 800_000}
-#: Later annealings start cooler and nearer to the budget (measured: ResNet-50 at 5 GB on MONeT's costs, 10 s: 0.4 %
-#: better than as hot as the first).
-LATER_HEAT, LATER_WEIGHT = 1e-3, 3.0
-#: What takes so many times the seconds of keeping everything is crossed with what was fast and gave up memory little by
-#: little, at most so often (measured: ResNet-50 at 25 % of plain PyTorch's peak: from 6 steps' time to 1.28).
-DEAR, CROSSED = 1.5, 3
-#: Stretches of values begin and end at so many places, at most, when policies are crossed.
+#: Later annealings start at a lower temperature and a higher weight of the budget (measured: ResNet-50 at 5 GB on
+#: MONeT's costs, 10 s: 0.4 % better than with the first one's).
+LATER_TEMPERATURE, LATER_WEIGHT = 1e-3, 3.0
+#: A policy slower than this multiple of keeping everything is crossed over with one that began fast and gave up memory
+#: little by little, at most this often (measured: ResNet-50 at 25 % of plain PyTorch's peak: from 6 steps' time to 1.28).
+SLOW, MOST_CROSSOVERS = 1.5, 3
+#: Places at which the stretches of values begin and end in a crossover.
 CROSSINGS = 40
 
 
 @dataclass(frozen=True)
 class Found:
-    """A judged policy."""
+    """A policy and its cost."""
 
     policy: Policy
     judgement: Judgement
@@ -45,7 +46,7 @@ class Found:
 
 
 class Searcher:
-    """Policies for one program: starts, greedy cuts, annealing."""
+    """Policies of one program: starts, greedy cuts, crossover, annealing."""
 
     def __init__(
         self,
@@ -60,12 +61,12 @@ class Searcher:
         self.engine = with_engine or engine(self.tables)
 
     def judge(self, policy: Policy, budget_bytes: int) -> Found | None:
-        """What the policy takes; None if it cannot be carried out."""
+        """Evaluate a policy; None if it cannot be carried out."""
         judged = self.engine.judge(policy, budget_bytes)
         return None if judged is None else Found(policy, judged[0])
 
     def plan(self, policy: Policy, budget_bytes: int) -> tuple[Schedule, Report] | None:
-        """A policy's schedule and the simulator's word on it; None if it cannot be carried out."""
+        """A policy's schedule and the simulator's report on it; None if it cannot be carried out."""
         judged = self.engine.judge(policy, budget_bytes)
         if judged is None:
             return None
@@ -73,7 +74,7 @@ class Searcher:
         schedule = to_schedule(self.program, runs.forward, runs.again, runs.ways)
         try:
             return schedule, simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
-        except ScheduleError:  # classes of one stage may stand between each other's tasks: not a plan
+        except ScheduleError:  # the tasks of two classes interleave in one stage: not a plan
             return None
 
     def fitting(self, policy: Policy, budget_bytes: int) -> Schedule | None:
@@ -82,18 +83,18 @@ class Searcher:
         return planned[0] if planned is not None and planned[1].peak_bytes <= budget_bytes else None
 
     def keeping(self, keep: Iterable[int]) -> Policy:
-        """Keep these forward values and what cannot be made again; everything else is made again once."""
+        """The policy that keeps these forward values and those that cannot be made again, and makes all others again once."""
         kept = {*keep, *self._single()}
         return self.tables.policy([v in kept for v in range(len(self.tables.bytes))], True, False)
 
     def _single(self) -> set[int]:
-        """What exists once: it cannot be made again, and something is not done without it."""
+        """Values that cannot be made again and that something needs."""
         return {v for v, makers in enumerate(self.tables.again) if not makers}.difference(self.tables.changeable)
 
     def starts(self, budget_bytes: int) -> list[Found]:
-        """Keep everything, or only what must be kept, with the fastest and with the smallest ways.
+        """Simple policies: keep everything, or only what must be kept, with the fastest and with the smallest ways.
 
-        And, where there are copies that values can be made again from, what must be kept and these.
+        Where values can be made again from copies, also: keep what must be kept and the copies.
         """
         count, once = range(len(self.tables.bytes)), self._single()
         everything, single = [True] * len(count), [v in once for v in count]
@@ -105,7 +106,7 @@ class Searcher:
         return [found for policy in policies if (found := self.judge(policy, budget_bytes)) is not None]
 
     def cut_starts(self, budget_bytes: int) -> list[Found]:
-        """`starts` and what greedy cuts make of two of them, the best first."""
+        """`starts`, and two of them after greedy cuts; the best first."""
         starts = self.starts(budget_bytes)
         starts += [self.greedy(found, budget_bytes) for found in starts[:4:3]]
         return sorted(starts, key=lambda f: f.score(budget_bytes))
@@ -130,11 +131,11 @@ class Searcher:
                 found = tried
         return found
 
-    def cross(self, one: Found, other: Found, budget_bytes: int, crossings: int = CROSSINGS) -> Found:
-        """The best of both and of all that decide as ``other`` in one stretch of values and as ``one`` elsewhere.
+    def crossover(self, one: Found, other: Found, budget_bytes: int, crossings: int = CROSSINGS) -> Found:
+        """Crossover: the best of both and of all policies that decide as ``other`` in one stretch of values, else as ``one``.
 
-        A stretch may go on from the end at the start, so either may be the smaller part. Near the least memory a few
-        places need many runs, and a search that has found them seldom finds the way back everywhere else.
+        A stretch may wrap around the end, so either policy may have the smaller part. Near the lowest peak a few places
+        need many reruns, and a search that has found them seldom finds its way back everywhere else.
         """
         values = self.tables.changeable
         places = sorted({round(i * len(values) / crossings) for i in range(crossings)})  # of a circle
@@ -153,7 +154,7 @@ class Searcher:
         for v in values:
             mixed.keep[v], mixed.hold[v] = other.keep[v], other.hold[v]
             mixed.cut[v], mixed.prefer[v] = other.cut[v], other.prefer[v]
-            mixed.early[EARLIES * v : EARLIES * (v + 1)] = other.early[EARLIES * v : EARLIES * (v + 1)]
+            mixed.early[MOST_EARLY * v : MOST_EARLY * (v + 1)] = other.early[MOST_EARLY * v : MOST_EARLY * (v + 1)]
             for slot in self.tables.uses[v]:
                 mixed.option[slot] = other.option[slot]
         return mixed
@@ -171,10 +172,10 @@ class Searcher:
         """Anneal from every start, several at once; the best of what came and of the starts.
 
         Args:
-            later: cooler.
-            effort: so many times as many evaluations, and runs of tasks.
+            later: start at a lower temperature.
+            effort: multiplies the evaluations and the most runs of tasks.
         """
-        cooler = {"first_heat": LATER_HEAT, "first_weight": LATER_WEIGHT} if later else {}
+        cooler = {"first_temperature": LATER_TEMPERATURE, "first_weight": LATER_WEIGHT} if later else {}
         settings = [
             Settings(
                 budget_bytes=max(1, budget_bytes),
@@ -217,10 +218,11 @@ def find_start(
         pin_bytes: values up to this size are always kept, and counted throughout.
         seed: of the random changes.
         evaluations: policies judged by each of the two annealings of a round; None: a second or two's worth.
-        rounds: each but the first anneals the best of the one before.
+        rounds: each but the first anneals the best policy of the one before.
         start: a schedule to begin with, instead of what is made here.
-        effort: so many times as long an annealing in every later round.
-        enough: whether time is up, told whether what was found so far fits; asked before every annealing but that of the starts.
+        effort: multiplies the length of the annealing in every later round.
+        enough: called with whether a schedule that fits is found; returns whether time is up. Called before every annealing
+            but that of the starts.
     """
     searcher = Searcher(program, costs, extra_bytes, pin_bytes)
     given = None if start is None else searcher.judge(to_policy(program, searcher.tables, start), budget_bytes)
@@ -228,7 +230,9 @@ def find_start(
     if found is None:
         return None
     fitting = searcher.fitting(found.policy, budget_bytes)
-    if fitting is None and found.judgement.peak_bytes <= budget_bytes:  # not a plan: what it began with may be one
+    if (
+        fitting is None and found.judgement.peak_bytes <= budget_bytes
+    ):  # the policy is not a plan: one of the starts may be
         begun = searcher.cut_starts(budget_bytes)
         fitting = next(filter(None, (searcher.fitting(f.policy, budget_bytes) for f in begun)), None)
     return fitting
@@ -249,12 +253,12 @@ def smallest_known(
         return None
     count = evaluations if evaluations is not None else EVALUATIONS[searcher.engine.name] // 10
     starts.sort(key=lambda f: f.judgement.peak_bytes)
-    best = _shrink(searcher, starts[0], 0, count, seed)
+    best = _lower_peak(searcher, starts[0], 0, count, seed)
     planned = (searcher.plan(f.policy, f.judgement.peak_bytes) for f in (best, *starts))
     return next(filter(None, planned), None)
 
 
-def _shrink(
+def _lower_peak(
     searcher: Searcher,
     found: Found,
     enough_bytes: int,
@@ -262,10 +266,10 @@ def _shrink(
     seed: int,
     enough: Callable[[], bool] = lambda: False,
 ) -> Found:
-    """Ask for less memory as long as it is found, then for a little less, down to ``enough_bytes`` or till time is up.
+    """Lower the peak step by step, down to ``enough_bytes`` or until time is up; the step is halved where nothing is found.
 
-    Two annealings at a time, cooler ones, each time with other random numbers: ResNet-50's smallest peak fell from 20
-    to 18 % of plain PyTorch's by that, U-Net's from 35 to 30 %.
+    Two annealings at a time, at the lower temperature, each time with other random numbers: ResNet-50's smallest peak
+    fell from 20 to 18 % of plain PyTorch's by that, U-Net's from 35 to 30 %.
     """
     step = 0.2
     while step > 0.002 and found.judgement.peak_bytes > enough_bytes and not enough():
@@ -308,17 +312,17 @@ def _search(
                 break
             best = searcher.improve([best, best], budget_bytes, count, seed + 1000 * turn)
         fastest = min(starts, key=lambda f: f.judgement.seconds)
-        for turn in range(CROSSED):
+        for turn in range(MOST_CROSSOVERS):
             before = best.score(budget_bytes)
-            if before <= (0, DEAR * fastest.judgement.seconds) or over():
+            if before <= (0, SLOW * fastest.judgement.seconds) or over():
                 break
-            other = _shrink(searcher, fastest, budget_bytes, count // 10, seed + 7000 + 100 * turn, over)
-            best = searcher.cross(best, other, budget_bytes, min(CROSSINGS, isqrt(count // 8)))
+            other = _lower_peak(searcher, fastest, budget_bytes, count // 10, seed + 7000 + 100 * turn, over)
+            best = searcher.crossover(best, other, budget_bytes, min(CROSSINGS, isqrt(count // 8)))
             if not over():
                 best = searcher.improve([best, best], budget_bytes, count // 2, seed + 8000 + 100 * turn, later=True)
             if best.score(budget_bytes) == before:
                 break
-        best = _shrink(searcher, best, budget_bytes, count // 10, seed + 5000, over)
+        best = _lower_peak(searcher, best, budget_bytes, count // 10, seed + 5000, over)
     for turn in range(rounds):
         if over():
             break

@@ -16,8 +16,8 @@ from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.local_search.native import NativeEngine, library
-from monet_like.plan.local_search.policy import Tables, make_tables, to_policy, to_schedule
-from monet_like.plan.local_search.reference import PythonEngine, Settings
+from monet_like.plan.local_search.policy import Settings, Tables, make_tables, to_policy, to_schedule
+from monet_like.plan.local_search.reference import PythonEngine
 from monet_like.plan.local_search.searcher import Found, Searcher, find_start, smallest_known
 
 
@@ -119,8 +119,8 @@ def test_crossing_puts_the_good_stretches_of_two_policies_together() -> None:
     best, one, other = (f for f in found if f is not None)
     assert best.score(budget) < min(one.score(budget), other.score(budget))
     for first, second in ((one, other), (other, one)):
-        assert searcher.cross(first, second, budget).judgement == best.judgement
-    assert searcher.cross(one, one, budget).judgement == one.judgement
+        assert searcher.crossover(first, second, budget).judgement == best.judgement
+    assert searcher.crossover(one, one, budget).judgement == one.judgement
 
 
 @pytest.mark.parametrize(("depth", "most"), [(30, 1.7), (60, 2.5)])
