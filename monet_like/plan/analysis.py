@@ -1,4 +1,4 @@
-"""Facts about a program that every planner needs: when a value can still be needed, what the backward holds."""
+"""Properties of a program that all planners use: in which stages values are needed, what memory the backward takes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..units import MIB
 
 @dataclass(frozen=True)
 class Needs:
-    """Stages count from 0, the forward; stage ``t >= 1`` is backward slot ``t - 1``.
+    """In which stages values may be needed and tasks may run. Stage 0 is the forward, ``t >= 1`` backward slot ``t - 1``.
 
     Attributes:
-        stages: the stages in which forward tasks may run: 0 and those in which it can be of use to run one again.
-        reading_stages: of these 0 and those whose slot reads a forward value.
-        last: for every value, the last stage that could use it; -1 if none, for forward values.
+        stages: the stages in which forward tasks may run: 0 and those in which a rerun can save memory or time.
+        reading_stages: of these, 0 and those whose slot reads a forward value.
+        last: for every value, the last stage that could use it; -1 for a forward value that none can use.
         first: for every value, the first stage >= 1 whose slot may read it; if no slot reads it, the first such
-            stage of a value made from it; a large number if there is none.
+            stage of a value made from it; `NEVER` if there is none.
         rerun: for every task, whether it may run again at all.
         groups: neighbouring tasks whose sets of results are nested: in one stage at most one of them is of use.
     """
@@ -37,7 +37,7 @@ NEVER = 1 << 30
 
 
 def find_needs(program: Program) -> Needs:
-    """Compute `Needs`; a value is needed by the ways that read it and by every task that could use it then."""
+    """Compute `Needs`. The ways that read a value need it, and every task that could read it in that stage."""
     outputs = set(program.outputs)
     last = [-1] * len(program.values)
     first = [NEVER] * len(program.values)
@@ -59,11 +59,11 @@ def find_needs(program: Program) -> Needs:
 
 
 def _rerun_stages(program: Program) -> list[int]:
-    """Stages whose slot reads a forward value, and between two of these every one with fewer backward bytes than all
-    before it, or than all after it.
+    """Stages whose slot reads a forward value, and between two of these all with fewer backward bytes than those before
+    it, or than those after it.
 
-    What runs in another stage can move: where its results are larger than what dies of its inputs to a later stage,
-    else to an earlier one, of no more backward bytes; what it then takes is in no slot more than before.
+    A rerun in any other stage can move to one of these without taking more memory in any slot: to a later stage of no
+    more backward bytes where its results are larger than the inputs that it frees, else to an earlier one.
     """
     before = find_backward_bytes(program).before
     reading = [slot for slot, reads in enumerate(program.slot_reads) if reads]
@@ -80,13 +80,13 @@ def _rerun_stages(program: Program) -> list[int]:
 
 
 def net_workspace(program: Program, costs: Mapping[str, Cost], task: Task) -> int:
-    """Bytes that a task takes beyond what it reads and writes, less the storage that it takes over."""
+    """Bytes that a task takes beyond the values it reads and writes, less the storage that it takes over."""
     taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
     return cost_of(task, costs).workspace_bytes - taken
 
 
 def pinned_values(program: Program, pin_bytes: int) -> frozenset[int]:
-    """Values of at most ``pin_bytes`` that a restricted search always keeps and always counts."""
+    """Values of at most ``pin_bytes``, which a restricted search always keeps and always counts."""
     excluded = set(program.outputs) | {task.overwrites for task in program.tasks}
     return frozenset(
         v
@@ -97,7 +97,7 @@ def pinned_values(program: Program, pin_bytes: int) -> frozenset[int]:
 
 
 def default_pin_bytes(program: Program, budget_bytes: int) -> int:
-    """The size up to which all values together take at most a thousandth of the budget; at most 1 MiB."""
+    """The size in bytes such that all values up to it together take at most 1/1000 of the budget; at most 1 MiB."""
     sizes = sorted(value.bytes for value in program.values if value.kind == "forward" and value.bytes <= MIB)
     left, largest = budget_bytes // 1000, 0
     for size in sizes:
@@ -109,7 +109,7 @@ def default_pin_bytes(program: Program, budget_bytes: int) -> int:
 
 
 def _groups(tasks: tuple[Task, ...]) -> tuple[tuple[int, ...], ...]:
-    """Neighbours with nested results: of two that run in one stage, the one with fewer results is useless."""
+    """Neighbours with nested results: of two tasks that run in one stage, the one with fewer results is useless."""
     groups: list[list[int]] = []
     for index, task in enumerate(tasks):
         if groups and all(_exchangeable(tasks[other], task) for other in groups[-1]):
@@ -125,7 +125,7 @@ def _exchangeable(first: Task, second: Task) -> bool:
 
 
 def dominated_tasks(program: Program, costs: Mapping[str, Cost], groups: Iterable[tuple[int, ...]]) -> frozenset[int]:
-    """Tasks that another of their group replaces in every schedule, at no more seconds and bytes."""
+    """Tasks that another task of their group replaces in every schedule, at no more seconds and bytes."""
     found: set[int] = set()
     for group in groups:
         for p in reversed(group):  # of equals, the first stays
@@ -146,7 +146,7 @@ def _replaces(program: Program, costs: Mapping[str, Cost], q: int, p: int) -> bo
 
 
 def useful_ways(program: Program, costs: Mapping[str, Cost], slot: int, possible: Iterable[int]) -> tuple[int, ...]:
-    """The possible ways of a slot without those that another replaces at no more seconds and bytes."""
+    """The possible ways of a slot without those that another way replaces at no more seconds and bytes."""
     ways = program.slots[slot]
 
     def price(k: int) -> tuple[float, int, set[int]]:
@@ -166,9 +166,9 @@ class BackwardBytes:
     """Bytes of backward values alive around each slot, apart from what overwriting saves.
 
     Attributes:
-        before: alive when the slot's tasks run again: made earlier and read by this slot or later.
-        during: the same and the slot's results.
-        possible: for every slot, the ways that may run: they overwrite nothing that is read later.
+        before: for every slot, alive while tasks run again before it: made earlier and read by this slot or later.
+        during: these and the slot's results.
+        possible: for every slot, the ways that may run: those that overwrite nothing that is read later.
     """
 
     before: tuple[int, ...]
@@ -177,7 +177,7 @@ class BackwardBytes:
 
 
 def find_backward_bytes(program: Program) -> BackwardBytes:
-    """Every slot is done once and all its ways read and write the same gradients: no decision matters here."""
+    """Compute `BackwardBytes`. No decision matters: all ways of a slot read and write the same gradients."""
     count = len(program.slots)
     kept = set(program.gradients)
     lives: dict[int, list[list[int]]] = {value: [[-1, -1]] for value in program.tangents}
@@ -229,10 +229,11 @@ def floor_bytes(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
 def fitting_runs(
     program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int = 0
 ) -> tuple[frozenset[int], ...]:
-    """For every slot the tasks that can run again before it at all, in any schedule within the budget.
+    """For every slot, the tasks whose rerun before it fits into the budget in some schedule.
 
-    A run takes at least what it reads and writes, and the values that are alive beside it in every schedule: those that
-    a later slot reads in all its ways and that cannot be made in between, which in turn tells more runs that cannot be.
+    A rerun takes at least what it reads and writes, and the values that are alive then in every schedule: those that a
+    later slot reads in all its ways and that no rerun in between can make. Every rerun that is ruled out may add such
+    values, so this is repeated until nothing changes.
     """
     needs, backward = find_needs(program), find_backward_bytes(program)
     outputs, count = set(program.outputs), len(program.slots)

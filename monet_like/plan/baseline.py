@@ -1,4 +1,4 @@
-"""What plain PyTorch does: run everything once, keep what the backward reads until its last read."""
+"""Plain PyTorch's schedule: run everything once, keep what the backward reads until its last read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ..ir.simulate import Report, simulate
 
 
 def store_all(program: Program) -> Schedule:
-    """PyTorch's own variants, each run once in the forward; what may only run again runs before its first reader.
+    """Plain PyTorch's schedule: its own operators, each run once in the forward.
+
+    Tasks that may only run again run just before their first reader.
 
     Raises:
         ScheduleError: a value that is needed has no ``aten`` producer.

@@ -1,4 +1,4 @@
-"""What people ask of a planner besides a plan: how little memory would do, and what more memory would buy."""
+"""Questions about budgets: the smallest that does (`smallest_budget`, `fits`), and step time against memory (`pareto`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .subprogram import has_overlap, plans_without_refused, without_overlap
 
 @dataclass(frozen=True)
 class Smallest:
-    """The smallest budget.
+    """The smallest budget that is known to do.
 
     Attributes:
         schedule, report: of a schedule with the lowest peak that was found.
@@ -45,16 +45,17 @@ def smallest_budget(
     solver: str = "HIGHS",
     time_limit_seconds: float = 60.0,
 ) -> Smallest:
-    """The lowest peak that any schedule has, from both sides: a schedule, and a bound.
+    """The lowest peak memory of all schedules: a schedule with a low peak, and a lower bound of all peaks.
 
-    The local search goes down as far as it gets. From there an integer program gives the lowest peak of a small program
-    to the byte; of a larger one it is asked for a schedule halfway between that and what a single slot needs, again and
-    again, until the two meet or the time is over. `plan` does the same where nothing else fits, so it finds this schedule.
+    The local search lowers the peak as far as it can. From there an integer program gives the lowest peak of a small
+    program to the byte. For a larger program it is asked for a schedule halfway between the lowest known peak and the
+    bound, again and again, until the two meet or the time is over. `plan` does the same where nothing else fits, so it
+    finds this schedule.
 
     Raises:
         SolverError: not even one schedule was found.
     """
-    if has_overlap(program):  # what runs beside the rest holds more, not less
+    if has_overlap(program):  # overlapped copies hold their values for longer, not shorter
         small = without_overlap(program)
         smallest = smallest_budget(
             small.program, costs, extra_bytes=extra_bytes, solver=solver, time_limit_seconds=time_limit_seconds
@@ -79,7 +80,7 @@ def smallest_budget(
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the time-memory front: a budget, and the plan for it (None: none was found)."""
+    """One point of the front of step time against memory: a budget and its plan; None: no plan was found."""
 
     budget_bytes: int
     plan: Plan | None
@@ -98,11 +99,11 @@ def pareto(
     start: Schedule | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Point, ...]:
-    """A plan for every budget, the smallest budget first: each plan is where the next one starts.
+    """Plans for several budgets, the smallest first; the search for each starts from the plan before.
 
     Args:
         strategy: ``milp`` or ``heuristic``.
-        start: where the first one starts, if it is known, with ``milp``.
+        start: a schedule for the first budget to start from, with ``milp``.
         time_limit_seconds: wall seconds for each budget.
         progress: called with how many budgets are done and how many there are.
     """
@@ -142,7 +143,7 @@ def seconds_per_gigabyte(points: Sequence[Point]) -> tuple[float | None, ...]:
 
 @plans_without_refused
 def fits(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule | None:
-    """A schedule within the budget if one is found quickly, however slow it is itself; see `find_quickly`."""
+    """A schedule within the budget, however slow its step, if one is found in seconds; see `find_quickly`."""
     if has_overlap(program):
         small = without_overlap(program)
         quick = fits(small.program, costs, budget_bytes, extra_bytes=extra_bytes)

@@ -1,15 +1,15 @@
-"""Plans with copies on the host: the planners' own ones, whose copies then run beside the rest where that fits.
+"""Plans with copies on the host: copies are planned as tasks that the step waits for, then overlapped with computing.
 
-To the planners a copy takes time like any other task, and the step waits for it: one task to send, one to fetch, so
-that nothing about them is special. `simulate` has two clocks, so much of that time may be hidden. Three steps:
+A strategy sees one task that sends a value and one that fetches it, each with its time, like any other task. `simulate`
+has two clocks, one of them for the copy engine, so much of that time may be hidden. Three steps:
 
-1. Plan without copies, and with copies at several prices: a copy that is going to be hidden costs little.
-2. One copy after the other, for as long as the simulated step becomes faster within the budget: end a sending later in
-   the forward, start a fetching before an earlier slot. Either holds the value for longer.
-3. Take the fastest by `simulate`, with the copies' real times.
+1. Plan without copies, and with copies at several prices: a copy that will be hidden costs little.
+2. Overlap one copy after the other, as long as the simulated step becomes faster within the budget: end a send later in
+   the forward, start a fetch before an earlier slot. Either holds the value for longer.
+3. Take the fastest plan by `simulate`, with the copies' real times.
 
-Every plan is judged with both clocks, so none is faster in the report than its order of runs and copies allows. A
-bound of a planner's program is none for steps with hidden copies: none is given.
+Every plan is simulated with both clocks, so none is faster in the report than its order of runs and copies allows. The
+bound of a strategy's program does not hold for steps with hidden copies, so none is given.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..ir.simulate import Report, simulate
 from .result import Plan
 from .subprogram import has_overlap, without_overlap
 
-#: What a copy's second costs in seconds of the step, while planning; None: no copies.
+#: Prices of a copy's second while planning, in seconds of the step; None: no copies.
 PRICES = (None, 1.0, 0.3, 0.1)
-#: How many slots earlier a fetching may start.
+#: How many slots earlier a fetch may start.
 AHEAD = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: Gains of less than this share of the step are not looked for.
+#: Smaller gains than this share of the step do not count.
 LEAST_GAIN = 1e-6
 
 Find = Callable[[Program, Mapping[str, Cost]], Plan]
@@ -75,7 +75,7 @@ def plan_copies(
 
     Args:
         find: plans a program without hidden copies at given costs.
-        start: a schedule that is taken where nothing faster is found.
+        start: a schedule to take where nothing faster is found.
 
     Raises:
         InfeasibleError, SolverError: by ``find``, where it has no plan at any price.
@@ -116,15 +116,15 @@ def plan_copies(
 def hide(
     program: Program, schedule: Schedule, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int = 0
 ) -> tuple[Schedule, Report]:
-    """The schedule with copies beside the rest, as far as that makes it faster within the budget."""
+    """Overlap the schedule's copies with computing, as far as that makes it faster within the budget."""
     report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
-    for moves in (*_sendings(program, schedule), *_fetchings(program, schedule)):
+    for moves in (*_sends(program, schedule), *_fetches(program, schedule)):
         best = schedule, report
         for move in moves:
             try:
                 moved = move(schedule)
                 judged = simulate(program, moved, costs, extra_bytes=extra_bytes)
-            except ScheduleError:  # the same value is fetched twice, and would be for both at once
+            except ScheduleError:  # the same value is fetched twice: the two copies would overlap
                 continue
             if judged.peak_bytes <= budget_bytes and judged.seconds < best[1].seconds - LEAST_GAIN * report.seconds:
                 best = moved, judged
@@ -135,20 +135,20 @@ def hide(
 _Move = Callable[[Schedule], Schedule]
 
 
-def _sendings(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
-    """For every sending of a schedule, in order, the ways to let it run beside the forward; the shortest first."""
+def _sends(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
+    """For every send of a schedule, in order, the changes that overlap it with the forward; the shortest overlap first."""
     for whole in schedule.forward:
         if program.tasks[whole].copies == "whole":
             yield [
                 lambda now, whole=whole, start=start, end=end: replace(  # type: ignore[misc]
                     now, forward=tuple(sorted({*now.forward, start, end} - {whole}))
                 )
-                for start, end in _halves(program, whole)
+                for start, end in _starts_and_ends(program, whole)
             ]
 
 
-def _fetchings(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
-    """For every fetching, in order, the earlier slots before which it may start; the nearest first."""
+def _fetches(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
+    """For every fetch, in order, the changes that start it before an earlier slot; the nearest slot first."""
     for slot, tasks in enumerate(schedule.again):
         for whole in tasks:
             if program.tasks[whole].copies == "whole":
@@ -156,7 +156,7 @@ def _fetchings(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
                     lambda now, whole=whole, slot=slot, start=start, end=end, early=early: _started(  # type: ignore[misc]
                         now, slot, whole, early, start, end
                     )
-                    for start, end in _halves(program, whole)
+                    for start, end in _starts_and_ends(program, whole)
                     for early in [slot - ahead for ahead in AHEAD if ahead <= slot]
                 ]
 
@@ -168,8 +168,8 @@ def _started(schedule: Schedule, slot: int, whole: int, early: int, start: int, 
     return replace(schedule, again=tuple(again))
 
 
-def _halves(program: Program, whole: int) -> list[tuple[int, int]]:
-    """The tasks that start, and those that end, the same copy."""
+def _starts_and_ends(program: Program, whole: int) -> list[tuple[int, int]]:
+    """Pairs of tasks that start and end the same copy as the task ``whole``, which waits for it."""
     found = []
     for value in program.tasks[whole].writes:
         for end in program.producers[value]:

@@ -1,4 +1,4 @@
-"""What planning gives back. Plain data."""
+"""The result of planning: a schedule, its cost, and how good it is known to be. Plain data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Plan:
 
     Attributes:
         schedule: what to run.
-        report: the simulator's account of it; ``report.peak_bytes`` is within the budget.
+        report: the simulator's report on it; ``report.peak_bytes`` is within the budget.
         status: ``optimal``: proven to be within the gap asked for; ``feasible``: not proven.
         bound_seconds: no schedule of the kind that ``bound_kind`` names is faster; 0 if nothing is known.
         bound_kind: ``unrestricted``: the bound holds for every schedule; ``restricted``: for schedules that always
@@ -25,8 +25,10 @@ class Plan:
         gap: ``(report.seconds - bound_seconds) / report.seconds``.
         rows, columns: size of the integer program; 0 for other strategies.
         solver: the solver asked for; "" for strategies without one.
-        found_by: what found the schedule: ``heuristic``, a solver's name, or the strategy.
-        stage_seconds: wall seconds of ``build``, ``heuristic`` and ``solve``.
+        found_by: what found the schedule: a stage of `Search` (``greedy``, ``parts``, ``heuristic``, ``bound``, ``lowest
+            peak``, ``start``), a solver's name, or the strategy's.
+        stage_seconds: wall seconds of the stages ``parts``, ``heuristic``, ``bound``, ``build`` and ``solve`` of `Search`,
+            or of the strategy.
         pin_bytes, window: how the program was restricted; window None: not.
         interrupted: stopped by hand (Ctrl-C) with this plan at hand.
     """

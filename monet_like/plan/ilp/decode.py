@@ -1,4 +1,4 @@
-"""From a solution of the integer program to a schedule, and from a schedule to a point to start from."""
+"""Translates solutions of the integer program to schedules, and schedules to points that a solver can start from."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def encode(formulation: Formulation, schedule: Schedule, *, check: bool = True) 
 
 
 def _carried(formulation: Formulation, schedule: Schedule) -> list[tuple[int, int]]:
-    """(v, t): v is read after stage t before it is made anew."""
+    """(v, t) for every value v that is carried out of stage t: read after it before it is made again."""
     found: list[tuple[int, int]] = []
     wanted: set[int] = set()
     for t in reversed(formulation.stages):
@@ -72,9 +72,9 @@ def _carried(formulation: Formulation, schedule: Schedule) -> list[tuple[int, in
 
 
 def neighbourhood(formulation: Formulation, x: NDArray[Any], stages: Iterable[int], reach: int) -> NDArray[np.bool_]:
-    """Columns to leave free when a solution breaks a memory row in one of ``stages``: what could mend it.
+    """Columns to leave free when a solution breaks a memory row in one of ``stages``: those that could repair it.
 
-    These are all ways, the reruns at most ``reach`` slots before a broken stage or just after it, and everything
+    These are all ways, the reruns at most ``reach`` slots before a broken stage or just after it, and all columns
     about the values carried into or out of one. The other integral columns may stay as they are in ``x``.
     """
     import numpy as np

@@ -1,10 +1,10 @@
-"""The lowest peak of all schedules, from both sides: a schedule with a low peak, and bytes below which there is none.
+"""The lowest peak memory of all schedules: a schedule with a low peak, and a lower bound of every schedule's peak.
 
-Two ways to ask, both from a schedule that is known:
+There are two methods, both starting from a known schedule:
 
-1. Small programs: one integer program whose objective is the peak. `Formulation` with ``above_bytes`` lets every memory
-   row exceed the budget by a share of these bytes, one and the same in all rows; the least share is wanted.
-2. Programs of any size: is there a schedule halfway between what is known and what is proven? Again and again.
+1. For small programs, one integer program whose objective is the peak. `Formulation` with ``above_bytes`` lets every
+   memory row exceed the budget by a share of these bytes, the same in all rows; the smallest share is wanted.
+2. For programs of any size, bisection: is there a schedule halfway between the known and the proven peak?
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .formulation import Formulation, estimated_columns
 
 #: Programs with more columns than this are not asked for their lowest peak in one integer program.
 MOST_COLUMNS = 3000
-#: Wall seconds for that program where no other limit is given; it takes far less than one, most of it for its start.
+#: Wall seconds for that program where no other limit is given; it takes far less than one, mostly to start the solver.
 SECONDS = 10.0
-#: And where a limit is given, at least so many: its start takes seconds where others use the processors.
+#: The least limit otherwise: starting the solver takes seconds where other processes use the processors.
 LEAST_SECONDS = 5.0
-#: Programs with at most so many (stage, group, value) have all their memory rows from the start.
+#: Programs with at most this many (stage, group, value) have all their memory rows from the start.
 MOST_ROW_PARTS = 100_000
-#: The two sides are close enough at this share of the peak; nothing is asked halfway between them any more.
+#: Bisection ends when the known and the proven peak differ by this share of the peak.
 CLOSE = 0.01
 
 #: Finds any schedule within so many bytes, in so many seconds; raises `InfeasibleError` or `SolverError`.
@@ -41,7 +41,7 @@ FindWithin = Callable[[int, float], tuple[Schedule, Report]]
 
 @dataclass(frozen=True)
 class Lowest:
-    """A schedule with a low peak.
+    """A schedule with a low peak, and a bound.
 
     Attributes:
         schedule, report: of the lowest peak that was found.
@@ -54,7 +54,7 @@ class Lowest:
 
 
 def is_small(program: Program) -> bool:
-    """Whether one integer program answers for the lowest peak in about a second."""
+    """Whether one integer program finds the lowest peak in about a second."""
     return estimated_columns(program, find_needs(program)) <= MOST_COLUMNS
 
 
@@ -69,10 +69,10 @@ def find_lowest(
     solver: str = "HIGHS",
     seconds: float = SECONDS,
 ) -> Lowest:
-    """The lowest peak, down to ``enough_bytes``.
+    """Lower the peak of a known schedule, down to ``enough_bytes``.
 
     Args:
-        known: where to begin.
+        known: the schedule to begin with.
         find: finds a schedule within a budget, for programs that are not small; None: only small programs are asked.
         enough_bytes: a peak of at most this ends the search.
         extra_bytes: resident memory beyond the program's.
@@ -84,7 +84,7 @@ def find_lowest(
     if best.report.peak_bytes > max(best.proven_bytes, enough_bytes) and is_small(program):
         most = max(seconds, LEAST_SECONDS)
         best = minimise_peak(program, costs, best, enough_bytes, extra_bytes=extra_bytes, solver=solver, seconds=most)
-    low = best.proven_bytes  # not proven, but not worth asking again
+    low = best.proven_bytes  # rises where no schedule was found, which is no proof
     while find is not None and (peak := best.report.peak_bytes) > max(low, enough_bytes):
         close = peak - low <= CLOSE * peak
         left = ends - time.monotonic()
@@ -106,9 +106,9 @@ def find_lowest(
 def find_quickly(
     program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0, **options: Any
 ) -> Lowest | None:
-    """A schedule within the budget by local search; where it finds none, the one with the lowest peak that is found.
+    """A schedule within the budget by local search; where it finds none, one with the lowest peak that is found.
 
-    Of small programs the latter is the integer program's: it is known to the byte, and so is whether anything fits.
+    For small programs an integer program finds the lowest peak to the byte, and thereby whether anything fits.
 
     Args:
         options: further ones of `find_start`.
@@ -122,7 +122,9 @@ def find_quickly(
             return None
         return Lowest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
 
-    if floor <= budget_bytes and is_small(program) and start(evaluations=0) is None:  # annealing would try for long
+    if (
+        floor <= budget_bytes and is_small(program) and start(evaluations=0) is None
+    ):  # annealing would try for long here
         known = smallest_known(program, costs, extra_bytes=extra_bytes)
         if known is not None and known[1].peak_bytes > budget_bytes:
             lowest = find_lowest(
@@ -146,9 +148,9 @@ def minimise_peak(
     solver: str = "HIGHS",
     seconds: float = SECONDS,
 ) -> Lowest:
-    """The lowest peak by one integer program, without restrictions; see `find_lowest`.
+    """The lowest peak by one integer program, without restrictions; arguments as for `find_lowest`.
 
-    Where time is left its two sides meet, to the byte but for what solvers take for rounding: about a millionth.
+    Given enough time, the peak and the bound meet to the byte, but for solvers' tolerance of about a millionth.
     """
     from ...solvers.interface import check_solver, installed_solvers, solve
 
@@ -167,7 +169,7 @@ def minimise_peak(
         gap = max(1e-6, 0.4 / above)
         found = solve(formulation.matrix(), name, time_limit_seconds=left, gap=gap, start=start)
         if found.bound_seconds > max(0.25, 1e-6 * above) and found.status != "infeasible":  # a known one is feasible
-            # Rows let in half a byte more than they say, so a peak of n bytes above has a share of n - 1/2 bytes.
+            # Rows admit half a byte more than they say, so a peak of n bytes above has a share of n - 1/2 bytes.
             proven = low + ceil(min(found.bound_seconds, above) + 0.5 - max(0.25, 1e-6 * above))
             best = Lowest(best.schedule, best.report, max(best.proven_bytes, min(proven, best.report.peak_bytes)))
         if found.x is None:
@@ -185,7 +187,7 @@ def minimise_peak(
 
 
 def _add_rows(formulation: Formulation) -> None:
-    """All rows of runs where they are few; else what is broken is added later."""
+    """Add all memory rows of runs where they are few; otherwise those that a solution breaks are added later."""
     groups = range(len(formulation.needs.groups))
     if len(formulation.stages) * len(groups) * len(formulation.tracked) <= MOST_ROW_PARTS:
         for t in formulation.stages:

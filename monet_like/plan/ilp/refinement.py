@@ -1,10 +1,10 @@
-"""A bound for all schedules that gets finer where it is wrong, and plans from what it gets wrong.
+"""Refines the bound for all schedules: the relaxation gets blocks and rows where its solution exceeds the budget.
 
-The program of `bound.py` knows little of memory: with one block only what the start of the backward holds. Its
-solutions tell what it should know. One that is faster than the bound asked for is written as a schedule and simulated;
-the slots in which that takes more than the budget become blocks of their own, the runs that do so get their rows, and
-the program is solved again. If none is that fast any more, the bound is proven. The schedules on the way, which are
-too fast to be true, are good starts for the local search.
+The relaxation (relaxation.py) counts little memory: with one block only that at the start of the backward. Its solutions
+tell what is missing. A solution that is faster than the bound asked for is turned into a schedule and simulated. The slots
+in which it takes more than the budget become blocks of their own, its runs over the budget get their rows, and the program
+is solved again. Once no solution is that fast any more, the bound is proven. The schedules on the way, which are faster than
+possible within the budget, are good starts for the local search.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from ...solvers.interface import solve
 from ..analysis import find_needs
 from .relaxation import block_program
 
-#: Slots that become blocks in a step, the fullest ones (measured on U-Net: two to six make little difference).
+#: Most slots that become blocks in a step: those with the most memory (measured on U-Net: two to six make little difference).
 SLOTS_A_STEP = 4
-#: HiGHS's options where the best plan is known and what is left is to prove it (measured: U-Net at 40 % 28 instead of
+#: HiGHS's options where a good plan is known and only the proof is wanted (measured: U-Net at 40 % 28 instead of
 #: 41 s, at 50 % 7 instead of 12).
 PROVING = {"mip_allow_restart": False, "mip_heuristic_effort": 0.01}
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step brought.
+    """The result of one step of the refinement.
 
     Attributes:
         bound_seconds: no schedule is faster.
-        schedule: a schedule, mostly over the budget, that the program takes for faster; None if there is none.
+        schedule: of the relaxation's solution, faster than the best plan and mostly over the budget; None if there is
+            none.
         finer: whether the next step's program differs from this one's.
     """
 
@@ -60,19 +61,19 @@ class Refinement:
         time_limit_seconds: float,
         stop: Callable[[], bool] = lambda: False,
     ) -> Step:
-        """Solve, and learn from the solution.
+        """Solve the relaxation, and refine it where its solution exceeds the budget.
 
         Args:
             best: the fastest schedule known, which takes ``best_seconds``.
             gap: relative to ``best_seconds``: how far below it the bound may be in the end.
             time_limit_seconds: wall seconds.
-            stop: asked now and then whether to end at once.
+            stop: called now and then; returns whether to end at once.
         """
         blocks = block_program(
             self.program, self.costs, self.budget_bytes, self.alone, self.extra_bytes, runs=sorted(self.runs)
         )
         target = best_seconds * (1 - gap) / blocks.matrix.seconds_per_unit
-        refined = bool(self.alone or self.runs)  # what is not yet is solved in a second or two: a bound at once
+        refined = bool(self.alone or self.runs)  # the unrefined program is solved in a second or two: a bound at once
         solved = solve(
             blocks.matrix,
             "HIGHS",
@@ -82,19 +83,22 @@ class Refinement:
             stop=stop,
             options=PROVING | {"objective_target": target} if refined and best is not None else {},
         )
-        if solved.status in ("infeasible", "error"):  # nothing is known; whether nothing fits is for the whole program
+        if solved.status in (
+            "infeasible",
+            "error",
+        ):  # nothing is known; only the whole program can prove that nothing fits
             return Step(0.0, None, False)
         if solved.x is None or solved.objective_seconds >= best_seconds:
             return Step(solved.bound_seconds, None, False)
         schedule = blocks.schedule(solved.x)
         try:
             report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
-        except ScheduleError:  # in a longer block something is read after it was overwritten, of which there is no copy
+        except ScheduleError:  # a longer block may read a value after it was overwritten
             return Step(solved.bound_seconds, None, False)
-        return Step(solved.bound_seconds, schedule, self._learn(schedule, report))
+        return Step(solved.bound_seconds, schedule, self._refine(schedule, report))
 
-    def _learn(self, schedule: Schedule, report: Report) -> bool:
-        """Blocks and rows for the steps that are over the budget; whether there are new ones."""
+    def _refine(self, schedule: Schedule, report: Report) -> bool:
+        """Add blocks and rows for the runs that are over the budget; returns whether there are new ones."""
         over = [
             (step.bytes, stage, p)
             for step, (stage, p) in zip(report.steps, schedule.runs(), strict=True)
