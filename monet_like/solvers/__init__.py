@@ -1,1 +1,1 @@
-"""Solves 0/1 programs; knows nothing of training."""
+"""Solves 0/1 programs with HiGHS, CBC and other solvers; knows nothing of training."""

@@ -1,4 +1,4 @@
-"""What each solver calls things: its package, statuses, and through cvxpy its time limit, gap, threads and bound."""
+"""The names that each solver uses: its package, its statuses and, through cvxpy, its time limit, gap, threads and bound."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 Meaning = Literal["optimal", "infeasible", "limit"]
 
-#: Statuses of cvxpy and (k...) HiGHS -> what they can mean. With a checked incumbent, "limit" and "optimal" differ
-#: only in what is proven; without one, "optimal" is an error and "limit" is no incumbent. cvxpy reports
-#: ``user_limit`` and the inaccurate ones with and without an incumbent alike.
+#: Statuses of cvxpy and (k...) of HiGHS -> their meaning. With a checked incumbent, "limit" and "optimal" differ only in
+#: what is proven. Without one, "optimal" is an error, and "limit" means that there is no incumbent. cvxpy reports
+#: ``user_limit`` and the inaccurate statuses with and without an incumbent alike.
 MEANING: Mapping[str, Meaning] = {
     "optimal": "optimal",
     "kOptimal": "optimal",
@@ -37,14 +37,15 @@ def _no_bound(stats: Any) -> float | None:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One solver through cvxpy.
+    """How one solver is called through cvxpy.
 
     Attributes:
-        package: what must be installed.
+        package: the Python package that must be installed.
         options: (wall seconds, relative gap, threads) -> arguments of `cvxpy.Problem.solve`.
-        bound: its ``extra_stats`` -> its bound of the objective; None if it tells none (CBC's is read off its log).
-        interruptible: at SIGINT it ends with its incumbent, unless it is in a search within its search. For CBC, whose
-            own limit is of processor seconds: how many of them the clock's will be can only be guessed.
+        bound: its ``extra_stats`` -> its bound of the objective; None if it does not report one (CBC's is read from its
+            log).
+        interruptible: whether it ends with its incumbent at SIGINT, unless it is in a search within its search. Needed
+            for CBC, whose own limit counts processor seconds: how many wall seconds these are can only be guessed.
     """
 
     package: str
@@ -54,12 +55,12 @@ class Dialect:
 
 
 def _own_interface(seconds: float, gap: float, threads: int) -> dict[str, Any]:
-    raise AssertionError("HiGHS is not run through cvxpy: there it takes no start")
+    raise AssertionError("HiGHS is not run through cvxpy, where it takes no start")
 
 
 DIALECTS: Mapping[str, Dialect] = {
     "HIGHS": Dialect("highspy", _own_interface),
-    # The log is wanted for its bound.
+    # CBC reports its bound only in its log.
     "CBC": Dialect(
         "cylp",
         lambda seconds, gap, threads: {"maximumSeconds": seconds, "allowableFractionGap": gap, "logLevel": 1},

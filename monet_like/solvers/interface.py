@@ -1,7 +1,7 @@
-"""Solving a `MatrixProgram` with a named solver, within a wall-clock limit, and believing nothing it says.
+"""Solves a `MatrixProgram` with a named solver within a limit of wall seconds, and checks what the solver returns.
 
-The solver runs in a child process (`solver_process`), which is stopped at the deadline, on Ctrl-C and on any error.
-Whatever status it reports, its values count only after rounding and a check of every row.
+The solver runs in a child process (worker.py), which is stopped at the deadline, on Ctrl-C and on any error. Whatever
+status it reports, its values count only after rounding and a check of every row.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
 
 Status = Literal["optimal", "feasible", "infeasible", "no_incumbent", "error"]
 
-#: Called with the solver's incumbent (inf: none yet) and bound (-inf: none yet), in seconds of a step.
+#: Called with a solver's incumbent (inf: none yet) and bound (-inf: none yet), in seconds of a training step.
 Watch = Callable[[float, float], None]
 
-#: Largest violation of a row, after rounding, that is put down to floating point. In the rows' own units: 1 for
-#: logic rows, about a 8000th of the budget for memory rows. The simulator then counts in whole bytes.
+#: Largest violation of a row, after rounding, that counts as floating-point error. In the rows' own units: 1 for logic
+#: rows, 1/8192 of the budget for memory rows. The simulator then counts in whole bytes.
 TOLERANCE = 1e-4
-#: How often it is asked whether to stop.
+#: Seconds between two questions whether to stop.
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What came of one solve.
+    """The result of one solve.
 
     Attributes:
         status: ``optimal`` (proven to the gap asked for), ``feasible`` (a checked incumbent), ``infeasible``
-            (proven, says the solver), ``no_incumbent`` (it ran out of time), ``error``.
+            (proven, according to the solver), ``no_incumbent`` (out of time), ``error``.
         x: the checked 0/1 point, or None.
         objective_seconds: its objective.
         bound_seconds: no point of this program is below it; -inf if nothing is known.
         gap: ``(objective - bound) / objective``; inf without an incumbent.
-        wall_seconds: how long it took, starting the process included.
+        wall_seconds: of the solve, starting the process included.
         message: the solver's own words.
     """
 
@@ -68,7 +68,7 @@ class Solution:
 
 
 def installed_solvers() -> tuple[str, ...]:
-    """Names of the solvers on this machine that handle 0/1 programs; nothing is imported to find out.
+    """Names of the installed solvers that handle 0/1 programs; none is imported to find out.
 
     (cvxpy imports every solver's package, and HiGHS's and OR-Tools' cannot both be loaded into one process: a user's
     process must stay free of either.)
@@ -113,13 +113,13 @@ def solve(
     Args:
         problem: the 0/1 program.
         solver: a name that `check_solver` accepts.
-        time_limit_seconds: wall seconds in all; at the end the solver is stopped.
+        time_limit_seconds: wall seconds in all; then the solver is stopped.
         gap: relative gap at which it may stop.
-        start: a feasible point; used by solvers that accept one (HIGHS), as the incumbent for all.
-        watch: called as the solver goes on (CBC and HiGHS).
+        start: a feasible point. HiGHS starts from it; for all solvers it is the result where they find none.
+        watch: called with news of the solver (CBC and HiGHS).
         threads: for solvers that use several.
         options: further options in the solver's own names.
-        stop: asked several times a second whether to end at once; then as at the time limit.
+        stop: called several times a second; if it returns True the solver ends as at the time limit.
 
     Raises:
         UsageError, SolverError: see `check_solver`.
@@ -148,7 +148,7 @@ def solve(
 
 
 def job_for(problem: MatrixProgram, solver: str, limit: float, gap: float, threads: int = 1) -> dict[str, Any]:
-    """What the worker needs to know."""
+    """The message to the worker for one solve."""
     return {
         "solver": solver,
         "matrix": problem.matrix,
@@ -168,7 +168,7 @@ def job_for(problem: MatrixProgram, solver: str, limit: float, gap: float, threa
 
 
 def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, started: float, gap: float) -> Solution:
-    """The one place where a status and values become a `Solution`."""
+    """Check a worker's answer: the only place where a status and values become a `Solution`."""
     import numpy as np
 
     meaning = MEANING.get(answer["status"], "error")
@@ -183,7 +183,9 @@ def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, started
         without: dict[str, Status] = {"infeasible": "infeasible", "limit": "no_incumbent"}
         return Solution(without.get(meaning, "error"), None, float("inf"), bound * unit, float("inf"), seconds, message)
     objective = float(problem.cost @ x + problem.offset)
-    if meaning == "optimal" and answer.get("bound") is None:  # it stopped because this close, offset not counted
+    if (
+        meaning == "optimal" and answer.get("bound") is None
+    ):  # it stopped at the gap, which it measures without the offset
         bound = max(bound, objective - gap * abs(objective - problem.offset))
     bound = min(bound, objective)
     reached = (objective - bound) / abs(objective) if objective else 0.0
@@ -192,7 +194,7 @@ def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, started
 
 
 class _Log:
-    """Reads the solver's output: the worker's ``progress`` lines, and what CBC says of its incumbent and bound."""
+    """Reads incumbents and bounds from a solver's output: the worker's ``progress`` lines and CBC's log."""
 
     _NUMBER = r"(-?(?:[0-9.]+(?:e[+-]?[0-9]+)?|inf))"
     _INCUMBENT = re.compile(rf"(?:Integer solution of|^progress) *{_NUMBER}|{_NUMBER} best solution, best possible")
@@ -203,12 +205,12 @@ class _Log:
         self.incumbent, self.bound = float("inf"), float("-inf")
 
     def read(self, stream: IO[bytes]) -> None:
-        """Until the stream ends."""
+        """Read lines until the stream ends."""
         for raw in stream:
             self.line(raw.decode(errors="replace").rstrip())
 
     def line(self, line: str) -> None:
-        """One line; what it says counts from here on."""
+        """Read one line; its incumbent and bound count from here on."""
         before = self.incumbent, self.bound
         offset = self.problem.offset if line.startswith("progress") else 0.0  # HiGHS knows it, CBC does not
         if match := self._INCUMBENT.search(line):
@@ -223,7 +225,7 @@ class _Log:
 
 
 def start_worker(threads: int = 1, output: int = subprocess.DEVNULL) -> tuple[subprocess.Popen[bytes], int]:
-    """A child process that solves what is written to its stdin, and the descriptor that its answers come from."""
+    """Start a worker; returns the child process, which reads problems on stdin, and the descriptor of its answers."""
     reading, writing = os.pipe()
     root = str(Path(__file__).resolve().parents[2])
     environment = dict(
@@ -239,14 +241,14 @@ def start_worker(threads: int = 1, output: int = subprocess.DEVNULL) -> tuple[su
             stderr=subprocess.STDOUT,
             pass_fds=(writing,),
             env=environment,
-            start_new_session=True,  # Ctrl-C is ours to handle: the child is stopped by who started it
+            start_new_session=True,  # Ctrl-C does not reach the child: its starter stops it
         )
         _running.add(child)
     os.close(writing)
     return child, reading
 
 
-#: Workers that are not stopped yet. Ctrl-C may come just before who started one has come to where it is stopped.
+#: Workers that are not stopped yet. Ctrl-C may come after a worker was started, before its starter can stop it.
 _running: set[subprocess.Popen[bytes]] = set()
 
 
@@ -257,7 +259,7 @@ def _stop_all() -> None:
 
 
 def stop_worker(child: subprocess.Popen[bytes]) -> bool:
-    """End it if it still runs; whether it did."""
+    """End a worker if it still runs; returns whether it did."""
     with put_off():
         running = child.poll() is None
         if running:

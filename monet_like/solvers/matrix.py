@@ -1,8 +1,7 @@
-"""A 0/1 program as one sparse matrix, and the small builder that collects its columns and rows.
+"""A 0/1 program as one sparse matrix (`MatrixProgram`), and the `Builder` that collects its columns and rows.
 
-An `Expr` is a constant plus columns with coefficients. Working with expressions instead of columns lets the
-formulation fix what is certain (a task that must run, a slot with one way) without special cases: a certain
-thing is the constant 1 and costs no column.
+Rows are written with expressions (`Expr`): a constant plus columns with coefficients. A decision that is certain (a task
+that must run, a slot with one way) is then the constant 1 instead of a column, without special cases.
 """
 
 from __future__ import annotations

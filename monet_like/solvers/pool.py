@@ -1,6 +1,6 @@
-"""Many small 0/1 programs at once: a few worker processes that solve one after another with HiGHS.
+"""Solves many small 0/1 programs with HiGHS in a few worker processes, each of which solves one after another.
 
-In processes of their own, because HiGHS's Python package and OR-Tools cannot both be loaded into one.
+They have processes of their own because HiGHS's Python package and OR-Tools cannot both be loaded into one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from .interface import job_for, start_worker, stop_worker
 from .matrix import MatrixProgram
 
-#: How many processes.
+#: Number of processes.
 WORKERS = 2
 
 
 class Pool:
-    """Workers that are started at the first use and stopped at the end of a ``with``."""
+    """Worker processes, started at the first use and stopped at the end of the ``with`` block."""
 
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Any]] = []
@@ -34,7 +34,7 @@ class Pool:
     ) -> None:
         for child, answers in self.workers:
             stop_worker(child)
-            with suppress(BrokenPipeError):  # what it did not read
+            with suppress(BrokenPipeError):  # the child may not have read everything
                 child.stdin.close()
             answers.close()
         self.workers = []
@@ -42,11 +42,12 @@ class Pool:
     def solve(
         self, problems: Sequence[MatrixProgram], limit: float, gap: float, time_left: Callable[[], float]
     ) -> list[dict[str, Any] | None]:
-        """The worker's answer for every problem; None for those that there was no time for.
+        """Solve all problems; returns the worker's answer for each, None where time was up.
 
         Args:
             limit: seconds for each.
-            time_left: seconds for all; no problem is begun without any.
+            gap: relative gap at which each may stop.
+            time_left: seconds left for all; no problem is begun without any.
         """
         if not self.workers:
             for _ in range(WORKERS):

@@ -1,9 +1,10 @@
-"""The child process that runs solvers: reads problems, writes progress to stdout and the answers to a pipe.
+"""The child process that runs solvers: reads problems from stdin, writes progress to stdout and answers to a pipe.
 
-A solver cannot be relied on to stop in time or on Ctrl-C, and prints where it likes. In a process of its own it
-can be stopped at a hard deadline, and its log, the only place where CBC reports its bound, can be read.
+Solvers do not reliably stop in time or on Ctrl-C, and print where they like. In a process of its own a solver can be
+stopped at a hard deadline, and its log, the only place where CBC reports its bound, can be read.
 
-Not in ``plan``, because it is started many times, and importing that takes longer than most pieces take to solve.
+This module imports little: it is started often, and most parts' programs are solved faster than `monet_like.plan` is
+imported.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import threading
 import time
 from typing import Any
 
-#: Of this process: nanoseconds that it ran, and that it waited for a processor.
+#: Linux: nanoseconds that this process ran, and that it waited for a processor.
 SCHEDSTAT = "/proc/self/schedstat"
 
 
 def main(answer_fd: int) -> None:
     """Solve the problems on stdin, one after another; answer on ``answer_fd``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # but CBC's, while it searches: it ends with its incumbent
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # CBC installs its own handler while it searches, and ends with its incumbent
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(answer_fd, "wb") as pipe:
         while True:
@@ -42,7 +45,7 @@ def _end_with(parent: int) -> None:
 
 
 def run_highs(job: dict[str, Any]) -> dict[str, Any]:
-    """HiGHS through its own interface: unlike cvxpy's, it takes a start and tells its bound."""
+    """Solve with HiGHS through its own interface, which unlike cvxpy's takes a start and reports a bound."""
     import highspy
     import numpy as np
 
@@ -89,12 +92,12 @@ def run_highs(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _left(job: dict[str, Any]) -> float:
-    """Seconds left for a job, starting this process and importing included."""
+    """Wall seconds left for a job, counted from when it was sent: starting this process and importing count."""
     return float(max(0.1, job["limit"] - (time.time() - job["sent"])))
 
 
 def processor_share() -> float:
-    """Of the time in which this process could have run, the part in which it did; 1 where the system does not tell."""
+    """The share of the time it could have run in which this process ran; 1 where the system does not report it."""
     try:
         with open(SCHEDSTAT) as file:
             ran, waited = map(int, file.read().split()[:2])
@@ -104,7 +107,7 @@ def processor_share() -> float:
 
 
 def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
-    """Any other solver, modelled in cvxpy's matrix form: integral columns first, bounds on the variables."""
+    """Solve with any other solver through cvxpy, in matrix form: integral columns first, bounds on the variables."""
     import cvxpy
     import numpy as np
 
@@ -136,7 +139,7 @@ def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
         seconds *= processor_share()
         from cvxpy.reductions.solvers.conic_solvers.cbc_conif import CBC
 
-        # cvxpy takes a search that was interrupted for an error, and its incumbent with it.
+        # cvxpy reports an interrupted search as an error, and so loses its incumbent.
         CBC.STATUS_MAP_MIP = CBC.STATUS_MAP_MIP | {"stopped on user event": cp.OPTIMAL_INACCURATE}
     options = dialect.options(seconds, job["gap"], job["threads"]) | job["options"]
     try:

@@ -30,7 +30,7 @@ from monet_like.ir.simulate import simulate
 from monet_like.models import amoebanet, build_model, darts, nasnet
 from monet_like.models.nas import CellNetwork
 from monet_like.plan.strategies.checkpointing import NO_LIMIT
-from monet_like.plan.strategies.ogc import beside_their_reader, last_segment, ogc
+from monet_like.plan.strategies.ogc import attach_sources, last_segment, ogc
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import flops
 from monet_like.replay.wrapper import ScheduleWrapper
@@ -238,12 +238,12 @@ def test_noise_stands_beside_its_reader() -> None:
     """A vertex made from nothing, with one reader; not where it is read twice, or stands before what it would read."""
     chain = [frozenset[int](), frozenset({0}), frozenset[int](), frozenset({1, 2}), frozenset({3})]
     nothing = [False, False, True, False, False]
-    assert beside_their_reader(chain, nothing) == [*chain[:2], frozenset({1}), *chain[3:]]
-    assert beside_their_reader(chain, [False] * 5) == chain
+    assert attach_sources(chain, nothing) == [*chain[:2], frozenset({1}), *chain[3:]]
+    assert attach_sources(chain, [False] * 5) == chain
     twice = [*chain[:4], frozenset({2, 3})]
-    assert beside_their_reader(twice, nothing) == twice
+    assert attach_sources(twice, nothing) == twice
     early = [frozenset[int](), frozenset[int](), frozenset({1}), frozenset({0, 2})]
-    assert beside_their_reader(early, [True, False, False, False]) == early
+    assert attach_sources(early, [True, False, False, False]) == early
 
 
 def test_segments_hold_several_dropouts() -> None:

@@ -1,8 +1,9 @@
-"""The integer program: what to keep, what to run again, which way each backward slot takes.
+"""The integer program: which values to keep, which tasks to run again, which way each backward slot takes.
 
-Stage 0 is the forward; stage t = 1..m is backward slot t - 1. Forward tasks may run again only in stages where that
-can be of use (`Needs.stages`): those whose slot reads a forward value, and those before which the backward's own
-values take less than up to there, or than from there to the next. ``t'`` is the stage of that kind before t. All columns are 0 or 1.
+Stage 0 is the forward; stage t = 1..m is backward slot t - 1. A forward task may be recomputed only in stages where that
+can save memory or time (`Needs.stages`): those whose slot reads a forward value and, between two of these, those before
+which the backward's own values take less memory than in all stages before, or than in all after. ``t'`` is the stage of
+that kind before t. All columns are 0 or 1.
 
     e[p,t]   forward task p runs in stage t                                      (_run_columns)
     w[k,t]   the slot of stage t takes its way k                                 (_way_columns)
@@ -39,14 +40,17 @@ With ``above_bytes`` the objective is the peak: every row (8) and (9) may exceed
 these bytes, and (1) is min above_bytes over.
 
 Why this is exact. A carried value costs memory in (8) and (9) at least as long as `simulate` counts it, so a
-solution's schedule never has a higher peak than its rows. Conversely a schedule that passes `simulate`, with its useless runs
-removed and dominated variants replaced (`dominated_tasks`, `useful_ways`), satisfies every row with K[v,t] = "v is read in a later stage before it is made anew", and then each row's left
-side is the simulated memory. Three things make the program smaller and are *not* exact:
+solution's schedule never has a higher peak than its rows. Conversely, take a schedule that passes `simulate`, with its
+useless runs removed and dominated variants replaced (`dominated_tasks`, `useful_ways`). It satisfies every row with
+K[v,t] = "v is read in a later stage before it is made again", and then each row's left side is the simulated memory.
+Three options make the program smaller and are *not* exact:
 
 * pinned: values of at most ``pin_bytes`` are always kept once made and always counted; tasks that make nothing
   else never run again.
 * window: a task runs again at most ``window`` slots before the first slot that can use its results.
 * reading_only: tasks run again only in stages whose slot reads a forward value, or where the start has a rerun.
+
+The file is long because the equations and the functions that write them stand together.
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ from ..analysis import (
 
 @dataclass(frozen=True)
 class Options:
-    """How to restrict the program; the default is exact.
+    """Restrictions of the integer program; the default is exact.
 
     Attributes:
         pin_bytes: values up to this size are always kept.
@@ -91,7 +95,7 @@ class Options:
 
 
 class Formulation:
-    """The matrix program of one (program, costs, budget), how to read a solution, and how to write one."""
+    """The integer program of one program, its costs and a budget, as columns and rows of a matrix."""
 
     def __init__(
         self,
@@ -103,12 +107,12 @@ class Formulation:
         admit: Schedule | None = None,
         above_bytes: int = 0,
     ) -> None:
-        """Build it.
+        """Build all columns, and all rows but the memory rows (9) of reruns.
 
         Args:
             admit: a schedule whose runs get columns whatever the options say, to start from it.
-            above_bytes: if not 0, the peak may be above the budget, by at most so many bytes, and the objective is by
-                how many bytes, instead of seconds.
+            above_bytes: if not 0, the peak may exceed the budget by at most this many bytes, and the objective is the
+                bytes by which it does, instead of seconds.
         """
         self.program, self.costs, self.budget, self.options = program, costs, budget_bytes, options
         self.needs: Needs = find_needs(program)
@@ -132,7 +136,7 @@ class Formulation:
             v: (self.group_of[program.producers[v][0]], self.group_of[program.producers[v][-1]])
             for v in {*self.tracked, *program.outputs}
         }
-        #: Made in the forward alone and read, when something runs again, before the place where they were made.
+        #: Values made in the forward alone that a rerun reads before the place where they were made.
         self.read_before = frozenset(
             v for v in self.tracked if any(self.group_of[p] < self.span[v][0] for p in self.readers[v])
         )
@@ -238,7 +242,7 @@ class Formulation:
             self.w[slot + 1] = tuple(chosen)
 
     def _carry_columns(self) -> None:
-        """Columns K and rows (4); at stages that can neither make nor read the value, its column goes on."""
+        """Columns K and rows (4); a stage that can neither make nor read the value keeps the column of the stage before."""
         for v in self.tracked:
             held = ZERO
             for t in self.stages:
@@ -324,7 +328,7 @@ class Formulation:
         return self._reading[v, t]
 
     def _alive_between(self, v: int, group: int, t: int) -> Expr:
-        """v has producers on both sides of the group: alive if carried in, or made before, needed, and not made later."""
+        """For a value with producers on both sides of the group: carried in, or made before it, needed and not made later."""
         later = self._made(v, t, low=group)
         made = self._made(v, t, high=group)
         condition = self._alive_from(v, self.span[v][1] + 1, t) + made + later * -1.0 + Expr(-1.0)
@@ -400,7 +404,7 @@ class Formulation:
         self._fits(parts)
 
     def add_run_row(self, t: int, group: int) -> bool:
-        """Row (9) for the tasks of a group in stage t; False if it stands already."""
+        """Add row (9) for the tasks of a group in stage t; returns False if it is there already or no such task can run."""
         members = [p for p in self.needs.groups[group] if (p, t) in self.e]
         if (t, group) in self._run_rows or not members:
             return False
@@ -432,7 +436,7 @@ class Formulation:
         self.builder.fits([*parts, self.over * -self.above_bytes], self.budget)
 
     def big_runs(self, share: float) -> list[tuple[int, int]]:
-        """(stage, group) for reruns that take at least ``share`` of the budget: their rows (9) bind most often."""
+        """(stage, group) of the reruns that take at least ``share`` of the budget: their rows (9) bind most often."""
         values, found = self.program.values, set()
         for p, t in self.e:
             task = self.program.tasks[p]
@@ -452,7 +456,7 @@ class Formulation:
 
     @property
     def over_column(self) -> int:
-        """The place of `over`, which is there with ``above_bytes`` only."""
+        """The column number of ``over``; only with ``above_bytes``."""
         return self.over.terms[0][0]
 
 

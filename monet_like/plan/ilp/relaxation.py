@@ -1,10 +1,10 @@
-"""An honest bound for every schedule of a program, small enough for any program: the backward in a few blocks.
+"""A relaxation of the integer program: a bound for all schedules, in which the backward is a few blocks of stages.
 
-The stages are gathered into blocks of neighbouring ones. Within a block nothing has an order: a task that runs in it
-runs once, however often it really did; what is made anywhere in a block can be read anywhere in it; and memory is
-counted only where a block begins, and in the slots that are blocks by themselves. Every schedule, its useless runs
-removed, is a solution of this program, at no more seconds: so its optimum, or any bound of it, is a bound for all
-schedules, those with many reruns included.
+Within a block of neighbouring stages nothing has an order. A task that runs in it runs once, however often it runs in a
+schedule; values made anywhere in a block can be read anywhere in it; and memory is counted only where a block begins,
+and in slots that are blocks by themselves. Every schedule, its useless runs removed, is a solution of this program, at
+no more seconds. So the optimum of the program, or any bound of it, is a bound for all schedules, those with many reruns
+included.
 
     x[p]    task p runs in the forward                 e[p,b]  task p runs again in block b
     w[k,t]  slot t takes its way k                     K[v,b]  value v is carried into block b
@@ -20,18 +20,19 @@ schedules, those with many reruns included.
          Y[v] >= K[v,b+1] and Y[v] >= sum_{k reads v} w[k,t]: row (8) of `Formulation`
      (8) the run rows (9) of `Formulation` that are asked for: of the forward, and of slots that are blocks
      (9) r overwrites u, in the forward or a slot that is a block: rows (6) of `Formulation`
-    (10) where slots are blocks, for big values: v is made again in block b or later,
+    (10) where slots are blocks, for big values, Z[v,b]: v is made again in block b or later,
          Z[v,b] <= sum_{p in M(v), c >= b} e[p,c]
          Z[v,b] <= K[u,b] + Z[u,b] + sum_{p in M(v) not reading u, c >= b} e[p,c] for every u that some of M(v) read
          sum_{k reads u} w[k,t] <= K[u,b] + Z[u,b] for t in block b or later
 
-Rows (10) follow from the others where all is 0 or 1; they are there for the relaxation. Without them a half of u, read
-in two blocks, makes two halves of v, hence a whole one: what a long chain costs was lost with every block more.
+Rows (10) follow from the others where all columns are 0 or 1; they strengthen the linear relaxation. Without them half
+of u, read in two blocks, makes two halves of v, hence a whole one: with every further block more of the cost of a long
+chain was lost.
 
-With one block it is the question what the forward keeps, in some thousand columns. Measured on MONeT's P100 costs: in
+With one block the program decides what the forward keeps, in some thousand columns. Measured on MONeT's P100 costs: in
 two seconds it proves 964.5 ms for ResNet-50 at 5 GB and 921.2 ms at 8 GB, where MONeT's own program, of some
-hundred times the size, proves 943.8 and 916.0 ms in 24 hours. Where other steps than the start of the backward need
-the most memory (U-Net), it says little until these are blocks and rows of their own: refine.py finds out which.
+hundred times the size, proves 943.8 and 916.0 ms in 24 hours. Where other runs than the start of the backward need the
+most memory (U-Net), the bound is weak until these have blocks and rows of their own: refinement.py finds out which.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ from ..analysis import dominated_tasks, find_backward_bytes, find_needs, fitting
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: The budget of a program without one.
+#: Stands for no budget, in bytes.
 NO_BUDGET = 2**62
-#: Values of at least this share of the budget have rows (10): most of the milliseconds at a fraction of the columns.
+#: Values of at least this share of the budget have rows (10): most of the gain at a fraction of the columns.
 BIG_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class BlockProgram:
-    """The program, and how to read and write points of it.
+    """The relaxation of a program, and the translation of its points to schedules and back.
 
     Attributes:
-        program: what it is a relaxation of.
+        program: the program that is relaxed.
         matrix: the relaxation.
         starts: the first slot of every block.
         first: x of the forward's tasks.
@@ -100,10 +101,10 @@ class BlockProgram:
         return range(self.starts[block], [*self.starts, len(self.program.slots)][block + 1])
 
     def schedule(self, x: NDArray[Any]) -> Schedule:
-        """A schedule that runs what a point runs; in longer blocks just before the slots that need it.
+        """A schedule with the runs of a point; in blocks of several slots each runs just before the slots that need it.
 
-        Longer blocks know no order, so there tasks in place are replaced by others that make the same. The schedule
-        may still be over the budget, or read what was taken over.
+        Such blocks have no order, so in them tasks in place are replaced by others that make the same values. The
+        schedule may still be over the budget, or read a value whose storage was taken over.
         """
         tasks, ways = self.program.tasks, self.chosen(x)
         again: list[list[int]] = [[] for _ in self.program.slots]
@@ -118,12 +119,12 @@ class BlockProgram:
                         again[slot].append(p)
                         wanted |= set(self.program.forward_reads(tasks[p]))
                 left = [p for p in left if p not in again[slot]]
-            again[self.slots_of(b)[-1]] += left  # what only a later block reads
+            again[self.slots_of(b)[-1]] += left  # values that only a later block reads
         forward = (p for p, run in self.first.items() if run.value(x) > 0.5)
         return prune(self.program, Schedule(tuple(sorted(forward)), tuple(tuple(sorted(r)) for r in again), ways))
 
     def _out_of_place(self, p: int, among: Iterable[int]) -> int:
-        """The task that makes what task p makes and takes over nothing; p itself where there is none."""
+        """A task that makes what task p makes without taking over storage; p itself where there is none."""
         task = self.program.tasks[p]
         if task.overwrites is None:
             return p
@@ -132,7 +133,7 @@ class BlockProgram:
         return min((q for q in same if self.program.tasks[q].overwrites is None), default=p)
 
     def point(self, schedule: Schedule) -> NDArray[Any] | None:
-        """The point of a schedule, to start a solver from; None if it uses what others replace at no more seconds."""
+        """The point of a schedule, to start a solver from; None if it uses tasks or ways that others dominate."""
         import numpy as np
 
         schedule = prune(self.program, schedule)
@@ -166,10 +167,10 @@ def block_program(
     required: Iterable[int] = (),
     runs: Iterable[tuple[int, int]] = (),
 ) -> BlockProgram:
-    """The program above.
+    """Build the relaxation; the module's docstring has its equations.
 
     Args:
-        alone: slots that are blocks by themselves; what lies between them are the other blocks.
+        alone: slots that are blocks by themselves; the slots between two of them form the other blocks.
         required: values that the forward must make besides the outputs.
         runs: (stage, group) of run rows, stages as in `Formulation`: 0 the forward, else a slot of ``alone`` plus one.
     """
@@ -177,7 +178,7 @@ def block_program(
 
 
 class _Blocks:
-    """Collects the columns and rows. Block -1 stands for the forward."""
+    """Builds the columns and rows of a `BlockProgram`. Block -1 stands for the forward."""
 
     def __init__(
         self, program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int, alone: set[int]
@@ -253,7 +254,7 @@ class _Blocks:
         return {p: self.builder.column(price[p]) for p in price}
 
     def _useful(self, stage: int) -> list[int]:
-        """The tasks that can be of use again in a stage or later."""
+        """The tasks whose rerun in a stage or later can be of use."""
         last = [max((self.needs.last[v] for v in task.writes), default=0) for task in self.program.tasks]
         return [p for p, end in enumerate(last) if self.needs.rerun[p] and p not in self.useless and end >= stage]
 

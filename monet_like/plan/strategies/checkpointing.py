@@ -1,4 +1,7 @@
-"""What several strategies share: PyTorch's own forward as a graph, and the schedule that follows from what is kept."""
+"""Checkpointing with plain PyTorch's operators: keep some results of the forward and run the others again.
+
+Shared by the strategies that only decide what to keep.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from ..baseline import store_all
 from ..local_search.searcher import Searcher
 from ..subprogram import plain_operators
 
-#: More bytes than any machine has: the fastest variant always fits.
+#: A budget in bytes that no machine exceeds: the fastest variant always fits.
 NO_LIMIT = 2**60
 
 
 @dataclass(frozen=True)
 class PlainForward:
-    """The operators that plain PyTorch runs, in order.
+    """Plain PyTorch's forward as a graph of operators. An operator's *place* is its number in the order of running.
 
     Attributes:
         schedule: plain PyTorch's.
-        reads: for every place in the order, the places whose results it reads.
-        bytes: of the results of every place.
-        seconds: of every place.
-        values: the values made at every place.
+        reads: for every place, the places whose results it reads.
+        bytes: of the results, for every place.
+        seconds: of the operator, for every place.
+        values: the values that it makes, for every place.
     """
 
     schedule: Schedule
@@ -50,9 +53,10 @@ def plain_forward(program: Program, costs: Mapping[str, Cost]) -> PlainForward:
 
 
 class Keeping:
-    """Schedules of "keep these, run the rest again when it is first needed", with plain PyTorch's operators only.
+    """Schedules that keep the results of some operators and run the others again when they are first needed.
 
-    ``program`` is the program without variants; schedules are of it until `whole` translates them.
+    ``program`` is the program with plain PyTorch's operators only. Schedules are in its indices until `whole` translates
+    them.
     """
 
     def __init__(self, program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> None:
@@ -60,17 +64,17 @@ class Keeping:
         self.program, self.costs, self.extra_bytes = self.plain.program, costs, extra_bytes
         self.forward = plain_forward(self.program, costs)
         self.searcher = Searcher(self.program, costs, extra_bytes)
-        #: Made once, such as what a dropout's mask is made from again.
+        #: Values that cannot be made again, such as the random state from which a dropout's mask is made again.
         self.once = {v for v, makers in enumerate(self.searcher.tables.again) if not makers}
 
     def schedule(self, places: Iterable[int]) -> Schedule:
-        """Keep the results of these places of the forward; plain PyTorch's schedule where that cannot be done."""
+        """Keep the results of these places of the forward; plain PyTorch's schedule where that is impossible."""
         keep = self.once.union(v for place in places for v in self.forward.values[place])
         planned = self.searcher.plan(self.searcher.keeping(keep), NO_LIMIT)
         return self.forward.schedule if planned is None else planned[0]
 
     def report(self, schedule: Schedule) -> Report:
-        """The simulator's word."""
+        """The simulator's report on a schedule of ``self.program``."""
         return simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
 
     def whole(self, schedule: Schedule) -> Schedule:

@@ -13,9 +13,9 @@ from .checkpointing import Keeping
 
 
 def griewank(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule:
-    """The forward cut into links at the results through which everything passes; as many snapshots as fit.
+    """Cut the forward into links at the results through which everything passes, and take as many snapshots as fit.
 
-    Each number of snapshots gives one schedule; the fastest that fits is returned, else the one with the lowest peak.
+    Each number of snapshots gives one schedule. The fastest that fits is returned, else the one with the lowest peak.
 
     Raises:
         SolverError: the program is no chain of at least two links.
@@ -31,7 +31,7 @@ def griewank(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, 
 
 
 def _numbers(links: int) -> Iterator[int]:
-    """Numbers of snapshots worth trying: all up to 32, then fewer and fewer."""
+    """Numbers of snapshots to try: all up to 32, then at growing distances."""
     number = 1
     while number < links:
         yield number
@@ -40,7 +40,7 @@ def _numbers(links: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Links: the tasks (indices) of each; ``slots``: for every backward slot, the link whose results it needs."""
+    """A chain: the tasks (indices) of every link and, for every backward slot, the link whose results it needs."""
 
     links: tuple[tuple[int, ...], ...]
     slots: tuple[int, ...]
@@ -71,7 +71,7 @@ class _Chain:
 
 
 def _revolve(keeping: Keeping, chain: _Chain, snapshots: int) -> Schedule:
-    """Reverse link after link. What a sweep makes is kept just as long as something reads it before the next sweep."""
+    """Reverse one link after another. The results of a sweep are kept while something reads them before the next sweep."""
     program, plain = keeping.program, keeping.forward.schedule
     first_slot: dict[int, int] = {}
     for slot, link in enumerate(chain.slots):
@@ -100,7 +100,7 @@ def _revolve(keeping: Keeping, chain: _Chain, snapshots: int) -> Schedule:
 
 
 def _again(program: Program, p: int) -> list[int]:
-    """The task itself, or what stands for it during the backward."""
+    """The task itself, or the tasks that make its results during the backward."""
     if program.tasks[p].runs == "both" and not set(program.outputs).intersection(program.tasks[p].writes):
         return [p]
     makers = {

@@ -24,28 +24,28 @@ from .checkpointing import Keeping
 
 
 def ogc(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule:
-    """Keep OGC's vertices, run every segment again when it is needed.
+    """Keep OGC's vertices, and run every segment again when it is needed.
 
     The last segment is kept as well, where that takes no more memory: the backward starts with it, so that running it
     again, as OGC's own code does, would free nothing.
     """
     keeping = Keeping(program, costs, extra_bytes)
     tasks = [keeping.program.tasks[p] for p in keeping.forward.schedule.forward]
-    from_nothing = [all(program.values[v].kind in ("parameter", "buffer") for v in task.reads) for task in tasks]
-    reads = beside_their_reader(keeping.forward.reads, from_nothing)
+    is_source = [all(program.values[v].kind in ("parameter", "buffer") for v in task.reads) for task in tasks]
+    reads = attach_sources(keeping.forward.reads, is_source)
     kept, _ = best_vertices(reads, keeping.forward.bytes)
     whole = keeping.schedule(kept)
     held = keeping.schedule(kept | last_segment(reads, kept))
     return keeping.whole(keeping.fastest([held, whole], keeping.report(whole).peak_bytes))
 
 
-def beside_their_reader(reads: Sequence[frozenset[int]], from_nothing: Sequence[bool]) -> list[frozenset[int]]:
-    """Predecessors where a vertex made from nothing, such as a dropout's noise, has those of its one reader.
+def attach_sources(reads: Sequence[frozenset[int]], is_source: Sequence[bool]) -> list[frozenset[int]]:
+    """The graph in which a vertex without inputs, such as a dropout's noise, has the predecessors of its only reader.
 
-    Else such a vertex would be a way into every segment that it is in, and no segment could hold two dropouts.
+    Otherwise such a vertex would be an entry of its segment, and no segment could hold two dropouts.
     """
     placed = list(reads)
-    for v in (v for v, alone in enumerate(from_nothing) if alone):
+    for v in (v for v, alone in enumerate(is_source) if alone):
         readers = [others for others in reads if v in others]
         if len(readers) == 1 and max(readers[0] - {v}, default=v) < v:
             placed[v] = readers[0] - {v}
@@ -53,7 +53,7 @@ def beside_their_reader(reads: Sequence[frozenset[int]], from_nothing: Sequence[
 
 
 def last_segment(reads: Sequence[frozenset[int]], kept: frozenset[int]) -> frozenset[int]:
-    """The vertices that nothing kept comes after; arguments as for `best_vertices`."""
+    """The vertices after which no kept vertex comes; arguments as for `best_vertices`."""
     before_kept: set[int] = set()
     for v in reversed(range(len(reads))):
         if v in kept or v in before_kept:

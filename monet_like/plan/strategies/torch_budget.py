@@ -1,4 +1,4 @@
-"""What PyTorch's ``activation_memory_budget`` would keep: a knapsack over the results of its expensive operators."""
+"""PyTorch's ``activation_memory_budget``: keep expensive operators' results by a 0/1 knapsack, run the others again."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ SHARES = 20
 
 
 def torch_budget(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule:
-    """Keep expensive results (not those of `CHEAP` operators) by a 0/1 knapsack (bytes against seconds), everything else is run again.
+    """Keep results of operators that are not `CHEAP` by a 0/1 knapsack of bytes against seconds, run all others again.
 
-    PyTorch takes a share of the activations, not bytes: the largest of 21 shares whose schedule fits is taken, or
-    plain PyTorch if that fits.
+    PyTorch's budget is a share of the activations, not bytes. The largest of 21 shares whose schedule fits is taken, or
+    plain PyTorch's schedule if that fits.
     """
     keeping = Keeping(program, costs, extra_bytes)
     if keeping.report(keeping.forward.schedule).peak_bytes <= budget_bytes:
