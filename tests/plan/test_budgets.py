@@ -1,4 +1,4 @@
-"""Questions besides a plan: the smallest budget, the front, the largest batch; against brute force and as commands."""
+"""Questions about budgets: the smallest, the front, the largest batch; against brute force and as commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAIN = f"{ROOT / 'tests' / 'helpers' / 'chain.py'}:chain"
 QUICK = ["--profile", "roofline:a100", "--time-limit", "3"]
 
 
-def test_smallest_budget_is_the_smallest() -> None:
+def test_smallest_budget_is_the_lowest_peak_of_all_schedules() -> None:
     for seed in range(5):
         program, costs = random_program(random.Random(seed), 4)
         found = smallest_budget(program, costs, time_limit_seconds=20)
@@ -31,7 +31,7 @@ def test_smallest_budget_is_the_smallest() -> None:
         assert best_seconds(program, costs, lowest - 1) is None, seed
 
 
-def test_bound_holds_for_every_schedule_and_is_often_the_best() -> None:
+def test_relaxation_bounds_every_schedule_and_often_equals_the_best() -> None:
     tried = tight = 0
     for seed in range(30):
         program, costs = random_program(random.Random(seed), 4)
@@ -50,7 +50,7 @@ def test_bound_holds_for_every_schedule_and_is_often_the_best() -> None:
     assert tight > 0.7 * tried
 
 
-def test_front_is_the_best_at_every_budget_and_never_rises() -> None:
+def test_pareto_front_has_the_fastest_plan_at_every_budget() -> None:
     program, costs = random_program(random.Random(5), 4)
     budgets = [program.resident_bytes + extra for extra in (4, 8, 12, 16, 20, 30)]
     points = pareto(program, costs, budgets, time_limit_seconds=20, gap=0.0)
@@ -61,7 +61,7 @@ def test_front_is_the_best_at_every_budget_and_never_rises() -> None:
         assert point.plan is None or point.plan.report.seconds == pytest.approx(best)
 
 
-def test_what_a_gigabyte_more_buys() -> None:
+def test_seconds_saved_per_gigabyte() -> None:
     program, costs = network(20)
     top = peak(program, costs)
     points = pareto(program, costs, [top // 2, top], time_limit_seconds=10)
@@ -73,7 +73,7 @@ def test_what_a_gigabyte_more_buys() -> None:
     assert expected > 0
 
 
-def test_several_reruns_reach_what_one_each_cannot() -> None:
+def test_several_reruns_of_a_task_reach_lower_budgets_than_one_each() -> None:
     """A chain of 10 equal links: with one rerun each it needs more memory, and where both fit it is slower."""
     program, costs = chain_of(10)
     lowest: dict[int | None, int] = {}
@@ -146,7 +146,7 @@ def test_smallest_and_largest_batch_agree() -> None:
         (("largest-batch", CHAIN, "1"), "roofline"),
     ],
 )
-def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:
+def test_wrong_arguments_of_commands_are_refused(arguments: tuple[str, ...], words: str) -> None:
     extra = ("--profile", "roofline:a100") if arguments[0] == "compare" else ()
     result = CliRunner().invoke(main, [*arguments, *extra])
     assert result.exit_code == 2

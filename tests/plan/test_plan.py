@@ -1,4 +1,4 @@
-"""Planning end to end: solvers agree, limits are held in wall seconds, and every refusal says what would do."""
+"""Planning end to end: solvers agree, time limits count wall seconds, and errors say which budget would fit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_solvers_find_the_best_of_all_schedules(solver: str) -> None:
 
 
 @needs_cbc
-def test_cbc_and_highs_agree_and_gap_is_against_an_honest_bound() -> None:
+def test_cbc_and_highs_agree_and_the_gap_is_against_a_true_bound() -> None:
     program, costs = network(14)
     budget = int(peak(program, costs) * 0.6)
     exact = {"options": Options(), "evaluations": 0}
@@ -66,7 +66,7 @@ def test_cbc_and_highs_agree_and_gap_is_against_an_honest_bound() -> None:
 
 
 @pytest.mark.parametrize("solver", ["HIGHS", pytest.param("CBC", marks=needs_cbc)])
-def test_time_limit_is_wall_time(solver: str) -> None:
+def test_time_limit_counts_wall_seconds(solver: str) -> None:
     begin = time.monotonic()
     solution = solve(hard_problem(), solver, time_limit_seconds=4, gap=0.0)
     wall = time.monotonic() - begin
@@ -76,14 +76,14 @@ def test_time_limit_is_wall_time(solver: str) -> None:
         assert solution.bound_seconds <= solution.objective_seconds
 
 
-def test_start_is_the_incumbent_when_nothing_better_comes() -> None:
+def test_start_is_the_solution_if_the_solver_finds_none() -> None:
     problem = hard_problem()
     solution = solve(problem, "HIGHS", time_limit_seconds=0.05, gap=0.0, start=np.zeros(problem.columns))
     assert solution.status == "feasible"
     assert solution.objective_seconds == pytest.approx(1000.0)
 
 
-def test_values_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_break_rows_are_refused_whatever_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = hard_problem(2, 5)
     for x in (np.full(5, 0.5), np.ones(5), np.full(4, 1.0)):
         answer = {"status": "kOptimal", "x": x if len(x) == 5 else None, "bound": None}
@@ -93,7 +93,7 @@ def test_values_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(problem, "HIGHS").status == "no_incumbent"
 
 
-def test_no_incumbent_is_an_error_and_returns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_without_an_incumbent_raises_solver_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for search in ("find_start", "smallest_known"):
         monkeypatch.setattr(f"monet_like.plan.ilp.search.{search}", lambda *_, **__: None)
     program, costs = network(60)
@@ -101,7 +101,9 @@ def test_no_incumbent_is_an_error_and_returns_nothing(monkeypatch: pytest.Monkey
         plan(program, costs, 30_000, solver="HIGHS", time_limit_seconds=0.8, options=Options())
 
 
-def test_where_nothing_else_is_found_what_is_known_to_do_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule_with_the_lowest_known_peak_is_the_plan_where_nothing_else_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program, costs = network(60)
     known = smallest_known(program, costs)
     assert known is not None
@@ -111,7 +113,7 @@ def test_where_nothing_else_is_found_what_is_known_to_do_is_the_plan(monkeypatch
     assert found.report.peak_bytes == budget
 
 
-def test_the_local_search_has_the_time_limit_and_as_long_again_where_nothing_fits() -> None:
+def test_local_search_gets_twice_the_time_limit_where_nothing_fits() -> None:
     program, costs = network(8)
     search = Search(program, costs, 6_000, time_limit_seconds=10)
     for seconds, over in ((9, (False, False)), (11, (True, False)), (21, (True, True))):
@@ -121,7 +123,7 @@ def test_the_local_search_has_the_time_limit_and_as_long_again_where_nothing_fit
     assert not search._is_time_up(fits=True)
 
 
-def test_infeasible_names_a_budget_that_does() -> None:
+def test_infeasible_error_names_a_budget_that_fits() -> None:
     program, costs = network(8)
     with pytest.raises(InfeasibleError, match=r"no schedule fits into .* is known to do") as caught:
         plan(program, costs, 6_000, solver="HIGHS", time_limit_seconds=20)
@@ -131,7 +133,7 @@ def test_infeasible_names_a_budget_that_does() -> None:
     assert plan(program, costs, smallest, solver="HIGHS", time_limit_seconds=20).report.peak_bytes <= smallest
 
 
-def test_one_slot_over_the_budget_needs_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_over_the_budget_is_refused_without_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     program, costs = network(8)
     monkeypatch.setattr(interface, "start_worker", None)
     with pytest.raises(InfeasibleError, match="alone needs"):
@@ -153,7 +155,7 @@ def test_unknown_names_are_usage_errors_that_list_the_known() -> None:
         check_solver(missing.lower())
 
 
-def test_interrupt_leaves_no_solver_behind() -> None:
+def test_interrupt_stops_the_solver_process() -> None:
     script = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests' / 'helpers')!r}]\n"
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it\n"
@@ -174,7 +176,7 @@ def test_interrupt_leaves_no_solver_behind() -> None:
         os.kill(child, 0)
 
 
-def test_strategies() -> None:
+def test_every_strategy_returns_a_plan_with_the_simulators_report() -> None:
     program, costs = network(25)
     plain = plan(program, costs, 10**9, strategy="store_all")
     segments = plan(program, costs, 10**9, strategy="chen_sqrt")

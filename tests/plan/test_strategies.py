@@ -104,7 +104,7 @@ def unet_of(depth: int) -> tuple[Program, dict[str, Cost]]:
     return Program(tuple(maker.values), tuple(tasks), tuple(slots), (chain[-1],), (tangent,), (gradient,)), maker.costs
 
 
-def test_milp_saves_where_nested_skips_leave_ogc_nothing() -> None:
+def test_milp_saves_memory_on_nested_skips_where_ogc_saves_none() -> None:
     program, costs = unet_of(4)
     plain = simulate(program, store_all(program), costs)
     ogc = report("ogc", program, costs, plain.peak_bytes)
@@ -169,7 +169,7 @@ def test_griewank_runs_as_few_links_again_as_possible() -> None:
             assert schedule.rerun_count == fewest_runs(links, snapshots), (links, snapshots)
 
 
-def test_griewank_goes_where_one_rerun_each_cannot() -> None:
+def test_griewank_fits_budgets_that_one_rerun_each_cannot() -> None:
     program, costs = chain_of(30)
     assert peak(program, costs) == 31
     for budget in (14, 8, 6):
@@ -177,7 +177,7 @@ def test_griewank_goes_where_one_rerun_each_cannot() -> None:
     assert report("chen_greedy", program, costs, 6).peak_bytes > 6
 
 
-def test_griewank_refuses_what_is_no_chain() -> None:
+def test_griewank_refuses_programs_that_are_not_chains() -> None:
     program, costs = chain_of(1)
     with pytest.raises(SolverError, match="chains only"):
         report("griewank", program, costs, 10)
@@ -195,7 +195,7 @@ def test_knapsack_is_exact() -> None:
         assert sum(v for name, _, v in items if name in chosen) == best, seed
 
 
-def test_an_interrupted_local_search_ends_with_what_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_heuristic_returns_the_start_that_needs_no_annealing(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once; where nothing fits without it, the interrupt goes on."""
 
     def interrupted(*_: Any, **__: Any) -> None:

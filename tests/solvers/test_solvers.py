@@ -1,4 +1,4 @@
-"""Solvers and their interfaces: each trap that was met, with a test that fails without the guard against it."""
+"""Solvers and their interfaces: each pitfall that was met, with a test that fails without its guard."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_no_bound_is_above_the_optimum_where_a_solver_stops_at_a_gap_of_the_whol
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_at_the_time_limit_there_is_an_incumbent_a_bound_and_news(solver: str) -> None:
+def test_solvers_have_an_incumbent_a_bound_and_progress_at_the_time_limit(solver: str) -> None:
     """cvxpy calls this ``user_limit`` or ``optimal_inaccurate``, hands out no bound of CBC's, and calls the same what
     has no incumbent at all; CBC's own limit is of processor seconds, and it looks at it late."""
     news: list[tuple[float, float]] = []
@@ -99,7 +99,7 @@ def test_at_the_time_limit_there_is_an_incumbent_a_bound_and_news(solver: str) -
     not Path(worker.SCHEDSTAT).exists() or Path(worker.SCHEDSTAT).read_text().startswith("0 0 "),
     reason="the system does not tell",
 )
-def test_a_process_knows_how_much_of_a_processor_it_gets() -> None:
+def test_processor_share_of_a_process_is_measured() -> None:
     """CBC's limit is of processor seconds: beside other work it is told fewer of them, or it is stopped with its plan."""
     script = (
         "import os, sys, time\n"
@@ -116,7 +116,7 @@ def test_a_process_knows_how_much_of_a_processor_it_gets() -> None:
 
 
 @pytest.mark.parametrize("told", ["0 0 0\n", "", None])
-def test_where_the_system_does_not_tell_a_process_has_a_processor_of_its_own(
+def test_processor_share_is_one_where_the_system_does_not_report_it(
     told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel without these statistics has the file, with zeros."""
@@ -142,7 +142,7 @@ def test_planning_loads_no_solver_into_this_process() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_log_lines_of_both_kinds_are_read() -> None:
+def test_log_lines_of_cbc_and_highs_are_read() -> None:
     news: list[tuple[float, float]] = []
     log = interface._Log(hard_problem(), lambda *pair: news.append(pair))  # offset 1e6, a thousandth of a second a unit
     for line in (
@@ -162,7 +162,7 @@ def test_log_lines_of_both_kinds_are_read() -> None:
     ]
 
 
-def test_every_dialect_says_limit_gap_and_threads() -> None:
+def test_every_dialect_passes_time_limit_gap_and_threads() -> None:
     for name, dialect in DIALECTS.items():
         if name == "HIGHS":
             continue

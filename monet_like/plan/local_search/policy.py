@@ -26,7 +26,16 @@ from math import inf
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule, prune
 from ...ir.simulate import cost_of
-from ..analysis import dominated_tasks, find_backward_bytes, find_needs, net_workspace, pinned_values, useful_ways
+from ..analysis import (
+    BackwardBytes,
+    dominated_tasks,
+    find_backward_bytes,
+    find_needs,
+    net_workspace,
+    pinned_values,
+    prune,
+    useful_ways,
+)
 
 #: No cut: the value stays as long as it is needed.
 NEVER = 2**31 - 1
@@ -250,22 +259,7 @@ def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
             makers[v].append(c)
     first = tuple(tuple(c for c in cs if first_seconds[c] < inf) for cs in makers)
     again = tuple(tuple(c for c in cs if again_seconds[c] < inf and v not in pinned) for v, cs in enumerate(makers))
-    options: list[tuple[int, ...]] = []
-    option_reads: list[tuple[int, ...]] = []
-    ways: list[tuple[Way, ...]] = []
-    uses: list[list[int]] = [[] for _ in program.values]
-    for slot, possible in enumerate(backward.possible):
-        found: dict[tuple[int, ...], list[Way]] = {}
-        for k in useful_ways(program, costs, slot, possible):
-            task = program.slots[slot][k]
-            key = tuple(sorted(set(program.forward_reads(task))))
-            way = Way(k, cost_of(task, costs).seconds, net_workspace(program, costs, task))
-            found.setdefault(key, []).append(way)
-        options.append(tuple(range(len(ways), len(ways) + len(found))))
-        option_reads += found
-        ways += (tuple(sorted(w, key=lambda way: (way.seconds, way.extra))) for w in found.values())
-        for v in {v for key in found for v in key}:
-            uses[v].append(slot)
+    options, option_reads, ways, uses = _options(program, costs, backward)
     sizes = tuple(0 if v in pinned else value.bytes for v, value in enumerate(program.values))
     return Tables(
         bytes=sizes,
@@ -282,21 +276,42 @@ def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
         again_seconds=again_seconds,
         first=first,
         again=again,
-        options=tuple(options),
-        option_reads=tuple(option_reads),
-        ways=tuple(ways),
+        options=options,
+        option_reads=option_reads,
+        ways=ways,
         before=backward.before,
         during=backward.during,
-        uses=tuple(map(tuple, uses)),
+        uses=uses,
         stages=tuple(stage - 1 for stage in needs.stages[1:]),
         ends=tuple(bisect_right(needs.stages, last, 1) - 1 for last in needs.last),
         changeable=_changeable(program, needs.last, first, again, uses),
     )
 
 
-def _changeable(
-    program: Program, last: Sequence[int], first: Lists, again: Lists, uses: list[list[int]]
-) -> tuple[int, ...]:
+def _options(
+    program: Program, costs: Mapping[str, Cost], backward: BackwardBytes
+) -> tuple[Lists, Lists, tuple[tuple[Way, ...], ...], Lists]:
+    """`Tables.options`, ``option_reads``, ``ways`` and ``uses``."""
+    options: list[tuple[int, ...]] = []
+    option_reads: list[tuple[int, ...]] = []
+    ways: list[tuple[Way, ...]] = []
+    uses: list[list[int]] = [[] for _ in program.values]
+    for slot, possible in enumerate(backward.possible):
+        found: dict[tuple[int, ...], list[Way]] = {}
+        for k in useful_ways(program, costs, slot, possible):
+            task = program.slots[slot][k]
+            key = tuple(sorted(set(program.forward_reads(task))))
+            way = Way(k, cost_of(task, costs).seconds, net_workspace(program, costs, task))
+            found.setdefault(key, []).append(way)
+        options.append(tuple(range(len(ways), len(ways) + len(found))))
+        option_reads += found
+        ways += (tuple(sorted(w, key=lambda way: (way.seconds, way.extra))) for w in found.values())
+        for v in {v for key in found for v in key}:
+            uses[v].append(slot)
+    return tuple(options), tuple(option_reads), tuple(ways), tuple(map(tuple, uses))
+
+
+def _changeable(program: Program, last: Sequence[int], first: Lists, again: Lists, uses: Lists) -> tuple[int, ...]:
     """`Tables.changeable`; a value that only serves to make another one again stands beside that one."""
     beside: dict[int, int] = {}
     for v, value in enumerate(program.values):

@@ -95,7 +95,7 @@ def test_a_copy_is_gone_once_the_value_is_made_again() -> None:
     assert found[0].again == ((1, 2),)
 
 
-def test_rows_four_bytes_too_loose_would_be_noticed() -> None:
+def test_memory_rows_four_bytes_too_loose_are_noticed() -> None:
     """The comparison can fail: with a budget 4 bytes off, the program and the brute force disagree."""
     wrong = 0
     for seed in range(60):
@@ -122,7 +122,7 @@ def test_encode_is_the_inverse_of_decode() -> None:
     assert tried > 30
 
 
-def test_restrictions_and_the_block_program_enclose_the_optimum() -> None:
+def test_optimum_lies_between_the_relaxation_and_the_restricted_program() -> None:
     checked = 0
     for seed in range(100, 160):
         program, costs, budget = instance(seed, 4)
@@ -162,7 +162,7 @@ def test_prune_removes_only_useless_runs() -> None:
         assert simulate(program, pruned, costs).seconds <= simulate(program, schedule, costs).seconds
 
 
-def test_nothing_is_lost_by_running_again_only_where_it_can_be_of_use() -> None:
+def test_reruns_in_useful_stages_only_lose_no_schedule_of_the_best_time() -> None:
     early = tried = 0
     for seed in range(140):
         program, costs = random_program(random.Random(seed), 3)
@@ -178,7 +178,7 @@ def test_nothing_is_lost_by_running_again_only_where_it_can_be_of_use() -> None:
     assert early > 10
 
 
-def test_an_early_rerun_fits_where_a_late_one_does_not() -> None:
+def test_early_rerun_fits_where_a_late_one_does_not() -> None:
     """Between two slots that read, a gradient grows: what the second one needs is better made before it does."""
     maker = ProgramMaker()
     x = maker.value("x", 1, "input")

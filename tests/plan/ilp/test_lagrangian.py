@@ -1,4 +1,4 @@
-"""LagrangianRelaxation: their bound holds for every schedule, their plans fit, and equal blocks are solved once."""
+"""Lagrangian relaxation: its bound holds for every schedule, recovered plans fit, equal parts are solved once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def blocks_in_a_row(blocks: int, seed: int = 0, again: bool = False) -> tuple[Pr
     return Program(tuple(maker.values), (*tasks, *last), tuple(slots), (stream,), (tangent,)), maker.costs
 
 
-def test_bound_holds_for_every_schedule(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lagrangian_bound_holds_for_every_schedule(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition, "LEAST_TASKS", 1)
     monkeypatch.setattr(partition, "SMALL_BYTES", 0)
     tried = cut = planned = tight = 0
@@ -135,7 +135,7 @@ def test_split_covers_every_task_once_in_order() -> None:
         assert all(a.leaves == b.enters for a, b in zip(parts, parts[1:], strict=False))
 
 
-def test_what_only_the_backward_makes_does_not_cross_cuts() -> None:
+def test_values_that_only_the_backward_uses_do_not_cross_cuts() -> None:
     plain, _ = blocks_in_a_row(20)
     program, _ = blocks_in_a_row(20, again=True)
     names = [{program.tasks[p].name for p in part.tasks} for part in split(program)]
@@ -146,14 +146,14 @@ def test_what_only_the_backward_makes_does_not_cross_cuts() -> None:
         assert {f"twice{k}", f"cube{k}"} <= own
 
 
-def test_without_time_there_is_no_bound(pool: Pool) -> None:
+def test_relaxation_without_time_gives_no_bound(pool: Pool) -> None:
     program, costs = blocks_in_a_row(20)
     parts = LagrangianRelaxation(program, costs, pool, time_left=lambda: 0.0)
     assert parts.shortest_path(0.0) is None
     assert recover_plan(parts, Searcher(program, costs, 0, 0), 10**6) is None
 
 
-def test_a_worker_that_dies_leaves_no_answer() -> None:
+def test_dead_workers_give_no_path() -> None:
     program, costs = blocks_in_a_row(20)
     with Pool() as pool:
         parts = LagrangianRelaxation(program, costs, pool)

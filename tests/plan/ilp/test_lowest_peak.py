@@ -1,4 +1,4 @@
-"""What `smallest` knows to do is found by everything that plans, and what is refused as proven does not exist."""
+"""All planners find the lowest peak that `smallest` finds, and a budget refused as proven has no schedule."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def planned_peak(program: Program, costs: Any, budget: int, name: str) -> int:
     return plan(program, costs, budget, gap=0.9, time_limit_seconds=10, **options).report.peak_bytes
 
 
-def test_the_judge_finds_what_trying_all_schedules_finds() -> None:
+def test_least_memory_helper_agrees_with_trying_all_schedules() -> None:
     for seed in range(20):
         program, costs = program_of(seed, 4)
         least = least_peak(program, costs)
@@ -50,7 +50,7 @@ def test_the_judge_finds_what_trying_all_schedules_finds() -> None:
         assert best_seconds(program, costs, least - 1, anywhere=True) is None, seed
 
 
-def test_the_lowest_peak_is_found_and_proven_to_the_byte() -> None:
+def test_lowest_peak_is_found_and_proven_to_the_byte() -> None:
     lower = 0
     for seed in (*HARD, *range(6)):
         program, costs = program_of(seed)
@@ -65,7 +65,7 @@ def test_the_lowest_peak_is_found_and_proven_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize("seed", HARD[1:3])
-def test_every_question_has_the_same_answer(seed: int) -> None:
+def test_plan_fits_pareto_and_smallest_budget_agree_on_the_lowest_peak(seed: int) -> None:
     program, costs = program_of(seed)
     least = least_peak(program, costs)
     smallest = smallest_budget(program, costs, time_limit_seconds=10)
@@ -143,14 +143,14 @@ def test_tiny_nets_at_their_smallest_budget_and_above(name: str, mode: str) -> N
             planned_peak(program, costs, least - 1, solver)
 
 
-def test_a_start_that_fits_is_not_lost_to_a_faster_one_that_is_no_plan() -> None:
+def test_start_that_fits_survives_a_faster_policy_that_is_no_plan() -> None:
     """What annealing ends with cannot be carried out here; greedy cuts fit."""
     program, costs = program_of(456)
     assert find_start(program, costs, 23, evaluations=0) is not None
     assert find_start(program, costs, 23) is not None
 
 
-def test_larger_programs_are_asked_halfway_and_never_below_what_is_enough() -> None:
+def test_larger_programs_are_bisected_down_to_the_wanted_budget() -> None:
     program, costs = program_of(215)
     known = smallest_known(program, costs)
     assert known is not None
@@ -181,7 +181,7 @@ def test_larger_programs_are_asked_halfway_and_never_below_what_is_enough() -> N
         assert min(asked) >= 590
 
 
-def test_where_nothing_is_found_the_smallest_that_is_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_smallest_known_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     program, costs = program_of(215)
     for place in ("lowest_peak", "search"):
         monkeypatch.setattr(f"monet_like.plan.ilp.{place}.is_small", lambda _: False)

@@ -1,4 +1,4 @@
-"""The bound for all schedules, in blocks as fine as it takes: against the best of all schedules of small programs."""
+"""The relaxation in blocks and its refinement, against the best of all schedules of small programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from monet_like.plan.ilp.relaxation import block_program
 from monet_like.solvers.matrix import ONE, total
 
 
-def test_every_choice_of_blocks_and_rows_bounds_the_best_schedule_and_the_finest_is_near_it() -> None:
+def test_any_blocks_and_rows_bound_the_best_schedule_and_the_finest_mostly_equal_it() -> None:
     tried = exact = 0
     for seed in range(200, 280):
         program, costs, budget = instance(seed, 4)
@@ -56,7 +56,7 @@ def chain(length: int) -> tuple[Program, dict[str, Cost]]:
     return Program(values, tasks, slots, (length - 1,)), {"run": Cost(1.0), "slot": Cost(1.0)}
 
 
-def test_rows_over_several_blocks_cut_off_fractions_and_no_whole_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_over_several_blocks_raise_the_linear_bound_and_keep_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = [instance(seed, 5) for seed in range(200, 230)] + [(*chain(10), budget) for budget in (3, 4)]
     gained = 0.0
     for number, (program, costs, budget) in enumerate(programs):
@@ -76,7 +76,7 @@ def test_rows_over_several_blocks_cut_off_fractions_and_no_whole_point(monkeypat
     assert gained > 0.04  # 18.2 to 19 s of 20
 
 
-def test_runs_said_not_to_fit_are_in_no_schedule() -> None:
+def test_reruns_ruled_out_by_fitting_runs_are_in_no_schedule() -> None:
     refused = 0
     for seed in range(200, 240):
         program, costs, budget = instance(seed, 4)
@@ -94,7 +94,7 @@ def test_runs_said_not_to_fit_are_in_no_schedule() -> None:
     assert refused > 20
 
 
-def test_a_point_of_the_finest_blocks_is_the_schedule_that_it_came_from() -> None:
+def test_points_of_the_finest_blocks_decode_to_their_schedule() -> None:
     tried = 0
     for seed in range(200, 250):
         program, costs, budget = instance(seed, 4)
@@ -134,7 +134,7 @@ def test_refinement_proves_the_best_schedule_of_small_programs() -> None:
     assert steps > tried  # some needed more than one block
 
 
-def test_a_start_over_the_budget_is_no_point() -> None:
+def test_schedule_over_the_budget_is_no_start() -> None:
     for seed in range(60):
         program, costs, budget = instance(seed, 4)
         roomy = solve_exactly(Formulation(program, costs, 1 << 40))

@@ -33,7 +33,7 @@ def settings(tables: Tables, budget: int, seed: int, evaluations: int) -> Settin
     )
 
 
-def test_compiled_search_is_its_twin_and_counts_as_the_simulator() -> None:
+def test_compiled_and_python_search_agree_to_the_bit_and_with_the_simulator() -> None:
     compiled = library()
     if compiled is None:
         pytest.skip("not compiled")
@@ -71,7 +71,7 @@ def test_ample_budget_gives_the_fastest_ways_without_reruns(engine: str, monkeyp
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
-def test_fits_smaller_budgets(share: float) -> None:
+def test_local_search_fits_smaller_budgets(share: float) -> None:
     program, costs = network(40)
     budget = int(peak(program, costs) * share)
     schedule = find_start(program, costs, budget, evaluations=300)
@@ -79,7 +79,7 @@ def test_fits_smaller_budgets(share: float) -> None:
     assert simulate(program, schedule, costs).peak_bytes <= budget
 
 
-def test_is_reproducible_and_search_does_not_make_it_worse() -> None:
+def test_local_search_is_reproducible_and_no_worse_than_its_start() -> None:
     program, costs = network(30)
     budget = peak(program, costs) // 2
     first, second = (find_start(program, costs, budget, evaluations=200) for _ in range(2))
@@ -90,7 +90,7 @@ def test_is_reproducible_and_search_does_not_make_it_worse() -> None:
         assert simulate(program, first, costs).seconds <= simulate(program, none, costs).seconds
 
 
-def test_never_beats_the_best_of_all_schedules_and_nearly_always_meets_it() -> None:
+def test_local_search_nearly_always_finds_the_best_of_all_schedules() -> None:
     met = found = possible = 0
     for seed in range(60):
         program, costs = random_program(random.Random(seed), 4)
@@ -110,7 +110,7 @@ def test_never_beats_the_best_of_all_schedules_and_nearly_always_meets_it() -> N
     assert met >= 0.95 * found
 
 
-def test_crossing_puts_the_good_stretches_of_two_policies_together() -> None:
+def test_crossover_joins_the_good_stretches_of_two_policies() -> None:
     program, costs = network(40)
     searcher, budget = Searcher(program, costs), peak(program, costs)
     kept, values = {*range(len(program.values))}, searcher.tables.changeable
@@ -124,7 +124,7 @@ def test_crossing_puts_the_good_stretches_of_two_policies_together() -> None:
 
 
 @pytest.mark.parametrize(("depth", "most"), [(30, 1.7), (60, 2.5)])
-def test_near_the_least_memory_few_runs_are_dear(depth: int, most: float) -> None:
+def test_steps_near_the_lowest_peak_are_at_most_a_few_times_slower(depth: int, most: float) -> None:
     """Alone, annealing ends where every result is made anew for nearly every reader, at 7 and 11 times the seconds."""
     program, costs = network(depth)
     known = smallest_known(program, costs, evaluations=3000)
@@ -137,7 +137,7 @@ def test_near_the_least_memory_few_runs_are_dear(depth: int, most: float) -> Non
     assert found.seconds < most * simulate(program, store_all(program), costs).seconds
 
 
-def test_a_clock_ends_the_search_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_ends_with_its_best_schedule_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     program, costs = network(30)
     known = smallest_known(program, costs, evaluations=3000)
     assert known is not None
@@ -167,7 +167,7 @@ def test_a_clock_ends_the_search_with_what_it_has(monkeypatch: pytest.MonkeyPatc
     assert told[-1]
 
 
-def test_smallest_known_is_below_plain() -> None:
+def test_smallest_known_peak_is_below_plain_pytorchs() -> None:
     program, costs = network(30)
     known = smallest_known(program, costs)
     assert known is not None
@@ -176,7 +176,7 @@ def test_smallest_known_is_below_plain() -> None:
     assert report.peak_bytes < peak(program, costs) / 2
 
 
-def test_a_found_schedule_comes_back_from_its_policy() -> None:
+def test_schedule_to_policy_and_back_is_the_same_schedule() -> None:
     program, costs = network(30)
     budget = int(peak(program, costs) * 0.5)
     schedule = find_start(program, costs, budget, evaluations=3000)
@@ -188,7 +188,7 @@ def test_a_found_schedule_comes_back_from_its_policy() -> None:
     assert again.judgement.seconds <= simulate(program, schedule, costs).seconds * (1 + 1e-9)
 
 
-def test_what_runs_only_first_writes_nothing_that_another_task_writes_there() -> None:
+def test_tasks_that_run_only_first_write_no_value_twice_in_the_forward() -> None:
     """As RMS norm trained: its statistics and result in one task that runs only first, or in two that run again."""
     values = tuple(Value(name, 1, "forward") for name in ("input", "statistics", "result", "output"))
     tasks = (
@@ -215,7 +215,7 @@ def test_what_runs_only_first_writes_nothing_that_another_task_writes_there() ->
     assert carried_out == {(0, 2, 4), (0, 1, 3, 4)}
 
 
-def test_policies_that_lack_something_give_no_schedule() -> None:
+def test_policies_that_lack_a_needed_value_give_no_schedule() -> None:
     program, costs = network(3)
     searcher = Searcher(program, costs)
     assert searcher.plan(searcher.keeping(()), peak(program, costs)) is not None
