@@ -249,7 +249,8 @@ class Judge {
     }
   }
 
-  // Backward over all runs: what is still needed tells the memory of each, and with it the fastest member that fits.
+  // From the last run back to the first: the values still needed give the memory of each run, hence the fastest member
+  // that fits.
   bool account(const Policy& p, std::int64_t budget, Judgement& out, Runs* runs) {
     out = {0.0, 0, 0.0, 0};
     std::fill(wanted_.begin(), wanted_.end(), 0);

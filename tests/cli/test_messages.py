@@ -179,7 +179,7 @@ def test_an_infeasible_budget_names_one_that_does() -> None:
     message = error(solve(budget="1 KB"))
     assert message.startswith("no schedule fits into 1.0 KB")
     assert message.endswith("; give more memory or a smaller batch")
-    found = re.search(r"([0-9.]+ [KM]B) \(([0-9]+) bytes\) is known to do", message)
+    found = re.search(r"the smallest known budget is ([0-9.]+ [KM]B) \(([0-9]+) bytes\)", message)
     assert found, message
     assert written() == []
     result = solve("--out", "fits.pkl", budget=f"{found.group(2)} B")

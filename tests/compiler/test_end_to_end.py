@@ -177,7 +177,7 @@ def test_bad_budgets(budget: object) -> None:
 
 def test_infeasible_budget_names_one_that_would_do() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
-    with pytest.raises(InfeasibleError, match="is known to do") as caught:
+    with pytest.raises(InfeasibleError, match="the smallest known budget is") as caught:
         monet_like.auto_schedule(model, torch.randn(32, 64), memory_budget=20_000)
     assert caught.value.smallest_bytes is not None
     wrapped = monet_like.auto_schedule(model, torch.randn(32, 64), memory_budget=caught.value.smallest_bytes)

@@ -19,6 +19,7 @@ from ...errors import InfeasibleError, SolverError
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report, simulate
+from ...units import format_bytes
 from ..analysis import find_needs, floor_bytes
 from ..local_search.searcher import find_start, smallest_known
 from .decode import decode, encode
@@ -51,6 +52,11 @@ class Lowest:
     schedule: Schedule
     report: Report
     proven_bytes: int
+
+
+def smallest_known_budget(report: Report) -> str:
+    """The part of an error message that names the lowest peak found, rounded and in bytes."""
+    return f"the smallest known budget is {format_bytes(report.peak_bytes)} ({report.peak_bytes} bytes)"
 
 
 def is_small(program: Program) -> bool:

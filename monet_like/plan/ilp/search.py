@@ -33,7 +33,7 @@ from ..result import Plan
 from .formulation import Formulation, Options, estimated_columns
 from .incumbent import BoundKind, Incumbent
 from .lagrangian import LagrangianRelaxation
-from .lowest_peak import FindWithin, Lowest, find_lowest, is_small
+from .lowest_peak import FindWithin, Lowest, find_lowest, is_small, smallest_known_budget
 from .primal_recovery import recover_plan
 from .refinement import Refinement
 from .row_generation import RowGeneration
@@ -222,7 +222,7 @@ class Search:
         if self.best is None and verdict == "infeasible":
             raise self._infeasible(proven=False)
         if self.best is None:
-            smallest = f"; {self._known_to_do(self.lowest)}" if self.lowest else ""
+            smallest = f"; {smallest_known_budget(self.lowest[1])}" if self.lowest else ""
             raise SolverError(
                 f"{solver} found no plan within {format_bytes(self.budget_bytes)} in {self.time_limit_seconds:g} s"
                 f" ({verdict}){smallest}; allow more time or more memory"
@@ -440,12 +440,8 @@ class Search:
         smallest = None
         if known is not None:
             smallest, step = known[1].peak_bytes, step or known[1].peak_step.task
-            message += f"; {self._known_to_do(known)}, where {known[1].peak_step.task} needs the most"
+            message += f"; {smallest_known_budget(known[1])}, which {known[1].peak_step.task} needs"
         return InfeasibleError(message + "; give more memory or a smaller batch", smallest, step, proven=proven)
-
-    @staticmethod
-    def _known_to_do(known: tuple[Schedule, Report]) -> str:
-        return f"{format_bytes(known[1].peak_bytes)} ({known[1].peak_bytes} bytes) is known to do"
 
     def _plan(self, formulation: Formulation | None, solver: str, interrupted: bool = False) -> Plan:
         plan = replace(

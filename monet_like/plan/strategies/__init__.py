@@ -16,7 +16,7 @@ from ...ir.schedule import Schedule
 from ...ir.simulate import simulate
 from ...units import format_bytes
 from ..baseline import store_all
-from ..ilp.lowest_peak import find_quickly
+from ..ilp.lowest_peak import find_quickly, smallest_known_budget
 from ..ilp.search import Search
 from ..local_search.searcher import find_start
 from ..offload import plans_with_copies
@@ -126,7 +126,7 @@ def heuristic(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **
         return found.schedule
     budget, known = format_bytes(budget_bytes), ""
     if found is not None:
-        known = f"; {format_bytes(found.report.peak_bytes)} ({found.report.peak_bytes} bytes) is known to do"
+        known = f"; {smallest_known_budget(found.report)}"
         if found.proven_bytes > budget_bytes:
             raise InfeasibleError(
                 f"no schedule fits into {budget} (proven){known}; give more memory or a smaller batch",

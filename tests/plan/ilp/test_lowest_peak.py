@@ -76,7 +76,9 @@ def test_plan_fits_pareto_and_smallest_budget_agree_on_the_lowest_peak(seed: int
     for name in names:
         if name != "CBC" or name in installed_solvers():
             assert planned_peak(program, costs, least, name) == least
-            with pytest.raises(InfeasibleError, match=r"\(proven\).* bytes\) is known to do") as caught:
+            with pytest.raises(
+                InfeasibleError, match=r"\(proven\).*; the smallest known budget is .* bytes\)"
+            ) as caught:
                 planned_peak(program, costs, least - 1, name)
             assert caught.value.proven
             if floor_bytes(program, costs)[0] < least:  # else it is refused at once, without a solver
@@ -191,9 +193,13 @@ def test_errors_name_the_smallest_known_budget(monkeypatch: pytest.MonkeyPatch) 
     assert known is not None
     bytes_ = known[1].peak_bytes
     assert least_peak(program, costs) < bytes_
-    with pytest.raises(SolverError, match=rf"found no plan within .*; .*\({bytes_} bytes\) is known to do; allow more"):
+    with pytest.raises(
+        SolverError, match=rf"found no plan within .*; the smallest known budget is .*\({bytes_} bytes\); allow more"
+    ):
         plan(program, costs, bytes_ - 1, solver="HIGHS", time_limit_seconds=2)
-    with pytest.raises(SolverError, match=rf"heuristic found no schedule within .*\({bytes_} bytes\) is known to do"):
+    with pytest.raises(
+        SolverError, match=rf"heuristic found no schedule within .*; the smallest known budget is .*\({bytes_} bytes\)"
+    ):
         plan(program, costs, bytes_ - 1, strategy="heuristic")
     with pytest.raises(MonetError) as caught:
         plan(program, costs, floor_bytes(program, costs)[0] - 1, strategy="heuristic")
