@@ -41,6 +41,19 @@ inline Isa isa() {
   return chosen;
 }
 
+// Whether a loop with these template constants is compiled for the baseline width alone. `Formula::Folded` is what ATen
+// computes where its own code has no fused multiply-add, which is the baseline; wider code would never run.
+template <typename V>
+constexpr bool is_folded(V value) {
+  if constexpr (std::is_same_v<V, Formula>) {
+    return value == Formula::Folded;
+  } else {
+    return false;
+  }
+}
+template <auto... V>
+constexpr bool kBaselineOnly = (is_folded(V) || ...);
+
 // Defines `name<constants...>(arguments...)`, which runs the right compilation of `name_body`.
 #if MONET_HAS_ISA
 #define MONET_FOR_EACH_ISA(name)                                \
@@ -54,14 +67,17 @@ inline Isa isa() {
   }                                                             \
   template <auto... V, typename... A>                           \
   void name(A... a) {                                           \
-    switch (isa()) {                                            \
-      case Isa::Avx512:                                         \
-        return name##_avx512<V...>(a...);                       \
-      case Isa::Avx2:                                           \
-        return name##_avx2<V...>(a...);                         \
-      default:                                                  \
-        return name##_body<V...>(a...);                         \
+    if constexpr (!kBaselineOnly<V...>) {                       \
+      switch (isa()) {                                          \
+        case Isa::Avx512:                                       \
+          return name##_avx512<V...>(a...);                     \
+        case Isa::Avx2:                                         \
+          return name##_avx2<V...>(a...);                       \
+        case Isa::Baseline:                                     \
+          break;                                                \
+      }                                                         \
     }                                                           \
+    name##_body<V...>(a...);                                    \
   }
 #else
 #define MONET_FOR_EACH_ISA(name)     \
