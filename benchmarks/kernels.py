@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.malloc import keep_freed
 from monet_like import ops
-from monet_like.variants.dropit import kept_of_block
+from monet_like.ops.caches import kept_of_block
 
 aten = torch.ops.aten
 registered = torch.ops.monet_like

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..errors import UsageError
-from ..variants.dropit import kept_of_block
+from ..ops.caches import kept_of_block
 
 _aten = torch.ops.aten
 

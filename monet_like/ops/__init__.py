@@ -1,8 +1,10 @@
-"""The operators `torch.ops.monet_like.*`: packed masks and caches, max pooling with byte offsets, fused batch and RMS norm,
-convolutions by chosen cuDNN algorithms, SyncBatchNorm in parts.
+"""The operators `torch.ops.monet_like.*`.
 
-Importing this package does nothing. `load()` makes the operators exist: with the kernels of the compiled library where it
-is built, else with the plain-torch references of the modules here, under the same names and with the same results.
+They are packed masks and caches, max pooling with byte offsets, fused batch and RMS norm, convolutions by chosen cuDNN
+algorithms, and SyncBatchNorm in parts.
+
+Importing this package does nothing. `load()` makes the operators exist: with the kernels of the compiled library where
+it is built, else with the plain-torch references of the modules here, under the same names and with the same results.
 `python -m monet_like.build` compiles the library.
 """
 
@@ -90,7 +92,7 @@ def runs_here(op: str, device: str) -> bool:
 
 
 def status() -> str:
-    """One line that says whether compiled kernels or plain-torch twins run; for twins, why, and how to build the kernels."""
+    """One line that says whether compiled kernels or plain-torch twins run; if twins, why, and how to build kernels."""
     from .. import build
 
     load()

@@ -1,7 +1,7 @@
 """Training-mode batch norm fused with an addition and an activation, also of tensors joined along the channels.
 
-F is float32, float64, float16 or bfloat16; P is F or float32. "like x" means laid out as ATen lays out batch norm's result.
-Arguments named weight, bias, running_* and residual may be None.
+F is float32, float64, float16 or bfloat16; P is F or float32. "like x" means laid out as ATen lays out batch norm's
+result. Arguments named weight, bias, running_* and residual may be None.
 
 | operator | reads | returns |
 |---|---|---|
@@ -74,9 +74,9 @@ def _finished(y: Tensor, residual: Tensor | None, activation: str, lo: float, hi
 def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
     """The result of training-mode batch norm from its saved statistics, bit for bit as ATen computes it on the device.
 
-    On CUDA ATen has an operator for it. On the CPU ATen's dense kernel computes x * alpha + beta with
-    alpha = invstd * weight and beta = bias - mean * alpha; whether product and sum are fused depends on ATen's compiler.
-    Inference mode with variance 1, eps 0 and weight alpha runs the same kernel on the same constants: the same bits.
+    On CUDA ATen has an operator for it. On the CPU ATen's dense kernel computes x * alpha + beta with alpha = invstd *
+    weight and beta = bias - mean * alpha; whether product and sum are fused depends on ATen's compiler. Inference mode
+    with variance 1, eps 0 and weight alpha runs the same kernel on the same constants: the same bits.
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     half_parameters = mean.dtype == torch.float16
@@ -118,10 +118,10 @@ def batch_norm_train(
     hi: float,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch norm in training mode, the residual added, activated; returns y, mean and invstd, updates running statistics.
+    """Training-mode batch norm, addition and activation; returns y, mean and invstd, updates the running statistics.
 
-    Without ``exact`` a kernel may compute the statistics its own way, equal to ATen's up to rounding. The reference always
-    uses ATen's.
+    Without ``exact`` a kernel may compute the statistics its own way, equal to ATen's up to rounding. The reference
+    always uses ATen's.
     """
     y, mean, invstd = aten.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
     return _finished(y, residual, activation, lo, hi), mean, invstd
@@ -159,8 +159,8 @@ def batch_norm_activation_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of an activated training-mode batch norm for x, weight and bias; None where ``mask`` is false.
 
-    It needs x but not the result y, which is recomputed from the saved statistics. ``residual`` is another gradient of x
-    and is added.
+    It needs x but not the result y, which is recomputed from the saved statistics. ``residual`` is another gradient of
+    x and is added.
     """
     y = _normalised(x, weight, bias, mean, invstd)
     through = _through(grad, y, activation, lo, hi).contiguous(memory_format=norm_format(x))

@@ -30,8 +30,13 @@ INT8_BLOCK = 256
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def kept_of_block(share: float) -> int:
+    """How many elements of a whole block are kept if ``share`` of them is dropped; at least one."""
+    return max(1, LARGEST_BLOCK - round(share * LARGEST_BLOCK))
+
+
 def largest_kept(numel: int, keep: int) -> int:
-    """How many of ``numel`` elements a cache keeps: ``keep`` of each block; of a shorter last block the same share, rounded up."""
+    """How many of ``numel`` elements are kept: ``keep`` of each block, of a shorter one the same share, rounded up."""
     return numel // LARGEST_BLOCK * keep + (numel % LARGEST_BLOCK * keep + LARGEST_BLOCK - 1) // LARGEST_BLOCK
 
 
@@ -76,7 +81,7 @@ def _largest(flat: Tensor, keep: int) -> Tensor:
 
 @operator("(Tensor x, int keep) -> Tensor")
 def pack_largest(x: Tensor, keep: int) -> Tensor:
-    """Keeps the ``keep`` elements of largest magnitude of every 16,384 in packing order: their values, then their places.
+    """Keeps the ``keep`` elements of largest magnitude of every 16,384 in packing order: first values, then places.
 
     Places are a bit for every element, or 16-bit indices within the block where fewer than a 16th are kept.
     """
@@ -118,10 +123,10 @@ def unpack_largest(
 def mm_largest(grad: Tensor, packed: Tensor, keep: int, columns: int, transposed: bool = False) -> Tensor:
     """The product ``grad.t() @ x`` with a contiguous x[rows of grad, columns] whose largest elements were packed.
 
-    With ``transposed`` it is ``x.t() @ grad``. A GPU unpacks x, at most some 4 million elements at a time, and so does a CPU
-    where more than a sixth of the elements is kept, or for 16-bit floats if it multiplies these fast. With more elements
-    than that the sums are rounded in between. Otherwise a CPU multiplies only the elements that are kept: sums are in at
-    least float32, and an element that is not kept adds nothing even if the gradient is not finite.
+    With ``transposed`` it is ``x.t() @ grad``. A GPU unpacks x, at most some 4 million elements at a time, and so does
+    a CPU where more than a sixth of the elements is kept, or for 16-bit floats if it multiplies these fast. With more
+    elements than that the sums are rounded in between. Otherwise a CPU multiplies only the elements that are kept: sums
+    are in at least float32, and an element that is not kept adds nothing even if the gradient is not finite.
     """
     if grad.dim() != 2:
         raise ValueError(f"grad must have two dimensions, got shape {list(grad.shape)}")
@@ -139,8 +144,8 @@ def _(grad: Tensor, columns: int, transposed: bool) -> Tensor:
 def pack_int8(x: Tensor) -> Tensor:
     """Rounds every element to a multiple of its block's largest magnitude / 127; only zero becomes zero.
 
-    Blocks have 256 elements in packing order. A block with an infinity or a NaN is unpacked as NaN. Computed in at least
-    float32.
+    Blocks have 256 elements in packing order. A block with an infinity or a NaN is unpacked as NaN. Computed in at
+    least float32.
     """
     flat = flat_view(to_packing_order(x))
     wide = flat if flat.dtype == torch.float64 else flat.float()

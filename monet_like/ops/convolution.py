@@ -8,8 +8,8 @@ F is float32, float64, float16 or bfloat16; bias may be None.
 | cudnn_convolution_backward_input | grad: F[N,K,OH,OW]; weight: F[K,C/groups,R,S] | F[input_size] |
 | cudnn_convolution_backward_weight | grad: F[N,K,OH,OW]; x: F[N,C,H,W] | F[weight_size] |
 
-All three end with the same ``settings``: stride, padding and dilation of two extents each; groups; channels_last, the memory
-format of the result; the algorithm's name. The references compute all algorithms alike, by ATen.
+All three end with the same ``settings``: stride, padding and dilation of two extents each; groups; channels_last, the
+memory format of the result; the algorithm's name. The references compute all algorithms alike, by ATen.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
 
 @operator("(Tensor x) -> Tensor")
 def pack_sign(x: Tensor) -> Tensor:
-    """The mask of ReLU's gradient: bit = not (x <= 0), where aten.threshold_backward lets the gradient pass (NaN: 1)."""
+    """The mask of ReLU's gradient: bit = not (x <= 0), where aten.threshold_backward passes the gradient (NaN: 1)."""
     return pack_bits(~(flat_view(to_packing_order(x)) <= 0))
 
 
@@ -57,8 +57,8 @@ def pack_sign(x: Tensor) -> Tensor:
 def pack_range(x: Tensor, lo: float, hi: float) -> Tensor:
     """The mask of hardtanh's gradient: bit = lo < x < hi, where aten.hardtanh_backward lets the gradient pass.
 
-    The bit of a NaN is 1 on CUDA, as in ATen, and 0 on the CPU, where ATen's vector code stops the gradient and its scalar
-    code for the last elements lets it pass. float16 and bfloat16 are compared in float32.
+    The bit of a NaN is 1 on CUDA, as in ATen, and 0 on the CPU, where ATen's vector code stops the gradient and its
+    scalar code for the last elements lets it pass. float16 and bfloat16 are compared in float32.
     """
     flat = flat_view(to_packing_order(x))
     if flat.dtype in (torch.float16, torch.bfloat16):

@@ -1,6 +1,7 @@
 """Max pooling that keeps one byte for each maximum: its offset in the window, where PyTorch keeps an int64 index.
 
-F is float32, float64, float16 or bfloat16. The memory format of results is that of the first tensor, channels last or not.
+F is float32, float64, float16 or bfloat16. The memory format of results is that of the first tensor, channels last or
+not.
 
 | operator | reads | returns |
 |---|---|---|
@@ -70,7 +71,7 @@ def max_pool2d_offsets(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """The int64 indices of aten.max_pool2d_with_indices as offsets in their windows: kernel row * kernel width + column.
+    """The int64 indices of aten.max_pool2d_with_indices as offsets in windows: kernel row * kernel width + column.
 
     Raises:
         ValueError: an index lies outside its window.

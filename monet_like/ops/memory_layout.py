@@ -1,8 +1,9 @@
 """In which order the elements of a tensor lie in memory: the packing order of packed tensors, and the layout of norms.
 
 The packing order is the order of the elements in memory if the tensor is dense (no gaps, no overlap, dimensions in any
-order), else row-major order. Bit i of byte b belongs to element 8 b + i. An argument ``stride`` is the stride of the tensor
-that was packed; an empty one means that the tensor at hand has the same stride. Bits beyond the last element are zero.
+order), else row-major order. Bit i of byte b belongs to element 8 b + i. An argument ``stride`` is the stride of the
+tensor that was packed; an empty one means that the tensor at hand has the same stride. Bits beyond the last element are
+zero.
 """
 
 from __future__ import annotations
@@ -56,5 +57,5 @@ def image_format(t: Tensor) -> torch.memory_format:
 
 
 def norm_format(x: Tensor) -> torch.memory_format:
-    """The memory format that ATen chooses for batch norm's result; contiguous in several formats counts as row-major."""
+    """The memory format that ATen chooses for batch norm's result; row-major if x is contiguous in several formats."""
     return torch.contiguous_format if x.is_contiguous() else image_format(x)

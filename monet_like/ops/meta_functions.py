@@ -1,4 +1,4 @@
-"""Shapes of PyTorch's own operators that PyTorch does not tell a trace, or tells wrongly."""
+"""Shapes and layouts of results of PyTorch's own operators, where PyTorch tells a trace none or wrong ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> T
 
 @cache
 def register() -> None:
-    """Tell PyTorch, once in a process: samplers of Gamma and Dirichlet distributions, CTC loss with lengths in lists."""
+    """Register, once, result shapes of Gamma and Dirichlet samplers and of CTC loss with lists of lengths."""
     for name in ("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad"):
         torch.library.register_fake(f"aten::{name}", _row_major, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss", _ctc_loss, allow_override=True)
@@ -49,7 +49,7 @@ def register() -> None:
 
 @contextlib.contextmanager
 def ctc_loss_by_steps() -> Iterator[None]:
-    """For tracing: the mean of CTC losses as its operators, which PyTorch makes with a tensor that a trace cannot have."""
+    """Trace the mean of CTC losses operator by operator; PyTorch computes it with a tensor that no trace can have."""
     own = torch.ctc_loss
 
     def ctc_loss(
@@ -75,7 +75,7 @@ def ctc_loss_by_steps() -> Iterator[None]:
 
 
 def rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-    """A tensor laid out as ``torch.roll``'s result on a CPU, which joins two parts; the trace takes it to be in rows."""
+    """A tensor laid out as ``torch.roll``'s result on a CPU, which joins two parts; traces take it to be row-major."""
     if len(dims) != 1 or len(shifts) != 1:  # one after the other; without dims of the flattened tensor
         for shift, dim in zip(shifts, dims, strict=False):
             x = rolled(x, [shift], [dim])
@@ -106,8 +106,8 @@ _LIKE_INPUT = _aten.hardtanh.default
 def elementwise_result(op: torch._ops.OpOverload, args: Sequence[Any], result: Tensor) -> Tensor:
     """A tensor laid out as an elementwise operator's result; of other operators ``result`` itself.
 
-    Tensors with extents of 1 can be in rows and channels-last at once. The operators then take them to be in rows, whatever
-    their strides say, unless one is a number; the trace keeps strides by other rules.
+    Tensors with extents of 1 can be in rows and channels-last at once. The operators then take them to be in rows,
+    whatever their strides say, unless one is a number; the trace keeps strides by other rules.
     """
     if (torch.Tag.pointwise not in op.tags and op not in _ELEMENTWISE) or op is _aten.clone.default:
         return result
@@ -145,7 +145,7 @@ def unfolded(x: Tensor, result: Tensor) -> Tensor:
 
 
 def convolved(args: Sequence[Any], result: Tensor) -> Tensor:
-    """A tensor in as much memory as ``convolution``'s result: one of PyTorch's own kernels begins as `unfolded` says."""
+    """A tensor with the memory of ``convolution``'s result; one of PyTorch's kernels keeps more, as in `unfolded`."""
     x, weight, _, stride, padding, dilation, transposed, output_padding, groups = args
     if not transposed or x.dim() != 5 or x.device.type != "cpu":
         return result

@@ -1,4 +1,4 @@
-"""Recurrent layers of oneDNN: an operator that keeps a workspace for its backward, whose size the library alone knows."""
+"""Recurrent layers by oneDNN, whose workspace for the backward has a size that only the library knows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_workspace(args: Sequence[Any], results: Sequence[torch.Tensor]) -> tupl
 
 
 def onednn_layer(*args: Any) -> tuple[torch.Tensor, ...]:
-    """`ONEDNN_LAYER` with its workspace, which it makes where gradients are enabled; autograd is not told of the call."""
+    """Call `ONEDNN_LAYER` with gradients enabled, so that it returns its workspace, but unrecorded by autograd."""
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         results: tuple[torch.Tensor, ...] = ONEDNN_LAYER(*args)
     return results

@@ -1,7 +1,7 @@
 """RMS norm (Zhang and Sennrich, 2019) in one pass, recomputed from its saved statistic, and its gradient.
 
-F is float32, float64, float16 or bfloat16; R is float64 for float64 and float32 for the other dtypes; "any F" may be None
-or have another dtype than x.
+F is float32, float64, float16 or bfloat16; R is float64 for float64 and float32 for the other dtypes; "any F" may be
+None or have another dtype than x.
 
 | operator | reads | returns |
 |---|---|---|

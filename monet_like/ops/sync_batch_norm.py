@@ -1,4 +1,4 @@
-"""Batch norm whose statistics are those of a process group, split into operators; two of them communicate (`COMMUNICATING`).
+"""Batch norm over all processes of a group, split into operators, two of which communicate (`COMMUNICATING`).
 
 | operator | arguments | results |
 |---|---|---|
@@ -10,10 +10,10 @@
 | sync_batch_norm_all_reduce | sums: A[2 C] | A[2 C]: over the group |
 | sync_batch_norm_backward_elemt | grad, x; weight, mean, invstd; sums, counts | like x |
 
-F is a floating-point dtype, P that of the parameters. A is float32 for 16-bit floats, else F. ``batches`` is the number of
-batches so far if the running statistics are their plain average (``momentum`` None), else None. ``group`` is the name of a
-process group, as in PyTorch's functional collectives. On CUDA these are the operators of PyTorch's own SyncBatchNorm, called
-in its order: the same bits.
+F is a floating-point dtype, P that of the parameters. A is float32 for 16-bit floats, else F. ``batches`` is the number
+of batches so far if the running statistics are their plain average (``momentum`` None), else None. ``group`` is the
+name of a process group, as in PyTorch's functional collectives. On CUDA these are the operators of PyTorch's own
+SyncBatchNorm, called in its order: the same bits.
 
 Every operator has a fake, so tracing communicates nothing. There are no compiled kernels.
 """
@@ -276,8 +276,8 @@ def _(x: Tensor) -> Tensor:
 # ---- in one process alone ----
 
 _gather_alone = functools.partial(sync_batch_norm_gather, collect=_as_if_alike)
-#: Operators that wait for the other processes of a group, whose name is their last argument. Each has a stand-in that works
-#: in one process alone, for measuring: a process that is profiled does not know when the others reach the same call.
+#: Operators that wait for the other processes of a group, whose name is their last argument. Each has a stand-in that
+#: works in one process alone, for measuring: a process that is profiled does not know when the others reach the call.
 COMMUNICATING: dict[str, Callable[..., Any]] = {
     "monet_like.sync_batch_norm_gather.default": _gather_alone,
     "monet_like.sync_batch_norm_gather_functional.default": _functional(_gather_alone),

@@ -1,4 +1,8 @@
-"""Variants: more ways to do the same thing. One file per operator family, each with one function ``offer``."""
+"""Operator variants: other ways to compute the same values, with less memory or time than PyTorch's own operators.
+
+One module per family of operators. Each has a function ``offer`` that adds its variants to a captured program; the
+planner then chooses among them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from dataclasses import replace
 from ..capture.captured import Captured
 from ..ir.mode import WORDS, parse_mode
 from . import (
-    algorithms,
     attention,
     batch_norm,
     concatenation,
@@ -30,8 +33,8 @@ from .compared import bitwise_where_compared
 from .constraints import obeying_marks, reading_once
 from .editor import Editor, Offer
 
-#: In this order: gradients are split before other ways read them, in-place forms need the other ways, and slots are
-#: merged with all their ways.
+#: The functions are called in this order: gradients are split before other ways read them, in-place ways are made from
+#: the other ways, and slots are merged with all their ways.
 OFFERS: tuple[Offer, ...] = (
     concatenation.offer,
     dense_block.offer,
@@ -42,7 +45,7 @@ OFFERS: tuple[Offer, ...] = (
     group_norm.offer,
     rms_norm.offer,
     convolution.offer,
-    algorithms.offer,
+    convolution.offer_algorithms,
     attention.offer,
     linear.offer,
     dropit.offer,
@@ -55,10 +58,11 @@ OFFERS: tuple[Offer, ...] = (
 
 
 def with_variants(captured: Captured, words: Iterable[str] = WORDS) -> Captured:
-    """``captured`` with every variant that applies; ``Program.restrict`` then takes those that a mode admits.
+    """Add every variant that applies to a captured program; ``Program.restrict`` then keeps those that a mode admits.
 
     Args:
-        words: of the mode: slots are merged only for ways that it admits, and lossy ones offered only if it names them.
+        words: the words of the mode. Slots are merged only for ways that the mode admits, and lossy variants are
+            offered only if it names them.
     """
     editor = Editor(captured, frozenset(words))
     for offer in OFFERS:

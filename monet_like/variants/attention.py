@@ -1,12 +1,12 @@
-"""Attention on CUDA by its other kinds: flash, efficient, cuDNN's, and, for float32, written out in matrix products.
+"""Attention on CUDA by PyTorch's other kernels: flash, memory-efficient, cuDNN's; for float32 also as matrix products.
 
-PyTorch takes one of them by the card, dtypes and shapes, by rules and not by measuring. Their results are the same value;
-what else each saves for its own gradient (the logarithms of its sums, in layouts of their own) is a value of that kind.
-So every pair of a forward and a gradient is possible where the values are there, and where they are not, the gradient's
-kind runs its forward again. Written out, the gradient reads query, key and value alone.
+PyTorch chooses one of these kinds by rules (card, dtypes, shapes), not by measuring. The result of all kinds is one
+value of the program. The tensors that a kind saves for its own gradient (logarithms of sums, in a layout of that kind)
+are values of their own. So any forward can be paired with any gradient whose saved tensors exist; where they do not,
+the gradient runs the forward of its kind again. The gradient of the matrix products reads query, key and value only.
 
-Only without dropout, whose random numbers are the operator's own, and without a mask. ``algorithms`` admits them; they
-agree to rounding.
+Offered without dropout, whose random numbers are the operator's own, and without a mask. The word ``algorithms`` admits
+them; they agree with PyTorch's choice up to rounding.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class _Attention:
     Attributes:
         query, key, value: tensors [N, heads, length, width], and what they look like in `metas`.
         causal: whether a position sees only those before it.
-        scale: that was given; None: one over the root of the width.
-        out: the result, as a value.
+        scale: the factor of the scores that was given; None: one over the root of the width.
+        out: the value of the result.
     """
 
     query: Any
@@ -53,12 +53,12 @@ class _Attention:
 
     @property
     def factor(self) -> float:
-        """What scores are multiplied by."""
+        """The factor by which scores are multiplied."""
         return 1 / math.sqrt(self.metas[0].shape[3]) if self.scale is None else self.scale
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Of query and key."""
+        """Lengths of query and key."""
         return self.metas[0].shape[2], self.metas[1].shape[2]
 
 
@@ -69,12 +69,13 @@ _Gradients = tuple[Ref | None, ...]
 
 @dataclass(frozen=True)
 class _Kind:
-    """A fused operator.
+    """A kind of fused attention.
 
     Attributes:
-        dtypes, widest: that it takes; widths are multiples of 16 bytes.
-        forward: call that makes the result and what is saved.
-        backward: call that makes the gradients for query, key and value from the result's gradient and what was saved.
+        dtypes, widest: the dtypes and the largest width that it takes; widths are multiples of 16 bytes.
+        forward: the call that makes the result and the saved tensors.
+        backward: the call that makes the gradients for query, key and value from the result's gradient and the saved
+            tensors.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -138,7 +139,7 @@ _BACKWARD_OPS = tuple(f"aten._scaled_dot_product_{kind}_attention_backward.defau
 
 
 def offer(editor: Editor) -> None:
-    """algorithms: the other kinds that take these dtypes and shapes, forward and gradients."""
+    """Offer, for the word ``algorithms``, the other kinds that take these dtypes and shapes, forward and gradients."""
     if ALGORITHMS not in editor.words or editor.device.type != "cuda":
         return
     for task in editor.tasks:
@@ -168,7 +169,7 @@ def _argument(call: Call, name: str) -> Any:
 
 
 def _attention(editor: Editor, task: Task) -> _Attention | None:
-    """What a task does; None if it draws random numbers, has a mask, or shapes that not all kinds take."""
+    """The attention that a task computes; None with dropout, a mask, or shapes that not all kinds take."""
     call = task.calls[-1]
     query, key, value, out = *call.args[:3], call.outs[0]
     if out is None or _argument(call, "dropout_p") or _argument(call, "attn_bias") is not None:
@@ -193,7 +194,7 @@ def _takes(kind: _Kind, found: _Attention) -> bool:
 
 
 def _fused(editor: Editor, task: Task, found: _Attention, name: str, slot: tuple[int, Task, Call]) -> None:
-    """A kind's forward, which saves values of its own, and the gradients from these."""
+    """Add the forward of a kind, which saves values of its own, and the gradients from these values."""
     kind, (index, way, call) = _KINDS[name], slot
     temporary = (Ref("sums"), Ref("seed"), Ref("offset"))
     made = editor.results((*task.calls[:-1], kind.forward(found, temporary)))
@@ -212,7 +213,7 @@ def _fused(editor: Editor, task: Task, found: _Attention, name: str, slot: tuple
 
 
 def _written_out(editor: Editor, task: Task, found: _Attention, slot: tuple[int, Task, Call]) -> None:
-    """Products, softmax, products; the gradients make the probabilities again."""
+    """Add attention as matrix products and a softmax; the gradients compute the probabilities again."""
     index, way, call = slot
     first = (*task.calls[:-1], *_probabilities(found))
     product = Call("aten.matmul.default", (Ref("probabilities"), found.value), (), (Ref("product"),))
@@ -257,7 +258,7 @@ def _gradients(editor: Editor, found: _Attention, grad: Any, outs: Sequence[Ref 
 
 
 def _into(editor: Editor, out: Ref, made: Ref) -> Iterator[Call]:
-    """``made`` in the layout that the value ``out`` has."""
+    """The calls that bring ``made`` into the layout of the value ``out``."""
     meta = editor.meta_of(out)
     assert meta is not None
     yield Call("aten.new_empty_strided.default", (made, meta.shape, meta.stride), (), (out,))

@@ -1,7 +1,8 @@
-"""The gradient of a concatenation that a convolution reads, in the parts that were joined.
+"""Gradients of concatenated inputs of convolutions, computed part by part.
 
-PyTorch makes it in one piece, which stays until the last of the parts is used: in a U-Net, where the other part comes
-from the far end, throughout the backward. Here every part is a gradient of its own and goes when it was used.
+PyTorch computes the gradient of a concatenation as one tensor, which lives until its last part is used. In a U-Net,
+whose skip connections join far ends of the network, that is nearly the whole backward. Here every part is a gradient of
+its own and is freed after its own use.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ Range = tuple[int, int]
 
 
 def offer(editor: Editor) -> None:
-    """conv: for a convolution's input gradient that is read only in slices of its channels, which do not overlap."""
+    """Offer, for the word ``conv``, parts of a convolution's input gradient that is read in slices of channels only.
+
+    The slices must not overlap.
+    """
     if "conv" not in editor.words:
         return
     for slot, way, call in list(editor.find_slots(_BACKWARD)):
@@ -59,7 +63,7 @@ def _split(editor: Editor, slot: int, way: Task, call: Call) -> None:
 
 
 def _make_parts(editor: Editor, slot: int, way: Task, call: Call, values: Mapping[Range, int]) -> None:
-    """Two ways: all in one piece and copied, or every part from the weights of its channels."""
+    """Give a slot two ways: the whole gradient and copies of its parts, or each part from its channels' weights."""
     whole = Ref("whole")
     copies = _copy(whole, {part: Ref(value) for part, value in values.items()})
     own = (*way.calls[:-1], replace(call, outs=(whole, None, None)), *copies)
@@ -78,7 +82,7 @@ def _make_parts(editor: Editor, slot: int, way: Task, call: Call, values: Mappin
 
 
 def _ranges(editor: Editor, readers: Iterable[Task], whole: int) -> list[Range]:
-    """The slices that are read, in order; none if anything else of ``whole`` is read, or they overlap."""
+    """The slices of ``whole`` that are read, in order; none if they overlap or if it is read in another way."""
     calls = [call for reader in readers for call in reader.calls if Ref(whole) in refs(call)]
     found = {_range(editor, call, whole) for call in calls}
     ranges = sorted(part for part in found if part is not None)
@@ -92,7 +96,7 @@ def _range(editor: Editor, call: Call, whole: int) -> Range | None:
 
 
 def part_of(editor: Editor, call: Call) -> tuple[int, Range] | None:
-    """The value that a call takes channels of, and which; None if it does anything else."""
+    """The value of which a call takes a slice of channels, and the slice; None for other calls."""
     if call.op != SLICE or call.kwargs or len(call.args) != 4 or call.args[1] != CHANNELS:
         return None
     whole = all_of(editor, call.args[0])
@@ -103,7 +107,7 @@ def part_of(editor: Editor, call: Call) -> tuple[int, Range] | None:
 
 
 def all_of(editor: Editor, arg: Ref) -> tuple[int, Range] | None:
-    """A value that is an argument, and all its channels; None if it has none."""
+    """The value that an argument is, with the slice of all its channels; None if it has no channels."""
     meta = editor.meta_of(arg)
     if meta is None or len(meta.shape) <= CHANNELS:
         return None
@@ -112,7 +116,7 @@ def all_of(editor: Editor, arg: Ref) -> tuple[int, Range] | None:
 
 
 def _copy(whole: Ref, parts: Mapping[Range, Ref]) -> list[Call]:
-    """The parts as tensors of their own."""
+    """The calls that copy the slices of a tensor into tensors of their own."""
     calls = []
     for part, to in parts.items():
         piece = Ref(f"channels_{part[0]}")
@@ -122,7 +126,7 @@ def _copy(whole: Ref, parts: Mapping[Range, Ref]) -> list[Call]:
 
 
 def _on_parts(editor: Editor, reader: Task, whole: int, parts: Mapping[Range, Ref]) -> list[Call]:
-    """A reader's calls on parts instead of slices."""
+    """The calls of a task that reads parts in place of slices."""
     slices = {call.outs[0]: part for call in reader.calls if (part := _range(editor, call, whole)) is not None}
     names = {piece: parts[part] for piece, part in slices.items() if piece is not None}
     return [

@@ -1,4 +1,7 @@
-"""Programs whose schedules obey the marks of their values, see `monet_like.capture.annotations`."""
+"""Restrictions of a program's choices: the marks that a user put on values, and equality of values that are compared.
+
+`monet_like.capture.annotations` says what the marks mean.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..capture.captured import Captured
+from ..ir.mode import ALGORITHMS
 from ..ir.program import Program, Ref, Task, may_meet
 from .editor import in_turn, renamed
 
+_COMPARING = ("aten.eq.", "aten.ne.")
+#: Parts of the names of operators that read only shape and dtype of a tensor.
+_OF_ITS_SHAPE = ("aten.new_", "_like.")
+#: Words of variants that agree with PyTorch's operators only up to rounding.
+_ROUNDING = frozenset({"conv", ALGORITHMS})
+
 
 def obeying_marks(captured: Captured) -> Captured:
-    """``captured``, with the variants that its mode admits, where marks take choices away."""
+    """Take away the choices that the user's marks exclude from a program that has the variants its mode admits."""
     groups: dict[tuple[str, int], set[int]] = {}
     for value, mark in captured.marks.items():
         groups.setdefault(mark, set()).add(value)
@@ -24,7 +34,7 @@ def obeying_marks(captured: Captured) -> Captured:
 
 
 def _once(program: Program, values: set[int]) -> Program:
-    """What writes ``values`` runs in the forward only."""
+    """Let the tasks that write ``values`` run in the forward only."""
     tasks = tuple(
         task if values.isdisjoint(task.writes) else replace(task, runs="first")
         for task in program.tasks
@@ -34,7 +44,7 @@ def _once(program: Program, values: set[int]) -> Program:
 
 
 def _together(captured: Captured, values: set[int]) -> Program:
-    """One task runs all again that makes ``values``, and nothing else does."""
+    """Let one task alone recompute all of ``values`` together."""
     program = captured.program
     members: list[Task] = []
     made: set[int] = set()
@@ -57,7 +67,7 @@ def _together(captured: Captured, values: set[int]) -> Program:
 
 
 def _in_order(tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """As they stand, but for readers of what the task that is new now makes after them."""
+    """Keep the order of tasks, except that readers of the new task's results come after it."""
     import networkx as nx  # which takes a tenth of a second to import
 
     graph = nx.DiGraph()
@@ -73,7 +83,7 @@ def _in_order(tasks: Sequence[Task]) -> tuple[Task, ...]:
 
 
 def _recomputed(captured: Captured, values: set[int]) -> Captured:
-    """The backward reads a second value instead of each of ``values`` that can be made again, and only it makes them."""
+    """Let the backward read recomputed values: each of ``values`` gets a second one, which only the backward makes."""
     program = captured.program
     again = {v for task in program.tasks if task.runs != "first" for v in task.writes}
     chosen = sorted(values & again - set(program.outputs))
@@ -125,3 +135,29 @@ def reading_once(captured: Captured) -> Captured:
     )
     slots = tuple(tuple(way for way in slot if changed.isdisjoint(way.reads)) for slot in program.slots)
     return replace(captured, program=replace(program, tasks=tasks, slots=slots))
+
+
+def bitwise_where_compared(program: Program) -> Program:
+    """Remove producers that round differently from PyTorch's for every value on which a comparison of floats depends.
+
+    For example, the gradient of ``amax`` goes to the elements that equal the maximum. If the maximum was kept and the
+    elements were recomputed by another algorithm, maybe none of them would equal it.
+    """
+    needed = {
+        value
+        for task in program.every_task()
+        if any(call.op.startswith(_COMPARING) for call in task.calls)
+        for value in program.forward_reads(task)
+        if program.values[value].spec.startswith(("float", "bfloat", "complex"))
+    }
+    pending = [*needed]
+    while pending:
+        for index in program.producers[pending.pop()]:
+            task = program.tasks[index]
+            if any(word in task.calls[-1].op for word in _OF_ITS_SHAPE):
+                continue
+            more = {*program.forward_reads(task)} - needed
+            needed |= more
+            pending += more
+    tasks = tuple(t for t in program.tasks if t.word not in _ROUNDING or needed.isdisjoint(t.writes))
+    return replace(program, tasks=tasks)

@@ -1,24 +1,30 @@
-"""Convolution by other algorithms, and its two gradients, each by itself.
+"""Convolutions by other algorithms: the input gradient without the input, matrix products, im2col, cuDNN's algorithms.
 
-PyTorch reads a convolution's input for the shape of its gradient alone. On a CPU a number that is expanded to that shape
-serves as well, where all lies in row-major order: the same operator, the same bits, and a copy of that size while it runs.
-The gradient is also a transposed convolution (and that of a transposed one a plain one), in any layout and without the
-copy: on CUDA by the same kernels; on a CPU oneDNN, or PyTorch in its place, may add in another order, so that there it
-takes the word ``conv``. So does a depthwise one on CUDA: PyTorch has a kernel of its own for its gradient (``use_cudnn`` and
-``is_depthwise`` in PyTorch's Convolution.cpp), and cuDNN's for the transposed convolution.
+For the input gradient PyTorch reads only the shape of a convolution's input. On a CPU, with row-major tensors, a number
+that is expanded to that shape serves as well: the same operator, the same bits, and a copy of that size while it runs.
+The input gradient is also a transposed convolution (for a transposed one, a plain one), in any layout and without the
+copy. On CUDA the same kernels compute it. On a CPU oneDNN, or PyTorch in its place, may add in another order, so it
+takes the word ``conv``; so does a depthwise convolution on CUDA, whose gradient has a kernel of PyTorch's own
+(``use_cudnn`` and ``is_depthwise`` in PyTorch's Convolution.cpp) and whose transposed convolution is cuDNN's.
 
-``conv`` also admits forwards that add in another order and agree to rounding, not to the bit: a 1x1 convolution as a
-matrix product over each image's pixels, and im2col.
+``conv`` also admits forwards that add in another order and agree only up to rounding: a 1x1 convolution as a matrix
+product over the pixels of each image, and im2col.
+
+On CUDA, ``algorithms`` admits forward and both gradients by each of cuDNN's algorithms, which agree up to rounding.
+Each has a workspace of its own, from nothing to many times the input, and only measuring tells which is fastest.
+PyTorch chooses for speed and knows no budget.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..ir.mode import ALGORITHMS
 from ..ir.program import Call, Ref, Task
+from ..ops.convolution import FORWARD_ALGORITHMS, INPUT_ALGORITHMS, WEIGHT_ALGORITHMS
 from .editor import Editor
 
 _CONVOLUTION = "aten.convolution.default"
@@ -26,7 +32,7 @@ _BACKWARD = "aten.convolution_backward.default"
 
 
 def offer(editor: Editor) -> None:
-    """Ways for the input's gradient; conv: algorithms for 2-d convolutions in the default layout."""
+    """Offer ways for input gradients and, for ``conv``, other algorithms for 2-d convolutions in the default layout."""
     for slot, way, call in list(editor.find_slots(_BACKWARD)):
         if call.args[-1] == [True, False, False]:
             (out,) = way.writes
@@ -59,7 +65,7 @@ def _forward(editor: Editor, task: Task, call: Call) -> None:
 
 
 def _by_shape(editor: Editor, before: Sequence[Call], call: Call, out: int) -> tuple[Call, ...] | None:
-    """The gradient for the input with an expanded number in the input's place; None if that might be another kernel.
+    """The input gradient with an expanded number in place of the input; None if PyTorch might choose another kernel.
 
     In other layouts PyTorch looks at the input's strides to choose one.
     """
@@ -78,7 +84,7 @@ def _by_shape(editor: Editor, before: Sequence[Call], call: Call, out: int) -> t
 
 
 def input_gradient(editor: Editor, before: Sequence[Call], call: Call, out: int) -> Call | None:
-    """The gradient for the input of a convolution as a convolution that writes ``out``; None if there is none.
+    """The input gradient of a convolution as a convolution that writes ``out``; None if no convolution computes it.
 
     Args:
         before: calls that make what ``call`` reads.
@@ -98,7 +104,7 @@ def input_gradient(editor: Editor, before: Sequence[Call], call: Call, out: int)
 
 
 def _is_depthwise(editor: Editor, way: Task) -> bool:
-    """Whether a gradient is of a convolution with a group for every channel, or of the transpose of such a one."""
+    """Whether a gradient is of a depthwise convolution, with a group for every channel, or of its transpose."""
     *before, call = way.calls
     weight = Call("aten.detach.default", (call.args[2],), (), (Ref("filters"),))
     return call.args[-2] > 1 and editor.result((*before, weight)).shape[1] == 1
@@ -122,3 +128,95 @@ def _matmul(editor: Editor, task: Task, x: Ref, weight: Ref, out: int) -> None:
         Call("aten.view.default", (Ref("product"), editor.metas[out].shape), (), (Ref(out),)),
     )
     editor.add(task, calls, (out,), "conv.matmul", word="conv", runs=task.runs)
+
+
+# ---- cuDNN's algorithms ----
+
+
+def offer_algorithms(editor: Editor) -> None:
+    """Offer cuDNN's algorithms for convolutions of images, not transposed, of any layout, groups and dtype."""
+    if ALGORITHMS not in editor.words or editor.device.type != "cuda":
+        return
+    for task in editor.tasks:
+        if task.variant != "aten" or not task.calls or task.calls[-1].op != _CONVOLUTION:
+            continue
+        *before, call = task.calls
+        x, weight, bias, stride, padding, dilation, transposed, _, groups = call.args
+        if transposed or len(stride) != 2:
+            continue
+        name, settings = "monet_like.cudnn_convolution.default", (stride, padding, dilation, groups)
+        plain = Call(name, (x, weight, bias, *settings), (), call.outs)
+        window = editor.metas[weight.name].shape[2:] if editor.meta_of(weight) else ()
+        for algorithm, made in _by_each_algorithm(editor, before, plain, (), task.writes, window, FORWARD_ALGORITHMS):
+            editor.add(task, made, task.writes, f"conv.cudnn_{algorithm}", word=ALGORITHMS, runs=task.runs)
+    for slot, way, call in list(editor.find_slots(_BACKWARD)):
+        if not call.args[7] and len(call.args[4]) == 2 and call.args[-1][0] != call.args[-1][1]:
+            for algorithm, made in _gradient_by_algorithms(editor, way.calls[:-1], call, way.writes):
+                editor.add_way(slot, made, f"conv.cudnn_{algorithm}", word=ALGORITHMS)
+
+
+def _gradient_by_algorithms(
+    editor: Editor, before: Sequence[Call], call: Call, writes: Sequence[int]
+) -> Iterator[tuple[str, tuple[Call, ...]]]:
+    """Calls of each algorithm for the gradient of the input, or of the weight and, if wanted, the bias."""
+    grad, x, weight, _, stride, padding, dilation, _, _, groups, (of_input, _, of_bias) = call.args
+    settings = (stride, padding, dilation, groups)
+    # What either tensor has for a shape, the gradient for it has too.
+    wanted = next(out for out in call.outs if out is not None)
+    shape = editor.metas[wanted.name].shape  # type: ignore[index]
+    if of_input:
+        filters = editor.meta_of(weight)
+        plain = Call(
+            "monet_like.cudnn_convolution_backward_input.default", (grad, weight, shape, *settings), (), (wanted,)
+        )
+        window = filters.shape[2:] if filters else ()
+        yield from _by_each_algorithm(editor, before, plain, (), writes, window, INPUT_ALGORITHMS)
+        return
+    plain = Call("monet_like.cudnn_convolution_backward_weight.default", (grad, x, shape, *settings), (), (wanted,))
+    summed = (Call("aten.sum.dim_IntList", (grad, [0, 2, 3]), (), (call.outs[2],)),) if of_bias else ()
+    yield from _by_each_algorithm(editor, before, plain, summed, writes, shape[2:], WEIGHT_ALGORITHMS)
+
+
+def _by_each_algorithm(
+    editor: Editor,
+    before: Sequence[Call],
+    plain: Call,
+    after: Sequence[Call],
+    writes: Sequence[int],
+    window: Sequence[int],
+    known: Sequence[str],
+) -> Iterator[tuple[str, tuple[Call, ...]]]:
+    """Calls of each algorithm that fits; none if the results would not have the layout of PyTorch's.
+
+    Args:
+        plain: the call without its last arguments, layout and algorithm.
+        window: height and width of the convolution's kernel; empty if not known.
+    """
+    _, _, _, stride, _, dilation, _ = plain.args
+
+    def calls(channels_last: bool, algorithm: str) -> tuple[Call, ...]:
+        return (*before, replace(plain, args=(*plain.args, channels_last, algorithm)), *after)
+
+    def fits(channels_last: bool) -> bool:
+        made = {ref.name: meta for ref, meta in editor.results(calls(channels_last, known[0])).items()}
+        return all(made.get(value) == editor.metas[value] for value in writes)
+
+    layout = next((channels_last for channels_last in (False, True) if fits(channels_last)), None)
+    if layout is None:
+        return
+    for algorithm in known:
+        if _possible(algorithm, window, stride, dilation):
+            yield algorithm, calls(layout, algorithm)
+
+
+def _possible(algorithm: str, window: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> bool:
+    """Whether cuDNN's manual allows an algorithm; measuring tells what cuDNN refuses besides.
+
+    FFT and Winograd take neither strides nor dilations; Winograd takes windows of 3 x 3 and, not fused, of 5 x 5.
+    """
+    if not algorithm.startswith(("fft", "winograd")):
+        return True
+    if {*stride, *dilation} != {1}:
+        return False
+    windows: dict[str, set[Any]] = {"winograd": {(3, 3)}, "winograd_nonfused": {(3, 3), (5, 5)}}
+    return tuple(window) in windows[algorithm] if algorithm in windows else tuple(window) != (1, 1)

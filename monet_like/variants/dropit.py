@@ -1,37 +1,37 @@
-"""Dropped caches: a weight's gradient from the largest elements of what its layer read.
+"""DropIT: the weight gradient of a layer from the largest elements of the layer's input.
 
-DropIT (Chen et al., ICLR 2023) keeps for the backward only the elements of largest magnitude. Here they are chosen in
-blocks of 16,384 in memory order, so that a block is in the cache while it is searched, and each has its place there as
-a bit, or 16 bits where fewer than a 16th are kept.
+DropIT (Chen et al., ICLR 2023) keeps only the elements of largest magnitude for the backward. Here they are chosen in
+blocks of 16,384 in memory order, so that a block stays in the cache while it is searched. The place of each element is
+stored as a bit, or in 16 bits where fewer than a 16th are kept.
 
-``dropit<share>`` admits it. The forward is exact; the weight's gradient takes the dropped elements for zeros, those of
-the layer's input and bias are exact. The cache is one more way of the weight's slot: where the layer's input is kept for
-another operator anyhow, or costs less to make again, the planner has no use for it. The product of a linear layer is
-made of the kept elements alone, or, as a convolution's, of a temporary tensor with zeros in it. With ``lowp8`` in the
-mode too there is a second cache, whose elements are in 8 bits.
+The word ``dropit<share>`` admits it. The forward is exact; the weight gradient takes dropped elements as zeros; the
+gradients of the layer's input and bias are exact. It is one more way of the weight's slot, which the planner leaves if
+the input is kept for another operator anyway or is cheap to recompute. The product of a linear layer uses only the
+elements that are kept, or, like a convolution, a temporary tensor with zeros. If the mode also has ``lowp8``, there is
+a second cache, whose elements have 8 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from ..ir.mode import dropit_share, dropit_word
 from ..ir.program import Call, Ref, Task
-from ..ops.caches import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
-from .editor import Editor, like, renamed
+from ..ops.caches import LARGEST_BLOCK, int8_bytes, kept_of_block, largest_bytes, largest_kept
+from .editor import Editor, like, renamed, root_of
 
 _BACKWARD = "aten.convolution_backward.default"
-#: What may stand between a weight's gradient and the parameter's: autocast's casts, and sums where a weight is shared.
+#: Operators that may stand between the gradient of a weight and that of the parameter: autocast's casts, sums of shared
+#: weights.
 _HANDED_ON = frozenset({"aten._to_copy.default", "aten.add.Tensor", "aten.add_.Tensor", "aten.clone.default"})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def offer(editor: Editor) -> None:
-    """dropit: for the weights of linear layers (and Hugging Face's Conv1D) and convolutions."""
+    """Offer dropped inputs for the weight gradients of linear layers (and Hugging Face's Conv1D) and convolutions."""
     word = dropit_word(editor.words)
     keep = LARGEST_BLOCK if word is None else kept_of_block(dropit_share(word))
     if word is None or keep == LARGEST_BLOCK:
@@ -59,19 +59,14 @@ def offer(editor: Editor) -> None:
             editor.add_way(slot, (*cache.calls, unpack, *calls), cache.variant, word=word)
 
 
-def kept_of_block(share: float) -> int:
-    """How many elements of a whole block stay where ``share`` of them is dropped; at least one."""
-    return max(1, LARGEST_BLOCK - round(share * LARGEST_BLOCK))
-
-
 @dataclass(frozen=True)
 class _Cache:
-    """The largest elements of a layer's input, kept in some way.
+    """A cache of the largest elements of a layer's input.
 
     Attributes:
-        variant: of the slot's way that reads it.
-        calls: from what is kept to ``packed``.
-        packed: as `pack_largest` makes it.
+        variant: the name of the slot's way that reads it.
+        calls: the calls that make ``packed`` from the values that are kept.
+        packed: the result of `pack_largest`.
     """
 
     variant: str
@@ -80,9 +75,9 @@ class _Cache:
 
 
 def _caches(editor: Editor, x: int, keep: int, word: str) -> Iterator[_Cache]:
-    """The largest elements of ``x`` as they are; with ``lowp8`` also in 8 bits, as all other values are there.
+    """Add caches of the largest elements of ``x``: as they are and, with ``lowp8``, in 8 bits, as other values there.
 
-    Made in the forward: what runs again may be inexact.
+    They are made in the forward only, because recomputed values may be inexact.
     """
     maker, meta = editor.maker(x), editor.metas[x]
     assert maker is not None
@@ -122,14 +117,14 @@ def _caches(editor: Editor, x: int, keep: int, word: str) -> Iterator[_Cache]:
 
 
 def _product(editor: Editor, way: Task, x: int) -> tuple[Call, ...] | None:
-    """The calls that multiply the incoming gradient with the kept elements of ``x``, whose cache is still to be named.
+    """The calls that multiply the incoming gradient with the kept elements of ``x``; the cache is inserted later.
 
-    None unless ``x`` is all of one operand of a product, row by row.
+    None unless ``x`` is the whole of one operand of the product, row by row.
     """
     mm = way.calls[-1]
     if mm.op != "aten.mm.default":
         return None
-    place = next(i for i, operand in enumerate(mm.args) if _root(way.calls, operand) == x)
+    place = next(i for i, operand in enumerate(mm.args) if root_of(way.calls, operand) == x)
     meta, made = editor.metas[x], editor.results(way.calls)
     seen = made.get(mm.args[place], meta)
     rows, columns = seen.shape if place else seen.shape[::-1]
@@ -153,7 +148,7 @@ def _product(editor: Editor, way: Task, x: int) -> tuple[Call, ...] | None:
 
 
 def _layer_input(editor: Editor, way: Task) -> int | None:
-    """The forward value that a weight's gradient is made from beside the incoming one, if it can be dropped."""
+    """The forward value from which a weight gradient is computed, if it can be dropped; else None."""
     call = way.calls[-1]
     if call.op == "aten.mm.default":
         operands = call.args
@@ -161,7 +156,7 @@ def _layer_input(editor: Editor, way: Task) -> int | None:
         operands = call.args[:2]
     else:
         return None
-    roots = [_root(way.calls, operand) for operand in operands]
+    roots = [root for operand in operands if (root := root_of(way.calls, operand)) is not None]
     forward, backward = ([v for v in roots if editor.values[v].kind == kind] for kind in ("forward", "backward"))
     if len(forward) != 1 or len(backward) != 1:
         return None
@@ -170,16 +165,8 @@ def _layer_input(editor: Editor, way: Task) -> int | None:
     return x if plain and editor.maker(x) is not None and not editor.of_parameters(x) else None
 
 
-def _root(calls: Sequence[Call], operand: Any) -> int:
-    """The value that an operand is, or is a view of."""
-    makers = {call.outs[0]: call for call in calls}
-    while not isinstance(operand.name, int):
-        operand = makers[operand].args[0]
-    return int(operand.name)
-
-
 def _owners(editor: Editor) -> dict[int, set[int]]:
-    """For every gradient that becomes a parameter's, alone or in a sum, the parameters' values."""
+    """The parameters of every gradient that is one of a parameter, or is added to one."""
     captured = editor.captured
     found: dict[int, set[int]] = {}
     for index, gradient in captured.parameter_gradients:

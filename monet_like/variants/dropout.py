@@ -1,4 +1,4 @@
-"""Dropout: the noise of the forward in one bit per element; run again, it is unpacked, never drawn anew."""
+"""Dropout whose noise is kept in one bit per element: recomputation unpacks the bits instead of drawing new numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .editor import Editor, like
 
 
 def offer(editor: Editor) -> None:
-    """newnode: for every dropout noise (0 or 1 / (1 - p)), a draw that also packs it, and the unpacking."""
+    """Offer, for ``newnode``, to draw the noise of a dropout (0 or 1 / (1 - p)) and pack it, and to unpack it again."""
     for task in editor.tasks:
         draw = next((call for call in task.calls if call.op == "aten.bernoulli_.float"), None)
         if draw is None or task.calls[-1].op != "aten.div_.Scalar" or task.runs != "first" or task.variant != "aten":

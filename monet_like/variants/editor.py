@@ -1,4 +1,4 @@
-"""What a variant works with: a captured program under construction."""
+"""The editor through which variants add tasks, values and ways to a captured program."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..runtime.operators import resolve
 
 
 class Editor:
-    """A captured program that variants add values, tasks and ways to.
+    """A captured program under construction, to which variants add values, tasks and ways.
 
     Attributes:
-        values, metas: as in `Captured`, growing.
-        tasks: the forward tasks; additions are placed when `finish` is called.
+        values, metas: as in `Captured`, with those that were added.
+        tasks: the forward tasks without additions, which `finish` puts in their places.
         slots: the ways of every slot.
-        words: of the mode that the program is for.
+        words: the words of the mode that the program is for.
     """
 
     def __init__(self, captured: Captured, words: frozenset[str]) -> None:
@@ -39,23 +39,23 @@ class Editor:
 
     @property
     def device(self) -> torch.device:
-        """Where the program runs."""
+        """The device that the program runs on."""
         return self.captured.device
 
     def find(self, *ops: str) -> Iterator[tuple[Task, Call]]:
-        """Forward tasks of PyTorch's own that consist of one call, of one of ``ops``."""
+        """Find PyTorch's own forward tasks that consist of a single call, to one of ``ops``."""
         for task in self.tasks:
             if task.variant == "aten" and len(task.calls) == 1 and task.calls[0].op in ops:
                 yield task, task.calls[0]
 
     def find_slots(self, *ops: str) -> Iterator[tuple[int, Task, Call]]:
-        """Slots whose own way ends in a call of one of ``ops``; calls before it are views of its arguments."""
+        """Find slots whose first way ends in a call to one of ``ops``; calls before it make views of its arguments."""
         for index, ways in enumerate(self.slots):
             if ways[0].calls[-1].op in ops:
                 yield index, ways[0], ways[0].calls[-1]
 
     def value(self, name: str, kind: Any, meta: TensorMeta, *, on_host: bool = False) -> int:
-        """A new value with a storage of its own, ``on_host`` where no budget counts it."""
+        """Add a value with a storage of its own; memory ``on_host`` is counted by no budget."""
         host = meta.storage_bytes
         if self.device.type == "cuda":  # PyTorch's cache of pinned memory has blocks of powers of two
             host = 1 << max(0, host - 1).bit_length()
@@ -65,7 +65,7 @@ class Editor:
         return len(self.values) - 1
 
     def withdraw(self, value: int) -> None:
-        """Take back the last value that was made; nothing may refer to it."""
+        """Remove the value that was added last; nothing may refer to it."""
         assert value == len(self.values) - 1
         self.values.pop()
         self.metas.pop()
@@ -80,29 +80,30 @@ class Editor:
         before: Task | None = None,
         **options: Any,
     ) -> None:
-        """A forward task, named after ``anchor``, that stands right after it or else right ``before`` another one.
+        """Add a forward task, named after ``anchor``, right after it or, if given, right ``before`` another task.
 
-        Additions at one place keep their order, but makers of the anchor's results stand before those that read them.
+        Tasks added at one place keep their order, except that tasks which make the anchor's results come before tasks
+        which read them.
         """
         task = make_task(f"{anchor.name}.{variant}", calls, writes, self.metas, variant=variant, **options)
         place, name = (self._after, anchor.name) if before is None else (self._before, before.name)
         place.setdefault(name, []).append(task)
 
     def add_way(self, slot: int, calls: Sequence[Call], variant: str, **options: Any) -> None:
-        """One more way to do a slot; it writes what the first way writes."""
+        """Add a way to do a slot; it writes the values that the first way writes."""
         first = self.slots[slot][0]
         way = make_task(f"{first.name}.{variant}", calls, first.writes, self.metas, variant=variant, **options)
         self.slots[slot].append(way)
 
     def in_turn(self, ways: Sequence[Task], between: Iterable[int], **options: Any) -> Task:
-        """A way that does several slots one after the other; what only they read, ``between``, is temporary.
+        """Make one way that does several slots in turn; values ``between``, which only they read, are temporary.
 
         It is named after the last of them; ``options`` are further fields of `Task`.
         """
         return in_turn(ways, between, self.metas, **options)
 
     def merge(self, slot: int, ways: Sequence[Task], count: int = 2) -> None:
-        """Do a slot and those after it, ``count`` in all, as one, in these ways."""
+        """Merge ``count`` slots from this one on into one slot with these ways."""
         merged = list(ways)
         for former in self.slots[slot : slot + count]:
             self._last.update((value, merged) for value in former[0].reads if self._last[value] is former)
@@ -113,14 +114,14 @@ class Editor:
         return [task for task in self.tasks if value in task.reads]
 
     def only_reader(self, value: int) -> Task | None:
-        """PyTorch's own forward task of one call that alone reads ``value`` in the forward; None if there is no such."""
+        """The only forward task that reads ``value``, if it is one call of PyTorch's with one result; else None."""
         readers = self.forward_readers(value)
         if len(readers) != 1 or len(readers[0].calls) != 1 or len(readers[0].writes) != 1:
             return None
         return None if value in self.captured.program.outputs else readers[0]
 
     def maker(self, value: int) -> Task | None:
-        """The last of PyTorch's own tasks that write a forward value; None if none of them runs in the forward."""
+        """The last of PyTorch's own tasks that write a forward value; None if all of them run in the backward only."""
         makers = [task for task in self.tasks if value in task.writes]
         return makers[-1] if any(task.runs != "again" for task in makers) else None
 
@@ -134,11 +135,11 @@ class Editor:
         return value in self._of_parameters
 
     def avoidable(self, value: int) -> bool:
-        """Whether every slot can be done without reading ``value``."""
+        """Whether every slot has a way that does not read ``value``."""
         return all(any(value not in way.reads for way in ways) for ways in self.slots)
 
     def replaceable(self, grad: Any, slot: int, result: Any) -> bool:
-        """Whether a slot may put its result where ``grad`` is: a gradient of its own that ends there, laid out alike."""
+        """Whether a slot may overwrite ``grad`` with its result: it has the same layout and no later slot reads it."""
         meta = self.meta_of(grad)
         if meta is None or meta != self.meta_of(result):
             return False
@@ -150,7 +151,7 @@ class Editor:
         )
 
     def meta_of(self, arg: Any) -> TensorMeta | None:
-        """What an argument looks like that is a value's own tensor; None for literals and for views."""
+        """Shape, dtype and layout of an argument that is a value's own tensor; None for literals and for views."""
         return self.metas[arg.name] if isinstance(arg, Ref) and isinstance(arg.name, int) else None
 
     def is_own(self, arg: Any) -> bool:
@@ -169,16 +170,16 @@ class Editor:
         return meta.offset == 0
 
     def rewrite(self, slot: int, ways: Sequence[Task]) -> None:
-        """Do a slot in these ways only, which may read and write other gradients than those it had."""
+        """Replace all ways of a slot by ``ways``, which may read and write other gradients."""
         self.slots[slot][:] = ways
         self._last = {value: others for others in self.slots for value in others[0].reads}
 
     def result(self, calls: Sequence[Call]) -> TensorMeta:
-        """What the last of ``calls``, which has one result, gives."""
+        """Shape, dtype and layout of the result of the last of ``calls``, which must have one result."""
         return list(self.results(calls).values())[-1]
 
     def results(self, calls: Sequence[Call]) -> dict[Ref, TensorMeta]:
-        """What ``calls`` make."""
+        """Shapes, dtypes and layouts of the tensors that ``calls`` make."""
         with fake_mode(), convolutions(self.device), torch.no_grad(), torch._C._DisableAutocast():
             known: dict[Ref, torch.Tensor] = {}
             found: dict[Ref, TensorMeta] = {}
@@ -203,7 +204,7 @@ class Editor:
             return found
 
     def finish(self) -> Captured:
-        """The captured program with all additions."""
+        """Return the captured program with everything that was added."""
         tasks: list[Task] = []
         for task in self.tasks:
             # Other writers of the task's results stand before what reads them (stable, so otherwise as added).
@@ -217,7 +218,7 @@ class Editor:
 
 
 def in_turn(tasks: Sequence[Task], between: Iterable[int], metas: Sequence[TensorMeta], **options: Any) -> Task:
-    """One task that does several one after the other; see `Editor.in_turn`."""
+    """Make one task that does several tasks one after the other; see `Editor.in_turn`."""
     names = {Ref(value): Ref(f"between_{number}") for number, value in enumerate(sorted(between))}
     calls: list[Call] = []
     for task in tasks:
@@ -230,7 +231,7 @@ def in_turn(tasks: Sequence[Task], between: Iterable[int], metas: Sequence[Tenso
 
 
 def renamed(leaf: Any, names: Mapping[Ref, Ref]) -> Any:
-    """Arguments or results of a call with other names."""
+    """Replace the names in the arguments or results of a call."""
     if isinstance(leaf, tuple | list):
         return type(leaf)(renamed(part, names) for part in leaf)
     return names.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
@@ -246,7 +247,7 @@ def like(
     shape: Sequence[int] | None = None,
     device: torch.device | None = None,
 ) -> TensorMeta:
-    """A dense tensor; with another dtype, or flat with another shape, or on another device than ``meta``."""
+    """Describe a dense tensor like ``meta`` with another dtype or device, or in rows with another shape."""
     dtype = dtype or meta.dtype
     if shape is None:
         shape, stride = meta.shape, meta.stride
@@ -257,3 +258,11 @@ def like(
         for extent in shape:
             count *= extent
     return TensorMeta(dtype, device or meta.device, tuple(shape), tuple(stride), 0, count * dtype.itemsize)
+
+
+def root_of(calls: Sequence[Call], operand: Any) -> int | None:
+    """The value that an operand of ``calls`` is, or is a view of; None for a literal."""
+    makers = {out: call for call in calls for out in call.outs if out is not None}
+    while isinstance(operand, Ref) and not isinstance(operand.name, int):
+        operand = makers[operand].args[0]
+    return int(operand.name) if isinstance(operand, Ref) else None

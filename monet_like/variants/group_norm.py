@@ -1,6 +1,6 @@
-"""Group norm run again from its saved statistics, alone or with the activation after it.
+"""Group norm recomputed from its saved statistics, alone or together with the activation after it.
 
-With the statistics known, group norm is a batch norm of one image whose channels are all channels of all images: the
+Given the statistics, group norm is a batch norm of one image whose channels are all channels of all images: the
 same kernel, and on a CPU ATen's bits. 16-bit statistics are rounded more coarsely than those that the forward used, and
 CUDA's formula rounds differently: there it is not offered.
 """
@@ -17,7 +17,7 @@ from .editor import Editor
 
 
 def offer(editor: Editor) -> None:
-    """For every group norm over whole contiguous tensors on a CPU in full precision."""
+    """Offer recomputation for every group norm of a whole contiguous tensor, on a CPU, in float32 or float64."""
     for task, call in editor.find("aten.native_group_norm.default"):
         x, weight, bias, images, channels, pixels, groups, _ = call.args
         out, mean, invstd = call.outs

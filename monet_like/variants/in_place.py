@@ -1,4 +1,4 @@
-"""Elementwise operators that write into a dead input. The values are the same bits; one tensor fewer is needed."""
+"""Elementwise operators in place: the result overwrites an input that nothing reads afterwards, with the same bits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _GRADIENTS = {
 
 
 def offer(editor: Editor) -> None:
-    """inplace: forward tasks whose only reader is the operator itself; gradients that end in their slot."""
+    """Offer, for ``inplace``, to overwrite forward inputs that nothing else reads and gradients at their last use."""
     ops = {f"aten.{name}.{overload}" for name in _FORWARD for overload in ("default", "Tensor", "Scalar")}
     for task, call in editor.find(*ops):
         for position in _candidates(editor, task, call):
@@ -62,7 +62,7 @@ def offer(editor: Editor) -> None:
 
 
 def _candidates(editor: Editor, task: Task, call: Call) -> list[int]:
-    """Argument positions whose value may be overwritten: read by nothing else, of the result's layout."""
+    """Positions of the arguments that may be overwritten: values of the result's layout that nothing else reads."""
     out = call.outs[0]
     assert out is not None and isinstance(out.name, int)
     name = call.op.split(".")[1]
@@ -94,7 +94,7 @@ def _add_forward(editor: Editor, task: Task, call: Call, position: int) -> None:
 
 
 def _backward(editor: Editor) -> None:
-    """Gradients written into the incoming one, where it ends there; for every way of the slot that allows it."""
+    """Add ways that overwrite the incoming gradient, if no later slot reads it, for each way of the slot that can."""
     for slot, ways in enumerate(editor.slots):
         first = ways[0]
         if first.overwrites is not None or len(first.writes) != 1:
@@ -112,7 +112,7 @@ def _backward(editor: Editor) -> None:
 
 
 def _overwriting(call: Call) -> Iterator[tuple[Any, Call]]:
-    """The arguments that a gradient's operator could overwrite, each with the call that does."""
+    """The arguments that an operator of the backward can overwrite, each with the call that does so."""
     form, keyword = _GRADIENTS.get(call.op, ("", ""))
     positions = (0, 1) if call.op == "aten.mul.Tensor" else (0,)
     for position in positions if form else ():

@@ -1,8 +1,8 @@
-"""Linear layers by oneDNN on a CPU, where PyTorch calls its BLAS: forward and input gradient.
+"""Linear layers by oneDNN on a CPU, forward and input gradient, where PyTorch calls its BLAS.
 
-Which of the two is faster depends on the machine and the shape; on an AMD EPYC with MKL, oneDNN's product was 10 to 40 %
-faster in the forward and 10 to 20 % in the input gradient of ViT's layers, and slower for the weights'. It adds in
-another order: ``conv`` admits it.
+Which library is faster depends on the machine and the shape. On an AMD EPYC with MKL, oneDNN was 10 to 40 % faster in
+the forward and 10 to 20 % in the input gradient of ViT's layers, but slower in the weight gradient, which is not
+offered. It adds in another order: ``conv`` admits it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LINEAR = "mkldnn._linear_pointwise.default"
 
 
 def offer(editor: Editor) -> None:
-    """conv: for float32 products of two matrices, the second one transposed in the forward."""
+    """Offer, for ``conv``, oneDNN for float32 products of two matrices, of which the forward transposes the second."""
     if not usable(editor):
         return
     for task in editor.tasks:
@@ -60,13 +60,13 @@ def _input_gradient(editor: Editor, way: Task) -> Iterator[Sequence[Call]]:
 
 
 def usable(editor: Editor) -> bool:
-    """Whether this PyTorch can do linear layers by oneDNN where the program runs."""
+    """Whether this PyTorch has oneDNN's linear layers on the program's device."""
     here = editor.device.type == "cpu" and torch.backends.mkldnn.is_available()
     return here and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def product(x: Any, weight: Any, bias: Any, outs: tuple[Ref | None, ...]) -> Call:
-    """x [N, D] times the transpose of weight [V, D], plus bias."""
+    """The call that multiplies x [N, D] by the transpose of weight [V, D] and adds the bias."""
     return Call(_LINEAR, (x, weight, bias, "none", [], ""), (), outs)
 
 
@@ -76,6 +76,6 @@ def _contiguous(editor: Editor, weight: Any) -> bool:
 
 
 def _single(editor: Editor, writes: Sequence[int]) -> bool:
-    """Whether the one result is a contiguous float32 matrix."""
+    """Whether the task has one result, a contiguous float32 matrix."""
     metas = [editor.metas[value] for value in writes]
     return len(metas) == 1 and metas[0].dtype == torch.float32 and metas[0].contiguous and len(metas[0].shape) == 2

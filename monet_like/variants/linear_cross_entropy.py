@@ -1,10 +1,11 @@
-"""The last linear layer with cross-entropy, a part of the rows at a time: the logits never exist at once.
+"""The last linear layer and cross-entropy for some of the rows at a time, so that the logits never exist at once.
 
-With a large vocabulary they are the largest tensor of a language model by far, several times: logits, their float32
-copy, log-probabilities, and a gradient of each. Done in parts the forward keeps nothing but the loss, and the backward
-makes each part's logits again: one more product of the layer, for all but 1/parts of these tensors.
+With a large vocabulary the logits are by far the largest tensor of a language model, and they exist several times:
+logits, their float32 copy, log-probabilities, and a gradient of each. In parts, the forward keeps only the loss, and
+the backward computes the logits of each part again. One more product of the layer saves all but 1/parts of these
+tensors.
 
-``conv`` admits it: sums over rows are added part by part and agree to rounding. 16-bit gradients of the weights are
+``conv`` admits it: sums over rows are added part by part and agree up to rounding. 16-bit gradients of the weight are
 summed in float32.
 """
 
@@ -31,7 +32,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class _Head:
-    """A linear layer, maybe a cast, log-softmax and the negative log-likelihood, and their gradients.
+    """A linear layer, a cast or none, log-softmax and the negative log-likelihood, with their gradients.
 
     Attributes:
         tasks: of the forward, in order.
@@ -53,7 +54,7 @@ class _Head:
 
 
 def offer(editor: Editor) -> None:
-    """conv: forward and gradients in parts. The gradients become one slot, by PyTorch's operators or in parts."""
+    """Offer, for ``conv``, forward and gradients in parts; gradients become one slot, by PyTorch or in parts."""
     if "conv" not in editor.words:
         return  # apart, PyTorch's operators need less memory: something may be run again between them
     makers = {value: task for task in editor.tasks if task.variant == "aten" for value in task.writes}
@@ -76,7 +77,7 @@ def offer(editor: Editor) -> None:
 
 
 def _find(editor: Editor, makers: dict[int, Task], nll: Task) -> _Head | None:
-    """The whole head that ends in ``nll``, if all that lies between its parts is read nowhere else."""
+    """The head whose loss is ``nll``, if nothing outside of it reads the values between its operators."""
     tasks = [nll]
     while tasks[0].calls[-1].op not in _PRODUCTS:
         call = tasks[0].calls[-1]
@@ -98,7 +99,7 @@ def _reads_loss(way: Task, nll: Task) -> bool:
 
 
 def _with_slots(editor: Editor, tasks: Sequence[Task], first: int) -> _Head | None:
-    """The head with its gradients' slots, which must follow one another."""
+    """The head with the slots of its gradients, which must be adjacent."""
     product, nll = tasks[0], tasks[-1]
     *_, x, turned = product.calls[-1].args[:3] if "addmm" in product.calls[-1].op else product.calls[-1].args
     weight = _turned(product.calls, turned)
@@ -144,7 +145,7 @@ def _with_slots(editor: Editor, tasks: Sequence[Task], first: int) -> _Head | No
 
 
 def _kind(way: Task, grad: int, x: Ref, weight: int, views: Sequence[Call]) -> str | None:
-    """Which gradient of the linear layer a slot makes from the logits' gradient."""
+    """Which gradient of the linear layer a slot computes from the gradient of the logits."""
     call = way.calls[-1]
     if call.op == "aten.sum.dim_IntList" and _origin(way.calls, call.args[0]) == grad and call.args[1:] == ([0], True):
         return "bias"
@@ -159,7 +160,7 @@ def _kind(way: Task, grad: int, x: Ref, weight: int, views: Sequence[Call]) -> s
 
 
 def _origin(calls: Sequence[Call], ref: Any) -> int | None:
-    """The value that ``ref`` is, through calls that change nothing but the shape."""
+    """The value that ``ref`` is before calls that change only the shape."""
     made = {call.outs[0]: call for call in calls[:-1] if len(call.outs) == 1}
     while isinstance(ref, Ref) and isinstance(ref.name, str):
         call = made.get(ref)
@@ -170,7 +171,7 @@ def _origin(calls: Sequence[Call], ref: Any) -> int | None:
 
 
 def _turned(calls: Sequence[Call], ref: Any) -> int | None:
-    """The value whose transpose ``ref`` is."""
+    """The value of which ``ref`` is the transpose."""
     for call in calls[:-1]:
         if call.outs == (ref,) and call.op == "aten.t.default":
             return _origin(calls, call.args[0])
@@ -178,7 +179,7 @@ def _turned(calls: Sequence[Call], ref: Any) -> int | None:
 
 
 def _rows(editor: Editor, head: _Head, parts: int) -> Iterator[tuple[int, int]]:
-    """The first row of every part and the one after its last."""
+    """First row and end of every part."""
     count = editor.metas[head.tasks[0].writes[0]].shape[0]
     size = -(-count // parts)
     for begin in range(0, count, size):
@@ -186,13 +187,13 @@ def _rows(editor: Editor, head: _Head, parts: int) -> Iterator[tuple[int, int]]:
 
 
 def _by_onednn(editor: Editor, head: _Head) -> bool:
-    """Whether oneDNN may make the logits; which product is faster depends on the machine."""
+    """Whether oneDNN can compute the logits; which library is faster depends on the machine."""
     logits, weight = editor.metas[head.tasks[0].writes[0]], editor.metas[head.weight.name]  # type: ignore[index]
     return linear.usable(editor) and logits.dtype == torch.float32 and weight.contiguous
 
 
 def _probabilities(head: _Head, begin: int, end: int, onednn: bool) -> tuple[list[Call], Ref, Ref, Ref]:
-    """Calls that make the log-probabilities of some rows; these, the rows of x, and their classes."""
+    """The calls that compute the log-probabilities of some rows; their result, these rows of x, and the classes."""
     x, target = Ref(f"x_{begin}"), Ref(f"target_{begin}")
     calls = [
         Call("aten.slice.Tensor", (head.x, 0, begin, end), (), (x,)),
@@ -219,7 +220,7 @@ def _start(head: _Head, onednn: bool) -> Iterator[Call]:
 
 
 def _forward(editor: Editor, head: _Head, parts: int, onednn: bool) -> Iterator[Call]:
-    """Sums over the rows of each part, in float32 at least; then the mean, if that is what is asked for."""
+    """The calls that add the losses of all parts, in at least float32, and take the mean if the loss is one."""
     nll = head.tasks[-1].calls[-1]
     _, _, classes, reduction, ignored = nll.args
     loss, total = nll.outs
@@ -245,7 +246,7 @@ def _forward(editor: Editor, head: _Head, parts: int, onednn: bool) -> Iterator[
 
 
 def _backward(editor: Editor, head: _Head, slot: int, parts: int, onednn: bool) -> Iterator[Call]:
-    """Each part's logits again, their gradient, and what it adds to the gradients of x, weight and bias."""
+    """The calls that compute the logits of each part again, their gradient, and the gradients of x, weight and bias."""
     of_loss = editor.slots[slot][0].calls[-1]
     of_softmax = editor.slots[slot + 1][0].calls[-1]
     casts = [ways[0].calls[-1] for ways in editor.slots[slot + 2 : slot + len(head.tasks) - 1]]

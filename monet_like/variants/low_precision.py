@@ -1,12 +1,12 @@
-"""What the backward reads, kept in fewer bits: bfloat16, or 8 bits with a scale for every 256 elements.
+"""Saved tensors kept in fewer bits: in bfloat16, or in 8 bits with a scale for every 256 elements.
 
-``lowp16`` and ``lowp8`` admit it. A copy is made in the forward, from the exact value; in the backward, and only there,
-a task makes the value again from its copy. So outputs, loss and buffers are exact by construction: a restored value
-cannot be in the forward, and nothing that is restored is ever copied again. In the backward everything may read it:
-gradients, and what is run again from it, which then is as inexact as what it was made from.
+The words ``lowp16`` and ``lowp8`` admit it. The forward copies the exact value into the smaller type; in the backward,
+and only there, a task restores the value from its copy. So outputs, loss and buffers are exact: the forward never reads
+a restored value, and no restored value is copied again. In the backward gradients and recomputed tasks may read it;
+what is recomputed from it is as inexact as the restored value.
 
-Left out are values that would spoil more than they spare: statistics and other second results, which are small and
-enter every element; dropout's noise, which has one bit; and casts of parameters, which are cheaper made anew.
+Left out are statistics and other second results, which are small and enter every element; the noise of dropout, which
+has one bit; and casts of parameters, which are cheaper to recompute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CAST = "aten._to_copy.default"
 
 
 def offer(editor: Editor) -> None:
-    """lowp16: of float32 values; lowp8: of all floating ones."""
+    """Offer copies in fewer bits: for ``lowp16`` of float32 values, for ``lowp8`` of all floating-point values."""
     if "lowp16" in editor.words:
         for value, maker in _cached(editor, torch.float32):
             meta = editor.metas[value]
@@ -49,7 +49,7 @@ def _add(editor: Editor, maker: Task, pack: Call, restore: Call, word: str) -> N
 
 
 def _cached(editor: Editor, *dtypes: torch.dtype) -> Iterator[tuple[int, Task]]:
-    """Values that slots read and that may be inexact there, each with PyTorch's own task that makes it."""
+    """The values that slots read and that may be inexact there, each with PyTorch's own task that makes it."""
     read = {value for ways in editor.slots for way in ways for value in way.reads}
     for value in sorted(read):
         maker = editor.maker(value)

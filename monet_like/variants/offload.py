@@ -1,9 +1,9 @@
-"""Copies on the host of what the backward reads: sent in the forward, fetched in the backward, exact to the bit.
+"""Offloading: values that the backward reads are copied to the host in the forward and fetched back, exact to the bit.
 
-``offload`` admits it. A copy's bytes are the host's (`Value.host_bytes`). The step waits for ``offload.send`` and
-``offload.fetch``. It goes on beside the others: a copy that ``send_start`` begins ends with one of several
-``sent<n>``, which stand n of the forward's tasks after the value's own and hold the value until then; what
-``fetch_start`` begins becomes the value by ``fetched``, at best several slots later.
+The word ``offload`` admits it. A copy takes bytes of the host (`Value.host_bytes`). The step waits for ``offload.send``
+and ``offload.fetch``. The other copies run beside the step: ``send_start`` begins a copy that ends with one of several
+``sent<n>``, which stand n forward tasks after the task that makes the value and hold the value until then;
+``fetch_start`` begins a copy that becomes the value with ``fetched``, at best several slots later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DISTANCES = (2, 4, 8, 16, 32, 64, 128)
 
 
 def offer(editor: Editor) -> None:
-    """offload: for all values of a page or more that gradients read, but for outputs and casts of parameters."""
+    """Offer, for ``offload``, copies of values of a page or more that slots read; not of outputs or cast parameters."""
     if OFFLOAD not in editor.words:
         return
     places = {task.name: place for place, task in enumerate(editor.tasks)}
@@ -61,7 +61,7 @@ def offer(editor: Editor) -> None:
 
 
 def _read_later(editor: Editor) -> Iterator[tuple[int, Task]]:
-    """Values that slots read and that are worth a copy, each with PyTorch's own task that makes it."""
+    """The values that slots read and that are large enough to copy, each with PyTorch's own task that makes it."""
     for value in sorted({value for ways in editor.slots for way in ways for value in way.reads}):
         maker = editor.maker(value)
         if maker is None or maker.writes[0] != value or maker.runs == "again":

@@ -1,4 +1,7 @@
-"""Pooling: gradients that need a shape, not a tensor; and max-pool positions in one or half a byte instead of eight."""
+"""Pooling whose gradients need only the shape of the input, and max pooling with positions in one byte or half a byte.
+
+PyTorch keeps the input, and an int64 for each position.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from .editor import Editor, like
 
 
 def offer(editor: Editor) -> None:
-    """Ways for max-pool and adaptive average pool gradients."""
+    """Offer ways for the gradients of max pooling and of adaptive average pooling."""
     _shape_only(editor, "aten.max_pool2d_with_indices_backward.default", 1)
     _shape_only(editor, "aten._adaptive_avg_pool2d_backward.default", 1)
     _offsets(editor)
 
 
 def _shape_only(editor: Editor, op: str, position: int) -> None:
-    """PyTorch saves the pool's input for its gradient, which reads only its shape: give it one element, expanded."""
+    """Add a way with one expanded element for the pool's input, of which PyTorch's gradient reads only the shape."""
     for slot, way, call in list(editor.find_slots(op)):
         source = call.args[position]
         if not editor.is_own(source) or not editor.metas[source.name].contiguous:
@@ -36,7 +39,7 @@ def _shape_only(editor: Editor, op: str, position: int) -> None:
 
 
 def _offsets(editor: Editor) -> None:
-    """newnode: the forward writes which cell of its window won, in 8 bits; the gradient reads that alone."""
+    """Add, for ``newnode``, a forward that writes the offset of each maximum in its window as a byte."""
     makers = {task.writes: (task, call) for task, call in editor.find("aten.max_pool2d_with_indices.default")}
     by_indices = {writes[1]: made for writes, made in makers.items() if len(writes) == 2}
     for slot, way, call in list(editor.find_slots("aten.max_pool2d_with_indices_backward.default")):
@@ -73,7 +76,7 @@ def _offsets(editor: Editor) -> None:
 
 
 def _half_bytes(editor: Editor, task: Task, slot: int, offsets: int, gradient: Call, views: tuple[Call, ...]) -> None:
-    """Positions in a window of at most 16 cells, two to the byte."""
+    """Add offsets of windows of at most 16 elements, packed two to the byte."""
     meta = editor.metas[offsets]
     half = editor.value(f"{task.name}.half_bytes", "forward", like(meta, shape=(-(-meta.storage_bytes // 2),)))
     pack = Call("monet_like.pack_nibbles.default", (Ref(offsets),), (), (Ref(half),))

@@ -1,8 +1,8 @@
-"""ReLU, leaky ReLU, ReLU6 and hardsigmoid: the gradient needs one bit per element.
+"""Gradients of ReLU, leaky ReLU, ReLU6 and hardsigmoid from one bit per element.
 
-It is found in the input, for all but hardsigmoid in the output, or packed. All ways are bit-equal: the bit is the same
-wherever it is read from (``relu(x) > 0`` exactly where ``x > 0``). The gradients of hardswish, ELU and the smooth ones
-need the numbers themselves.
+The bit can be read from the input, from the output (except hardsigmoid's), or from a packed mask. All ways give the
+same bits: ``relu(x) > 0`` exactly where ``x > 0``. The gradients of hardswish, ELU and smooth activations need the
+numbers themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SIXTH = 0.1666666716337204
 
 
 def offer(editor: Editor) -> None:
-    """Ways for the gradients of all of them, and tasks that pack the bits."""
+    """Offer the ways for these gradients, and the tasks that pack the bits."""
     makers = {call.outs[0].name: (task, call) for task, call in editor.find("aten.relu.default") if call.outs[0]}
     for slot, way, call in list(editor.find_slots("aten.threshold_backward.default")):
         grad, out, threshold = call.args
@@ -71,7 +71,7 @@ def _hardtanh(editor: Editor) -> None:
 
 
 def _leaky_relu(editor: Editor) -> None:
-    """With a positive slope, output and input have the same sign."""
+    """Add ways for leaky ReLU: with a positive slope, output and input have the same sign."""
     made = {call.args[0]: (task, call) for task, call in editor.find("aten.leaky_relu.default")}
     for slot, way, call in list(editor.find_slots("aten.leaky_relu_backward.default")):
         grad, source, slope, of_result = call.args
@@ -92,7 +92,7 @@ def _leaky_relu(editor: Editor) -> None:
 
 
 def _hardsigmoid(editor: Editor) -> None:
-    """The gradient is a sixth where -3 < x < 3."""
+    """Add ways for hardsigmoid: the gradient is a sixth where -3 < x < 3."""
     made = {call.args[0]: task for task, call in editor.find("aten.hardsigmoid.default")}
     for slot, way, call in list(editor.find_slots("aten.hardsigmoid_backward.default")):
         grad, source = call.args

@@ -1,17 +1,17 @@
-"""RMS norm in one pass, run again from its saved reciprocal roots, and its gradients in one slot.
+"""Fused RMS norm: forward in one pass, recomputation from its saved statistic, gradients in one slot.
 
-PyTorch traces RMS norm as what it is written with: square, mean, addition, reciprocal root, two products, and casts in
-16 bits; its gradient as a dozen slots. Fused, the forward reads the input and writes the result and a number for each row,
-and the backward reads the input, these numbers and the incoming gradient; the normalised rows, the input times two and
-their float32 copies are never made. A residual gradient that meets the input's is added on the way.
+PyTorch traces RMS norm operator by operator: square, mean, addition, reciprocal root, two products, and casts in 16
+bits; its gradient has a dozen slots. The fused forward reads the input and writes the result and one number for each
+row. The fused backward reads the input, these numbers and the incoming gradient. The normalised rows, twice the input
+and their float32 copies are never made. A residual gradient that is added to the input's is added in the same pass.
 
-Recognised are torch.nn.RMSNorm and what Hugging Face's models have, with their casts, with or without a weight. Sums are
-taken in another order and agree to rounding: ``conv`` admits it.
+It recognises torch.nn.RMSNorm and the norms of Hugging Face's models, with their casts, with or without a weight. Sums
+are taken in another order and agree up to rounding: ``conv`` admits it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -20,13 +20,12 @@ import torch
 
 from ..capture.captured import TensorMeta, make_task
 from ..ir.program import Call, Ref, Task
-from .editor import Editor
+from .editor import Editor, root_of
+from .gradient_slots import CAST, MUL, GradientSlots
 
 VARIANT = "rms_norm"
 _HALF = (torch.float16, torch.bfloat16)
 _ADD = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
-_CAST = "aten._to_copy.default"
-_MUL = "aten.mul.Tensor"
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,14 @@ class _Norm:
     """The forward of one RMS norm.
 
     Attributes:
-        root: the task that makes ``rstd``, behind which the fused ones stand.
-        views: what makes ``x`` of a value.
-        x: what is normalised, before it is cast.
-        wide: the same in the type of the computation, as the gradient reads it.
-        normal: values of the normalised rows, as they are and rounded.
-        weight, out, rstd: as the operators have them; no weight: None.
-        dims: how many of the last dimensions a row has.
-        rounded: whether the normalised rows are rounded to the dtype of ``x`` before they meet the weight.
+        root: the task that makes ``rstd``; fused tasks are placed after it.
+        views: the calls that make ``x`` from a value.
+        x: the tensor that is normalised, before its cast.
+        wide: the value of ``x`` in the dtype of the computation, as the gradient reads it.
+        normal: the values of the normalised rows, as they are and rounded.
+        weight, out, rstd: weight (or None), result and statistic, as in `monet_like.ops.rms_norm`.
+        dims: the number of the last dimensions that are a row.
+        rounded: whether the normalised rows are rounded to the dtype of ``x`` before the product with the weight.
     """
 
     root: Task
@@ -58,7 +57,7 @@ class _Norm:
 
 
 def offer(editor: Editor) -> None:
-    """conv: forward, again and backward. The gradients become one slot, by PyTorch's operators or fused."""
+    """Offer, for ``conv``, fused forward, recomputation and backward; gradients become one slot, PyTorch's or fused."""
     if "conv" not in editor.words:
         return  # apart, PyTorch's operators need less memory: something may be run again between them
     for root, _ in list(editor.find("aten.rsqrt.default")):
@@ -77,7 +76,7 @@ def offer(editor: Editor) -> None:
 
 
 def _find(editor: Editor, root: Task) -> _Norm | None:
-    """The RMS norm whose reciprocal root ``root`` takes, if all that lies in between is read by it alone."""
+    """The RMS norm whose reciprocal root ``root`` is; None if other tasks read the values between its operators."""
     makers = {value: task for task in editor.tasks if task.variant == "aten" for value in task.writes}
     order = {task.name: place for place, task in enumerate(editor.tasks)}
     (rstd,) = root.writes
@@ -92,7 +91,7 @@ def _find(editor: Editor, root: Task) -> _Norm | None:
         tasks.insert(0, made_by)
     square, mean, add = (task.calls[-1] for task in tasks[:3])
     eps = add.args[1]
-    wide = _root(tasks[0].calls, square.args[0])
+    wide = root_of(tasks[0].calls, square.args[0])
     seen = editor.results(tasks[0].calls)[square.outs[0]] if square.outs[0] else None
     if (
         square.args[1] != 2
@@ -109,7 +108,7 @@ def _find(editor: Editor, root: Task) -> _Norm | None:
     chain = _scaled(editor, root, wide, seen, dims)
     cast = makers.get(wide)
     views, x = tasks[0].calls[:-1], square.args[0]
-    if cast is not None and cast.calls[-1].op == _CAST:
+    if cast is not None and cast.calls[-1].op == CAST:
         views, x = cast.calls[:-1], cast.calls[-1].args[0]
         if _dtype_of(editor, cast.calls, x) not in _HALF or seen.dtype != torch.float32:
             return None
@@ -131,7 +130,7 @@ def _find(editor: Editor, root: Task) -> _Norm | None:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """What follows the reciprocal root: the product with it, casts, and the product with the weight."""
+    """The tasks after the reciprocal root: the product with it, casts, and the product with the weight."""
 
     normal: frozenset[int]
     weight: Ref | None
@@ -140,10 +139,10 @@ class _Scaled:
 
 
 def _scaled(editor: Editor, root: Task, wide: int, seen: TensorMeta, dims: int) -> _Scaled | None:
-    """The longest chain of that kind behind a reciprocal root."""
+    """The longest chain of such tasks after a reciprocal root."""
     (rstd,) = root.writes
-    readers = [task for task in editor.forward_readers(rstd) if task.calls[-1].op == _MUL]
-    if len(readers) != 1 or {_root(readers[0].calls, arg) for arg in readers[0].calls[-1].args} != {wide, rstd}:
+    readers = [task for task in editor.forward_readers(rstd) if task.calls[-1].op == MUL]
+    if len(readers) != 1 or {root_of(readers[0].calls, arg) for arg in readers[0].calls[-1].args} != {wide, rstd}:
         return None
     task, normal, weight, rounded = readers[0], [readers[0].writes[0]], None, False
     while editor.metas[task.writes[0]].shape == seen.shape:
@@ -152,10 +151,10 @@ def _scaled(editor: Editor, root: Task, wide: int, seen: TensorMeta, dims: int) 
         call = following.calls[-1] if following is not None else None
         if following is None or call is None or editor.metas[following.writes[0]].shape != seen.shape:
             break
-        cast = call.op == _CAST and {name for name, _ in call.kwargs} <= {"dtype", "layout", "device"}
+        cast = call.op == CAST and {name for name, _ in call.kwargs} <= {"dtype", "layout", "device"}
         others = [arg for arg in call.args if arg != Ref(value)]
         meta = editor.meta_of(others[0]) if len(others) == 1 else None
-        if call.op == _MUL and weight is None and meta is not None and meta.shape == seen.shape[-dims:]:
+        if call.op == MUL and weight is None and meta is not None and meta.shape == seen.shape[-dims:]:
             (weight,) = others
         elif not cast or (weight is None and rounded):
             break
@@ -172,16 +171,8 @@ def _scaled(editor: Editor, root: Task, wide: int, seen: TensorMeta, dims: int) 
     return _Scaled(frozenset(normal), weight, task.writes, rounded)
 
 
-def _root(calls: Sequence[Call], operand: Any) -> int | None:
-    """The value that an operand is, or is a view of; None for a literal."""
-    makers = {out: call for call in calls for out in call.outs if out is not None}
-    while isinstance(operand, Ref) and not isinstance(operand.name, int):
-        operand = makers[operand].args[0]
-    return int(operand.name) if isinstance(operand, Ref) else None
-
-
 def _dtype_of(editor: Editor, calls: Sequence[Call], operand: Any) -> torch.dtype:
-    value = _root(calls, operand)
+    value = root_of(calls, operand)
     assert value is not None
     return editor.metas[value].dtype
 
@@ -189,76 +180,9 @@ def _dtype_of(editor: Editor, calls: Sequence[Call], operand: Any) -> torch.dtyp
 # ---- gradients ----
 
 
-class _Slots:
-    """The slots by what they read and write, for following a gradient from one to the next."""
-
-    def __init__(self, editor: Editor) -> None:
-        program = editor.captured.program
-        self.ways = [ways[0] for ways in editor.slots]
-        self.kept = {*program.gradients, *program.tangents}
-        self.readers: dict[int, list[int]] = {}
-        self.writers = {value: slot for slot, way in enumerate(self.ways) for value in way.writes}
-        for slot, way in enumerate(self.ways):
-            for value in way.reads:
-                self.readers.setdefault(value, []).append(slot)
-
-    def operands(self, slot: int) -> list[int | None]:
-        """The values that the last call's arguments are or are views of."""
-        way = self.ways[slot]
-        return [_root(way.calls, arg) for arg in way.calls[-1].args]
-
-    def other(self, slot: int, value: int) -> Ref | None:
-        """What a sum adds to ``value``."""
-        call = self.ways[slot].calls[-1]
-        roots = zip(call.args, self.operands(slot), strict=True)
-        others = [arg for arg, root in roots if root is not None and root != value]
-        return others[0] if len(others) == 1 and len(call.args) == 2 and not call.kwargs else None
-
-    def made(self, slot: int) -> int:
-        """What a slot of one result makes."""
-        return self.ways[slot].writes[0]
-
-    def maker(self, value: int, op: str) -> int | None:
-        """The slot that makes ``value``, by ``op``."""
-        slot = self.writers.get(value)
-        return slot if slot is not None and self._ends_in(slot, op) else None
-
-    def next(self, value: int, *ops: str) -> int | None:
-        """The only slot that reads ``value``, if it ends in one of ``ops``."""
-        found = self.readers.get(value, [])
-        return found[0] if len(found) == 1 and value not in self.kept and self._ends_in(found[0], *ops) else None
-
-    def after(self, slot: int | None, *ops: str) -> int | None:
-        """The same for what a slot makes."""
-        return None if slot is None else self.next(self.made(slot), *ops)
-
-    def before(self, slot: int | None, op: str) -> int | None:
-        """The slot that makes the one gradient which ``slot`` reads, for it alone, by ``op``."""
-        grads = [] if slot is None else [v for v in self.ways[slot].reads if v in self.writers]
-        alone = len(grads) == 1 and self.readers[grads[0]] == [slot]
-        return self.maker(grads[0], op) if alone else None
-
-    def product(self, one: int, others: Iterable[int]) -> int | None:
-        """The only slot that multiplies ``one`` with any of ``others``."""
-        pairs = [{one, other} for other in others]
-        readers = self.readers.get(one, ())
-        found = [slot for slot in readers if self._ends_in(slot, _MUL) and set(self.operands(slot)) in pairs]
-        return found[0] if len(found) == 1 else None
-
-    def uncast(self, value: int, chain: list[int]) -> int:
-        """What ``value`` was before casts that are made for ``chain`` alone, to which they are added."""
-        while (slot := self.maker(value, _CAST)) is not None and set(self.readers[value]) <= set(chain):
-            chain.append(slot)
-            (value,) = self.ways[slot].reads
-        return value
-
-    def _ends_in(self, slot: int, *ops: str) -> bool:
-        return self.ways[slot].calls[-1].op in ops and len(self.ways[slot].writes) == 1
-
-
 def _merge_gradients(editor: Editor, norm: _Norm) -> None:
-    """One slot for all of a norm's gradients, where they stand side by side and nothing else reads what is between."""
-    slots = _Slots(editor)
+    """Merge the slots of a norm's gradients, if they are adjacent and no other slot reads the values between them."""
+    slots = GradientSlots(editor)
     found = _gradients(editor, slots, norm)
     if found is None:
         return
@@ -288,7 +212,7 @@ def _merge_gradients(editor: Editor, norm: _Norm) -> None:
 
 
 def _add_views(calls: list[Call], views: dict[Ref | None, Call], ref: Ref | None) -> None:
-    """Put the calls that make ``ref`` of a value into ``calls``."""
+    """Append the calls that make ``ref`` from a value to ``calls``."""
     if ref is not None and not isinstance(ref.name, int):
         _add_views(calls, views, views[ref].args[0])
         if views[ref] not in calls:
@@ -297,11 +221,11 @@ def _add_views(calls: list[Call], views: dict[Ref | None, Call], ref: Ref | None
 
 @dataclass(frozen=True)
 class _Gradients:
-    """What a norm's backward reads and makes.
+    """The backward of a norm: what it reads and writes.
 
     Attributes:
         grad: the incoming gradient.
-        residual: what is added to the input's gradient, or None.
+        residual: the gradient that is added to the input's, or None.
         results: gradients of the input and, if it is wanted, of the weight.
         chain: numbers of the slots that make them.
     """
@@ -312,8 +236,8 @@ class _Gradients:
     chain: list[int]
 
 
-def _gradients(editor: Editor, slots: _Slots, norm: _Norm) -> _Gradients | None:
-    """The slots that PyTorch makes of sum(g w x) * -0.5 * rstd^3 / N * 2 x + g w rstd, from their middle on."""
+def _gradients(editor: Editor, slots: GradientSlots, norm: _Norm) -> _Gradients | None:
+    """The slots of sum(g w x) * -0.5 * rstd^3 / N * 2 x + g w rstd, found from their middle, rstd^3."""
     cubes = set(_powers(editor, norm.rstd, 3))
     twice = {value for once in _powers(editor, norm.wide, 1) for value in _doubled(editor, once)}
     cubed = [slot for cube in cubes for slot in slots.readers.get(cube, ())]
@@ -321,9 +245,9 @@ def _gradients(editor: Editor, slots: _Slots, norm: _Norm) -> _Gradients | None:
         return None
     scaled = slots.before(cubed[0], "aten.mul.Scalar")
     summed = slots.before(scaled, "aten.sum.dim_IntList")
-    dot = slots.before(summed, _MUL)
+    dot = slots.before(summed, MUL)
     mean = slots.after(cubed[0], "aten.div.Scalar")
-    second = slots.after(mean, _MUL)
+    second = slots.after(mean, MUL)
     if scaled is None or summed is None or dot is None or mean is None or second is None:
         return None
     width = prod(editor.metas[norm.wide].shape) // max(1, prod(editor.metas[norm.rstd].shape))
@@ -341,7 +265,7 @@ def _gradients(editor: Editor, slots: _Slots, norm: _Norm) -> _Gradients | None:
     residual, last = joined
     narrow = _dtype_of(editor, norm.views, norm.x)
     if editor.metas[slots.made(last)].dtype != narrow:
-        cast = slots.after(last, _CAST)
+        cast = slots.after(last, CAST)
         if cast is None or editor.metas[slots.made(cast)].dtype != narrow:
             return None
         chain.append(cast)
@@ -359,15 +283,15 @@ def _gradients(editor: Editor, slots: _Slots, norm: _Norm) -> _Gradients | None:
 
 
 def _incoming(
-    editor: Editor, slots: _Slots, norm: _Norm, through: int, chain: list[int]
+    editor: Editor, slots: GradientSlots, norm: _Norm, through: int, chain: list[int]
 ) -> tuple[Ref | None, tuple[int, ...]]:
-    """Up from g w to g, over the product with the weight and casts, and down again to the weight's gradient."""
+    """Find g from g w, back through the product with the weight and casts, and from g the weight's gradient."""
     value = through
     of_weight: tuple[int, ...] = ()
     if norm.weight is not None:
         value = slots.uncast(through, chain)
         weight = int(norm.weight.name)
-        slot = slots.maker(value, _MUL)
+        slot = slots.maker(value, MUL)
         if slot is None or weight not in slots.operands(slot) or not set(slots.readers[value]) <= set(chain):
             return None, ()
         chain.append(slot)
@@ -378,21 +302,23 @@ def _incoming(
             if not of_weight:
                 return None, ()
     # A cast of the incoming gradient may stand apart; then it stays a slot of its own.
-    if slots.maker(value, _CAST) == min(chain) - 1:
+    if slots.maker(value, CAST) == min(chain) - 1:
         value = slots.uncast(value, chain)
     way = slots.ways[min(slot for slot in chain if value in slots.ways[slot].reads)]
-    return next(arg for arg in way.calls[-1].args if _root(way.calls, arg) == value), of_weight
+    return next(arg for arg in way.calls[-1].args if root_of(way.calls, arg) == value), of_weight
 
 
-def _weight_gradient(editor: Editor, slots: _Slots, weight: int, product: int, chain: list[int]) -> tuple[int, ...]:
-    """The weight's gradient from the product of g with the normalised rows: a sum, and maybe a cast."""
+def _weight_gradient(
+    editor: Editor, slots: GradientSlots, weight: int, product: int, chain: list[int]
+) -> tuple[int, ...]:
+    """The weight's gradient from the product of g and the normalised rows: a sum and, in some models, a cast."""
     last = slots.after(product, "aten.sum.dim_IntList")
     if last is None:
         return ()
     chain += [product, last]
     meta = editor.metas[weight]
     if editor.metas[slots.made(last)].dtype != meta.dtype:
-        last = slots.after(last, _CAST)
+        last = slots.after(last, CAST)
         if last is None or editor.metas[slots.made(last)].dtype != meta.dtype:
             return ()
         chain.append(last)
@@ -400,8 +326,10 @@ def _weight_gradient(editor: Editor, slots: _Slots, weight: int, product: int, c
     return (result,) if prod(editor.metas[result].shape) == prod(meta.shape) else ()
 
 
-def _joined(editor: Editor, slots: _Slots, first: int, second: int, chain: list[int]) -> tuple[Ref | None, int] | None:
-    """The slot that adds both parts of the input's gradient, and what else is added before that."""
+def _joined(
+    editor: Editor, slots: GradientSlots, first: int, second: int, chain: list[int]
+) -> tuple[Ref | None, int] | None:
+    """The slot that adds both parts of the input's gradient, and another gradient that is added before."""
     residual: Ref | None = None
     for _ in range(2):
         slot = slots.next(first, *_ADD)
@@ -409,19 +337,19 @@ def _joined(editor: Editor, slots: _Slots, first: int, second: int, chain: list[
         if slot is None or other is None or not _alike(editor, slots.made(slot), first):
             return None
         chain.append(slot)
-        if _root(slots.ways[slot].calls, other) == second:
+        if root_of(slots.ways[slot].calls, other) == second:
             return residual, slot
         residual, first = other, slots.made(slot)
     return None
 
 
 def _alike(editor: Editor, one: int, other: int) -> bool:
-    """Whether two values have one shape: a sum can be of something seen through a view."""
+    """Whether two values have the same shape; a sum can have a view as its operand."""
     return editor.metas[one].shape == editor.metas[other].shape
 
 
 def _powers(editor: Editor, value: int, exponent: int) -> list[int]:
-    """That power of a value, as forward tasks make it for the backward."""
+    """The powers of a value that forward tasks compute for the backward."""
     return [
         task.writes[0]
         for task in editor.forward_readers(value)

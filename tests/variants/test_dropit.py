@@ -29,7 +29,7 @@ from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.nn.dropit import STRATEGIES
 from monet_like.ops import caches
-from monet_like.ops.caches import LARGEST_BLOCK, int8_bytes, largest_bytes, largest_kept
+from monet_like.ops.caches import LARGEST_BLOCK, int8_bytes, kept_of_block, largest_bytes, largest_kept
 from monet_like.plan import store_all
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.profile.devices import DEVICES
