@@ -29,8 +29,7 @@ from . import (
     relu,
     rms_norm,
 )
-from .compared import bitwise_where_compared
-from .constraints import obeying_marks, reading_once
+from .constraints import bitwise_where_compared, obeying_marks, reading_once
 from .editor import Editor, Offer
 
 #: The functions are called in this order: gradients are split before other ways read them, in-place ways are made from

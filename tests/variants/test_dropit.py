@@ -35,7 +35,6 @@ from monet_like.plan.local_search.searcher import find_start
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 from monet_like.variants import admitted, with_variants
-from monet_like.variants.dropit import kept_of_block
 
 transformers_utils = pytest.importorskip("transformers.pytorch_utils")
 FULL = "inplace_conv_multiway_newnode"

@@ -33,7 +33,6 @@ from ..analysis import (
     find_needs,
     net_workspace,
     pinned_values,
-    prune,
     useful_ways,
 )
 
