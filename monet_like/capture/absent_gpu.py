@@ -5,6 +5,7 @@ chooses by device while it traces is chosen here as on a GPU:
 
 * what autocast casts, by the lists for ``AutocastCUDA`` in ``ATen/autocast_mode.h`` of PyTorch;
 * how the results of convolutions lie, by the kernels that PyTorch takes on CUDA (``Convolution.cpp``, ``ConvUtils.h``);
+* what batch norm copies first, where cuDNN computes it;
 * the operator for attention, where it is known, and the one for RMS norm.
 
 What only the GPU itself can tell is refused.
@@ -25,6 +26,7 @@ from torch.amp import autocast_mode
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
+from ..runtime.batch_norm import as_cudnn_takes, by_cudnn
 
 _CPU, _CUDA = "AutocastCPU", "AutocastCUDA"
 #: Autocast casts to its 16-bit dtype, to float32, or to the widest dtype among the arguments.
@@ -75,6 +77,7 @@ def as_on(target: torch.device | None) -> Iterator[None]:
             _autocast(),
             _regions(),
             convolutions(target),
+            _batch_norms(target),
             _shapes(),
             _fused_rms_norm(),
             _Refusals(),
@@ -247,6 +250,36 @@ def _twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _in_rows(tensor: torch.Tensor) -> bool:
     return bool(torch._prims_common.suggest_memory_format(tensor) == torch.contiguous_format)
+
+
+# Batch norm ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _batch_norms(device: torch.device) -> Iterator[None]:
+    """What cuDNN's batch norm reads is in rows or channels-last, a copy if need be, which its gradient reads as well."""
+    own = torch.batch_norm
+
+    def batch_norm(
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor | None,
+        var: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> torch.Tensor:
+        if by_cudnn(device, x, weight, bias, mean, var, training, eps):
+            x = as_cudnn_takes(x)
+        return own(x, weight, bias, mean, var, training, momentum, eps, cudnn_enabled)
+
+    torch.batch_norm = batch_norm  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.batch_norm = own
 
 
 # Other operators ----------------------------------------------------------------------------------------------------

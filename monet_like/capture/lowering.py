@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
@@ -37,6 +38,7 @@ from ..ops.meta_functions import (
     unfolded,
 )
 from ..ops.recurrent import ONEDNN_LAYER, with_workspace
+from ..runtime.batch_norm import CUDNN, CUDNN_BACKWARD, NATIVE, NATIVE_BACKWARD, backward_of, by_cudnn, reserve_bytes
 from .absent_gpu import convolutions
 from .annotations import Mark, called_in_place, eager_layouts, fills_with_noise, layer_of, mark_of
 from .captured import Captured, Tensor, TensorMeta, contiguous_strides, make_task
@@ -53,6 +55,13 @@ _NORMALISATIONS = (
     torch.ops.aten._native_batch_norm_legit_no_training.default,
 )
 _BATCH_NORM_OPERATORS = (torch.ops.aten._native_batch_norm_legit_functional.default, *_NORMALISATIONS[2:])
+#: Of batch norms' nodes: where the arguments of ``torch.batch_norm`` are among theirs (None: they have no running statistics),
+#: and whether they are of training.
+_BATCH_NORM_NODES = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: ((0, 1, 2, 3, 4, 6, 7), True),
+    torch.ops.aten._native_batch_norm_legit.no_stats: ((0, 1, 2, None, None, 4, 5), True),
+    torch.ops.aten._native_batch_norm_legit_no_training.default: ((0, 1, 2, 3, 4, 5, 6), False),
+}
 _SYNC_BATCH_NORM_GATHER = "monet_like.sync_batch_norm_gather_functional.default"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CUDNN_LAYERS = torch.ops.aten._cudnn_rnn.default
@@ -226,6 +235,11 @@ def _as_computed(op: Any, args: Sequence[Any], result: tuple[Any, ...]) -> tuple
     return (result[0], *(t.to(parameters[0].dtype) for t in result[1:3]), *result[3:]) if wide else result
 
 
+def _as_cudnn_makes(x: torch.Tensor) -> torch.Tensor:
+    """A tensor laid out as cuDNN's batch norm of ``x``, and as its gradient."""
+    return torch.empty_like(x, memory_format=suggest_memory_format(x))
+
+
 class _Builder:
     """Turns the joint graph into values and tasks, node by node in execution order."""
 
@@ -255,6 +269,7 @@ class _Builder:
         self.effects: list[int] = []
         self.drawn: set[int] = set()  # by slots: noise, whose order counts
         self.noises: dict[fx.Node, int] = {}  # CPU dropout: node -> the value that replaces its mask
+        self.by_cudnn: dict[fx.Node, Ref | None] = {}  # batch norms that cuDNN computes, and the reserve of each
         self.in_backward = False
         self.marks: dict[int, Mark] = {}
         self.layers: dict[int, str] = {}
@@ -470,17 +485,36 @@ class _Builder:
             result = _as_computed(node.target, args, result)
         elif node.target is torch.ops.aten.native_batch_norm_backward.default and args[1].device.type == "cpu":
             result = (None if result[0] is None else batch_norm_gradient(*args[:2]), *result[1:])
+        elif self._reserve_of(node) is not None:
+            result = (None if result[0] is None else _as_cudnn_makes(args[1]), *result[1:])
         elif self._observes_in_place(node):
             result = (*result[:2], *args[3:7])  # likewise; in eager mode the observer even resizes them
         elif node.target is ONEDNN_LAYER:
             result = with_workspace(args, result)
         elif str(node.target) == _SYNC_BATCH_NORM_GATHER and self._is_buffer(args[1]) and self._is_buffer(args[2]):
             result = (*result[:3], args[1], args[2])  # likewise
+        if node.target in _BATCH_NORM_NODES and self._is_by_cudnn(node, args):
+            result = (_as_cudnn_makes(args[0]), *result[1:])
+            self.by_cudnn[node] = None
         self.nodes[node] = info = _Node(result, backward)
         fresh = [t for t in _tensors(result) if _storage(t) not in self.storages]
         if not fresh:
             return  # a view, or a list of views: re-emitted by each task that uses it
         self._task(node, info)
+
+    def _is_by_cudnn(self, node: fx.Node, args: Sequence[Any]) -> bool:
+        """Whether plain PyTorch computes a node, which is a batch norm, by cuDNN."""
+        places, training = _BATCH_NORM_NODES[_op(node)]
+        x, weight, bias, mean, var, _, eps = [cast(Any, None if place is None else args[place]) for place in places]
+        return by_cudnn(x.device, x, weight, bias, mean, var, training, eps)
+
+    def _reserve_of(self, node: fx.Node) -> Ref | None:
+        """The reserve that a node reads, which is the gradient of a batch norm by cuDNN; None for all other nodes."""
+        if str(node.target) != NATIVE_BACKWARD or not _args(node)[7]:
+            return None
+        mean = _args(node)[5]
+        made = isinstance(mean, fx.Node) and mean.target is operator.getitem
+        return self.by_cudnn.get(_args(mean)[0]) if made else None
 
     def _observes_in_place(self, node: fx.Node) -> bool:
         """Whether a node is a fake quantisation whose observer updates buffers."""
@@ -551,9 +585,23 @@ class _Builder:
         if not unpack:
             info.value = writes[0]
         op = str(node.target)
+        if node in self.by_cudnn and _BATCH_NORM_NODES[_op(node)][1] and 1 in used:
+            like = info.result[0]
+            kept = torch.empty(reserve_bytes(like), dtype=torch.uint8, device=like.device)
+            self.by_cudnn[node] = Ref(self._value(f"{node.name}.reserve", kind, kept))
         if op == "aten._native_batch_norm_legit_functional.default" and len(_tensors(info.result)) == 5:
             self._batch_norm(node, calls, args, outs, writes)
             return
+        if node in self.by_cudnn:
+            places, training = _BATCH_NORM_NODES[_op(node)]
+            *tensors, momentum, eps = (None if place is None else args[place] for place in places)
+            reserve = self.by_cudnn[node]
+            op, args, outs = CUDNN, (*tensors, training, momentum, eps), [*outs, reserve]
+            writes += [cast(int, reserve.name)] if reserve else []
+        elif (reserve := self._reserve_of(node)) is not None:
+            taken = backward_of(Call(op, args, (), ()))
+            assert taken is not None
+            op, args = CUDNN_BACKWARD, taken.cudnn_with(reserve)
         if op in _IN_LARGE_STORAGE and not info.result.dim():
             whole = Ref(f"{node.name}_whole")
             calls.append(Call(op, args, kwargs, (whole,)))
@@ -605,13 +653,7 @@ class _Builder:
             before, running = [*calls, *copies], moved
         effect = self._pseudo_value(f"{node.name}.statistics", 0)
         self.effects.append(effect)
-        update = Call(
-            "aten.native_batch_norm.default",
-            (x, weight, bias, *running, True, momentum, eps),
-            (),
-            tuple(outs[:3]),
-            True,
-        )
+        update = Call(NATIVE, (x, weight, bias, *running, True, momentum, eps), (), tuple(outs[:3]), True)
         again = Call(
             "aten._native_batch_norm_legit.no_stats",
             (x, weight, bias, True, momentum, eps),
@@ -619,9 +661,16 @@ class _Builder:
             (outs[0], None, None),
             True,
         )
+        made = writes[:1]
+        if node in self.by_cudnn:
+            reserve = self.by_cudnn[node]
+            update = replace(update, op=CUDNN, outs=(*update.outs, reserve))
+            again = replace(update, args=(x, weight, bias, None, None, *update.args[5:]), outs=(*again.outs, reserve))
+            left = [cast(int, reserve.name)] if reserve else []
+            writes, made = [*writes, *left], [*made, *left]
         self.tasks.append(self._make(node.name, (*before, update), (*writes, effect), runs="first"))
         if outs[0] is not None:
-            self.tasks.append(self._make(f"{node.name}.again", (*calls, again), writes[:1], runs="again"))
+            self.tasks.append(self._make(f"{node.name}.again", (*calls, again), made, runs="again"))
 
     def _gather(self, node: fx.Node, calls: Sequence[Call], writes: list[int]) -> None:
         """SyncBatchNorm's statistics: the group waits for them once, in the forward, whether or not anything reads them."""

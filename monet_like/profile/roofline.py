@@ -34,6 +34,7 @@ from ..capture.captured import Captured, distinct_tasks, fake_mode
 from ..ir.mode import ALGORITHMS
 from ..ir.program import REFUSED, Call, Cost, Ref, Task
 from ..ops.caches import largest_kept
+from ..runtime.batch_norm import CUDNN_BACKWARD
 from ..runtime.codegen import Block, compile_block
 from .devices import DeviceLimits
 
@@ -57,9 +58,9 @@ WORKSPACE_LIMIT_BYTES = 512 * 2**20
 def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     """The cost of every distinct task of ``captured`` on a device with ``limits``.
 
-    Workspace is taken to be 0, with two exceptions. Convolutions on a GPU have the one that is estimated above. What a
+    Workspace is taken to be 0, with three exceptions. Convolutions on a GPU have the one that is estimated above. What a
     dropped cache is unpacked into is a tensor as large as the one dropped, or, for a product with it, a copy of what is
-    kept or of some rows. Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
+    kept or of some rows. cuDNN makes the gradient of batch norm's input even where nobody wants it. Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
     """
     priced = {task.cost for task in captured.every_task() if task.word != ALGORITHMS}
     tasks, works = distinct_tasks(captured), _works(captured)
@@ -82,6 +83,7 @@ class _Work:
             more if they fill tensor cores.
         touched_bytes: that operators read and write.
         unpacked_bytes: that dropped caches are unpacked into.
+        unwanted_bytes: of gradients that are made and not wanted.
         convolution_workspace_bytes: that convolutions are estimated to need on a GPU.
     """
 
@@ -90,6 +92,7 @@ class _Work:
     channels: int = TILE
     touched_bytes: int = 0
     unpacked_bytes: int = 0
+    unwanted_bytes: int = 0
     convolution_workspace_bytes: int = 0
 
 
@@ -118,13 +121,22 @@ def _work(captured: Captured, task: Task) -> _Work:
         seen.channels,
         touched_bytes(captured, task),
         _unpacked_bytes(captured, task),
+        _unwanted_bytes(captured, task),
         max(seen.workspace_bytes, _im2col_bytes(captured, task)),
     )
 
 
 def _workspace(work: _Work, limits: DeviceLimits) -> int:
     estimated = min(work.convolution_workspace_bytes, WORKSPACE_LIMIT_BYTES) if limits.device == "cuda" else 0
-    return max(estimated, work.unpacked_bytes)
+    return max(estimated, work.unpacked_bytes, work.unwanted_bytes)
+
+
+def _unwanted_bytes(captured: Captured, task: Task) -> int:
+    found = [0]
+    for call in task.calls:
+        if call.op == CUDNN_BACKWARD and call.outs[0] is None and isinstance(call.args[0].name, int):
+            found.append(captured.metas[call.args[0].name].storage_bytes)
+    return max(found)
 
 
 def _unpacked_bytes(captured: Captured, task: Task) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from ..capture.captured import Captured, TensorMeta, cost_key
 from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
 from ..profile.measure import allocated_peak
 from ..profile.task_inputs import Inputs
+from ..runtime.batch_norm import CUDNN, CUDNN_BACKWARD, NATIVE, NATIVE_BACKWARD, backward_of
 from ..runtime.codegen import Block, deaths, needed_at_end
 from ..runtime.operators import overload, resolve
 from .inductor import Compiled, compile_function
@@ -136,6 +137,34 @@ def fuse(captured: Captured, blocks: Sequence[Block], before_bytes: Sequence[int
         limit_bytes: what must not be exceeded at any time.
     """
     return _Fuser(captured, limit_bytes).run(blocks, before_bytes)
+
+
+def without_cudnn(captured: Captured, blocks: Sequence[Block]) -> list[Block]:
+    """The blocks with ATen's own batch norm, which Inductor can fuse, in the place of cuDNN's; what that leaves is zeros."""
+    return [replace(block, tasks=tuple(_by_aten(captured, task) for task in block.tasks)) for block in blocks]
+
+
+def _by_aten(captured: Captured, task: Task) -> Task:
+    if not any(call.op in (CUDNN, CUDNN_BACKWARD) for call in task.calls):
+        return task
+    calls: list[Call] = []
+    for call in task.calls:
+        if call.op == CUDNN:
+            x, *others = call.args
+            *outs, reserve = call.outs
+            op, args = NATIVE, call.args
+            if others[2] is None:
+                op, args = "aten._native_batch_norm_legit.no_stats", (x, *others[:2], *others[4:])
+            calls.append(replace(call, op=op, args=args, outs=tuple(outs)))
+            if reserve is not None:
+                meta = captured.metas[cast(int, reserve.name)]
+                calls.append(Call("aten.new_zeros.default", (x, meta.shape), (("dtype", meta.dtype),), (reserve,)))
+        elif (backward := backward_of(call)) is not None and backward.cudnn:
+            calls.append(replace(call, op=NATIVE_BACKWARD, args=backward.native))
+        else:
+            calls.append(call)
+    read = {ref.name for call in calls for ref in refs(call)}
+    return replace(task, calls=tuple(calls), reads=tuple(v for v in task.reads if v in read))
 
 
 class _Fuser:
@@ -330,7 +359,7 @@ def _functional(call: Call, place: int) -> _Functional | None:
     """``call`` as a functional one that Inductor may fuse, or None; ``place`` makes names unique within a piece."""
     if call.op == "operator.getitem":
         return _Functional(call)
-    if call.op == "aten.native_batch_norm.default":
+    if call.op == NATIVE:
         return _batch_norm(call, place)
     if not call.op.startswith("aten."):
         return None

@@ -20,9 +20,10 @@ from ..errors import UsageError
 from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
 from ..ir.schedule import Schedule
 from ..ir.simulate import Free, simulate
+from ..runtime.batch_norm import backward_of
 from ..runtime.codegen import Block, compile_block, compile_chain
 from .changed_inputs import check_changeable
-from .fusion import Fused, fuse
+from .fusion import Fused, fuse, without_cudnn
 from .missing_gradients import without_missing
 
 #: The backward is cut into at most about this many segments, balanced by the bytes of parameter gradients.
@@ -102,6 +103,8 @@ class Step:
         blocks = [Block(self.residents, forward, tuple((t.calls, t.ref) for t in outputs), self.saved)]
         for (_, _, gradients), tasks, takes, carries in zip(stretches, runs, live, live[1:], strict=False):
             blocks.append(Block(takes, tasks, tuple((t.calls, t.ref) for _, _, t in gradients), carries))
+        if fuse_within_bytes is not None:
+            blocks = without_cudnn(captured, blocks)
         self._blocks = tuple(blocks[1:])
         self._partial: dict[frozenset[int], Backward] = {}
         functions: dict[str, Callable[..., Any]] = {}
@@ -215,8 +218,8 @@ def _without_statistics(way: Task) -> Task:
     They may have moved since, by another forward.
     """
     calls = tuple(
-        replace(call, args=(*call.args[:3], None, None, *call.args[5:]))
-        if call.op == "aten.native_batch_norm_backward.default" and call.args[7] is True
+        replace(call, args=found.native)
+        if (found := backward_of(call)) is not None and not found.cudnn  # cuDNN's is captured without
         else call
         for call in way.calls
     )

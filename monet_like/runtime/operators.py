@@ -13,7 +13,7 @@ from ..errors import CaptureError
 from ..ops import convolution
 from ..ops.recurrent import onednn_layer
 from ..ops.registry import CUDNN, NAMESPACE
-from . import offload
+from . import batch_norm, offload
 
 #: Operators that cuDNN may refuse, and what csrc/cudnn says then.
 BY_ALGORITHM = frozenset(f"{NAMESPACE}.{name}.default" for name in CUDNN)
@@ -38,6 +38,8 @@ def set_rng_state(device: str, state: torch.Tensor) -> None:
 _OURS: dict[str, Callable[..., Any]] = {
     "operator.getitem": operator.getitem,
     "aten.mkldnn_rnn_layer.default": onednn_layer,
+    batch_norm.CUDNN: batch_norm.cudnn_batch_norm,
+    batch_norm.CUDNN_BACKWARD: batch_norm.cudnn_batch_norm_backward,
     "monet_like.get_rng_state": get_rng_state,
     "monet_like.set_rng_state": set_rng_state,
     **{f"monet_like.{f.__name__}": f for f in (offload.send, offload.send_start, offload.send_end)},

@@ -50,6 +50,7 @@ OFFERS: tuple[Offer, ...] = (
     dropit.offer,
     in_place.offer,
     batch_norm.offer_backward,
+    batch_norm.offer_without_reserve,
     linear_cross_entropy.offer,
     low_precision.offer,
     offload.offer,

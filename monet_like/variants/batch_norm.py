@@ -1,7 +1,9 @@
 """Training-mode batch norm with what follows it: an addition, then an activation, in one pass.
 
 Run again, it is computed from the saved mean and inverse standard deviation, alone or with what follows; PyTorch's own
-recompute passes over the input once more for statistics that are a few bytes and still there.
+recompute passes over the input once more for statistics that are a few bytes and still there. Our kernels round as ATen's
+do, so where a GPU computes by cuDNN all of this is for ``conv``; nor do they leave what cuDNN's gradient reads beside the
+statistics, and ATen's gradient can take its place.
 
 With ``conv`` the gradients of an activation and of the batch norm before it are one slot: by PyTorch's two operators,
 or in one that reads the batch norm's input alone and makes the activation's input from it. The latter sums in another
@@ -18,10 +20,9 @@ from typing import Any
 
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
+from ..runtime.batch_norm import CUDNN, NATIVE, NATIVE_BACKWARD, backward_of
 from .editor import Editor
 
-_BATCH_NORM = "aten.native_batch_norm.default"
-BACKWARD = "aten.native_batch_norm_backward.default"
 #: Name and two numbers of what follows, as the operators take them.
 Activation = tuple[str, float, float]
 NOTHING: Activation = ("clamp", -math.inf, math.inf)
@@ -56,13 +57,14 @@ class Chain:
 def offer(editor: Editor) -> None:
     """Forward tasks for every training-mode batch norm: with what follows it, and run again."""
     added: set[str] = set()
-    for task, call in editor.find(_BATCH_NORM):
+    for task, call in editor.find(NATIVE, CUDNN):
         x, weight, bias, mean, var, training, momentum, eps = call.args
-        out, save_mean, save_invstd = call.outs
-        if not training or out is None or save_mean is None or save_invstd is None:
+        out, save_mean, save_invstd, *reserve = call.outs
+        if not training or mean is None or out is None or save_mean is None or save_invstd is None:
             continue
         assert isinstance(out.name, int)
         chain, parts = _following_alone(editor, out.name, added), _parts(editor, x)
+        rounds = "conv" if call.op == CUDNN else ""
         statistics = (x, weight, bias, save_mean, save_invstd)
         # The residual may be made after the batch norm: what reads it stands where the addition stood.
         place = {} if chain.residual is None else {"before": chain.tasks[0]}
@@ -79,7 +81,8 @@ def offer(editor: Editor) -> None:
                 True,
             )
             variant, word = (f"{chain.name}.train", chain.word) if exact else (f"{chain.name}.train_in_vectors", "conv")
-            writes = (result, *task.writes[1:])
+            word = word or rounds
+            writes = (result, *(value for value in task.writes[1:] if Ref(value) not in reserve))
             editor.add(task, (train,), writes, variant, word=word, runs="first", **place)
             if parts and chain.residual is None:
                 operands = (parts, weight, bias, mean, var, momentum, eps, *chain.activation, exact)
@@ -88,12 +91,14 @@ def offer(editor: Editor) -> None:
         if parts and chain.residual is None:
             known = (parts, weight, bias, save_mean, save_invstd, *chain.activation)
             joined = Call("monet_like.batch_norm_apply_joined.default", known, (), (Ref(result),))
-            editor.add(task, (joined,), (result,), f"{chain.name}.apply_joined", word=chain.word, runs="again")
+            word = chain.word or rounds
+            editor.add(task, (joined,), (result,), f"{chain.name}.apply_joined", word=word, runs="again")
         if chain.tasks:
             apply = Call("monet_like.batch_norm_apply.default", (*statistics, *options), (), (Ref(result),))
-            editor.add(task, (apply,), (result,), f"{chain.name}.apply", word=chain.word, runs="again", **place)
+            word = chain.word or rounds
+            editor.add(task, (apply,), (result,), f"{chain.name}.apply", word=word, runs="again", **place)
         alone = Call("monet_like.batch_norm_apply.default", (*statistics, None, *NOTHING), (), (out,))
-        editor.add(task, (alone,), (out.name,), "batch_norm.apply", runs="again", **place)
+        editor.add(task, (alone,), (out.name,), "batch_norm.apply", word=rounds, runs="again", **place)
     _offer_synchronised(editor, added)
 
 
@@ -192,14 +197,15 @@ def offer_backward(editor: Editor) -> None:
     """One slot for the gradients of an activation and of the batch norm before it, if nothing reads what is between."""
     if "conv" not in editor.words:
         return  # PyTorch's two operators need less memory as two slots: something may be run again between them
-    made_by = {call.outs[1]: call for _, call in editor.find(_BATCH_NORM) if call.args[5]}
+    made_by = {call.outs[1]: call for _, call in editor.find(NATIVE, CUDNN) if call.args[5] and call.args[3]}
     for slot in reversed(range(len(editor.slots) - 1)):
         first, norm = editor.slots[slot][0], editor.slots[slot + 1][0]
         activation = _activated_by(first.calls[-1])
-        backward, *after = norm.calls
-        if activation is None or backward.op != BACKWARD or (after and not _adds(norm)):
+        call, *after = norm.calls
+        backward = backward_of(call)
+        if activation is None or backward is None or (after and not _adds(norm)):
             continue
-        between, forward = backward.args[0], made_by.get(backward.args[5])
+        between, forward = backward.grad, made_by.get(backward.mean)
         if Ref(first.writes[0]) != between or forward is None or not _only_there(editor, between.name, slot + 1):
             continue
         grad = first.calls[-1].args[0]
@@ -209,8 +215,8 @@ def offer_backward(editor: Editor) -> None:
         ways = [_in_turn(editor, way, norm, grad.name) for way in editor.slots[slot]]
         x, weight, bias, *_ = forward.args
         residual = [call.args[0] for call in after[-1:]]
-        operands = (grad, x, weight, bias, *backward.args[5:7], *activation, backward.args[-1], *residual)
-        outs = (result, *backward.outs[1:])
+        operands = (grad, x, weight, bias, backward.mean, backward.invstd, *activation, backward.mask, *residual)
+        outs = (result, *call.outs[1:])
         fused = Call("monet_like.batch_norm_activation_backward.default", operands, (), outs, True)
         calls = (*first.calls[:-1], *after[:-1], fused)
         name = f"batch_norm_{activation[0]}.backward"
@@ -220,6 +226,21 @@ def offer_backward(editor: Editor) -> None:
             calls, name = (*calls[:-1], replace(fused, op=op, args=(grad, parts, *operands[2:]))), f"{name}_joined"
             ways.append(make_task(f"{norm.name}.{name}", calls, norm.writes, editor.metas, variant=name, word="conv"))
         editor.merge(slot, ways)
+
+
+def offer_without_reserve(editor: Editor) -> None:
+    """conv: ATen's own gradient for every one by cuDNN, whose batch norm alone leaves what that reads."""
+    for slot, ways in enumerate(editor.slots):
+        for way in tuple(ways):
+            calls = tuple(_by_aten(call) for call in way.calls)
+            if calls != way.calls and way.word in ("", "conv"):
+                variant = "batch_norm.backward" if way.variant == "aten" else f"{way.variant}.batch_norm.backward"
+                editor.add_way(slot, calls, variant, word="conv", overwrites=way.overwrites)
+
+
+def _by_aten(call: Call) -> Call:
+    backward = backward_of(call)
+    return replace(call, op=NATIVE_BACKWARD, args=backward.native) if backward and backward.cudnn else call
 
 
 def _activated_by(call: Call) -> Activation | None:

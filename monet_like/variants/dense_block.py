@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
-from .batch_norm import BACKWARD, NOTHING
+from ..runtime.batch_norm import backward_of
+from .batch_norm import NOTHING
 from .concatenation import CHANNELS, SLICE, Range, all_of, part_of
 from .editor import Editor, renamed
 
@@ -27,7 +28,7 @@ def offer(editor: Editor) -> None:
     slot = 0
     while slot < len(editor.slots):
         call = editor.slots[slot][0].calls[-1]
-        if call.op == BACKWARD and call.args[7] and len(editor.slots[slot][0].calls) == 1:
+        if backward_of(call) is not None and len(editor.slots[slot][0].calls) == 1:
             _gather(editor, slot, call)
         slot += 1
 
@@ -129,7 +130,8 @@ def _add_up(editor: Editor, slot: int, call: Call, total: int, other: tuple[int,
     writes = (total, *(v for v in task.writes if Ref(v) != call.outs[0]))
     apart = (replace(call, outs=(own, *rest)), *views, Call(_ADD[0], (there, own), (), (Ref(total),)))
     editor.merge(slot, [make_task(task.name, apart, writes, editor.metas)], 1 + count)
-    grad, x, weight, _, _, mean, invstd, _, _, mask = call.args
-    operands = (grad, x, weight, None, mean, invstd, *NOTHING, mask, there)
+    taken = backward_of(call)
+    assert taken is not None
+    operands = (taken.grad, taken.x, taken.weight, None, taken.mean, taken.invstd, *NOTHING, taken.mask, there)
     fused = Call("monet_like.batch_norm_activation_backward.default", operands, (), (Ref(total), *rest), True)
     editor.add_way(slot, (*views, fused), "batch_norm.backward_met", word="conv")

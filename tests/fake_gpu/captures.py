@@ -163,7 +163,37 @@ class BinaryLoss(nn.Module):
         return nn.functional.binary_cross_entropy(self.layer(x).sigmoid(), x)
 
 
+class BatchNorms(nn.Module):
+    """Batch norms that cuDNN computes and others that ATen does: by extents, parameters, statistics and mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 8, 3), nn.Linear(8, 8)
+        self.images = nn.Sequential(
+            nn.BatchNorm2d(8),
+            nn.BatchNorm2d(8, affine=False),
+            nn.BatchNorm2d(8, track_running_stats=False),
+            nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+            nn.InstanceNorm2d(8, affine=True),
+            nn.InstanceNorm2d(8),
+        )
+        self.frozen, self.rows, self.columns = nn.BatchNorm2d(8).eval(), nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.images(self.conv(x))).flatten(2)
+        y = self.columns(self.linear(x.transpose(1, 2)).transpose(1, 2))  # a copy where cuDNN is to read it
+        return self.rows(y.mean(-1)).square().sum()
+
+
+def _batch_norms() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return image(BatchNorms(), size=8)
+
+
 CASES: dict[str, Case] = {
+    "batch norms": (_batch_norms, None, _FLOAT, False),
+    "batch norms channels_last": (_batch_norms, None, _FLOAT, True),
+    "batch norms bfloat16": (_batch_norms, None, _BF16, False),
+    "batch norms autocast float16": (_batch_norms, _FP16, _FLOAT, False),
     "resnet": (_resnet, None, _FLOAT, False),
     "resnet channels_last": (_resnet, None, _FLOAT, True),
     "resnet channels_last bfloat16": (_resnet, None, _BF16, True),
@@ -215,5 +245,7 @@ def told(name: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.backends.cudnn.enabled = True  # as it is for captures, see `build`
+    if HERE:  # what cuDNN itself is asked for then
+        torch._C._get_cudnn_batch_norm_reserve_space_size = lambda x, training: 0
     for case in sys.argv[1:] or CASES:
         print(json.dumps(told(case)))
