@@ -2,7 +2,8 @@
 
 ``normal`` admits PyTorch's own operators and exact reruns. ``multiway`` adds gradients computed from the other
 activation (output- instead of input-activated, and the reverse); ``newnode`` adds packed intermediates;
-``conv`` adds algorithms that sum in another order: convolutions, and batch norm's gradient with that of its ReLU;
+``conv`` adds algorithms that sum in another order: convolutions, batch norm's gradient with that of its ReLU, and our
+batch norm where PyTorch takes cuDNN's;
 ``inplace`` adds writing into dead inputs. All of these are exact but for rounding.
 
 Three words admit lossy caches, each on its own: ``dropit0.9`` weight gradients from the largest tenth of a layer's

@@ -239,8 +239,8 @@ def _stand_in_backward(
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Captures of a CPU choose as on a GPU, and what they then call is the stand-in."""
-    monkeypatch.setattr(capturing, "by_cudnn", lambda device, *args: by_cudnn(CUDA, *args))
-    monkeypatch.setattr(capturing, "reserve_bytes", lambda x: x.shape[1] * x.element_size())
+    monkeypatch.setattr(lowering, "by_cudnn", lambda device, *args: by_cudnn(CUDA, *args))
+    monkeypatch.setattr(lowering, "reserve_bytes", lambda x: x.shape[1] * x.element_size())
     monkeypatch.setitem(operators._OURS, CUDNN, _stand_in)
     monkeypatch.setitem(operators._OURS, CUDNN_BACKWARD, _stand_in_backward)
     operators.resolve.cache_clear()
