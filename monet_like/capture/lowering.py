@@ -52,6 +52,7 @@ _NORMALISATIONS = (
     torch.ops.aten.native_layer_norm.default,
     torch.ops.aten.native_group_norm.default,
     torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten._native_batch_norm_legit.no_stats,
     torch.ops.aten._native_batch_norm_legit_no_training.default,
 )
 _BATCH_NORM_OPERATORS = (torch.ops.aten._native_batch_norm_legit_functional.default, *_NORMALISATIONS[2:])

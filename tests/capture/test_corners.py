@@ -455,7 +455,11 @@ def normalised(net: Any, layer: nn.Module, norm: nn.Module, x: torch.Tensor) -> 
     return norm(y) if isinstance(norm, nn.LayerNorm) else norm(y.transpose(1, 2))
 
 
-@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8)])
+def _without_running_statistics() -> nn.Module:
+    return nn.BatchNorm1d(8, track_running_stats=False)
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8), _without_running_statistics])
 def test_norms_under_autocast_are_measured_and_plain_pytorchs(norm: Callable[[], nn.Module]) -> None:
     """Inputs in 16 bits and parameters in 32: on a CPU the statistics have 32, of which a trace knows nothing."""
     torch.manual_seed(0)
