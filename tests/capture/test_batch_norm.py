@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from training import run, twin
 
+from monet_like.capture import lowering
 from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
 from monet_like.ir.program import Cost, Program, Task
