@@ -38,7 +38,7 @@ def measured_costs(
     timed: bool = True,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Cost], str]:
-    """Costs of every task of ``captured`` measured on ``device``, and how they were got, in words.
+    """Measure the costs of every task of ``captured`` on ``device``. Returns them and a note on how they were measured.
 
     Args:
         known: costs from an earlier profile; only what is missing is measured.
@@ -67,7 +67,7 @@ def measured_costs(
 
 
 def inputs_on(captured: Captured, device: torch.device, batches: float = 1.0) -> Inputs:
-    """What operators are measured on: on a GPU inputs that lie as its operators make them."""
+    """Inputs for measuring operators; on a GPU with the memory layouts that its operators produce."""
     return Inputs(as_made(captured, device) if device.type == "cuda" else captured, device, batches)
 
 
@@ -79,7 +79,7 @@ def _measure(
     label: str,
     timed: bool,
 ) -> None:
-    """Measure the second of every pair for the first's key; ``label`` tells people what this is for."""
+    """Measure the second task of every pair for the cost key of the first; ``label`` is shown with the progress."""
     whole = (pair for pair in pairs if pair[0].copies != "start")  # what is only begun shows no time
     distinct = {mine.cost: theirs for mine, theirs in whole if mine.cost not in costs}
     labelled = (lambda what, done, total: progress(f"{label}{what}", done, total)) if progress else None
@@ -87,7 +87,7 @@ def _measure(
 
 
 def profile_batch(request: Request, captured: Captured, device: torch.device) -> int:
-    """The batch to measure at: the wanted one, unless that would take far too long or too much memory."""
+    """The batch at which to measure: the wanted batch, or a smaller one if measuring would take too long or too much memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return _fitting(request.batch, _largest_task_bytes(captured), 0.8 * free)
@@ -151,7 +151,7 @@ def profiled(
 
 
 def _completed(profile: Profile, captured: Captured, device: torch.device) -> Profile:
-    """A profile of another device with what it lacks, if that can be told from the device's rates."""
+    """Complete a profile of another device with estimates, if the device's rates are known."""
     lacking = [t.cost for t in captured.every_task() if t.cost and t.cost not in profile.costs]
     if not lacking:
         return profile

@@ -1,4 +1,4 @@
-"""The compiler's stages in a row: capture, variants, profile, plan, schedule record."""
+"""Runs the compiler's stages in order: capture, variants, profile, plan, schedule record."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .request import Request, captured_for, optimizer_bytes
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler found, stage by stage.
+    """Result of `compile_schedule`: the program, its costs, the plan and the schedule record.
 
     Attributes:
         captured: the program with the admitted variants.
@@ -57,7 +57,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that planning needs.
+    """Result of capture and profile: all that planning needs.
 
     Attributes:
         captured: the program with the admitted variants.
@@ -91,7 +91,7 @@ def compile_schedule(
     plan_progress: Callable[[str], None] | None = None,
     captured: Captured | None = None,
 ) -> Compiled:
-    """From a request to a schedule.
+    """Capture, profile and plan a request, and return the schedule record.
 
     Args:
         budget: bytes, or a function from plain PyTorch's peak to bytes.
@@ -118,7 +118,7 @@ def plan_for(
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Plan:
-    """Plan what was prepared, as the request says; ``strategy`` instead of the request's own, ``options`` are its.
+    """Plan a prepared program by the request's strategy, or by ``strategy`` with ``options``.
 
     Where only variants multiply, cuBLAS's workspaces count if the schedule takes one: then it is planned anew with them, or
     without these variants where that does not fit.
@@ -176,7 +176,7 @@ def prepare(
 def prepared(
     request: Request, captured: Captured, profile: Profile, costs: Mapping[str, Cost], seconds: Mapping[str, float]
 ) -> Prepared:
-    """What planning needs, from a program and its costs."""
+    """Combine a captured program and its costs into what planning needs."""
     plain, every = multiplies(captured.plain.every_task()), multiplies(captured.every_task())
     cublas, by_variants = (profile.cublas_bytes * counts for counts in (plain, every and not plain))
     extra = optimizer_bytes(request.model, request.optimizer) + cublas
@@ -185,14 +185,14 @@ def prepared(
 
 
 def with_workspaces_of(record: ScheduleRecord, ready: Prepared) -> Prepared:
-    """What was prepared, with as much of cuBLAS's workspaces as a schedule counts: none in files that do not say."""
+    """Count as many bytes for cuBLAS's workspaces as a given schedule does; none for files that do not say."""
     optimizer, counted = ready.extra_bytes - ready.cublas_bytes, record.cublas_bytes
     plain = plain_report(ready.captured.plain, ready.costs, optimizer + counted * bool(ready.cublas_bytes))
     return replace(ready, extra_bytes=optimizer + counted, cublas_bytes=counted, variants_cublas_bytes=0, plain=plain)
 
 
 def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> ScheduleRecord:
-    """What a schedule file holds."""
+    """Make the record that a schedule file holds."""
     captured, profile, plain = ready.captured, ready.profile, ready.plain
     tensors = [t for t in pytree.tree_leaves(request.example) if isinstance(t, torch.Tensor)]
     optimizer = ready.extra_bytes - ready.cublas_bytes
@@ -229,7 +229,7 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
 
 
 def summary_counts(program: Program, found: Plan) -> dict[str, int]:
-    """What a schedule is of and does, in numbers: parameters, values kept for the backward, tasks run again, variants chosen."""
+    """Counts that describe a schedule: parameters, values kept for the backward, recomputed tasks, variants chosen."""
     schedule = found.schedule
     again = Counter(index for tasks in schedule.again for index in tasks)
     made = {v for i in schedule.forward for v in program.tasks[i].writes if program.values[v].bytes}
@@ -255,7 +255,7 @@ def summary_counts(program: Program, found: Plan) -> dict[str, int]:
 
 
 def default_names(name: str, request: Request, budget_bytes: int, folder: Path) -> Path:
-    """``solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl``: named as MONeT names them."""
+    """Default path of a schedule file, such as ``solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl``."""
     words = [weights_layout(request.model), f"autocast_{request.autocast}" if request.autocast else ""]
     suffix = "".join(f"_{word}" for word in (*words, "ablation" if request.ablation else "") if word)
     return folder / f"solution_{name}_{request.batch}_{request.mode}_{budget_bytes / 2**30:.2f}{suffix}.pkl"
@@ -263,7 +263,7 @@ def default_names(name: str, request: Request, budget_bytes: int, folder: Path) 
 
 @dataclass(frozen=True)
 class StrategyPoint:
-    """What a strategy found for a budget; ``report`` is None where nothing fits."""
+    """Result of a strategy at one budget; ``report`` is None if it found no schedule that fits."""
 
     strategy: str
     budget_bytes: int
@@ -279,7 +279,7 @@ def strategy_points(
     progress: Callable[[str, str, int, int], None],
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[StrategyPoint]:
-    """Every strategy at every budget, by one simulator.
+    """Plan every budget with every strategy; one simulator judges all.
 
     Args:
         progress: called with a stage's name, what is done, how many are done and how many there are.

@@ -1,4 +1,4 @@
-"""From what was typed to a model, its example inputs and a device; shared by all commands."""
+"""Reads what a user typed: the model, its example inputs, the budget and the device. All commands share it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_THREADS, MOST_PROCESSES = 4096, 2**20
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, what its inputs are like, a budget and a device.
+    """A model with example inputs, a budget and a device.
 
     Attributes:
         shape: of an input, without the batch, if one was given.
@@ -63,7 +63,7 @@ def read_problem(
     processes: int | None = None,
     measured: bool = True,
 ) -> Problem:
-    """Check every argument before any work, cheapest first.
+    """Check every argument before any work, the cheapest checks first.
 
     Args:
         measured: operators will be measured, so ``device`` must be here; else the model is captured as on it.
@@ -138,7 +138,7 @@ def read_problem(
 
 
 def example_for(problem: Problem, batch: int) -> Example:
-    """Fake inputs: those of ``make_inputs(batch)`` if MODEL's file or the model itself has it, else one image batch."""
+    """Fake example inputs: by ``make_inputs(batch)`` of MODEL's file or of the model itself, else one batch of images."""
     make: Any = getattr(problem.spec.source or problem.spec.module, "make_inputs", None)
     with fake_mode(), problem.device:
         if make is None or problem.shape is not None:
@@ -163,7 +163,7 @@ def example_for(problem: Problem, batch: int) -> Example:
 
 
 def read_device(text: str) -> torch.device:
-    """``auto``, ``cpu``, ``cuda``, ``cuda:1``.
+    """Read a device: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
 
     Raises:
         UsageError: no such device here.
@@ -182,12 +182,12 @@ def read_device(text: str) -> torch.device:
 
 
 def absent_device(text: str) -> torch.device | None:
-    """The CUDA device that ``text`` names, where this machine has none."""
+    """Read a CUDA device that this machine does not have, for planning only."""
     return torch.device("cuda", 0) if text in ("cuda", "cuda:0") and not torch.cuda.is_available() else None
 
 
 def read_dtype(text: str) -> torch.dtype:
-    """A floating dtype by name.
+    """Read a floating-point dtype by its name.
 
     Raises:
         UsageError: unknown or not floating.
@@ -199,7 +199,7 @@ def read_dtype(text: str) -> torch.dtype:
 
 
 def parse_batch(text: str) -> int:
-    """A batch size.
+    """Read a batch size.
 
     Raises:
         UsageError: not a whole number of at least 1.
@@ -210,13 +210,13 @@ def parse_batch(text: str) -> int:
 
 
 def _shortened(count: int) -> str:
-    """A number of which nobody wants to read a hundred digits."""
+    """Shorten a number of many digits for an error message."""
     text = str(count)
     return text if len(text) <= 20 else f"{text[:12]}… ({len(text)} digits)"
 
 
 def parse_shape(text: str | None) -> tuple[int, ...] | None:
-    """``3,224,224`` or ``3x224x224``; None stays None.
+    """Read a shape such as ``3,224,224`` or ``3x224x224``; None stays None.
 
     Raises:
         UsageError: not a list of positive whole numbers.

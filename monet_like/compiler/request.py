@@ -22,7 +22,7 @@ OPTIMIZERS: Mapping[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2}
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the compiler; see the command line's options of the same names.
+    """A request to the compiler. The command line has options of the same names.
 
     ``target`` is the device to plan for where the model itself is on another; it need not be here, but then nothing can
     be measured. ``processes`` share SyncBatchNorm's statistics; None: those of this process's group. ``made_last`` are
@@ -54,7 +54,7 @@ class Request:
 
 
 def captured_for(request: Request, example: Example) -> Captured:
-    """The program of a request's model on these inputs, with the variants that its mode admits."""
+    """Capture a request's model on these inputs, with the variants that its mode admits."""
     with autocast_as(request.autocast, device_of(request.model)):
         captured = capture(
             request.model, *example, target=request.target, processes=request.processes, made_last=request.made_last

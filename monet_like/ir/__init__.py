@@ -1,1 +1,1 @@
-"""Plain data that stages hand on: programs, schedules, costs and their files. Neither torch nor a solver."""
+"""Plain data that the stages hand on: programs, schedules, costs and their files. Needs neither torch nor a solver."""

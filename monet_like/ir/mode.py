@@ -1,4 +1,4 @@
-"""Mode strings: which variants a plan may use. The words are MONeT's, so its users find them.
+"""Mode strings, which say what operator variants a plan may use. MONeT's words mean here what they mean there.
 
 ``normal`` admits PyTorch's own operators and exact reruns. ``multiway`` adds gradients computed from the other
 activation (output- instead of input-activated, and the reverse); ``newnode`` adds packed intermediates;
@@ -44,7 +44,7 @@ MONET_MODES = tuple(
 
 
 def parse_mode(text: str) -> frozenset[str]:
-    """The variant words of a mode string such as ``inplace_conv_multiway_newnode``.
+    """Split a mode string such as ``inplace_conv_multiway_newnode`` into its words.
 
     Any combination of words is accepted, in any order; MONeT allowed twelve of them.
 
@@ -76,12 +76,12 @@ def parse_mode(text: str) -> frozenset[str]:
 
 
 def dropit_word(words: Iterable[str]) -> str | None:
-    """The word among these that asks for dropped caches, if there is one."""
+    """The word among these that admits dropped activations (DropIT), if there is one."""
     return next((word for word in words if word.startswith(DROPIT)), None)
 
 
 def dropit_share(word: str) -> float:
-    """The share of elements that such a word drops."""
+    """The share of elements that a DropIT word drops."""
     return float(word.removeprefix(DROPIT))
 
 

@@ -12,7 +12,7 @@ from ..errors import ScheduleFileError
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads builtins only: any reference to a class or function, by whatever opcode, is refused."""
+    """Unpickler that refuses every reference to a class or function, by whatever opcode."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ScheduleFileError(f"it names {module}.{name}, and a schedule holds plain data only")
@@ -22,7 +22,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def dump_plain(content: Any) -> bytes:
-    """A pickle of plain builtins (protocol 4), which `load_plain` will read.
+    """Pickle plain builtins (protocol 4) for `load_plain`.
 
     Raises:
         TypeError: ``content`` holds something that is neither plain nor stands for something plain.
@@ -31,7 +31,7 @@ def dump_plain(content: Any) -> bytes:
 
 
 def _plain(content: Any) -> Any:
-    """Builtins only: PyTorch's version (a str) and numpy's numbers are pickled with their classes."""
+    """Convert to builtins: PyTorch's version (a str) and numpy's numbers would be pickled with their classes."""
     if content is None or isinstance(content, bool):
         return content
     if isinstance(content, dict):

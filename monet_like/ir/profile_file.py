@@ -1,4 +1,4 @@
-"""A profile: seconds and workspace of every operator on one device. Plain data in a JSON file."""
+"""Profiles: seconds and workspace bytes of every operator on one device, in a JSON file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AGAIN = "give another, or, if it was one, delete it to measure again"
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs by key (see `Task.cost`).
+    """Costs of operators on one device, by `Task.cost`.
 
     Attributes:
         device: what they were measured on, such as ``cpu: AMD EPYC, 2 threads`` or ``roofline: h100``.

@@ -1,4 +1,4 @@
-"""The program: what one training step computes, as values and tasks.
+"""Program: one training step as values (pieces of storage) and tasks (operator calls).
 
 A **value** is a piece of storage. A **task** reads values and writes values. The forward is a list of
 tasks in execution order, of which any subset may be run, now or again later; a value may be written by
@@ -32,7 +32,7 @@ RESIDENT_KINDS = frozenset({"parameter", "buffer", "input"})
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A piece of storage.
+    """A value: a piece of storage.
 
     Attributes:
         name: unique within the program.
@@ -88,7 +88,7 @@ def refs(call: Call) -> Iterator[Ref]:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work that reads values and writes values.
+    """A task: operator calls that read values and write values.
 
     Attributes:
         name: for people; unique within the program.
@@ -120,7 +120,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one run of a task takes.
+    """Time and workspace of one run of a task.
 
     Attributes:
         seconds: time.
@@ -139,7 +139,7 @@ REFUSED = Cost(float("inf"), 0)
 
 @dataclass(frozen=True)
 class Program:
-    """A training step.
+    """A training step: its values, forward tasks and backward slots.
 
     Attributes:
         values: all values; tasks refer to them by index.
@@ -183,7 +183,7 @@ class Program:
 
     @cached_property
     def parameters(self) -> tuple[int, int]:
-        """How many parameters there are, and their bytes."""
+        """Number of parameters and their bytes."""
         found = [value.bytes for value in self.values if value.kind == "parameter"]
         return len(found), sum(found)
 
@@ -197,7 +197,7 @@ class Program:
         return tuple(map(tuple, found))
 
     def forward_reads(self, task: Task) -> tuple[int, ...]:
-        """The forward values among a task's reads: those that must be kept or made."""
+        """The forward values that a task reads: they must be kept or recomputed."""
         return tuple(v for v in task.reads if self.values[v].kind == "forward")
 
     @cached_property
@@ -210,7 +210,7 @@ class Program:
         return (*self.tasks, *(way for slot in self.slots for way in slot))
 
     def restrict(self, words: frozenset[str], *, rerun: bool = True) -> Program:
-        """The program with only the variants that ``words`` admit; without ``rerun``, nothing is run again."""
+        """The program with only the variants that ``words`` admit; without ``rerun``, nothing may be recomputed."""
         tasks = tuple(
             replace(task, runs="first") if not rerun and task.runs == "both" else task
             for task in self.tasks

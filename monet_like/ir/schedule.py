@@ -1,4 +1,4 @@
-"""A schedule: which forward tasks run when, and which way each backward slot takes. Plain data."""
+"""Schedules: which forward tasks run, which are recomputed when, and which way each backward slot takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .program import Program
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What to run. Everything else follows: a value is freed right after the last read of it.
+    """The tasks to run. Everything else follows: a value is freed right after its last read.
 
     Attributes:
         forward: indices into ``Program.tasks``, ascending: what the forward runs.
@@ -32,7 +32,7 @@ class Schedule:
 
     @property
     def rerun_count(self) -> int:
-        """How many forward tasks run again, each time counted."""
+        """Number of recomputations of forward tasks."""
         return sum(map(len, self.again))
 
     def runs(self) -> list[tuple[int, int]]:
@@ -47,7 +47,7 @@ class Schedule:
 
 
 def prune(program: Program, schedule: Schedule) -> Schedule:
-    """The schedule without runs that are of no use: nothing reads their results before they are made anew."""
+    """Remove runs whose results nobody reads before they are recomputed."""
     wanted: set[int] = set()
     again: list[tuple[int, ...]] = [()] * len(schedule.again)
     for slot in reversed(range(len(schedule.again))):
@@ -58,7 +58,7 @@ def prune(program: Program, schedule: Schedule) -> Schedule:
 
 
 def _useful(program: Program, tasks: Iterable[int], wanted: set[int]) -> tuple[int, ...]:
-    """The tasks of one stage that make something wanted; ``wanted`` becomes what must exist before the stage."""
+    """The tasks of one stage that produce wanted values; ``wanted`` becomes the values needed before the stage."""
     useful: list[int] = []
     for index in sorted(tasks, reverse=True):
         task = program.tasks[index]
@@ -71,7 +71,7 @@ def _useful(program: Program, tasks: Iterable[int], wanted: set[int]) -> tuple[i
 
 
 def kept_values(program: Program, schedule: Schedule) -> set[int]:
-    """Forward values that exist when the forward ends and are read in the backward before they are made anew."""
+    """Activations kept for the backward: they exist when the forward ends and are read before they are recomputed."""
     remade: set[int] = set()
     kept: set[int] = set()
     for slot, tasks in enumerate(schedule.again):

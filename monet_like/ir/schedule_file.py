@@ -1,4 +1,4 @@
-"""Schedule files: a schedule, what it was made for, and what it promises. Plain builtins in a pickle."""
+"""Schedule files: a schedule, the problem it solves and its predicted peak and time, as builtins in a pickle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSION = 4
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A tensor among the model's flattened arguments.
+    """Description of a tensor among the model's flattened arguments.
 
     Attributes:
         shape: with the batch.
@@ -39,7 +39,7 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class ScheduleRecord:
-    """What a schedule file holds.
+    """The content of a schedule file: a schedule, what it was made for and what it promises.
 
     Attributes:
         schedule: what to run.
@@ -233,7 +233,7 @@ _LATER = {"cublas_bytes": 0}
 
 
 def _typed(value: Any, kinds: Any) -> Any:
-    """``value``, if it is of just these types (True is no int); the value itself is not shown: it may be huge."""
+    """Check that ``value`` has one of these types (True is no int). Errors do not show the value, which may be huge."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     if type(value) not in kinds:
         wanted = " or ".join(kind.__name__ for kind in kinds)

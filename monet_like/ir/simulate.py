@@ -1,4 +1,4 @@
-"""The independent judge: replays a schedule on paper and counts every byte and second.
+"""The simulator: replays a schedule without running it and counts every byte and second. It judges all plans.
 
 It shares no code with any planner and needs neither torch nor a solver. Its rules are those of the replay:
 
@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a schedule takes: its peak, its time and every step of the way; ``host_bytes``: at most on the host."""
+    """Peak memory, time and every step of a schedule; ``host_bytes``: the peak on the host."""
 
     peak_bytes: int
     seconds: float
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def peak_step(self) -> Step:
-        """The step that needs the most memory."""
+        """The step with the highest memory."""
         return max(self.steps, key=lambda step: step.bytes)
 
 
@@ -73,7 +73,7 @@ class _Run:
 
 
 class Free(dict[str, Cost]):
-    """Costs for checking rules and counting values only: everything is free."""
+    """Costs of 0 for every task: for checking rules and counting values only."""
 
     def __missing__(self, key: str) -> Cost:
         return FREE
@@ -96,7 +96,7 @@ def cost_of(task: Task, costs: Mapping[str, Cost]) -> Cost:
 
 
 def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *, extra_bytes: int = 0) -> Report:
-    """Replay ``schedule`` on paper.
+    """Simulate ``schedule``: check its rules, count bytes and add up seconds.
 
     Args:
         program: the training step.
@@ -119,7 +119,7 @@ def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *,
 
 
 class Moment(NamedTuple):
-    """A step while it runs.
+    """A step of a simulation and the values that exist during it.
 
     Its memory is resident bytes, those given as extra, ``alive`` without a value that the task overwrites, what the task
     writes, and its workspace.
@@ -173,14 +173,14 @@ def moments(
 
 
 class _Engine:
-    """The clocks: of the runs, and of the copies that run beside them."""
+    """Clocks of the tasks and of the copies that overlap with them."""
 
     def __init__(self) -> None:
         self.now = self.free = 0.0
         self.ends: dict[int, float] = {}
 
     def run(self, task: Task, seconds: float) -> float:
-        """Let a task run that takes ``seconds`` by itself; by how much the clock of the runs moves on."""
+        """Run a task of ``seconds``; returns by how much the clock advances."""
         waits = max((self.ends.pop(value) - self.now for value in task.reads if value in self.ends), default=0.0)
         spent = max(0.0, waits)
         if task.copies in ("whole", "start"):
@@ -196,7 +196,7 @@ class _Engine:
 
 
 def _flatten(program: Program, schedule: Schedule) -> list[_Run]:
-    """All runs in order, after checking that the schedule speaks about this program."""
+    """All runs in order, after checking that the schedule's indices fit the program."""
     slots = len(program.slots)
     if len(schedule.again) != slots or len(schedule.ways) != slots:
         raise ScheduleError(f"the schedule has {len(schedule.ways)} backward slots, the program {slots}")

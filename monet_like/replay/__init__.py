@@ -1,1 +1,1 @@
-"""From a schedule file to a training step."""
+"""Replay: runs training steps by a schedule."""

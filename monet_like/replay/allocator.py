@@ -1,4 +1,4 @@
-"""One block for a whole step, before the caching allocator has broken the memory into pieces."""
+"""Reserves one block of GPU memory for a whole step, before the caching allocator has fragmented the memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..units import format_bytes
 
 
 def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | None = None) -> int:
-    """Allocate and free, in one piece, what a schedule's step needs beyond what is allocated now.
+    """Allocate and free one block as large as a schedule's step needs beyond the memory that is allocated now.
 
     To be called before the first step, with the model on its device. PyTorch's allocator keeps the block and cuts the
     step's tensors from it; else it asks the driver for blocks of many sizes, some of which fit nothing later on. With

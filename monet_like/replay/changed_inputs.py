@@ -1,4 +1,4 @@
-"""Tensors that a forward changes in place, such as its input by ``x.relu_()``: the caller's own tensor changes with them.
+"""Inputs and buffers that a forward changes in place, as ``x.relu_()`` does: the caller's own tensor changes, too.
 
 The program computes the new contents beside the old, and copies them in when the forward ends. So nothing may read such a
 tensor later as it was, and no other tensor of the step may lie in the same memory.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_changeable(captured: Captured, residents: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Whether the tensors of a call that the forward changes may be changed.
+    """Check that the tensors which the forward changes in place may be changed.
 
     Args:
         residents: parameters, buffers and inputs.

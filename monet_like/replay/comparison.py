@@ -1,4 +1,4 @@
-"""Judges whether a training step left what plain PyTorch's leaves, tensor by tensor.
+"""Compares the results of a training step with plain PyTorch's, tensor by tensor.
 
 Two steps that compute the same in another order differ by rounding. How much that may be is known for no tensor in
 advance: the gradient of a bias before a batch norm is zero, so that all of it is rounding, and one ReLU whose input is
@@ -64,12 +64,12 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """Whether the tensor is plain PyTorch's, but for rounding."""
+        """Whether the tensor equals plain PyTorch's up to rounding."""
         return not self.reason
 
 
 def differences(plain: Tensors, other: Tensors, known: Differences | None = None) -> Differences:
-    """How far two steps' results are apart, by name; or ``known``, where that is more.
+    """The differences between the results of two steps, by name; the larger of them and ``known``.
 
     Args:
         plain, other: what plain PyTorch's step left, and one that differs from it by rounding alone, such as in float64.
@@ -86,7 +86,7 @@ def differences(plain: Tensors, other: Tensors, known: Differences | None = None
 def compare(
     plain: Tensors, found: Tensors, rounding: Differences | None = None, *, eps: float = 0.0, tf32: bool = False
 ) -> tuple[Verdict, ...]:
-    """Compare what a step left with what plain PyTorch's leaves.
+    """Compare the results of a step (outputs, gradients, buffers) with plain PyTorch's.
 
     Args:
         plain: what plain PyTorch's step left.
@@ -144,7 +144,7 @@ def _judge(
     eps: float,
     least: float,
 ) -> Verdict:
-    """The verdict on a tensor of real numbers that differs; of the two norms, the one with less to spare.
+    """The verdict on a tensor of real numbers that differs: by the norm that is nearer to its tolerance.
 
     ``least``: the least tolerance, relative to the tensor itself.
     """
@@ -163,7 +163,7 @@ def _judge(
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether two tensors are equal, NaN at the same places included; of another dtype or shape they are not."""
+    """Whether two tensors have equal dtype, shape and elements; NaN equals NaN."""
     if other is None or one.dtype != other.dtype or one.shape != other.shape:
         return False
     if torch.equal(one, other):
@@ -172,7 +172,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def _incomparable(mine: torch.Tensor | None, other: torch.Tensor | None) -> str:
-    """Why two results cannot be compared as numbers; "" if they can."""
+    """The reason why two results cannot be compared as numbers; "" if they can."""
     if mine is None or other is None:
         return "" if mine is other else "is missing" if other is None else "exists, and plain PyTorch makes none"
     if mine.shape != other.shape:
@@ -197,7 +197,7 @@ def _kind(name: str) -> str:
 
 
 def _apart(mine: torch.Tensor, other: torch.Tensor | None) -> tuple[float, ...]:
-    """Norms of a difference, over what is finite in both; nothing, if the other one is of another shape."""
+    """Norms of a difference, over elements that are finite in both; nothing if the shapes differ."""
     if other is None or mine.shape != other.shape:
         return 0.0, 0.0
     wide = torch.complex128 if mine.is_complex() else torch.float64
@@ -205,7 +205,7 @@ def _apart(mine: torch.Tensor, other: torch.Tensor | None) -> tuple[float, ...]:
 
 
 def _norms(tensor: torch.Tensor | None) -> tuple[float, ...]:
-    """Root of the mean square and largest absolute value of what is finite; 0 for nothing."""
+    """Root mean square and largest absolute value of the finite elements; 0 if there are none."""
     assert tensor is not None
     numbers = tensor[tensor.isfinite()].abs().double()
     if not numbers.numel():

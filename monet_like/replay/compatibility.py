@@ -1,4 +1,4 @@
-"""A schedule on another device than it was planned for: what differs, in words.
+"""Checks that a schedule fits the call, the program and the device at hand, and explains what does not.
 
 Gradients are the same everywhere and so is what is kept; times, and the workspaces of convolutions, are the device's.
 """
@@ -31,7 +31,7 @@ _told: set[tuple[str, str]] = set()
 
 
 def difference(planned: Machine, here: Machine, peak_bytes: int) -> str:
-    """What differs so much that another schedule may be better here, or this one not fit; "" if nothing is known to.
+    """How the device differs from the one planned for, in words, where it matters for time or memory; "" if it does not.
 
     Args:
         peak_bytes: that the schedule predicts.
@@ -93,7 +93,7 @@ def check_shapes(record: ScheduleRecord, given: Sequence[Any]) -> None:
 
 
 def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why a call is not what the schedule was solved for, and what to do; "" if it is.
+    """Why a call does not match the inputs that a schedule was solved for, and what to do; "" if it does.
 
     A smaller batch runs with the same decisions; anything else must be as solved for. Under another autocast and with
     weights in another layout other operators run, or others than were priced.
@@ -129,7 +129,7 @@ def _under(autocast: str) -> str:
 
 
 def check_program(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> None:
-    """Whether a schedule is of this program, and can be followed, before a single operator runs.
+    """Check that a schedule was made for this program and keeps its promises, before any operator runs.
 
     Args:
         name: of the model, for people.
@@ -153,7 +153,7 @@ def check_program(record: ScheduleRecord, captured: Captured, name: str, device:
 
 
 def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> str:
-    """Why a schedule of this program cannot keep what it promises, in words; "" if it can.
+    """Why a step by this schedule would need more memory than the schedule promises, in words; "" if it would not.
 
     Operators are the same at any size: a model may upsample four times instead of twice. Without workspace, which
     depends on the device, a step needs at most the peak that was predicted with it. Where plain-torch twins run in the
@@ -182,7 +182,7 @@ def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch
 
 
 def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.device, promised: int) -> str:
-    """Why a schedule does not fit its budget where twins run, in words; "" if it does, or if none run."""
+    """Why a schedule exceeds its budget with plain-torch twins instead of kernels, in words; "" if it does not."""
     needed = simulate(captured.program, record.schedule, workspaces_of_twins(captured, device.type)).peak_bytes
     budget = record.budget_bytes - record.extra_bytes
     if needed <= max(promised, budget):
@@ -196,7 +196,7 @@ def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.
 
 
 def _counted(record: ScheduleRecord) -> str:
-    """What the model of a schedule has, as far as its file says."""
+    """The size of a schedule's model, as far as the file tells it."""
     try:
         counts = [record.counts[name] for name in ("parameters", "parameter_bytes", "slots")]
     except KeyError:
@@ -209,7 +209,7 @@ def _sized(parameters: int, parameter_bytes: int, slots: int) -> str:
 
 
 def _about_processes(solved: int, here: int) -> str:
-    """What to do where a schedule is of a SyncBatchNorm alone and its program of one among several processes, or the reverse."""
+    """Advice where schedule and program differ in whether SyncBatchNorm shares its statistics among processes."""
     if (solved > 1) == (here > 1):
         return ""
     if here > 1:

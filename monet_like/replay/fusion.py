@@ -1,4 +1,4 @@
-"""Pieces: runs of neighbouring tasks of a schedule, compiled into one graph each, in the schedule's order and memory.
+"""Fuses runs of neighbouring tasks of a schedule: TorchInductor compiles each run (a piece) within the planned memory.
 
 A piece is as long as this holds, and else is cut:
 
@@ -77,7 +77,7 @@ _SAME = "inductor.same"
 
 @dataclass(frozen=True)
 class Fused:
-    """Blocks in which runs of tasks are pieces.
+    """Blocks of generated code in which runs of tasks are replaced by compiled pieces.
 
     Attributes:
         blocks: as given, the tasks of a piece replaced by one that calls it.
@@ -97,7 +97,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class _Graph:
-    """What a piece computes.
+    """The calls of a piece in functional form, its inputs and its outputs.
 
     Attributes:
         calls: functional ones.
@@ -116,7 +116,7 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A compiled graph, or None where Inductor's results do not look like PyTorch's.
+    """A compiled piece, or the finding that Inductor's results have other layouts than PyTorch's.
 
     Attributes:
         run: None: not to be used.
@@ -130,7 +130,7 @@ class _Piece:
 
 
 def fuse(captured: Captured, blocks: Sequence[Block], before_bytes: Sequence[int], limit_bytes: int) -> Fused:
-    """Compile what can be compiled of ``blocks``.
+    """Compile all runs of fusible tasks in ``blocks``.
 
     Args:
         before_bytes: for every task of all blocks in order, the bytes that exist when it begins.
@@ -140,7 +140,7 @@ def fuse(captured: Captured, blocks: Sequence[Block], before_bytes: Sequence[int
 
 
 def without_cudnn(captured: Captured, blocks: Sequence[Block]) -> list[Block]:
-    """The blocks with ATen's own batch norm, which Inductor can fuse, in the place of cuDNN's; what that leaves is zeros."""
+    """Replace cuDNN's batch norm by ATen's own, which Inductor can fuse; the reserve becomes zeros."""
     return [replace(block, tasks=tuple(_by_aten(captured, task) for task in block.tasks)) for block in blocks]
 
 
@@ -168,7 +168,7 @@ def _by_aten(captured: Captured, task: Task) -> Task:
 
 
 class _Fuser:
-    """Finds and compiles pieces; equal ones once."""
+    """Finds pieces and compiles them; equal pieces are compiled once."""
 
     def __init__(self, captured: Captured, limit_bytes: int) -> None:
         self.captured, self.limit_bytes = captured, limit_bytes
@@ -195,7 +195,7 @@ class _Fuser:
     def _tasks(
         self, tasks: Sequence[Task], dying: Sequence[Sequence[int]], before_bytes: Sequence[int]
     ) -> Sequence[Task]:
-        """The tasks as one that calls a piece; as several, or as they are, where that would need too much memory."""
+        """Replace tasks by one that calls a compiled piece; by several, or not at all, where that needs too much memory."""
         if not self._worthwhile(tasks):
             return tasks
         graph = _graph(tasks, {value for dead in dying for value in dead})
@@ -216,7 +216,7 @@ class _Fuser:
         return (*first, *self._tasks(tasks[half:], dying[half:], before_bytes[half:]))
 
     def _worthwhile(self, tasks: Sequence[Task]) -> bool:
-        """Whether some tensor that two operators touch need not pass through memory twice."""
+        """Whether fusion saves memory traffic: two of the operators touch the same tensor."""
         values = self.captured.program.values
         touched = Counter(value for task in tasks for value in (*task.reads, *task.writes))
         return any(_fusible(task) and _operators(task) > 1 for task in tasks) or any(
@@ -225,7 +225,7 @@ class _Fuser:
         )
 
     def _piece(self, graph: _Graph) -> _Piece:
-        """The compiled graph, from the cache if one of equal text is there."""
+        """Compile a graph, or take the piece of an equal graph from the cache."""
         places = {out: place for place, out in enumerate(out for call in graph.calls for out in call.outs)}
         results = [places[Ref(value)] for value in graph.outputs]
         back = [(graph.inputs.index(value), places[ref]) for value, ref in graph.back]
@@ -236,7 +236,7 @@ class _Fuser:
         return self.pieces[key]
 
     def _compiled(self, graph: _Graph) -> tuple[Compiled | None, int]:
-        """Compile and run on made-up inputs: the results must look as captured; what it allocates is measured."""
+        """Compile a graph and run it on random inputs: check the layouts of its results and measure what it allocates."""
         captured = self.captured
         made = Inputs(captured, captured.device)  # shares tensors that look alike, which must not be written into
         fresh = [value for value in graph.outputs if value not in dict(graph.same)]
@@ -256,7 +256,7 @@ class _Fuser:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor in a storage of its own, elements that share memory (expanded ones) included."""
+    """A copy of a tensor with its own storage; elements of an expanded tensor share memory in the copy, too."""
     storage = tensor.untyped_storage().clone()
     return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -275,7 +275,7 @@ def _calling(name: str, graph: _Graph) -> Task:
 
 
 def runs_of(tasks: Sequence[Task]) -> Iterator[tuple[int, int]]:
-    """(first, one past the last) of tasks that may be one piece; other tasks alone."""
+    """Ranges (first, one past the last) of tasks that may form one piece; a task that cannot be fused is a range of its own."""
     start = 0
     touched: set[int] = set()
     for index, task in enumerate(tasks):
@@ -296,7 +296,7 @@ def _fusible(task: Task) -> bool:
 
 
 def _graph(tasks: Sequence[Task], dying: set[int]) -> _Graph:
-    """What some tasks compute; of what they make, ``dying`` is not wanted afterwards."""
+    """The graph of some tasks; values in ``dying`` are not needed after them."""
     calls: list[Call] = []
     inputs: dict[int, None] = {}
     made: dict[int, None] = {}
@@ -342,7 +342,7 @@ def _function(graph: _Graph, results: Sequence[int]) -> Callable[..., list[torch
 
 @dataclass(frozen=True)
 class _Functional:
-    """A call without side effects that computes what another computes.
+    """The functional form of a call: without side effects.
 
     Attributes:
         call: it.
@@ -356,7 +356,7 @@ class _Functional:
 
 
 def _functional(call: Call, place: int) -> _Functional | None:
-    """``call`` as a functional one that Inductor may fuse, or None; ``place`` makes names unique within a piece."""
+    """The functional form of ``call``, or None if Inductor may not fuse it; ``place`` makes names unique within a piece."""
     if call.op == "operator.getitem":
         return _Functional(call)
     if call.op == NATIVE:
@@ -383,7 +383,7 @@ def _functional(call: Call, place: int) -> _Functional | None:
 
 
 def _batch_norm(call: Call, place: int) -> _Functional | None:
-    """Batch norm in training mode, the new statistics as two more results."""
+    """Batch norm in training mode with the updated statistics as two more results."""
     x, weight, bias, mean, var, training, momentum, eps = call.args
     if not training or mean is None or var is None:
         return None
@@ -394,7 +394,7 @@ def _batch_norm(call: Call, place: int) -> _Functional | None:
 
 
 def _operators(task: Task) -> int:
-    """The calls of a task that are no views."""
+    """Number of calls of a task, views not counted."""
     return sum(
         call.op != "operator.getitem" and not (call.op.startswith("aten.") and overload(call.op).is_view)
         for call in task.calls

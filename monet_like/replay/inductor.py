@@ -1,4 +1,4 @@
-"""All that is asked of TorchInductor, whose interface below ``torch.compile`` is private: this module alone knows it.
+"""The only module that calls TorchInductor, whose interface below ``torch.compile`` is private.
 
 A function over tensors of fixed shapes becomes one compiled graph. Nothing is traced by Dynamo and no guard is checked
 when it runs: who calls it answers for shapes, strides and dtypes.
@@ -48,7 +48,7 @@ def check_inductor(device: torch.device) -> None:
 
 
 def compile_function(function: Callable[..., list[torch.Tensor]], like: Sequence[torch.Tensor]) -> Compiled:
-    """``function`` as one graph of generated kernels. To be called without gradients and without autocast.
+    """Compile ``function`` into generated kernels. Call the result without gradients and without autocast.
 
     Args:
         function: of as many tensors as ``like``; may call any ATen operator, and ``copy_`` into its arguments last.

@@ -1,4 +1,4 @@
-"""The backward of a schedule where some results got no gradient, because the loss does not use them.
+"""Shortens the backward of a schedule where the loss uses only some of the model's results.
 
 Autograd computes nothing from a gradient that does not exist. Zeros in its place would not do: ``0 * inf`` is NaN, so
 an entropy that is only logged could ruin the gradients of the loss. So what depends on missing gradients alone is left
@@ -24,7 +24,7 @@ _OF_THE_GENERATOR = frozenset({"monet_like.get_rng_state", "monet_like.set_rng_s
 
 
 def without_missing(captured: Captured, blocks: Sequence[Block], missing: Set[int]) -> list[Block]:
-    """The blocks of a backward without what depends on missing gradients alone.
+    """Remove the calls of a backward that depend on missing gradients only.
 
     Args:
         blocks: the backward's, the first of which takes the saved values and the incoming gradients.
@@ -48,7 +48,7 @@ def without_missing(captured: Captured, blocks: Sequence[Block], missing: Set[in
 
 
 def _last_reads(blocks: Sequence[Block]) -> dict[int, int]:
-    """For every value, the last of all tasks that touches it; one past the last for results."""
+    """For every value, the last task that touches it; one past the last task for results."""
     tasks = [task for block in blocks for task in block.tasks]
     last = {value: place for place, task in enumerate(tasks) for value in (*task.reads, *task.writes)}
     for block in blocks:
@@ -76,7 +76,7 @@ def _zero_gradients(program: Program) -> frozenset[int]:
 
 
 def _dependencies(program: Program) -> dict[int, frozenset[int]]:
-    """For every gradient of plain PyTorch's backward, the incoming gradients that it is made from."""
+    """For every gradient of plain PyTorch's backward, the incoming gradients that it depends on."""
     found = {value: frozenset({value}) for value in program.tangents}
     zeros = _zero_gradients(program)
     for first, *_ in program.slots:
@@ -116,7 +116,7 @@ class _Pruner:
         return bool(made_from) and made_from <= self.absent
 
     def task(self, task: Task, place: int) -> list[Task]:
-        """What is left of a task: itself, a part of it, or nothing."""
+        """The part of a task that still runs: all of it, some calls, or none."""
         self.missing.difference_update(task.writes)
         if self.missing.isdisjoint(task.reads):
             return [task]
@@ -130,7 +130,7 @@ class _Pruner:
         return [replace(task, calls=tuple(calls), reads=reads, writes=writes, overwrites=overwrites)]
 
     def _calls(self, task: Task, place: int) -> list[Call]:
-        """The calls of a task that are still made; adds to ``missing`` what it no longer writes."""
+        """The calls of a task that still run; values that it no longer writes are added to ``missing``."""
         values = self.captured.program.values
         missing: set[Ref] = {Ref(v) for v in task.reads if v in self.missing}
         there: set[Ref] = {Ref(v) for v in task.reads if v not in self.missing and values[v].kind == "backward"}
@@ -184,7 +184,7 @@ class _Pruner:
 
 
 def _meta_of(wanted: Ref, task: Task, captured: Captured) -> TensorMeta:
-    """What a temporary of a task looks like."""
+    """Shape, dtype and layout of a temporary of a task."""
     with fake_mode(), torch.no_grad(), torch._C._DisableAutocast():
         known: dict[Ref, Any] = {}
         for value in task.reads:
@@ -208,7 +208,7 @@ def _looked_up(leaf: Any, known: Mapping[Ref, Any]) -> Any:
 
 
 def _without_unused(program: Program, blocks: Sequence[Block], takes: tuple[int, ...]) -> list[Block]:
-    """Blocks without forward tasks whose results nothing reads any more; what each hands to the next follows."""
+    """Remove forward tasks whose results are no longer read, and update the values that blocks hand on."""
     found: list[Block] = []
     alive: dict[int, None] = {}
     for block in reversed(blocks):

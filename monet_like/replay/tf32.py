@@ -1,4 +1,4 @@
-"""Whether a model's step computes in TF32, whose products have inputs of 11 significant bits instead of float32's 24.
+"""Finds out whether a step computes in TF32, whose inputs have 11 significant bits instead of float32's 24.
 
 PyTorch's default is that convolutions and recurrent layers of float32 do on GPUs that can, and matrix products do not.
 Two steps that are alike then differ by far more than float32's rounding, because inputs that differ in their last place
@@ -29,7 +29,7 @@ _RECURRENT = ("aten._cudnn_rnn", "aten._thnn", "aten.mkldnn_rnn_layer", "aten.ls
 
 
 def runs_in_tf32(model: nn.Module, example: Example, device: torch.device) -> bool:
-    """Whether some of a step's float32 products may run in TF32, by the settings, the GPU and the model's operators.
+    """Whether float32 products of a step may run in TF32; depends on the settings, the GPU and the operators.
 
     Args:
         example: arguments of the model, which is copied and called once if the settings and the GPU leave it open.
@@ -41,7 +41,7 @@ def runs_in_tf32(model: nn.Module, example: Example, device: torch.device) -> bo
 
 
 def admitted_kinds() -> frozenset[str]:
-    """For which kinds of operators PyTorch's settings admit TF32 on a GPU: convolutions, products, recurrent layers."""
+    """The kinds of operators (convolutions, matrix products, recurrent layers) that PyTorch's settings let run in TF32."""
     if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
         return frozenset()
     asked = {
@@ -53,7 +53,7 @@ def admitted_kinds() -> frozenset[str]:
 
 
 def float32_kinds(model: nn.Module, example: Example) -> frozenset[str]:
-    """Which of these kinds of operators a model calls with float32."""
+    """The kinds of operators among these that a model calls with float32 tensors."""
     seen = _Kinds()
     args, kwargs = example
     with torch.no_grad(), seen:

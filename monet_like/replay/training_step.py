@@ -1,4 +1,4 @@
-"""A captured program and a schedule become functions: one forward, and a backward cut into segments.
+"""Compiles a captured program and a schedule into a training step: one forward, and a backward in segments.
 
 The segments are a chain of autograd nodes. Each returns the gradients of its parameters as soon as they are
 ready, so they reach ``.grad`` (and a distributed wrapper's buckets) while the rest of the backward runs.
@@ -37,7 +37,7 @@ _Stretch = tuple[int, int, list[tuple[str, int, Tensor]]]
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the backward.
+    """A range of backward slots that runs as one autograd node.
 
     Attributes:
         parameters, inputs: whose gradients it returns, in that order: indices into the captured parameters,
@@ -53,7 +53,7 @@ class Segment:
 
 
 class Step:
-    """A compiled training step. Holds no tensors: all state belongs to one call.
+    """A compiled training step. It holds no tensors: all state belongs to one call.
 
     Args:
         fuse_within_bytes: have Inductor compile pieces with which the step stays within this or, if that is more,
@@ -126,7 +126,7 @@ class Step:
         )
 
     def for_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Step:
-        """The step whose backward takes incoming gradients as they lie, if there is one."""
+        """The step whose backward was captured for the layouts of these incoming gradients, if there is one."""
         other = self.for_row_major
         if other is None:
             return self
@@ -137,7 +137,7 @@ class Step:
         return other if not as_results and all(g.stride() == other.captured.metas[v].stride for g, v in there) else self
 
     def backward_without(self, missing: frozenset[int]) -> Backward:
-        """The backward where the incoming gradients ``missing`` (values) do not exist; it does not take them."""
+        """The backward without the incoming gradients ``missing`` (values), which it does not take."""
         if not missing:
             return self.backward
         if missing not in self._partial:
@@ -146,13 +146,13 @@ class Step:
         return self._partial[missing]
 
     def change(self) -> Change | None:
-        """What the model reads, beside its own tensors, and what is not as it was when the model was captured."""
+        """The first Python value or tensor read by the model that has changed since the capture; None if none has."""
         if not self.captured.constants.hold():
             return Change("a tensor that the model holds", "the one that was captured", "another")
         return self.reads.change() if self.reads is not None else None
 
     def _cut(self, schedule: Schedule) -> list[_Stretch]:
-        """(first slot, one past the last, gradients that become ready) of every segment.
+        """Cut the backward into segments: (first slot, one past the last, gradients that become ready).
 
         A gradient is ready when nothing will read it, nor what it is the gradient of: whoever gets it, such as an
         optimizer that steps in a hook, may change both.
@@ -189,7 +189,7 @@ class Step:
         return [(first, stop, sorted(found, key=lambda g: g[0] == "input")) for first, stop, found in stretches]
 
     def _live(self, runs: Sequence[tuple[Task, ...]], stretches: Sequence[_Stretch]) -> list[tuple[int, ...]]:
-        """Values alive at every boundary between segments: those read or returned later before they are written anew."""
+        """Values alive at every boundary between segments: read or returned later, before they are written again."""
         live: list[tuple[int, ...]] = [()]
         alive: dict[int, None] = {}
         for tasks, (_, _, gradients) in zip(reversed(runs), reversed(stretches), strict=True):
@@ -213,7 +213,7 @@ def _runs(captured: Captured, schedule: Schedule, start: int, stop: int) -> tupl
 
 
 def _without_statistics(way: Task) -> Task:
-    """A way of a slot without the running statistics that batch norm's gradient takes and, in training, does not read.
+    """Remove the running statistics from batch norm's gradient, which in training does not read them.
 
     They may have moved since, by another forward.
     """
@@ -230,7 +230,7 @@ def _without_statistics(way: Task) -> Task:
 
 
 def _existing(captured: Captured, schedule: Schedule) -> tuple[list[int], int]:
-    """Bytes of values that exist when each run of a schedule begins; and the most that exist at any time."""
+    """Bytes of the values alive when each task of a schedule begins, and the maximum over the step."""
     program = captured.program
     report = simulate(program, schedule, Free())
     tasks = (*(program.tasks[i] for i in schedule.forward), *_runs(captured, schedule, 0, len(program.slots)))
@@ -242,7 +242,7 @@ def _existing(captured: Captured, schedule: Schedule) -> tuple[list[int], int]:
 
 
 def _distinct(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, each a tensor object of its own that autograd takes for no view, so that callers may write into it."""
+    """Make every output a tensor object that autograd does not take for a view, so that callers may write into it."""
     return [
         Tensor(Ref(f"output{i}"), t.value, (*t.calls, Call("aten.detach.default", (t.ref,), (), (Ref(f"output{i}"),))))
         for i, t in enumerate(outputs)
@@ -263,7 +263,7 @@ class _Call:
     versions: Mapping[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
     def check_versions(self, segment: Segment) -> None:
-        """Whether a segment finds the parameters, buffers and inputs that it reads as the forward left them.
+        """Check that parameters, buffers and inputs which a segment reads have not changed since the forward.
 
         Raises:
             RuntimeError: as autograd's for a saved tensor that was changed.
@@ -280,7 +280,7 @@ class _Call:
 
 
 class _Head(torch.autograd.Function):
-    """Runs the whole forward; its backward only unpacks what was saved and takes in the incoming gradients."""
+    """Autograd node of the forward. Its backward only unpacks saved tensors and takes the incoming gradients."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, token: Any, residents: list[torch.Tensor], *_: torch.Tensor) -> Any:
@@ -327,7 +327,7 @@ class _Head(torch.autograd.Function):
 
 
 class _SegmentNode(torch.autograd.Function):
-    """One segment: in the forward nothing, in the backward its stretch of slots.
+    """Autograd node of one segment: nothing in the forward, its slots in the backward.
 
     The nodes are a chain of empty tensors, so that each waits for the one above it; no gradient passes along it.
     """
@@ -353,7 +353,7 @@ class _SegmentNode(torch.autograd.Function):
 
 
 def _tangent(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The incoming gradient with the layout that the program was captured with."""
+    """Convert an incoming gradient to the layout that the program was captured with."""
     grad = grad.resolve_conj().resolve_neg()
     if grad.stride() == meta.stride and grad.dtype == meta.dtype:
         return grad
@@ -363,7 +363,7 @@ def _tangent(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 def run_step(
     step: Step, parameters: list[torch.Tensor], buffers: list[torch.Tensor], inputs: list[torch.Tensor]
 ) -> Any:
-    """One forward whose autograd graph is the schedule's backward.
+    """Run the forward of a step; its autograd graph is the backward of the schedule.
 
     Returns:
         The model's result, nested as the model nests it.

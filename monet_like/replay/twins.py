@@ -1,4 +1,4 @@
-"""Plain-torch twins in the place of compiled kernels: which tasks run them, and the memory that they take while they run.
+"""Tells which tasks run plain-torch twins instead of compiled kernels, and how much memory the twins take.
 
 A twin gives its kernel's results from several of PyTorch's operators, whose own results it needs memory for. A schedule
 that was planned with kernels then needs more than it promises. How much is counted here by running the twins on tensors
@@ -31,17 +31,17 @@ _warned = False
 
 
 def twins_of(task: Task, device: str) -> frozenset[str]:
-    """The operators of a task that run twins on this kind of device."""
+    """The operators of a task that run as plain-torch twins on this kind of device."""
     return frozenset(call.op for call in task.calls if not ops.runs_here(call.op, device))
 
 
 def workspaces_of_twins(captured: Captured, device: str) -> Mapping[str, Cost]:
-    """Costs without seconds, and with the workspace that twins need on this kind of device; other tasks have none."""
+    """Costs with the workspace of plain-torch twins and 0 seconds; other tasks cost nothing."""
     return _Workspaces(captured, device)
 
 
 class _Workspaces(Free):
-    """Counted where they are asked for."""
+    """Costs that are computed when they are looked up."""
 
     def __init__(self, captured: Captured, device: str) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Workspaces(Free):
 
 
 def workspace_of_twin(captured: Captured, task: Task) -> int:
-    """Bytes that a task needs while it runs by twins, beside what it reads and writes."""
+    """Peak bytes that a task allocates with plain-torch twins, beyond the values that it reads and writes."""
     metas = captured.metas
     run = compile_block(Block(task.reads, (task,)), task.name)
     counter = _LiveBytes()
@@ -75,7 +75,7 @@ def workspace_of_twin(captured: Captured, task: Task) -> int:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators make, as long as a tensor of theirs lives; twins are run as what they are."""
+    """Counts the bytes of storages from when an operator makes them until their last tensor is gone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The schedule command: run a schedule beside the plain model and say what differs, how long and how much."""
+"""Runs training steps by a schedule and by plain PyTorch, and compares results, peak memory and time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train_step(model: Callable[..., Any], example: Example) -> list[torch.Tensor
 
 
 def same_step(say: Callable[[str], None], model: nn.Module, record: ScheduleRecord, example: Example) -> bool:
-    """Whether a step of the schedule leaves what plain PyTorch's does: outputs, every gradient, buffers. ``say`` gets it in words."""
+    """Compare outputs, gradients and buffers after a step with plain PyTorch's; ``say`` gets the findings, line by line."""
     plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
     mine, theirs = everything_after_a_step(plain, example), everything_after_a_step(wrapped, example)
     verdicts = judged(model, example, mine, theirs)
@@ -87,7 +87,7 @@ def same_step(say: Callable[[str], None], model: nn.Module, record: ScheduleReco
 
 
 def judged(model: nn.Module, example: Example, mine: Tensors, theirs: Tensors) -> tuple[Verdict, ...]:
-    """Compare a step with plain PyTorch's; what rounding does is measured only where the difference is no less.
+    """Compare the results of two steps; plain PyTorch's own rounding is measured only where it can change a verdict.
 
     Args:
         model, example: that plain PyTorch made ``mine`` of; the model is copied.
@@ -116,18 +116,18 @@ def judged(model: nn.Module, example: Example, mine: Tensors, theirs: Tensors) -
 
 
 def _settled(verdicts: Sequence[Verdict]) -> bool:
-    """Whether no measurement of rounding would change a verdict."""
+    """Whether all verdicts are final: no measurement of rounding would change one."""
     return all(verdict.right or verdict.error == math.inf for verdict in verdicts)
 
 
 def draws(model: nn.Module, example: Example, mine: Tensors) -> bool:
-    """Whether the model draws random numbers: a step from another seed leaves something else."""
+    """Whether the model draws random numbers: another seed changes the results of a step."""
     other = everything_after_a_step(copy.deepcopy(model), example, seed=2)
     return any(not v.right for v in compare(mine, {name: other.get(name) for name in mine}))
 
 
 def everything_after_a_step(model: nn.Module, example: Example, *, seed: int = 1) -> dict[str, torch.Tensor | None]:
-    """Outputs, gradients (those of inputs, too) and buffers after one step from a fixed seed, by name."""
+    """Outputs, gradients (also of inputs) and buffers after one step with a fixed seed, by name."""
     inputs = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
     for tensor in inputs:
         tensor.grad = None
@@ -140,7 +140,7 @@ def everything_after_a_step(model: nn.Module, example: Example, *, seed: int = 1
 
 
 def shaken(model: nn.Module, seed: int, eps: float = 0.0) -> nn.Module:
-    """A copy whose weights differ by a few units in the last place: their own, or where it is coarser, ``eps``."""
+    """A copy of the model with weights changed by a few units in the last place, or by ``eps`` where that is more."""
     moved = copy.deepcopy(model)
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -160,7 +160,7 @@ def _as_double(example: Example) -> Example:
 
 
 def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:
-    """Peak of a whole step: what exists before it, and the rise above that, without the loss and its gradient.
+    """Measured peak memory of a whole step in bytes: resident tensors and what the step allocates, without the loss.
 
     What cuBLAS keeps from one step to the next is not in it; schedules count it beside (`ScheduleRecord.cublas_bytes`).
     """
@@ -176,7 +176,7 @@ def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:
 
 
 class _Loss(torch.autograd.Function):
-    """A number whose gradient is the same everywhere: the forward keeps nothing for it, the backward makes it alone."""
+    """A loss with a constant gradient, for which the forward saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
@@ -192,13 +192,13 @@ class _Loss(torch.autograd.Function):
 
 
 def resident_bytes(model: nn.Module, example: Example) -> int:
-    """Bytes that exist before a step: parameters, buffers and inputs, each as the device's allocator counts it."""
+    """Bytes of parameters, buffers and inputs, each as the device's allocator counts it."""
     inputs = (t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor))
     return sum(TensorMeta.of(t).allocated_bytes for t in (*model.parameters(), *model.buffers(), *inputs))
 
 
 def step_seconds(runs: Sequence[tuple[nn.Module, Example]], device: torch.device, steps: int) -> list[float]:
-    """Median wall seconds of a training step of every (model, inputs); they take turns, the first turn warms up."""
+    """Median wall seconds of a training step for every (model, inputs). They run in turns; the first turn warms up."""
     found: list[list[float]] = [[] for _ in runs]
     for turn in range(steps + 1):
         for (model, example), times in zip(runs, found, strict=True):

@@ -1,4 +1,4 @@
-"""Replay: a model whose training step follows a schedule. While it trains it neither measures nor chooses."""
+"""`ScheduleWrapper`: a model that trains by a schedule. During training nothing is measured or planned."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from .twins import warn_of_twins
 BACKENDS = ("eager", "inductor")
 
 
-#: After so many captures of one model, a warning.
+#: Number of captures of one model after which a warning is given.
 MANY_STEPS = 16
 
-#: So many steps are kept, the newest: a number that changes in every step would fill the memory.
+#: Number of captured steps that are kept. Without a limit, a number that changes in every step would fill the memory.
 KEPT_STEPS = 32
 
 
 class _SignedAsModel:
-    """A forward that shows its model's signature: Hugging Face's Trainer reads there which columns a batch needs."""
+    """A forward with the signature of the wrapped model, from which Hugging Face's Trainer learns the columns of a batch."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -126,7 +126,7 @@ class ScheduleWrapper(nn.Module):
                 self._step(self._key(leaves, spec), args, kwargs, captured)
 
     def _share(self, model: nn.Module, backend: str) -> None:
-        """Have the parameters, buffers and submodules of ``model``."""
+        """Share the parameters, buffers and submodules of ``model``."""
         if isinstance(model, ScheduleWrapper):
             raise UsageError("the model is already wrapped in a ScheduleWrapper")
         check_initialized(model)
@@ -140,7 +140,7 @@ class ScheduleWrapper(nn.Module):
 
     @_SignedAsModel
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's forward; its backward follows the schedule."""
+        """The model's forward, whose backward follows the schedule."""
         if not self.training or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -154,7 +154,7 @@ class ScheduleWrapper(nn.Module):
         return run_step(step, parameters, buffers, inputs)
 
     def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-        """Everything that capture bakes in; a call that differs in any of it gets a step of its own."""
+        """The key of a captured step: everything that a capture fixes. Calls with different keys have steps of their own."""
         described = tuple(
             (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad, leaf.is_leaf)
             if isinstance(leaf, torch.Tensor)
@@ -173,7 +173,7 @@ class ScheduleWrapper(nn.Module):
                 del self._steps[key]
 
     def _steps_with(self, key: Any) -> Step | None:
-        """The step for calls with this key, if what the model reads beside tensors is as when one was captured."""
+        """A step captured for this key while all Python values that the model reads were as they are now."""
         return next((step for step in reversed(self._steps.get(key, ())) if step.change() is None), None)
 
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
@@ -207,7 +207,7 @@ class ScheduleWrapper(nn.Module):
         return step
 
     def _keep(self, key: Any, step: Step) -> None:
-        """Keep a step for later calls; where there are too many, one of the key with the most of them goes."""
+        """Keep a step for later calls. If there are too many, the oldest step of the key with the most steps is dropped."""
         self._steps.setdefault(key, []).append(step)
         if sum(map(len, self._steps.values())) > KEPT_STEPS:
             key = max(self._steps, key=lambda key: len(self._steps[key]))  # the first of those with the most steps
@@ -218,7 +218,7 @@ class ScheduleWrapper(nn.Module):
     def _for_row_major(
         self, record: ScheduleRecord, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Step | None:
-        """The same decisions for incoming gradients in row-major order; None where that is another program."""
+        """The step with the same decisions for incoming gradients in row-major order; None if its program differs."""
         captured = capture(self._model, args, kwargs, made_last=record.made_last, row_major_gradients=True)
         captured = admitted(captured, record.mode, ablation=record.ablation)
         schedule = _carried_over(record.schedule, step.captured.program, captured.program)
@@ -229,7 +229,7 @@ class ScheduleWrapper(nn.Module):
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None, change: Change | None
     ) -> tuple[ScheduleRecord, Captured]:
-        """The schedule for these arguments and the program that it is of; ``change``: since an earlier one."""
+        """The schedule for these arguments and its captured program. ``change``: what has changed since an earlier capture."""
         record = self.record
         if reason := mismatch(record, self._model, args, kwargs):
             raise ScheduleFileError(reason)
@@ -263,7 +263,7 @@ class ScheduleWrapper(nn.Module):
             delattr(self._model, name)
 
     def _is_own(self, name: str) -> bool:
-        """Whether an attribute is the wrapper's, and not the model's.
+        """Whether an attribute belongs to the wrapper and not to the model.
 
         Private names that the model does not have are the wrapper's too: libraries keep notes there, such as the
         forward that they have replaced.
@@ -290,7 +290,7 @@ class ScheduleWrapper(nn.Module):
 
 
 def _carried_over(schedule: Schedule, program: Program, other: Program) -> Schedule | None:
-    """A schedule for a program whose forward is the same, and whose slots may have other ways; None if it has not its ways."""
+    """The same schedule for a program with equal forward; None if a slot lacks the way that the schedule takes."""
 
     def outline(task: Task) -> tuple[Any, ...]:
         return task.variant, task.reads, task.writes, task.overwrites, [call.op for call in task.calls]
@@ -313,7 +313,7 @@ _looks = attrgetter("shape", "dtype", "requires_grad")
 
 
 def _structure(model: nn.Module) -> Any:
-    """What a model consists of: modules, held weakly, whether each is in training mode, and what their tensors look like.
+    """A key of a model's structure: modules (weak references), their training flags, and shapes and dtypes of their tensors.
 
     A module that was replaced equals no other one, whatever its address was. Read in every step, so that every line is
     for speed: ``model.modules()`` and ``model.parameters()`` make names, too, and take several times as long.
@@ -338,7 +338,7 @@ def _structure(model: nn.Module) -> Any:
 
 
 def _hashable(leaf: Any) -> tuple[Any, ...]:
-    """What tells an argument that is no tensor from others."""
+    """A hashable key of an argument that is not a tensor."""
     if isinstance(leaf, slice):
         return leaf.start, leaf.stop, leaf.step
     try:
@@ -352,7 +352,7 @@ def _hashable(leaf: Any) -> tuple[Any, ...]:
 
 
 def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> ScheduleRecord:
-    """The record that is given, in a file, or in the zoo."""
+    """Load a schedule record from a file or from the zoo."""
     if isinstance(solution, ScheduleRecord):
         return solution
     if str(solution).startswith("zoo:"):
@@ -364,7 +364,7 @@ def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> Sche
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Whether schedules can be replayed by ``backend`` on ``device``.
+    """Check that ``backend`` can replay schedules on ``device``.
 
     Raises:
         UsageError: it is unknown, or lacks its compiler.
@@ -378,7 +378,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 def _slot(
     modules: dict[str, nn.Module], constants: dict[str, torch.Tensor], name: str, kind: str
 ) -> tuple[dict[str, Any], str]:
-    """Where a tensor lives: the dict that holds it, so that ``.to()`` and assignments are followed."""
+    """The dict and key that hold a tensor, so that ``.to()`` and assignments are followed."""
     if name in constants:
         return constants, name
     owner, _, leaf = name.rpartition(".")
