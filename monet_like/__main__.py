@@ -1,4 +1,4 @@
-"""Where the commands start, also ``python -m monet_like``. Ctrl-C ends them without a traceback even while modules are imported."""
+"""Entry points of the commands, also ``python -m monet_like``. Ctrl-C ends them without a traceback, even during imports."""
 
 from __future__ import annotations
 

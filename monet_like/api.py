@@ -1,4 +1,4 @@
-"""One line for people in a hurry: `auto_schedule`."""
+"""`auto_schedule`: plans a model when it is first called, and keeps the schedules in a cache."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def auto_schedule(
 
 @dataclass(frozen=True)
 class _Settings:
-    """What `auto_schedule` was asked for; ``budget`` is bytes, or a share of plain PyTorch's peak."""
+    """The arguments of `auto_schedule`; ``budget`` is bytes, or a share of plain PyTorch's peak."""
 
     budget: int | float
     mode: str
@@ -91,7 +91,7 @@ class _Settings:
 
 
 class AutoSchedule(ScheduleWrapper):
-    """A `ScheduleWrapper` that plans when it is called with what it has no schedule for.
+    """A `ScheduleWrapper` that plans when it is called with inputs for which it has no schedule.
 
     Attributes:
         record: the schedule of the latest plan; None before the first one.
@@ -152,12 +152,12 @@ class AutoSchedule(ScheduleWrapper):
 
 
 def _is_of(record: ScheduleRecord, captured: Captured, device: torch.device) -> bool:
-    """Whether a schedule is of this program, at no larger sizes."""
+    """Whether a schedule fits this program at its sizes."""
     return record.fingerprint == captured.program.fingerprint and not exceeds(record, captured, record.model, device)
 
 
 def _record(request: Request, settings: _Settings, device: torch.device, captured: Captured) -> ScheduleRecord:
-    """The schedule, from the cache or planned now."""
+    """Load the schedule from the cache, or plan it."""
     folder = cache_folder()
     place = folder / f"schedule_{_digest(request, settings.budget, device)}.pkl"
     with contextlib.suppress(ScheduleFileError):  # none is there, or a damaged one
@@ -186,7 +186,7 @@ _unwritable: set[Path] = set()
 
 
 def _keep(found: Profile | ScheduleRecord, path: Path) -> None:
-    """Put what was found into the cache; where that cannot be, say so, and training goes on without."""
+    """Write a schedule into the cache. If that fails, warn; training goes on."""
     try:
         found.save(path)
     except UsageError as error:
@@ -198,7 +198,7 @@ def _keep(found: Profile | ScheduleRecord, path: Path) -> None:
 
 
 def _budget(memory_budget: str | int) -> int | float:
-    """Bytes as an int, or a share of plain PyTorch's peak."""
+    """Read a budget: bytes, or a share of plain PyTorch's peak."""
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, str | int):
         raise UsageError(f'memory_budget {memory_budget!r} must be like "8 GB", bytes as an int, or "60%"')
     if isinstance(memory_budget, int):
@@ -217,7 +217,7 @@ def _budget(memory_budget: str | int) -> int | float:
 
 
 def _digest(request: Request, budget: int | float, device: torch.device) -> str:
-    """A name for everything the plan depends on, short of tracing: structure, shapes, budget, settings and versions."""
+    """A digest of all that a plan depends on: structure, shapes, budget, settings and versions. Needs no tracing."""
     digest = hashlib.sha256()
     for name, tensor in (*request.model.named_parameters(), *request.model.named_buffers()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.stride()}{tensor.dtype}{tensor.requires_grad}".encode())

@@ -55,12 +55,12 @@ class KernelBuildError(MonetError):
 
 
 def library_path(part: str = "kernels") -> Path:
-    """Where a compiled library is, or would be: ``kernels``, ``kernels_cuda``, ``kernels_cudnn`` or ``search``."""
+    """The path of a compiled library: ``kernels``, ``kernels_cuda``, ``kernels_cudnn`` or ``search``."""
     return Path(__file__).resolve().parent / "lib" / f"monet_like_{part}.so"
 
 
 def manifest() -> dict[str, str]:
-    """What the compiled libraries were made from; empty if there are none."""
+    """The note on what the compiled libraries were built from; empty if there are none."""
     try:
         found = json.loads(library_path().with_suffix(".json").read_text())
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ class _Toolchain:
 
 
 def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = False) -> list[Path]:
-    """Compile what is out of date and return what there is: the libraries, and the note that belongs to them.
+    """Compile what is out of date; return the libraries and the note that belongs to them.
 
     Args:
         cuda: also compile the CUDA sources; None decides as described at the top of this file.
@@ -136,7 +136,7 @@ def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = Fals
 
 
 def _unless_it_fails(command: Sequence[str], library: Path, verbose: bool) -> list[Path]:
-    """What ``command`` makes; nothing, and a word on why, if it fails: all else works without it."""
+    """Run ``command``; if it fails, print why and return nothing, since all else works without its result."""
     try:
         _run(command, verbose)
     except KernelBuildError as error:
@@ -146,7 +146,7 @@ def _unless_it_fails(command: Sequence[str], library: Path, verbose: bool) -> li
 
 
 def _rules(tools: _Toolchain, source: Path) -> str:
-    """The build as ninja reads it. A new torch changes the commands, and so makes everything out of date."""
+    """The build file for ninja. A new torch changes the commands, so that everything is compiled again."""
     from ninja import ninja_syntax
 
     text = io.StringIO()
@@ -191,7 +191,7 @@ def _rules(tools: _Toolchain, source: Path) -> str:
 
 
 def _shell(words: Sequence[str]) -> str:
-    """Words of a command as ninja and the shell read them."""
+    """Quote the words of a command for ninja and the shell."""
     from ninja import ninja_syntax
 
     return str(ninja_syntax.escape(shlex.join(words)))

@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each says what was given, what was needed and what to do."""
+"""The exceptions of this package. Each message says what was given, what was needed and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files on disk: written whole or not at all, and read without ever running what they say."""
+"""Reads and writes files: writes are atomic, and reading never runs code from a file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shipped_folder(name: str) -> Path | None:
 
 
 def check_writable(path: Path) -> None:
-    """Fail early, before hours of work, if ``path`` could not be written.
+    """Check, before hours of work, that ``path`` can be written.
 
     Raises:
         UsageError: names the directory and the reason.
@@ -53,7 +53,7 @@ def check_writable(path: Path) -> None:
 
 
 def _kind(path: Path) -> int | None:
-    """What kind of thing a path leads to (`stat.S_IFREG` and so on); None: nothing is there."""
+    """The kind of file that a path leads to (`stat.S_IFREG` and so on); None if nothing is there."""
     try:
         return stat.S_IFMT(path.stat().st_mode)
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def _is_stream(kind: int | None) -> bool:
 
 
 def _followed(path: Path) -> Path:
-    """The file itself, where ``path`` is a link to it, which stays."""
+    """The target of ``path`` if that is a symbolic link, so that the link itself stays."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 

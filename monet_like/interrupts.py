@@ -1,4 +1,4 @@
-"""Ctrl-C, at any moment: the command ends in one line, without a traceback, and nothing is left half done."""
+"""Handles Ctrl-C: a command ends at any moment in one line, without a traceback or half-written files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _AGAIN_SECONDS = 0.02
 
 
 def die_silently() -> None:
-    """Until a command begins, and after it: Ctrl-C ends the process, as the system does it, without a word."""
+    """Let Ctrl-C end the process silently before a command begins and after it has ended."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, or somebody's
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Within, Ctrl-C is a KeyboardInterrupt, and one that Python loses is raised again.
+    """Context in which Ctrl-C raises KeyboardInterrupt, again if Python has lost the first one.
 
     Python prints exceptions that it cannot raise, as in a finaliser, and goes on.
     """
@@ -73,7 +73,7 @@ def _press_again() -> None:
 
 @contextlib.contextmanager
 def put_off() -> Iterator[None]:
-    """Within, which must be short, Ctrl-C waits; afterwards it comes."""
+    """Context, to be kept short, in which Ctrl-C is put off until its end."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

@@ -34,7 +34,7 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | float) -> int:
-    """Bytes from ``"10"``, ``10`` or ``10.5`` (GiB), ``"565 MB"``, ``"8 GiB"``.
+    """Read an amount of memory: ``"10"``, ``10`` or ``10.5`` (GiB), ``"565 MB"``, ``"8 GiB"``.
 
     Raises:
         UsageError: not a positive amount that a memory may have.
@@ -55,7 +55,7 @@ def parse_bytes(text: str | float) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """``10.00 GB``, ``565.0 MB``, ``3.2 KB``: three or four digits and the field's units."""
+    """Format bytes, such as ``10.00 GB``, ``565.0 MB`` or ``3.2 KB``."""
     if abs(count) >= GIB:
         return f"{count / GIB:.2f} GB"
     if abs(count) >= MIB:
@@ -66,7 +66,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``1.23 s``, ``45.6 ms``, ``7.8 us``."""
+    """Format seconds, such as ``1.23 s``, ``45.6 ms`` or ``7.8 us``."""
     if abs(seconds) >= 1:
         return f"{seconds:.2f} s"
     if abs(seconds) >= 1e-3:

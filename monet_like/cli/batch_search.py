@@ -1,4 +1,4 @@
-"""One model at many batch sizes: captured at each when it is asked for, measured at two of them.
+"""Plans one model at many batch sizes: it is captured at each, and measured at two of them only.
 
 Seconds and workspace at another batch lie on the line through the two that were measured, kept between staying as
 they are and growing in proportion: small batches have costs that do not shrink with them, and throughput is about
@@ -33,7 +33,7 @@ from ..units import format_bytes
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured at one batch."""
+    """Costs measured at one batch."""
 
     batch: int
     captured: Captured
@@ -41,7 +41,7 @@ class Measured:
 
 
 class Batches:
-    """A problem's model at any batch.
+    """Programs and costs of a model at any batch.
 
     Args:
         problem: its request's batch is not used.
@@ -77,7 +77,7 @@ class Batches:
         return self._captured[batch]
 
     def estimated(self, batch: int) -> dict[str, Cost]:
-        """Costs before anything is measured: datasheet rates."""
+        """Costs estimated from datasheet rates, before anything is measured."""
         captured = self.captured(batch)
         return roofline(captured, self.limits or DEVICES["cpu"])
 
@@ -111,7 +111,7 @@ class Batches:
         self.measured = tuple(found)
 
     def prepared(self, batch: int) -> Prepared:
-        """What planning needs at ``batch``."""
+        """Program and costs at ``batch``, prepared for planning."""
         if batch not in self._prepared:
             captured = self.captured(batch)
             costs, note = self._costs(batch, captured)
@@ -155,7 +155,7 @@ REFINEMENTS = 3
 
 
 def largest_power(fitting: Callable[[int], bool], budget_bytes: int) -> int:
-    """The largest power of two that fits.
+    """The largest power of two for which ``fitting`` is true.
 
     Raises:
         UsageError: not even a batch of 1 does.
@@ -170,7 +170,7 @@ def largest_power(fitting: Callable[[int], bool], budget_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Trial:
-    """One batch: plain PyTorch's report, and that of the schedule found for it (None: none fits)."""
+    """Reports at one batch: plain PyTorch's, and that of the schedule found (None: no schedule fits)."""
 
     batch: int
     plain: Report
@@ -188,14 +188,14 @@ class Trial:
 
 
 class Tuner:
-    """Tries batches, quickly."""
+    """Searches for the batch of highest throughput with quick plans."""
 
     def __init__(self, batches: Batches, say: Callable[[str], None]) -> None:
         self.batches, self.budget_bytes, self.say = batches, batches.problem.budget_bytes, say
         self.trials: dict[int, Trial] = {}
 
     def trial(self, batch: int) -> Trial:
-        """The local search's plan for one batch."""
+        """Plan one batch by the local search."""
         if batch not in self.trials:
             self.say(f"batch {batch}: plan")
             ready = self.batches.prepared(batch)
@@ -206,7 +206,7 @@ class Tuner:
         return self.trials[batch]
 
     def most(self) -> int:
-        """The largest power of two that fits, workspaces left out."""
+        """The largest power of two that fits if workspaces are not counted."""
 
         def fitting(batch: int) -> bool:
             self.say(f"batch {batch}: does it fit")
@@ -216,7 +216,7 @@ class Tuner:
         return largest_power(fitting, self.budget_bytes)
 
     def search(self, most: int) -> None:
-        """Powers of two up to ``most`` and one beyond, then around the best, again and again."""
+        """Try powers of two up to ``most`` and one beyond, then batches around the best, repeatedly."""
         batch = 2 * most
         while batch >= max(1, most // SPAN):
             self.trial(batch)
@@ -229,7 +229,7 @@ class Tuner:
                 self.trial(batch)
 
     def try_plain(self) -> None:
-        """The largest batch that plain PyTorch can do: its peak grows in proportion."""
+        """Try the largest batch that plain PyTorch can train; its peak grows in proportion to the batch."""
         known = sorted(self.trials.values(), key=lambda trial: trial.batch)
         if len(known) > 1:
             near, far = known[0], known[-1]
@@ -239,17 +239,17 @@ class Tuner:
                 self.trial(largest)
 
     def plain_best(self) -> Trial | None:
-        """The batch tried at which plain PyTorch is best; None if it fits at none."""
+        """The trial with plain PyTorch's highest throughput; None if plain PyTorch fits at no batch."""
         best = max(self.trials.values(), key=lambda trial: trial.plain_throughput(self.budget_bytes))
         return best if best.plain_throughput(self.budget_bytes) else None
 
     def ranked(self) -> list[Trial]:
-        """Trials that fit, the highest throughput first."""
+        """Trials with a schedule that fits, the highest throughput first."""
         return sorted((t for t in self.trials.values() if t.throughput), key=lambda t: -t.throughput)
 
 
 def _between(low: int, high: int) -> int:
-    """A batch in the middle, a multiple of eight where there is room; 0 if there is none."""
+    """A batch between two others, a multiple of eight where possible; 0 if there is none."""
     middle = (low + high) // 2
     middle -= middle % 8 if high - low >= 16 else 0
     return middle if low < middle < high else 0

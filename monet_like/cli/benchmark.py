@@ -1,4 +1,4 @@
-"""The benchmark command: OGC's (Feng and Huang, CVPR 2021), on the 18 nets of its table.
+"""The benchmark command: OGC's benchmark (Feng and Huang, CVPR 2021) on the 18 nets of its table.
 
 Memory is told in two ways: all that a step holds, and what is left of it without stationary memory. That is measured
 as OGC does it: weights, buffers and the gradients of weights, which exist before the step, are not counted; the input
@@ -86,7 +86,7 @@ def benchmark(
     terminal: Terminal | None = None,
     **options: Any,
 ) -> None:
-    """Plan a net, compare a step with plain PyTorch's, measure both; exit code 1 if they differ.
+    """Plan a net, compare a step with plain PyTorch's and measure both; exit code 1 if they differ.
 
     Args:
         batch, input_size: instead of OGC's.
@@ -152,7 +152,7 @@ class Measured:
 def _measured(
     ready: Prepared, problem: Problem, record: ScheduleRecord, example: Example, steps: int
 ) -> list[Measured]:
-    """Memory without stationary memory, memory in all, and the median of a step's seconds."""
+    """Measure peak activation memory, total peak memory and the median seconds of a step."""
     device, model = problem.device, problem.request.model
     pairs = [(net, example) for net in (model, ScheduleWrapper(model, record, captured=ready.captured))]
     bare, weights = accumulating(ready), weight_bytes(ready)
@@ -170,7 +170,7 @@ def _measured(
 
 
 def _told(measured: list[Measured]) -> Table:
-    """For people."""
+    """Print the measurements as a table."""
     table = aligned_table("", "plain PyTorch", "this schedule", "change", "predicted")
     for line in measured:
         amount = format_bytes if line.what.startswith("memory") else format_seconds
@@ -192,7 +192,7 @@ def _change(ratio: float) -> str:
 
 
 def activation_peak(model: nn.Module, example: Example, device: torch.device) -> int:
-    """Peak of a step without stationary memory: its rise once every gradient exists, and the input."""
+    """Peak memory of a step without parameters and gradients: what it allocates once all gradients exist, and the input."""
     train_step(model, example)
     inputs = (t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor))
     return sum(t.untyped_storage().nbytes() for t in inputs) + allocated_peak(
@@ -201,7 +201,7 @@ def activation_peak(model: nn.Module, example: Example, device: torch.device) ->
 
 
 def accumulating(ready: Prepared) -> Prepared:
-    """The same where every gradient of a weight exists before the step: a new one is added to it and released.
+    """The program where all weight gradients exist before the step: a new gradient is added and released.
 
     What exists before the step is not counted: peaks less `weight_bytes` are without stationary memory.
     """
@@ -222,7 +222,7 @@ def accumulating(ready: Prepared) -> Prepared:
 
 
 def _until_delivered(captured: Captured) -> Program:
-    """The program where the gradient of a parameter lives until the backward has read that parameter for the last time."""
+    """The program where a parameter's gradient lives until the backward has read the parameter for the last time."""
     program = captured.program
     slots = [list(ways) for ways in program.slots]
     made = {value: slot for slot, ways in enumerate(slots) for value in ways[0].writes}

@@ -1,4 +1,4 @@
-"""The commands: their arguments, options and help, without what they need to run. So ``--help`` is there at once."""
+"""The commands: arguments, options and help. Their code is imported when a command runs, so ``--help`` is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that answer questions about a model and memory: compare, pareto, smallest."""
+"""The commands compare, pareto and smallest: what a model's step costs at which budget."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compare(
     terminal: Terminal | None = None,
     **options: Any,
 ) -> None:
-    """Every strategy at every budget, by one simulator."""
+    """The compare command: plan every budget with every strategy; one simulator judges all."""
     terminal = terminal or Terminal()
     names = [name.strip() for name in strategies.split(",") if name.strip()] if strategies else list(STRATEGIES)
     for name in names:
@@ -83,7 +83,7 @@ def front(
     terminal: Terminal | None = None,
     **options: Any,
 ) -> None:
-    """The time-memory front, and what each further GB buys."""
+    """The pareto command: the time-memory front of a model, and the time that each further GB saves."""
     terminal = terminal or Terminal()
     if points < 2:
         raise UsageError(f"--points {points} must be at least 2")
@@ -155,7 +155,7 @@ def _gap(point: Point) -> str:
 
 
 def smallest(*, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> None:
-    """The smallest budget that is feasible, from both sides."""
+    """The smallest command: the lowest peak found and the proven lower bound."""
     terminal = terminal or Terminal()
     problem, ready = read_and_prepare(terminal, profile_file, options)
     request = problem.request
@@ -187,7 +187,7 @@ def smallest(*, profile_file: Path | None, terminal: Terminal | None = None, **o
 
 
 def _described(problem: Problem, ready: Prepared) -> dict[str, Any]:
-    """What was asked about, for programs."""
+    """The problem as fields of the JSON output."""
     return {
         "model": problem.request.expression,
         "batch": problem.request.batch,
@@ -218,7 +218,7 @@ def _draw(
     problem: Problem,
     ready: Prepared,
 ) -> None:
-    """Step time over memory, a line for each front."""
+    """Draw step time over peak memory, one line per strategy."""
     plain = ready.plain.peak_bytes / 2**30, ready.plain.seconds
     labels = "memory budget, GB", "step, predicted seconds"
     draw(terminal.console, path, _title(problem, ready), fronts, labels, {"plain PyTorch": plain})

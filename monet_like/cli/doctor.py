@@ -1,4 +1,4 @@
-"""What this machine has for `monet_like`: packages, solvers, kernels, memory. Nothing is changed, nothing is fetched."""
+"""The doctor command: reports packages, solvers, kernels, GPUs and memory. It changes and downloads nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything; a part that cannot be looked at is a finding, never an error."""
+    """Examine everything. A check that fails is a finding, never an error."""
     found = [*_machine(), *_packages(), *_solvers(), *_compilers()]
     if any(finding.name == "torch" and finding.state == "ok" for finding in found):
         found += [*_kernels(), *_gpus()]
@@ -174,7 +174,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _version(package: str) -> str:
-    """As the installer knows it, who may call it otherwise."""
+    """The version of a package as its installer recorded it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -183,7 +183,7 @@ def _version(package: str) -> str:
 
 
 def _bounds() -> dict[str, str]:
-    """Of this package's requirements, extras left out: name -> versions, such as ``torch`` -> ``<3,>=2.11``."""
+    """Required versions by package, without extras, such as ``torch`` -> ``<3,>=2.11``."""
     try:
         from packaging.requirements import Requirement
 
@@ -236,7 +236,7 @@ def _compilers() -> Iterator[Finding]:
 
 
 def _program(name: str, command: str, pattern: str) -> Finding:
-    """A compiler and its version."""
+    """The path and version of a compiler."""
     path = shutil.which(command) or command
     try:
         shown = subprocess.run([path, "--version"], check=False, capture_output=True, text=True, timeout=20).stdout

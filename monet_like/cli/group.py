@@ -1,4 +1,4 @@
-"""The command group ``monet-like``, and how commands end: errors in one line, Ctrl-C without a traceback."""
+"""The command group ``monet-like``. Commands report errors in one line and end on Ctrl-C without a traceback."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from .terminal import Terminal, aligned_table
 
 
 def summary(record: ScheduleRecord) -> dict[str, Any]:
-    """Everything that a schedule file says but the schedule itself, for programs."""
+    """All fields of a schedule file except the schedule itself, for the JSON output."""
     return {name: value for name, value in asdict(record).items() if name != "schedule"}
 
 
@@ -40,7 +40,7 @@ def add_counts(table: Table, record: ScheduleRecord) -> None:
 
 
 def show_record(terminal: Terminal, record: ScheduleRecord) -> None:
-    """A schedule file for people, or whole for programs."""
+    """Print a schedule file as a table, or all of it as JSON."""
     terminal.result(asdict(record))
     console, table = terminal.console, aligned_table()
     inputs = ", ".join(f"{i.dtype}{list(i.shape)}" for i in record.inputs)

@@ -30,7 +30,7 @@ dtype_option = click.option(
 
 
 def with_terminal(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--json and --quiet, handed over as one ``terminal``."""
+    """Add the options --json and --quiet; the command gets them as one ``terminal``."""
 
     @json_option
     @click.option("--quiet", is_flag=True, help="No words and no progress, only errors.  [default: off]")

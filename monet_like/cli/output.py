@@ -1,4 +1,4 @@
-"""Results of commands in files: CSV tables and pictures."""
+"""Writes results of commands into files: CSV tables and pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..files import check_writable, write_atomically
 
 
 def write_table(console: Console, path: Path | None, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Figures as CSV, if a file was asked for."""
+    """Write a table as CSV, if a file was asked for."""
     if path is None:
         return
     text = io.StringIO()
@@ -31,7 +31,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_results(plot: Path | None, *files: Path | None) -> None:
-    """Fail early, before hours of work, if a picture or other files that are asked for could not be written.
+    """Check, before hours of work, that the requested picture and files can be written.
 
     Raises:
         UsageError: not a picture's name, matplotlib is not installed, or as of `check_writable`.
@@ -53,7 +53,7 @@ def draw(
     labels: tuple[str, str],
     stars: Mapping[str, tuple[float, float]] | None = None,
 ) -> None:
-    """Lines through points and single stars, by name, if a picture was asked for.
+    """Draw named lines and single points, if a picture was asked for.
 
     Raises:
         UsageError: as `check_results`.

@@ -1,4 +1,4 @@
-"""What commands begin with: the problem, its profile and its budgets."""
+"""Reads the problem, the profile and the budgets that a command was given."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOLUTIONS = Path("solutions")
 
 
 def read_budgets(text: str, plain_peak_bytes: int) -> list[int]:
-    """``10,8,6.5`` in GB, or ``80%,50%`` of plain PyTorch's peak.
+    """Read budgets such as ``10,8,6.5`` (GB) or ``80%,50%`` (of plain PyTorch's peak).
 
     Raises:
         UsageError: not such a list.
@@ -44,19 +44,19 @@ def read_budgets(text: str, plain_peak_bytes: int) -> list[int]:
 
 
 def is_roofline(profile_file: Path | None) -> bool:
-    """Whether costs come from datasheet rates, by ``roofline:DEVICE`` instead of a file."""
+    """Whether ``--profile`` asks for datasheet rates (``roofline:DEVICE``) instead of a file."""
     return str(profile_file).startswith("roofline:")
 
 
 def is_for_another_machine(profile_file: Path | None) -> bool:
-    """Whether costs come from datasheet rates or were recorded on a GPU: a GPU need not be here then."""
+    """Whether the costs come from datasheet rates or were recorded on a GPU, so that no GPU is needed here."""
     if profile_file is None or is_roofline(profile_file) or not profile_file.is_file():
         return is_roofline(profile_file)
     return Profile.load(profile_file).device.startswith("cuda")
 
 
 def profile_path(problem: Problem, label: str = "") -> Path:
-    """Where this model's profile on this device is kept; ``label`` instead of the batch."""
+    """The file that keeps this model's profile on this device; ``label`` replaces the batch in its name."""
     device = device_slug(problem.device)
     dtype = next((str(p.dtype).removeprefix("torch.") for p in problem.request.model.parameters()), "float32")
     suffix = "" if dtype == "float32" else f"_{dtype}"
@@ -67,7 +67,7 @@ def profile_path(problem: Problem, label: str = "") -> Path:
 
 @dataclass(frozen=True)
 class CostSource:
-    """Where the costs of a model's operators come from.
+    """The profile file or datasheet rates from which the costs of a model's operators come.
 
     Attributes:
         path: of the profile file to read and to extend; ``roofline:DEVICE`` for datasheet rates.
@@ -79,7 +79,7 @@ class CostSource:
 
     @staticmethod
     def of(problem: Problem, profile_file: Path | None, label: str = "") -> CostSource:
-        """The one that ``--profile`` names, or this model's own file on this device.
+        """The source that ``--profile`` names; by default this model's own file on this device.
 
         Args:
             label: of the file's name, instead of the batch.
@@ -92,7 +92,7 @@ class CostSource:
         return CostSource(path, read_profile(path))
 
     def save(self, profile: Profile) -> None:
-        """Keep what was measured for the next command."""
+        """Write a profile into the file, for the next command."""
         profile.save(self.path)
 
     def prepare(self, problem: Problem, progress: Progress, captured: Captured | None = None) -> Prepared:
@@ -122,7 +122,7 @@ def read_and_prepare(
 
 
 def read_profile(path: Path) -> Profile | DeviceLimits | None:
-    """Where costs come from: a device's rates for ``roofline:a100``, else what the file holds, if there is one.
+    """Read costs: the rates of a device for ``roofline:a100``, else the profile in a file; None if there is no file.
 
     Raises:
         UsageError: an unknown device name, or a folder that cannot be written to.

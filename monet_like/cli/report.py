@@ -1,4 +1,4 @@
-"""The report command: from a schedule file to a page."""
+"""The report command: draws a schedule file as an HTML page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def report(
     time_limit: float,
     terminal: Terminal | None = None,
 ) -> Figures:
-    """Capture the model that a schedule file is of, find what either step does, and write the page.
+    """Capture the model of a schedule file, compute plain PyTorch's and the schedule's step, and write the page.
 
     Raises:
         UsageError: an argument is wrong, or the model must be named.
@@ -93,7 +93,7 @@ def report(
 
 
 def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limit: float) -> Problem:
-    """What a schedule was solved for, to be captured again.
+    """The problem that a schedule was solved for, so that it can be captured again.
 
     Args:
         model: MODEL as the user typed it; None: as the file says, if building that runs no code but torchvision's or ours.
@@ -136,7 +136,7 @@ def _rates_of(record: ScheduleRecord) -> Path | None:
 
 
 def _fronts(ready: Prepared, problem: Problem, record: ScheduleRecord, kind: str, progress: Any) -> Fronts:
-    """What the strategies find at some budgets and at the schedule's own; ``store_all`` is plain PyTorch's own point."""
+    """Plans of the strategies at several budgets and at the schedule's own; ``store_all`` is plain PyTorch's point."""
     names = [name for name in STRATEGIES if name != "store_all" and (kind == "full" or name not in _SLOW)]
     limits = sorted({*(int(share * ready.plain.peak_bytes) for share in _SHARES), record.budget_bytes}, reverse=True)
     points = strategy_points(
@@ -153,7 +153,7 @@ def _fronts(ready: Prepared, problem: Problem, record: ScheduleRecord, kind: str
 
 
 def _show(terminal: Terminal, figures: Figures, path: Path, drawn: list[Path]) -> None:
-    """The same few numbers in the terminal."""
+    """Print the key numbers in the terminal."""
     console, plain, ours = terminal.console, figures.plain, figures.ours
     console.print(f"{figures.record.model}, budget {format_bytes(figures.record.budget_bytes)} ({figures.device})")
     table = aligned_table("", "peak", "kept", "step", "of that again")

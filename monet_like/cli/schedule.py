@@ -72,7 +72,7 @@ def check(
 
 
 def _measured_peak(console: Console, problem: Problem, record: ScheduleRecord, example: Example) -> tuple[int, bool]:
-    """Bytes, and whether that is within the budget that is asked for and the file's own."""
+    """Measure the peak of a step in bytes; also whether it is within the given budget and the file's."""
     limit = min(problem.budget_bytes, record.budget_bytes)
     wrapped = ScheduleWrapper(copy.deepcopy(problem.spec.module), record)
     started = time.perf_counter()
@@ -90,7 +90,7 @@ def _measured_peak(console: Console, problem: Problem, record: ScheduleRecord, e
 def _runtime(
     console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device, steps: int
 ) -> dict[str, dict[str, float]]:
-    """Prints and returns measured step times and peaks."""
+    """Measure, print and return step times and peaks."""
     plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
     peaks = [step_peak(candidate, example, device) for candidate in (plain, wrapped)]
     medians = step_seconds([(plain, example), (wrapped, example)], device, steps)

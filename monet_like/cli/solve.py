@@ -1,4 +1,4 @@
-"""The solve command: compile, tell, write."""
+"""The solve command: plans a model and writes a schedule file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | N
 
 
 def show_compiled(terminal: Terminal, problem: Problem, compiled: Compiled, path: Path, profile: Path) -> None:
-    """The short table after a solve."""
+    """Print the short table at the end of a solve."""
     console, record, found = terminal.console, compiled.record, compiled.plan
     terminal.result(
         {

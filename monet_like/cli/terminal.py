@@ -1,4 +1,4 @@
-"""What people see in the terminal: progress while it works, one table when it is done."""
+"""Terminal output: progress bars while a command works, a table when it is done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH = 160
 
 
 class Terminal:
-    """Where a command's words go.
+    """The output of a command: text for people, or JSON for programs.
 
     Args:
         as_json: nothing but one JSON object on stdout, at the end.
@@ -38,17 +38,17 @@ class Terminal:
         )  # no markup: names come from files and models
 
     def progress(self) -> Progress:
-        """A bar on stderr for as long as a ``with`` statement lasts."""
+        """Show progress on stderr during a ``with`` statement."""
         return Progress(quiet=self.quiet)
 
     def result(self, content: Mapping[str, Any]) -> None:
-        """What the command found, for programs."""
+        """Print the result of the command as JSON, if that was asked for."""
         if self.as_json:
             click.echo(json.dumps(content))
 
 
 class Progress:
-    """A bar for each stage, on stderr; silent where that is not a terminal."""
+    """A progress bar for each stage, on stderr; silent if stderr is not a terminal."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.bar = Bar(
@@ -75,7 +75,7 @@ class Progress:
         self.bar.stop()
 
     def at(self, stage: str, what: str = "", done: int | None = None, total: int | None = None) -> None:
-        """The stage that work is at, and at what in it; the stage before is done."""
+        """Show that work has reached ``stage``, and at which item; earlier stages are done."""
         if stage != self.stage:
             if self.stage:
                 self.bar.update(self.task, total=1, completed=1, count="", what="")
@@ -84,11 +84,11 @@ class Progress:
         self.bar.update(self.task, completed=done, total=total, count=count, what=what[:60])
 
     def profiling(self, what: str, done: int, total: int) -> None:
-        """An operator is about to be measured."""
+        """Show which operator is measured next."""
         self.at("profile", what, done, total)
 
     def planning(self, message: str) -> None:
-        """The planner has news."""
+        """Show progress of the planner."""
         self.at("plan", message)
 
 

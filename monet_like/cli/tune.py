@@ -1,4 +1,4 @@
-"""Commands about batches: the largest that fits, and the one with the highest throughput."""
+"""The commands largest-batch and tune: the largest batch that fits, and the batch of highest throughput."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the best batches: planned in full, and perhaps measured."""
+    """One of the best batches with its full plan and, if it was run, its measurements."""
 
     batch: int
     plan: Plan
@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def throughput(self) -> float:
-        """Samples per second, measured if they were."""
+        """Samples per second: measured if the candidate was run, else predicted."""
         return self.batch / (self.measured_seconds or self.plan.report.seconds)
 
 
@@ -145,7 +145,7 @@ def _described(
     winner: Candidate,
     path: Path,
 ) -> dict[str, Any]:
-    """What was found, for programs."""
+    """The result as fields of the JSON output."""
     limit, rate = problem.budget_bytes, None
     if plain is not None:
         rate = plain.batch / plain_seconds if plain_seconds else plain.plain_throughput(limit)
@@ -167,7 +167,7 @@ def _described(
 
 
 def _planned(family: Batches, chosen: Iterable[Trial], say: Callable[[str], None]) -> list[Candidate]:
-    """The integer program's plans; where it finds none, the local search's."""
+    """Plan the chosen batches by the integer program; where it finds no plan, the local search's plan is taken."""
     found = []
     for trial in chosen:
         request, ready = family.request(trial.batch), family.prepared(trial.batch)
@@ -186,7 +186,7 @@ def _planned(family: Batches, chosen: Iterable[Trial], say: Callable[[str], None
 def _measured(
     family: Batches, candidates: list[Candidate], plain: Trial | None, steps: int, say: Callable[[str], None]
 ) -> tuple[list[Candidate], float | None]:
-    """Real steps of every candidate and of plain PyTorch at its best batch, taking turns."""
+    """Measure real steps of every candidate and of plain PyTorch at its best batch, in turns."""
     problem = family.problem
     model = problem.spec.module
     runs: list[tuple[nn.Module, Example]] = []
@@ -267,7 +267,7 @@ def _write(
     full: dict[int, Candidate],
     plain_measured: tuple[float, float] | None,
 ) -> None:
-    """The figures as CSV and as a picture."""
+    """Write the figures as CSV and as a picture."""
     trials = sorted(tuner.trials.values(), key=lambda trial: trial.batch)
     header = [
         "batch",

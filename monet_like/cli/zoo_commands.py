@@ -1,4 +1,4 @@
-"""The commands ``monet-like zoo ...``: their options and help. Their code is in `monet_like.cli.zoo`."""
+"""The commands ``monet-like zoo ...``: options and help. Their code is in `monet_like.cli.zoo`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models: this package's own, and any by name as the command line takes them."""
+"""Models: this package's own, and models named on the command line."""
 
 from .loader import DEFAULT_INPUT_SHAPE, ModelSpec, build_model, is_registered, told
 from .nas import amoebanet, darts, nasnet

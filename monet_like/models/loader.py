@@ -1,4 +1,4 @@
-"""Models by name: what the command line accepts as MODEL, without ``eval``.
+"""Builds models from the MODEL argument of the command line, without ``eval``.
 
 ``torchvision.models.resnet18(num_classes=10)``: a dotted name, called with literal arguments.
 ``unet``, ``darts``: this package's own. ``path/to/file.py:make_model``: a function in a file of yours.
@@ -42,7 +42,7 @@ _OWN: Mapping[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that was asked for.
+    """A model built from a MODEL expression.
 
     Attributes:
         expression: as it was typed.
@@ -60,7 +60,7 @@ class ModelSpec:
 
 
 def build_model(expression: str) -> ModelSpec:
-    """The model that ``expression`` names.
+    """Build the model that ``expression`` names.
 
     Raises:
         UsageError: cannot be read, found or called; says what was given and what MODEL may be.
@@ -207,7 +207,7 @@ def _call(make: Any, args: list[Any], kwargs: dict[str, Any], text: str) -> Any:
 
 
 def told(error: BaseException) -> str:
-    """An exception of somebody else's code in one line: kind, message, place."""
+    """Describe an exception of the user's code in one line: kind, message, place."""
     *_, last = traceback.extract_tb(error.__traceback__)
     place = "" if isinstance(error, SyntaxError) else f" ({last.filename}:{last.lineno})"  # it has its own
     return f"{type(error).__name__}: {error}{place}"

@@ -1,4 +1,4 @@
-"""Networks of cells found by architecture search: NASNet-A, AmoebaNet-A and DARTS, for CIFAR-10.
+"""Networks of cells found by neural architecture search: NASNet-A, AmoebaNet-A and DARTS, for CIFAR-10.
 
 * NASNet-A: Zoph et al., Learning Transferable Architectures for Scalable Image Recognition, CVPR 2018, figure 4.
 * AmoebaNet-A: Real et al., Regularized Evolution for Image Classifier Architecture Search, AAAI 2019, figure 5.

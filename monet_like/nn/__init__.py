@@ -1,1 +1,1 @@
-"""Modules for users."""
+"""Modules for users: SyncBatchNorm for schedules, and layers that drop activations (DropIT)."""

@@ -1,4 +1,4 @@
-"""Dropped caches without a planner: layers that keep for their weight's gradient a part of their input.
+"""DropIT without a planner: layers that save only a part of their input for the weight's gradient.
 
 `to_dropit` changes the layers of a model in place. Forward, input gradients and bias gradients are plain PyTorch's; the
 weight's gradient takes for zero what was dropped (DropIT, Chen et al., ICLR 2023). Unlike a plan in a mode with
@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Layout:
-    """What a dropped tensor looked like: enough to make one like it."""
+    """Shape, dtype and layout of a dropped tensor: enough to restore it."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -42,7 +42,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How to drop: from (tensor, share, channel dimension) to what is kept, and back to a tensor with zeros in it."""
+    """A way to drop elements: packs a tensor into what is kept, and unpacks that into a tensor with zeros."""
 
     pack: Callable[[Tensor, float, int], tuple[Tensor, ...]]
     unpack: Callable[[tuple[Tensor, ...], float, int, Layout], Tensor]
@@ -91,7 +91,7 @@ def _random(x: Tensor, share: float) -> Tensor:
 
 @functools.cache
 def _generator(device: torch.device) -> torch.Generator:
-    """Its own: dropout masks stay those of the plain model."""
+    """A random generator of its own, so that dropout masks stay those of the plain model."""
     return torch.Generator(device).manual_seed(torch.initial_seed())
 
 
@@ -138,7 +138,7 @@ class Dropped:
     freed_bytes: int = 0
 
     def pack(self, ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """What to save instead of ``x``; how to get it back is noted in ``ctx``."""
+        """The tensors to save instead of ``x``; ``ctx`` notes how to restore it."""
         ctx.dropped, ctx.dim, ctx.layout = self, dim, Layout(x.shape, x.stride(), x.dtype, x.device)
         kept = STRATEGIES[self.strategy].pack(x, self.share, dim)
         self.freed_bytes = x.nbytes - sum(tensor.nbytes for tensor in kept)
@@ -206,7 +206,7 @@ def _as_autocast(tensor: Any) -> Any:
 
 
 def _drops(layer: nn.Module) -> bool:
-    """Whether a call of a changed layer has a weight's gradient to come."""
+    """Whether a call of a changed layer will need the weight's gradient."""
     return torch.is_grad_enabled() and bool(layer.weight.requires_grad)
 
 
@@ -227,7 +227,7 @@ class DroppedLinear(nn.Linear):
 
 
 class DroppedConv2d(nn.Conv2d):
-    """A convolution that keeps a part of its input, padding other than zeros included, for its weight's gradient."""
+    """A convolution that keeps a part of its (padded) input for its weight's gradient."""
 
     dropped: Dropped
 
@@ -270,7 +270,7 @@ def __getattr__(name: str) -> Any:
 
 
 def to_dropit(model: nn.Module, strategy: str = "block", gamma: float = 0.9) -> nn.Module:
-    """Make the layers of ``model`` drop ``gamma`` of their input's elements for their weight's gradient; in place.
+    """Change the layers of ``model`` in place so that they drop a share ``gamma`` of their saved input's elements.
 
     Changed are `nn.Linear`, `nn.Conv2d` and Hugging Face's `Conv1D`, but no subclasses of theirs, whose forward may be
     another, and nothing in modules with a true attribute ``no_dropit``. Names, parameters and ``state_dict`` stay. In
@@ -305,7 +305,7 @@ def to_dropit(model: nn.Module, strategy: str = "block", gamma: float = 0.9) -> 
 
 
 def freed_bytes(model: nn.Module) -> dict[str, int]:
-    """For every layer that drops, by name: by how many bytes its cache of the last forward was smaller than its input.
+    """Bytes saved in the last forward by every layer that drops, by name.
 
     Negative where indices take more than what was dropped. An input that another operator keeps anyway is not freed.
     """
@@ -314,7 +314,7 @@ def freed_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def _allowed(module: nn.Module) -> list[nn.Module]:
-    """A module and what is in it, without what opted out."""
+    """A module and its submodules, without those that opted out."""
     if getattr(module, "no_dropit", False):
         return []
     return [module, *(found for child in module.children() for found in _allowed(child))]

@@ -1,4 +1,4 @@
-"""SyncBatchNorm as operators that a schedule can place, traced without communicating; on a CPU too, where PyTorch has none.
+"""SyncBatchNorm as operators that a schedule can place. It also runs on a CPU, where PyTorch has none.
 
 Three steps forward (this process's statistics, gathered over the group, the normalisation) and three backward (sums,
 reduced over the group, the gradient). The second of each communicates. It is done once in every step and in the order of
@@ -70,7 +70,7 @@ def world() -> tuple[str, int]:
 
 
 def among(program: Program) -> int:
-    """How many processes share statistics in ``program``; 1: it has no SyncBatchNorm that communicates."""
+    """Number of processes that share statistics in ``program``; 1 without a SyncBatchNorm that communicates."""
     calls = (call for task in program.tasks for call in task.calls if call.op in COMMUNICATING)
     return max((int(call.args[-2]) for call in calls), default=1)
 
@@ -102,7 +102,7 @@ def _group_of(module: Any) -> tuple[int, str]:
 
 
 def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """What a SyncBatchNorm ``module`` makes of x: [N, C, ...].
+    """The result of a SyncBatchNorm ``module`` for x: [N, C, ...].
 
     Raises:
         ValueError: x has fewer than 2 dimensions, or no element.

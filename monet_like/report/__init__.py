@@ -1,1 +1,1 @@
-"""Reports: a schedule as pictures, in one page."""
+"""Reports: draws a schedule as one HTML page."""

@@ -1,4 +1,4 @@
-"""The pictures, as Vega-Lite specifications: plain data that Vega draws in a page and vl-convert in a file."""
+"""Charts of a report as Vega-Lite specifications, which Vega draws in a page and vl-convert in a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_BARS = 44
 
 
 def unit_of(count: float) -> tuple[str, int]:
-    """The unit for amounts up to ``count`` bytes, and its bytes."""
+    """The unit (name and bytes) in which to show amounts up to ``count`` bytes."""
     return next(((name, size) for name, size in (("GB", GIB), ("MB", MIB)) if count >= size), ("KB", KIB))
 
 
@@ -141,7 +141,7 @@ def memory_chart(plain: Course, ours: Course, budget_bytes: int) -> Spec:
 
 
 def _pointed(x: Spec, tips: Sequence[Spec]) -> Spec:
-    """A band over each run's own stretch of the axis, seen where the pointer is: it says what runs there."""
+    """A band over each run, shown under the pointer, with a tooltip that names the run."""
     return {
         "params": [{"name": "at", "select": {"type": "point", "on": "pointerover", "clear": "pointerout"}}],
         "mark": {"type": "rect", "color": "#555"},
@@ -164,7 +164,7 @@ def _label(task: str, again: bool) -> str:
 
 
 def layers_chart(plain: Course, ours: Course) -> Spec:
-    """Where the memory of each step's peak lies: by layer and kind."""
+    """Memory at each step's peak by layer and kind."""
     unit, size = unit_of(max(plain.peak.total_bytes, ours.peak.total_bytes) / 4)
     rows, order = [], _grouped(plain, ours)
     for name, course in ((PLAIN, plain), (OURS, ours)):
@@ -207,13 +207,13 @@ def layers_chart(plain: Course, ours: Course) -> Spec:
 
 
 def _grouped(plain: Course, ours: Course) -> dict[str, str]:
-    """The group of every layer, in the order of the model."""
+    """Layers grouped for display, in the order of the model."""
     names = dict.fromkeys([run.layer for run in plain.runs] + [run.layer for run in ours.runs])
     return groups(list(dict.fromkeys([*names, *plain.at_peak, *ours.at_peak])), _MOST_BARS)
 
 
 def recomputed_chart(plain: Course, ours: Course) -> Spec:
-    """Seconds that running again costs, by layer and operator."""
+    """Seconds of recomputation by layer and operator."""
     order = _grouped(plain, ours)
     again = [run for run in ours.runs if run.again]
     clock, tick = _time_unit(sum(run.seconds for run in again))

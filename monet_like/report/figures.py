@@ -1,4 +1,4 @@
-"""What a report shows, as plain data: a step's course run by run, and its memory by kind and by layer."""
+"""The data of a report: a training step run by run, and its memory by kind and by layer."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Course:
 
 
 def layers_of(captured: Captured, program: Program) -> list[str]:
-    """For every value of ``program``, the module it belongs to.
+    """The module to which each value of ``program`` belongs.
 
     That is the owner of a parameter or of the parameter whose gradient it is, else the module in whose call the value,
     or what its maker reads, was made.
@@ -109,7 +109,7 @@ def layers_of(captured: Captured, program: Program) -> list[str]:
 
 
 def plain_course(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int, cublas_bytes: int = 0) -> Course:
-    """The course of plain PyTorch's step."""
+    """Plain PyTorch's step, run by run."""
     program, schedule, eager = plain_step(captured.plain, costs)
     return course(captured, program, schedule, eager, extra_bytes, cublas_bytes)
 
@@ -122,7 +122,7 @@ def course(
     extra_bytes: int,
     cublas_bytes: int = 0,
 ) -> Course:
-    """The course of a schedule's step, as the simulator counts it.
+    """A schedule's step, run by run, as the simulator counts it.
 
     Args:
         program: of ``captured``: with its variants, or as it was before them.
@@ -187,7 +187,7 @@ def operator_of(task: Task) -> str:
 
 
 def groups(layers: Sequence[str], most: int = 44) -> dict[str, str]:
-    """For every layer the group it is shown in: its name cut where at most ``most`` groups remain.
+    """The group in which each layer is shown: names are cut so that at most ``most`` groups remain.
 
     Args:
         layers: in the order to be kept.

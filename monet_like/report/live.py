@@ -1,4 +1,4 @@
-"""A real step of a schedule, its memory measured at every run of a task."""
+"""Runs a real step of a schedule and measures its memory at every task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..replay.verify import resident_bytes, train_step
 
 @dataclass(frozen=True)
 class Live:
-    """What a real step took.
+    """Measurements of a real step.
 
     Attributes:
         bytes: the most memory during every run, in the schedule's order; the optimizer's state and cuBLAS's workspaces included.

@@ -1,4 +1,4 @@
-"""The page: one HTML file with its pictures, tables and scripts inside; it loads nothing and sends nothing."""
+"""Writes the report: one HTML file with pictures, tables and scripts inside, which loads and sends nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 @dataclass(frozen=True)
 class Figures:
-    """Everything that a report shows.
+    """All data of a report.
 
     Attributes:
         record: the schedule file.
@@ -118,7 +118,7 @@ def vega() -> Any:
 
 @cache
 def _library() -> str:
-    """Vega itself, packed."""
+    """The JavaScript library Vega, compressed."""
     return _packed(vega().javascript_bundle("window.vegaEmbed = vegaEmbed;"))
 
 
@@ -132,7 +132,7 @@ def _change(ratio: float) -> str:
 
 
 def _summary(figures: Figures) -> dict[str, Any]:
-    """The few numbers above all others."""
+    """The key numbers at the top of the page."""
     plain, ours, record = figures.plain, figures.ours, figures.record
     again = [run for run in ours.runs if run.again]
     live = figures.live
@@ -213,7 +213,7 @@ def _table(figures: Figures) -> dict[str, Sequence[Any]]:
 
 
 def numbers(figures: Figures) -> dict[str, Any]:
-    """The figures, for programs."""
+    """The figures as fields of the JSON output."""
 
     def course(found: Course) -> dict[str, Any]:
         return {

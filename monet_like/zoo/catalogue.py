@@ -1,4 +1,4 @@
-"""What the zoo holds: models, batches and budgets, and the profiles they are planned for. Plain data."""
+"""The zoo's catalogue: models, batches and budgets, and the devices that they are planned for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of the zoo from an address: checked against the registry's sha256, resumed, written whole, kept in a cache.
+"""Downloads files of the zoo into a cache: resumed if interrupted, and checked against the registry's sha256.
 
 The registry that came with the package says what a file must be; the server is not trusted. Pooch keeps the cache and
 checks the hash; how bytes are fetched is here, because Pooch does not go on with a download that broke off.
@@ -49,12 +49,12 @@ def base_url(given: str | None = None) -> str:
 
 
 def cached_path(file: ZooFile) -> Path:
-    """Where a downloaded file is kept."""
+    """The path of a downloaded file in the cache."""
     return cache_folder() / "zoo" / file.path
 
 
 def find_record(text: str, *, device: str = "", near: str = "", url: str | None = None) -> ScheduleRecord:
-    """A schedule of the zoo, its file checked: from the zoo's folder, the cache, or the address.
+    """Load a schedule of the zoo from its folder, the cache or the address; its file is checked.
 
     Raises:
         UsageError: no such schedule, or it is not here and there is no address.
@@ -72,7 +72,7 @@ def find_record(text: str, *, device: str = "", near: str = "", url: str | None 
 
 
 def download(file: ZooFile, url: str | None = None, progress: Progress | None = None) -> Path:
-    """Get a file, or find it in the cache.
+    """Download a file, unless it is in the cache.
 
     Args:
         url: the address; default: ``$MONET_LIKE_ZOO_URL``.
@@ -110,14 +110,14 @@ def download(file: ZooFile, url: str | None = None, progress: Progress | None = 
 
 
 def _checked(file: ZooFile) -> Path:
-    """The cached file, if it is what the registry says and our loader takes it."""
+    """The cached file, if its hash is the registry's and it can be loaded."""
     path = Registry(cache_folder() / "zoo").check(file)
     read_file(path)
     return path
 
 
 class _Resuming:
-    """A downloader for Pooch that goes on where an earlier one, or its own last attempt, stopped."""
+    """A downloader for Pooch that resumes interrupted downloads."""
 
     def __init__(self, size: int, part: Path, progress: Progress | None) -> None:
         self.size, self.part, self.progress = size, part, progress

@@ -1,4 +1,4 @@
-"""Files of the zoo: all schedules of a model at one batch, for every budget and profile, as readable JSON.
+"""Files of the zoo: one readable JSON file holds all schedules of a model at one batch.
 
 A line for every schedule, with the fields of a schedule file. What all of them share stands once, above. Nothing in such
 a file can run: it is read as JSON, and every schedule then as a schedule file is (`ScheduleRecord.of_content`).
@@ -51,12 +51,12 @@ def save(path: Path, records: Mapping[str, ScheduleRecord]) -> None:
 
 
 def _place(field: str) -> tuple[bool, str]:
-    """What people read comes first, numbers of tasks last."""
+    """Order of fields: what people read first, lists of task numbers last."""
     return field in ("forward", "again", "ways"), field
 
 
 def _members(values: Mapping[str, Any], indent: str) -> str:
-    """A line for every member of a JSON object."""
+    """Write a JSON object with one line for each member."""
     return ",\n".join(f"{indent}{json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
 
 

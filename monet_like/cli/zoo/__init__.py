@@ -1,4 +1,4 @@
-"""What ``monet-like zoo ...`` does; `cli` has the options."""
+"""The code of the commands ``monet-like zoo ...``. Their options are in `monet_like.cli.zoo_commands`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..terminal import Terminal, aligned_table
 
 
 def list_files(*, profile: str, as_json: bool) -> None:
-    """The registry, as a table or JSON."""
+    """List the registry as a table or as JSON."""
     registry = Registry.load(zoo_folder())
     _check_profile(registry, profile)
     wanted = [listed for listed in registry.schedules if profile in ("", listed.profile)]
@@ -53,7 +53,7 @@ def list_files(*, profile: str, as_json: bool) -> None:
 
 
 def show(*, name: str, base_url: str | None, as_json: bool) -> None:
-    """One schedule: what the registry says, and what is in the file."""
+    """Show one schedule: the registry's entry and the content of the file."""
     registry = Registry.load(zoo_folder())
     listed = registry.find(name)
     record = find_record(listed.full_name, url=base_url)
@@ -76,7 +76,7 @@ def show(*, name: str, base_url: str | None, as_json: bool) -> None:
 
 
 def download_files(*, names: Sequence[str], profile: str, base_url: str | None) -> None:
-    """Get the files of schedules into the cache."""
+    """Download the files of schedules into the cache."""
     registry = Registry.load(zoo_folder())
     _check_profile(registry, profile)
     schedules = [registry.find(name) for name in names] or [s for s in registry.schedules if profile in ("", s.profile)]
@@ -101,7 +101,7 @@ def download_files(*, names: Sequence[str], profile: str, base_url: str | None) 
 
 
 def verify_files(*, names: Sequence[str], simulated: bool) -> None:
-    """Check schedules; the first that fails ends it."""
+    """Check schedules; stops at the first that fails."""
     from .build import verify
 
     registry = Registry.load(zoo_folder())
@@ -120,7 +120,7 @@ def verify_files(*, names: Sequence[str], simulated: bool) -> None:
 def build_files(
     *, names: Sequence[str], profiles: str, out: Path | None, again: bool, evaluations: int | None, processes: int
 ) -> None:
-    """Make the zoo; where there is no terminal to draw a bar on, a line for every schedule."""
+    """Plan the schedules of the zoo, with a progress bar or, without a terminal, a line for each."""
     from ...zoo.catalogue import PROFILES
     from .build import EVALUATIONS, build, select
 
@@ -149,7 +149,7 @@ def build_files(
 
 
 def add(*, name: str, machine: str, solution_file: Path, profile_file: Path) -> None:
-    """Enter a measured schedule into the registry."""
+    """Add a schedule that was planned from a measured profile to the registry."""
     from .build import add_measured
 
     listed = add_measured(zoo_folder(), solution_file, name, machine, profile_file)
@@ -157,7 +157,7 @@ def add(*, name: str, machine: str, solution_file: Path, profile_file: Path) -> 
 
 
 def table(*, write: Path | None, summary_for: str) -> None:
-    """The registry in Markdown."""
+    """Print the registry as Markdown tables, or write them into a file."""
     from .table import markdown, summary, write_into
 
     registry = Registry.load(zoo_folder())
@@ -177,7 +177,7 @@ def _check_profile(registry: Registry, profile: str) -> None:
 
 
 def _all_of(registry: Registry, listed: Listed) -> dict[str, object]:
-    """What the registry says of a schedule and its file."""
+    """All fields of a schedule's registry entry and of its file."""
     return asdict(listed) | asdict(registry.file_of(listed))
 
 

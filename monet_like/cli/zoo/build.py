@@ -1,4 +1,4 @@
-"""Making the zoo: capture each model once for each kind of device, then plan for every profile and budget.
+"""Builds the zoo: captures each model once for each kind of device and plans every profile and budget.
 
 A build goes on where the last one stopped: what is there, is what the registry says and is for the program that the
 model still is, is left alone; what is for another program goes. Schedules are found by local search, counted and
@@ -54,7 +54,7 @@ _Planned = tuple[Listed | Refused, ScheduleRecord | None]
 
 @dataclass(frozen=True)
 class Built:
-    """What a build did: names made, found unchanged, and refused."""
+    """Result of a build: names that were planned, unchanged or refused."""
 
     made: tuple[str, ...]
     kept: tuple[str, ...]
@@ -71,7 +71,7 @@ def build(
     processes: int = 1,
     progress: Progress | None = None,
 ) -> Built:
-    """Make what is missing in ``folder``: a file for every model, and the registry. Both are written after every schedule.
+    """Plan what is missing in ``folder``. The model's file and the registry are written after every schedule.
 
     Args:
         entries: of the catalogue, or others.
@@ -124,7 +124,7 @@ def build(
 
 
 class _Planners:
-    """So many processes that plan; with one, this one."""
+    """A number of processes that plan; with one, this process plans."""
 
     def __init__(self, processes: int) -> None:
         self.pool = ProcessPoolExecutor(processes, get_context("spawn")) if processes > 1 else None
@@ -137,7 +137,7 @@ class _Planners:
             self.pool.shutdown(cancel_futures=True)
 
     def run(self, jobs: Sequence[tuple[Entry, str, str, int]]) -> Iterator[_Planned]:
-        """What `_plan` returns for each of ``jobs``, in the order in which they end."""
+        """Run `_plan` for each of ``jobs``; results come in the order in which jobs end."""
         if self.pool is None:
             yield from (_plan(*job) for job in jobs)
         else:
@@ -149,14 +149,14 @@ def _plan(entry: Entry, profile: str, budget: str, evaluations: int) -> _Planned
 
 
 def _budget_bytes(budget: str, plain_peak_bytes: int) -> int:
-    """Bytes; a share becomes a whole number of hundredths of a GB, which names can hold."""
+    """A budget in bytes; a share of plain PyTorch's peak is rounded to hundredths of a GB, as names show it."""
     if not budget.endswith("%"):
         return parse_bytes(budget)
     return int(round(float(budget[:-1]) / 100 * plain_peak_bytes / GIB, 2) * GIB)
 
 
 def roofline_source(profile: str) -> str:
-    """Where costs of a profile from datasheet rates come from: enough to compute them again."""
+    """The source of costs from datasheet rates: enough to compute them again."""
     return f"roofline:{profile} version {ROOFLINE_VERSION}"
 
 
@@ -182,12 +182,12 @@ def zoo_problem(model: str, batch: int, device: str, mode: str = MODE) -> Proble
 
 @dataclass(frozen=True)
 class _Model:
-    """One entry; captured at most once for each kind of device and priced once for each profile."""
+    """One model of the catalogue, captured once for each kind of device and priced once for each profile."""
 
     entry: Entry
 
     def known(self, registry: Registry, budget: str, limits: DeviceLimits) -> Listed | Refused | None:
-        """What the registry has for a budget, if its file is there and was made as it would be now."""
+        """The registry's row for a budget, if its file exists and a new build would make the same."""
         entry = self.entry
         for row in self._rows(registry, limits):
             if row.budget_bytes != _budget_bytes(budget, row.plain_peak_bytes) or row.fingerprint != self.fingerprint(
@@ -203,7 +203,7 @@ class _Model:
         return None
 
     def without_outdated(self, registry: Registry, limits: DeviceLimits) -> Registry:
-        """The registry, and the files, without what was made for a program that the model no longer is."""
+        """Remove schedules whose program no longer matches the model from the registry and the files."""
         current = self.fingerprint(limits.device)
         outdated = [
             row
@@ -217,7 +217,7 @@ class _Model:
         return registry
 
     def _rows(self, registry: Registry, limits: DeviceLimits) -> list[Listed | Refused]:
-        """What the registry says of this entry for a profile."""
+        """The registry's rows of this entry for a profile."""
         start = f"{self.entry.name}_{self.entry.batch}_"
         return [row for row in registry.rows if row.name.startswith(start) and row.profile == limits.name]
 
@@ -225,7 +225,7 @@ class _Model:
         return _captured(self.entry.model, self.entry.batch, device)[1].program.fingerprint
 
     def plan(self, budget: str, limits: DeviceLimits, evaluations: int) -> _Planned:
-        """Plan for one budget."""
+        """Plan one budget."""
         problem, ready = read_and_prepare(self.entry.model, self.entry.batch, limits.name)
         limit = _budget_bytes(budget, ready.plain.peak_bytes)
         program = ready.captured.program
@@ -262,7 +262,7 @@ class _Model:
 
 
 def described(record: ScheduleRecord, batch: int) -> dict[str, Any]:
-    """What a registry says of a schedule file's content."""
+    """The fields of a registry entry that describe a schedule file's content."""
     return {
         "model": record.model,
         "batch": batch,
@@ -280,21 +280,21 @@ def described(record: ScheduleRecord, batch: int) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=2)  # of one model, for GPUs and CPUs: a program takes tens of megabytes
 def _captured(model: str, batch: int, device: str) -> tuple[Problem, Captured]:
-    """A model's program, which all profiles of one kind of device share."""
+    """Capture a model for one kind of device; all its profiles share the program."""
     problem = zoo_problem(model, batch, device)
     return problem, captured_for(problem.request, problem.request.example)
 
 
 @functools.lru_cache(maxsize=len(PROFILES))
 def read_and_prepare(model: str, batch: int, profile: str) -> tuple[Problem, Prepared]:
-    """A model's program with costs from a profile's datasheet rates."""
+    """A model's program with costs from the datasheet rates of a profile."""
     limits = replace(DEVICES[profile], cublas_bytes=0)  # the zoo's budgets, as MONeT's, are without what cuBLAS keeps
     problem, captured = _captured(model, batch, limits.device)
     return problem, prepare(problem.request, problem.device, profile=limits, captured=captured)
 
 
 def add_measured(folder: Path, path: Path, name: str, profile: str, profile_file: Path) -> Listed:
-    """Enter a schedule that was solved from a measured profile into the folder's registry.
+    """Add a schedule that was planned from a measured profile to the folder's registry.
 
     Args:
         path, profile_file: within ``folder``.
@@ -369,7 +369,7 @@ def _costs(registry: Registry, listed: Listed) -> Mapping[str, Cost]:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Large new weights are not filled: only their shapes matter, and memory that nobody writes is never taken."""
+    """Leaves large new weights unfilled: only their shapes matter, and untouched memory costs nothing."""
 
     _FILL = frozenset({"uniform_", "normal_", "trunc_normal_", "zero_", "fill_", "constant_", "erfinv_", "mul_", "add_", "clamp_"})  # fmt: skip
     _LARGE = 2**16
@@ -386,7 +386,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def select(names: Sequence[str], entries: Sequence[Entry] = CATALOGUE) -> tuple[Entry, ...]:
-    """The entries that are asked for by name; all, if none is.
+    """The catalogue's entries with these names; all of them if no name is given.
 
     Raises:
         UsageError: an unknown name.

@@ -1,4 +1,4 @@
-"""The zoo as a Markdown table, between two markers of a file, made from the registry alone."""
+"""Writes the zoo's registry as Markdown tables, between two markers of a file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def markdown(registry: Registry) -> str:
 
 
 def _cell(row: Listed | Refused) -> str:
-    """Peak, step and against plain PyTorch's step; or why there is none."""
+    """A table cell: peak, step time and overhead over plain PyTorch; or the reason why there is no schedule."""
     if isinstance(row, Refused):
         less = f"; {row.smallest_bytes / GIB:.2f} GB will do" if row.smallest_bytes else ""
         return f"{'proven infeasible' if row.proven else 'none found'}{less}"
@@ -68,7 +68,7 @@ def summary(registry: Registry, profile: str) -> str:
 
 
 def write_into(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
-    """Put ``text`` between two markers of a file.
+    """Replace the text between two markers of a file.
 
     Raises:
         UsageError: the file is missing, or has not both markers once, in this order.
