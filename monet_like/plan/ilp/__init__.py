@@ -1,1 +1,1 @@
-"""The integer program: equations, bounds and the search around it."""
+"""The integer program: its equations, relaxations that give bounds, and the search around them."""

@@ -1,1 +1,1 @@
-"""Search by steps: schedules from a few decisions, improved one at a time."""
+"""Local search: policies, the few decisions from which a whole schedule follows, improved by simulated annealing."""
