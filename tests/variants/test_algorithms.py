@@ -1,4 +1,4 @@
-"""cuDNN's convolution algorithms and the kinds of attention: what is offered, what it computes, what is refused.
+"""cuDNN's convolution algorithms and the kinds of attention: what is offered, and what is refused.
 
 Without a GPU: captured as on one, and run on the CPU by the twins. What a GPU makes of them: tests/gpu/test_algorithms_cuda.py.
 """
@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from random_programs import best_seconds, random_program
 from torch import nn
 
-from monet_like import ops
 from monet_like.capture.captured import Captured, fake_mode
 from monet_like.capture.lowering import capture
 from monet_like.cli.group import main
@@ -28,7 +27,6 @@ from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import REFUSED, Cost, Program, Task
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
-from monet_like.ops import convolution
 from monet_like.plan import plan, store_all
 from monet_like.plan.budgets import fits, smallest_budget
 from monet_like.plan.subprogram import without_refused
@@ -36,77 +34,9 @@ from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 from monet_like.profile.scaling import Scaling, on_line
 from monet_like.runtime.codegen import Block, compile_block
-from monet_like.runtime.operators import or_pytorchs_own, without_fallback
 from monet_like.variants import admitted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-ops.load()
-ops, aten = torch.ops.monet_like, torch.ops.aten
-
-
-# What the operators compute ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        (((2, 4, 9, 8), (6, 4, 3, 3)), ([1, 1], [1, 1], [1, 1], 1)),
-        (((2, 4, 9, 8), (6, 2, 3, 2)), ([2, 1], [0, 2], [1, 2], 2)),
-        (((3, 4, 7, 5), (4, 1, 5, 5)), ([2, 2], [2, 2], [1, 1], 4)),
-        (((1, 1, 1, 1), (2, 1, 1, 1)), ([1, 1], [0, 0], [1, 1], 1)),
-    ],
-)
-def test_twins_are_pytorchs_convolution(sizes: Any, options: Any, dtype: torch.dtype) -> None:
-    """To the bit, laid out as asked, whatever the layout of what is given."""
-    torch.manual_seed(0)
-    plain = (*options[:3], False, [0, 0], options[3])
-    for given in FORMATS:
-        x, weight = (torch.randn(size).to(dtype).to(memory_format=given) for size in sizes)
-        bias = torch.randn(sizes[1][0]).to(dtype)
-        y = aten.convolution(x, weight, bias, *plain)
-        grad = torch.randn_like(y)
-        of_x, of_weight, _ = aten.convolution_backward(grad, x, weight, None, *plain, [True, True, False])
-        for layout in FORMATS:
-            rest = (*options, layout is torch.channels_last)
-            for algorithm in convolution.FORWARD_ALGORITHMS:
-                made = ops.cudnn_convolution(x, weight, bias, *rest, algorithm)
-                assert torch.equal(made, y) and made.is_contiguous(memory_format=layout)
-            made = ops.cudnn_convolution_backward_input(grad, weight, x.shape, *rest, "fft_tiling")
-            assert torch.equal(made, of_x) and made.is_contiguous(memory_format=layout)
-            made = ops.cudnn_convolution_backward_weight(grad, x, weight.shape, *rest, "3")
-            assert torch.equal(made, of_weight) and made.is_contiguous(memory_format=layout)
-
-
-def test_unknown_algorithms_are_named() -> None:
-    x, weight = torch.randn(1, 1, 3, 3), torch.randn(1, 1, 3, 3)
-    with pytest.raises(ValueError, match="no algorithm 'direct'; choose one of implicit_gemm, implicit_precomp_gemm"):
-        ops.cudnn_convolution(x, weight, None, [1, 1], [0, 0], [1, 1], 1, False, "direct")
-    with pytest.raises(ValueError, match="no algorithm 'winograd'; choose one of 0, 1, 3, fft"):
-        ops.cudnn_convolution_backward_weight(x, x, [1, 1, 1, 1], [1, 1], [0, 0], [1, 1], 1, False, "winograd")
-
-
-def test_what_cudnn_has_not_is_done_by_pytorch_but_not_measured() -> None:
-    """A smaller batch or another card must not stop a schedule that was planned with an algorithm."""
-    asked: list[str] = []
-
-    def op(x: torch.Tensor, algorithm: str) -> torch.Tensor:
-        asked.append(algorithm)
-        if algorithm == "gemm":
-            return x + 1
-        is_refusal = algorithm == "fft"
-        raise RuntimeError(f"cuDNN's algorithm fft {'is not to be had for these shapes' if is_refusal else 'broke'}")
-
-    run = or_pytorchs_own(op, lambda x, algorithm: x + 2)
-    x = torch.zeros(1)
-    assert float(run(x, "gemm")) == 1 and float(run(x, "fft")) == 2
-    with pytest.raises(RuntimeError, match="broke"):
-        run(x, "winograd")
-    assert asked == ["gemm", "fft", "winograd"]
-    name = "monet_like.cudnn_convolution.default"
-    assert without_fallback()[name] is ops.cudnn_convolution.default
-    source = (Path(__file__).parents[2] / "csrc" / "cudnn" / "convolution.cpp").read_text()
-    assert "is not to be had for these shapes" in source
 
 
 # What is offered -----------------------------------------------------------------------------------------------

@@ -1,0 +1,54 @@
+"""How the kernels are built: what is compiled against what, and what is said where that cannot be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from monet_like import build
+
+
+def test_only_the_cudnn_that_torch_runs_is_compiled_against(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDNN_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
+    root = Path(torch.__file__).parent
+    assert build._find_cudnn(root) is None
+    for folder in ("include", "lib64"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "include" / "cudnn_cnn.h").write_text("cudnnConvolutionBackwardFilter(cudnnHandle_t handle")
+    (tmp_path / "include" / "cudnn_version.h").write_text("#define CUDNN_MAJOR 8\n")
+    library = tmp_path / "lib64" / "libcudnn.so.9"
+    library.touch()
+    assert build._find_cudnn(root) is None
+    (tmp_path / "include" / "cudnn_version.h").write_text("#define CUDNN_MAJOR 9\n")
+    assert build._find_cudnn(root) == build._Cudnn(tmp_path / "include", library)
+    (tmp_path / "include" / "cudnn_cnn.h").write_text("nothing but graphs")
+    assert build._find_cudnn(root) is None
+
+
+def test_missing_compiler_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(build.KernelBuildError, match=r"looked for g\+\+, c\+\+ on the PATH.*apt-get install g\+\+"):
+        build.build()
+
+
+def test_cuda_asked_for_without_nvcc_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", "/nonexistent")
+    monkeypatch.setenv("MONET_LIKE_CUDA", "1")
+    monkeypatch.setattr(build, "find_cxx", lambda: "g++")
+    with pytest.raises(build.KernelBuildError, match="CUDA kernels cannot be compiled"):
+        build.build()
+
+
+def test_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_text("#!/bin/sh\necho 'internal error: out of tea' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MONET_LIKE_CUDA", "0")
+    monkeypatch.setattr(build, "library_path", lambda part="kernels": tmp_path / "lib" / f"{part}.so")
+    with pytest.raises(build.KernelBuildError, match=r"(?s)compiling failed.*out of tea"):
+        build.build()
