@@ -140,7 +140,7 @@ template <Formula F, bool Residual, Activation A, typename T>
 void apply_with(const T* from, const T* residual, T* to, int64_t pitch, bool rows_first, const NormShape& shape,
                 const Constants<op_type<T>>& k, op_type<T> lo, op_type<T> hi) {
   const int64_t channels = shape.channels, image = shape.image;
-  // Without a residual its pointer stands still; it is then the input's, which can be read.
+  // Without a residual its pointer does not move; it is then the input's, which can be read.
   const auto at = [&](int64_t i) { return residual + (Residual ? i : 0); };
   if (rows_first) {
     const int64_t grain = std::max<int64_t>(1, 32768 / channels);
@@ -239,7 +239,7 @@ at::Tensor apply(const at::Tensor& x, const NormShape& shape, const Forward& for
   return out;
 }
 
-// In one pass where that has the bits of ATen's operators one by one.
+// One pass does both if that gives the bits of ATen's operators.
 at::Tensor finish_(
     at::Tensor y, const MaybeTensor& residual, Activation activation, double lo, double hi) {
   const bool half = y.scalar_type() == at::kHalf || y.scalar_type() == at::kBFloat16;

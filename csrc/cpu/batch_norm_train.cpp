@@ -33,7 +33,7 @@ MONET_BODY void moments_run_body(const T* in, int64_t n, op_type<T> shift, doubl
 }
 MONET_FOR_EACH_ISA(moments_run)
 
-// The same for rows of adjacent channels; sum and squares are scratch, flushed to sums[0..C) and sums[C..2C).
+// The same for rows of adjacent channels; `sum` and `squares` are scratch, added to sums[0..C) and sums[C..2C).
 template <typename T, typename O>
 MONET_BODY void moments_rows_body(
     const T* in, int64_t rows, int64_t channels, const O* shift, O* sum, O* squares, double* sums) {
@@ -65,7 +65,7 @@ double inverse_std(double variance, double eps) {
 // Mean and variance of one channel from sums about `shift`.
 struct Moments {
   double mean, variance;
-  bool good;  // the shift was so near to the mean that the difference of squares lost no digits to speak of
+  bool good;  // the shift was near enough to the mean: the difference of squares lost almost no digits
 
   Moments(double sum, double squares, double shift, double count) {
     const double off = sum / count;

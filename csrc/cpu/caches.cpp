@@ -1,4 +1,4 @@
-// Lossy caches on the CPU: a tensor's largest elements, or all of them in 8 bits.
+// Lossy caches of a tensor on the CPU: its largest elements, or all elements in 8 bits.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -10,11 +10,12 @@
 namespace monet_like {
 namespace {
 
-// The bits of a magnitude are ordered as the magnitudes are, with NaN above infinity.
+// The bits of a magnitude as an integer: integers and magnitudes have the same order, with NaN above infinity.
 template <typename U>
 constexpr U kMagnitude = static_cast<U>(static_cast<U>(~U(0)) >> 1);
 
-// Of `count` elements the magnitude from which on `wanted` are kept; afterwards `wanted` is how many of that magnitude.
+// Finds the least magnitude among the `wanted` largest of `count` elements; then sets `wanted` to the number of kept
+// elements with exactly that magnitude.
 // Radix selection: a histogram of the leading bits, then of the next ones among those that share them.
 template <typename U>
 MONET_BODY U select(const U* x, int64_t count, int64_t& wanted, U* scratch) {
@@ -40,7 +41,7 @@ MONET_BODY U select(const U* x, int64_t count, int64_t& wanted, U* scratch) {
       left += ((key >> low) & digit) == bin;
     }
     if (left == wanted) {
-      break;  // all of these are kept, whatever their other bits
+      break;  // all elements with these leading bits are kept
     }
     x = scratch;
     count = left;
@@ -50,7 +51,7 @@ MONET_BODY U select(const U* x, int64_t count, int64_t& wanted, U* scratch) {
 
 constexpr int64_t kWord = 64;
 
-// Which of the first n <= kWord elements are above the threshold, and which are at it.
+// Two masks of the first n <= kWord elements: above the threshold, and equal to it.
 template <typename U>
 MONET_BODY void compare(const U* x, int64_t n, U threshold, uint64_t& above, uint64_t& at) {
   uint8_t more[kWord] = {}, same[kWord] = {};
@@ -152,7 +153,7 @@ at::Tensor unpack_largest(
   return out;
 }
 
-// The largest magnitude, as bits: a maximum of integers vectorises, and a NaN stays the largest.
+// The bits of the largest magnitude: a maximum of integers vectorises, and a NaN stays the largest.
 template <typename T>
 MONET_BODY op_type<T> top_of(const T* x, int64_t n) {
   using O = op_type<T>;

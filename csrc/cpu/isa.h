@@ -1,4 +1,4 @@
-// One loop body, compiled for several x86 vector widths; the width is the one ATen chose for itself.
+// Compiles one loop body for several x86 vector widths and runs the width that ATen chose for itself.
 
 #pragma once
 
@@ -32,7 +32,7 @@ namespace monet_like {
 
 enum class Isa { Baseline, Avx2, Avx512 };
 
-// Follows ATEN_CPU_CAPABILITY, so that one switch moves ATen and these kernels together.
+// The vector width in use. It follows ATEN_CPU_CAPABILITY, so that one switch sets ATen and these kernels alike.
 inline Isa isa() {
   static const Isa chosen = [] {
     const std::string capability = at::get_cpu_capability();
@@ -120,7 +120,7 @@ MONET_BODY void store(T& to, op_type<T> value) {
   }
 }
 
-// What a stored y reads back as.
+// The value that a y has after it was stored and loaded again.
 template <typename T>
 MONET_BODY op_type<T> as_stored(op_type<T> y) {
   if constexpr (sizeof(T) == sizeof(op_type<T>)) {

@@ -1,4 +1,4 @@
-// One-bit masks on the CPU: ReLU and hardtanh gradients, dropout masks.
+// Masks of one bit an element on the CPU, for the gradients of ReLU and hardtanh and for dropout; numbers of four bits.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -23,7 +23,8 @@ struct Positive {
   }
 };
 
-// ATen's CPU kernel blocks a NaN in its vectorised part and passes it in the tail; here it is always blocked.
+// For a NaN ATen's vectorised loop stops the gradient and its scalar loop for the last elements lets it pass. Here it
+// always stops.
 template <typename O>
 struct InRange {
   O lo, hi;
@@ -63,7 +64,7 @@ MONET_BODY void pack_body(const T* x, uint8_t* out, int64_t numel, P predicate) 
 }
 MONET_FOR_EACH_ISA(pack)
 
-// 32 bits of a mask at a time: a loop over fewer is unrolled before it could be vectorised.
+// Bits of a mask that are done at a time: the compiler unrolls shorter loops before it could vectorise them.
 constexpr int64_t kWord = 32;
 
 MONET_BODY uint32_t word_of(const uint8_t* mask, int64_t word) {
@@ -185,7 +186,7 @@ void keep_where_dense(const at::Tensor& in, const at::Tensor& mask, const at::Te
   }
 }
 
-// to_packing_order, without its searching where there is nothing to do.
+// to_packing_order without its search, if the tensor already has the packing order.
 at::Tensor in_order(const at::Tensor& t, at::IntArrayRef stride, const char* op) {
   const bool same = t.is_contiguous() && (stride.empty() || stride == t.strides());
   return same ? t : to_packing_order(t, stride, op);
@@ -195,7 +196,7 @@ at::Tensor keep_where(const at::Tensor& x, const at::Tensor& mask, at::IntArrayR
   check_floating(x, "keep_where", "x");
   check_packed(mask, x.numel(), x, "keep_where");
   const at::Tensor dense = in_order(x, stride, "keep_where");
-  // A copy made for the layout is ours to overwrite.
+  // A copy that was made for the layout can be overwritten.
   const at::Tensor out = dense.is_same(x) ? at::empty_strided(dense.sizes(), dense.strides(), dense.options()) : dense;
   keep_where_dense(dense, mask, out);
   return out;

@@ -1,4 +1,4 @@
-// Max pooling on the CPU that remembers one byte per output instead of ATen's int64 index.
+// Max pooling on the CPU that keeps one byte for each output, where ATen keeps an int64 index.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -11,13 +11,13 @@
 #include "../max_pool.h"
 #include "isa.h"
 
-// A lambda that is compiled for the instruction set of the function around it.
+// Attributes of a lambda that is compiled for the instruction set of the function around it.
 #define MONET_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace monet_like {
 namespace {
 
-constexpr int64_t kGrain = 8192;  // elements that are worth a thread
+constexpr int64_t kGrain = 8192;  // fewer elements are not worth a thread
 
 // Integers as wide as the compute type, so that value and cell are selected by one vector mask.
 template <typename O>
@@ -80,8 +80,8 @@ MONET_BODY void pool_plane_body(
 }
 MONET_FOR_EACH_ISA(pool_plane)
 
-// The same for short rows, one window after the other. Which cell is the largest cannot be predicted: bits are
-// selected, without a branch.
+// The same for short rows, one window after the other. A branch on the largest cell could not be predicted, so bits are
+// selected without one.
 template <typename T>
 MONET_BODY void pool_windows_body(const T* in, T* y, uint8_t* offsets, const Window* window) {
   using O = op_type<T>;
@@ -113,9 +113,9 @@ MONET_BODY void pool_windows_body(const T* in, T* y, uint8_t* offsets, const Win
 }
 MONET_FOR_EACH_ISA(pool_windows)
 
-// Calls f(size known when compiling or 0, first channel, how many) for blocks that cover all channels. The last block
-// moves back to be whole: what it shares with the one before is done twice, which costs less than a remainder. Blocks
-// are no smaller than 32, because loops of up to 16 are unrolled before they could be vectorised.
+// Calls f(size known when compiling or 0, first channel, number of channels) for blocks that cover all channels. The
+// last block moves back to be whole: channels that two blocks share are done twice, which costs less than a remainder.
+// Blocks are no smaller than 32, because loops of up to 16 are unrolled before they could be vectorised.
 template <typename F>
 MONET_BODY void for_channel_blocks(int64_t channels, const F& f) {
   if (channels < 32) {
@@ -352,8 +352,8 @@ void scatter_pixels(
   }
 }
 
-// One input pixel of a channels-last image: the sum of the gradients of those windows [oh, end_h) x [ow, end_w) around it
-// whose cell it is, in the order of the outputs, so that the sum has scatter_pixels' bits.
+// One input pixel of a channels-last image: the sum of the gradients of the windows [oh, end_h) x [ow, end_w) around it
+// that have their maximum there, in the order of the outputs, so that the sum has the bits of scatter_pixels.
 template <int Count, typename T, typename O>
 MONET_BODY void gather_pixel(
     const T* grad, const uint8_t* offsets, T* out, const Window& w, int64_t ih, int64_t iw, int64_t oh_first,

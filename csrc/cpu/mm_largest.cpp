@@ -1,5 +1,5 @@
-// The product of a matrix with one of which only the largest elements are kept: with these alone, or, where dense
-// products are faster than that, with some of its rows at a time.
+// The product of a matrix and a matrix x of which only the largest elements are kept. It multiplies the kept elements
+// alone or, where dense products are faster, unpacks some rows of x at a time.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -20,9 +20,9 @@
 namespace monet_like {
 namespace {
 
-// Kept elements are sorted by column within groups of about so many rows, whose part of `grad` stays in the cache.
+// Rows of a group, about. Kept elements are sorted by column within a group, whose part of `grad` stays in the cache.
 constexpr int64_t kRows = 256;
-// Columns of `grad` that are done at once fill so many bytes, the sums of one column of x in registers.
+// Bytes of the columns of `grad` that are done at once, so that the sums of one column of x stay in registers.
 constexpr int64_t kTile = 256;
 
 struct Groups {
@@ -36,7 +36,7 @@ struct Groups {
   int64_t most_rows() const { return std::min(rows, blocks * Largest::kBlock / columns + 2); }
 };
 
-// Of every group the kept elements column by column, and where each column starts.
+// The kept elements of every group column by column, and the start of each column.
 template <typename T, typename O>
 void sort_by_column(const Groups& groups, const uint8_t* packed, O* values, int32_t* rows, int64_t* starts) {
   const Largest& layout = groups.layout;
@@ -77,7 +77,7 @@ void sort_by_column(const Groups& groups, const uint8_t* packed, O* values, int3
   });
 }
 
-// For every column from `first` to `last`: its sums plus each of its values times the row of `grad` that it is in.
+// Adds to the sums of every column from `first` to `last` each of its values times the row of `grad` of that value.
 template <typename O>
 MONET_BODY void add_columns_body(
     const O* grad, const O* values, const int32_t* rows, const int64_t* starts, int64_t first, int64_t last, O* sums) {
@@ -166,7 +166,7 @@ using unsigned_of =
 constexpr int64_t kDense = int64_t(1) << 22;
 constexpr int64_t kPart = int64_t(1) << 18;
 
-// How many times as fast as one of float32 a product of 16-bit floats is, roughly: by matrix units (AMX), by dot products
+// The speed of a product of 16-bit floats relative to float32, roughly: with matrix units (AMX), with dot products
 // (AVX512_BF16), or, below 1, without either.
 double speed_of_16_bits() {
 #if defined(__x86_64__)
@@ -183,7 +183,7 @@ double speed_of_16_bits() {
   return 0.5;
 }
 
-// Whether making x dense pays. In float32, the product with a sixth of the elements takes as long as that with all.
+// Whether unpacking x pays. In float32, the product with a sixth of the elements takes as long as that with all.
 bool dense_pays(at::ScalarType dtype, int64_t keep) {
   static const double of_16_bits = speed_of_16_bits();
   const double speed = c10::elementSize(dtype) == 2 ? of_16_bits : 1;
@@ -204,7 +204,7 @@ void unpack_transposed(
     for (int64_t b = begin; b < end; ++b) {
       const int64_t base = b * Largest::kBlock, n = std::min(Largest::kBlock, layout.numel - base);
       const U* kept = values + layout.kept(base);
-      // Places ascend, so that dividing once a row will do; where they do not, the cache is corrupt.
+      // Places ascend, so one division a row is enough; if they do not ascend, the cache is corrupt.
       int64_t row = base / columns, start = row * columns;
       for_kept(packed + layout.index_at(base), n, layout.kept(n), layout.places(), [&](int64_t place, int64_t k) {
         const int64_t at = base + place;

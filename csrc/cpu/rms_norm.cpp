@@ -1,4 +1,4 @@
-// RMS norm on the CPU: forward, the same from the saved reciprocal roots, and the gradient.
+// RMS norm on the CPU: the forward, the forward from saved reciprocal roots, and the gradient.
 //
 // A row is widened once into scratch that stays in the first-level cache, so the loops are compiled for float and double
 // alone; only what widens and narrows is compiled for every dtype, and every tensor may have one of its own.
@@ -19,7 +19,7 @@ namespace monet_like {
 namespace {
 
 constexpr int64_t kBlock = 4096;  // elements summed in single precision before they are added in double
-constexpr int64_t kGrain = 32768;  // elements that are worth a thread
+constexpr int64_t kGrain = 32768;  // fewer elements are not worth a thread
 
 template <typename T, typename O>
 MONET_BODY void widen_body(const T* in, O* out, int64_t n) {
@@ -105,7 +105,7 @@ void with_dtype(at::ScalarType type, const F& f) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, "rms_norm", [&] { f(scalar_t()); });
 }
 
-// Row `row` of a contiguous tensor as O: its own memory if that is its dtype, else in `scratch`.
+// Row `row` of a contiguous tensor in type O: its own memory if it has that dtype, else a copy in `scratch`.
 template <typename O>
 const O* row_of(const at::Tensor& t, int64_t row, int64_t width, O* scratch) {
   const char* data = static_cast<const char*>(t.const_data_ptr()) + row * width * t.element_size();
@@ -118,7 +118,7 @@ const O* row_of(const at::Tensor& t, int64_t row, int64_t width, O* scratch) {
   return scratch;
 }
 
-// The weight in the type of the computation; ones without one.
+// The weight in the type of the computation; ones if there is no weight.
 template <typename O>
 std::vector<O> weights(const std::optional<at::Tensor>& weight, int64_t width) {
   std::vector<O> found(width, O(1));
@@ -136,7 +136,7 @@ int64_t grain_of(int64_t width) {
   return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width));
 }
 
-// y, and rstd where it is not given.
+// Computes y, and rstd if it is not given.
 template <typename O>
 void forward(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const RowShape& shape, double eps, bool rounded,
