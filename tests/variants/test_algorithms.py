@@ -27,7 +27,8 @@ from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import REFUSED, Cost, Program, Task
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
-from monet_like.plan import plan, store_all
+from monet_like.plan import plan
+from monet_like.plan.baseline import store_all
 from monet_like.plan.budgets import fits, smallest_budget
 from monet_like.plan.subprogram import without_refused
 from monet_like.profile.devices import DEVICES

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import math
-import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,15 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from dropped_models import (
+    LAYERS,
+    MODELS,
+    Attention,
+    Made,
+    batch_normed,
+    dropped,
+    expected_weight_gradients,
+)
 from random_schedules import random_schedule
 from replays import costs_of, replayed
 from torch import Tensor, nn
@@ -23,126 +29,18 @@ from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
 from monet_like.capture.precision import autocast_as
 from monet_like.cli.commands import inspect_command, schedule_command, solve_command
-from monet_like.errors import UsageError
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
-from monet_like.nn.dropit import STRATEGIES
 from monet_like.ops import caches
 from monet_like.ops.caches import LARGEST_BLOCK, int8_bytes, kept_of_block, largest_bytes, largest_kept
-from monet_like.plan import store_all
+from monet_like.plan.baseline import store_all
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 from monet_like.variants import admitted, with_variants
 
-transformers_utils = pytest.importorskip("transformers.pytorch_utils")
 FULL = "inplace_conv_multiway_newnode"
-
-
-class Attention(nn.Module):
-    """A small pre-norm transformer block, its layers of Hugging Face's and PyTorch's kind."""
-
-    def __init__(self, width: int = 32, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv = transformers_utils.Conv1D(3 * width, width)
-        self.out = nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(*heads)
-        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(-2)))
-        out: Tensor = x + self.drop(self.narrow(nn.functional.gelu(self.wide(self.norms[1](x)))))
-        return out
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 36), nn.Tanh(), nn.Linear(36, 8, bias=False))
-
-
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.GELU(),
-        nn.Conv2d(8, 12, 3, padding="same", groups=2),
-        nn.SiLU(),
-        nn.Conv2d(12, 6, 3, stride=2, padding=1, dilation=2, bias=False),
-    )
-
-
-def batch_normed() -> nn.Module:
-    blocks = [
-        layer
-        for channels in (3, 16, 16, 16)
-        for layer in (nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-    ]
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
-
-
-Made = tuple[nn.Module, tuple[Tensor, ...]]
-
-MODELS: Mapping[str, Callable[[], Made]] = {
-    "mlp": lambda: (mlp(), (torch.randn(9, 24, requires_grad=True),)),
-    "three_dimensions": lambda: (mlp(), (torch.randn(4, 5, 24, requires_grad=True),)),
-    "bfloat16": lambda: (mlp().bfloat16(), (torch.randn(9, 24).bfloat16().requires_grad_(),)),
-    "attention": lambda: (Attention(), (torch.randn(2, 6, 32, requires_grad=True),)),
-    "convolutions": lambda: (convolutions(), (torch.randn(2, 3, 13, 12, requires_grad=True),)),
-    "channels_last": lambda: (
-        convolutions().to(memory_format=torch.channels_last),
-        (torch.randn(2, 3, 13, 12).to(memory_format=torch.channels_last).requires_grad_(),),
-    ),
-    "strided": lambda: (mlp(), (torch.randn(24, 9).t().requires_grad_(),)),
-    "batch_normed": lambda: (batch_normed(), (torch.randn(4, 3, 10, 10, requires_grad=True),)),
-}
-LAYERS = (nn.Linear, nn.Conv2d, transformers_utils.Conv1D)
-
-
-def dropped(x: Tensor, share: float) -> Tensor:
-    """The definition: of every block in memory order all but the largest magnitudes are zero."""
-    order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
-    dense = x.permute(order)
-    if not dense.is_contiguous():
-        order, dense = list(range(x.dim())), x.contiguous()
-    flat = dense.reshape(-1).clone()
-    for start in range(0, len(flat), LARGEST_BLOCK):
-        block = flat[start : start + LARGEST_BLOCK]
-        kept = math.ceil(len(block) * (LARGEST_BLOCK - round(share * LARGEST_BLOCK)) / LARGEST_BLOCK)
-        block[block.abs().sort(descending=True, stable=True).indices[kept:]] = 0
-    return flat.view(dense.shape).permute([order.index(d) for d in range(x.dim())])
-
-
-def expected_weight_gradients(made: Made, drop: Callable[[Tensor], Tensor], first: bool = False) -> dict[str, Tensor]:
-    """Of every layer: its own gradient where it reads, in the backward alone, what is left after dropping.
-
-    Without ``first`` a layer that reads the model's input, which is there anyhow, is left out.
-    """
-    model, args = made
-    model = twin(model)
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def watch(name: str, layer: nn.Module) -> None:
-        def hook(_: nn.Module, given: Any, out: Tensor) -> None:
-            kept = given[0].detach()
-            if first or given[0].data_ptr() != args[0].data_ptr():
-                out.register_hook(lambda grad: seen.__setitem__(name, (kept, grad.detach().clone())))
-
-        layer.register_forward_hook(hook)
-
-    for name, layer in model.named_modules():
-        if type(layer) in LAYERS:
-            watch(name, layer)
-    run(model, args, {})
-    found = {}
-    for name, (x, grad) in seen.items():
-        layer = copy.deepcopy(model.get_submodule(name))
-        layer._forward_hooks.clear()
-        layer.zero_grad()
-        layer(drop(x)).backward(grad)
-        found[f"gradient {name}.weight"] = layer.weight.grad
-    return found
 
 
 def with_ways(captured: Captured, variant: str, *others: str) -> Schedule:
@@ -523,134 +421,3 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # ---- without a planner ----
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("share", [0.5, 0.9])
-def test_changed_layers(name: str, share: float) -> None:
-    model, args = made = MODELS[name]()
-    plain = run(twin(model), args, {})
-    changed = monet_like.to_dropit(twin(model), gamma=share)
-    outcome = run(changed, args, {})
-    wanted = expected_weight_gradients(made, lambda x: dropped(x, share), first=True)
-    changed_keys = {key for key, difference in plain.differences(outcome).items() if difference}
-    assert changed_keys <= set(wanted)
-    assert changed_keys == set(wanted) or share == 0.5  # a ReLU's zeros can be dropped
-    for key, gradient in wanted.items():
-        found = outcome.gradients[key.removeprefix("gradient ")]
-        assert found is not None
-        assert float((found - gradient).norm() / gradient.norm()) <= (0.01 if name == "bfloat16" else 1e-6), key
-
-
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_every_strategy_keeps_about_what_it_should(strategy: str) -> None:
-    for name in ("mlp", "channels_last"):
-        model, args = MODELS[name]()
-        plain = run(twin(model), args, {})
-        changed = monet_like.to_dropit(twin(model), strategy, 0.75)
-        torch.manual_seed(5)
-        drawn = torch.rand(3)
-        torch.manual_seed(5)
-        differences = plain.differences(run(changed, args, {}))
-        weights = {f"gradient {n}.weight" for n, layer in model.named_modules() if type(layer) in LAYERS}
-        assert {key for key, difference in differences.items() if difference} == weights
-        torch.manual_seed(5)
-        with torch.no_grad():
-            changed(*args)
-        assert torch.equal(torch.rand(3), drawn)
-    x = torch.randn(2, 16, 20, 20)
-    chosen_strategy = STRATEGIES[strategy]
-    packed = chosen_strategy.pack(x, 0.75, 1)
-    layout = monet_like.nn.dropit.Layout(x.shape, x.stride(), x.dtype, x.device)
-    back = chosen_strategy.unpack(packed, 0.75, 1, layout)
-    kept = back != 0
-    assert torch.equal(back[kept], x[kept])
-    assert abs(int(kept.sum()) / x.numel() - 0.25) <= (0.02 if strategy == "sigma" else 0.001)
-    if strategy in ("largest", "sigma", "block"):
-        assert x[kept].abs().min() > x[~kept].abs().max() - 0.05  # sigma: from the mean
-
-
-def test_saved_bytes_are_the_caches() -> None:
-    layer = monet_like.to_dropit(nn.Linear(256, 64), gamma=0.9)
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(0 if t is layer.weight else t.untyped_storage().nbytes()) or t, lambda t: t
-    ):
-        layer(torch.randn(512, 256))
-    assert sum(saved) == largest_bytes(512 * 256, 1638, 4)
-
-
-def test_autocast_of_changed_layers() -> None:
-    model, args = MODELS["attention"]()
-    with torch.autocast("cpu", torch.bfloat16):
-        plain, outcome = run(twin(model), args, {}), run(monet_like.to_dropit(twin(model), gamma=0.5), args, {})
-    weights = {f"gradient {name}.weight" for name in ("qkv", "out", "wide", "narrow")}
-    assert {key for key, difference in plain.differences(outcome).items() if difference} == weights
-
-
-def test_a_changed_model_is_still_that_model() -> None:
-    model = Attention()
-    model.out.no_dropit = True
-    names, keys = [n for n, _ in model.named_modules()], list(model.state_dict())
-    changed = monet_like.to_dropit(model, gamma=0.9)
-    assert changed is model and type(model.out) is nn.Linear
-    assert [n for n, _ in changed.named_modules()] == names and list(changed.state_dict()) == keys
-    x = torch.randn(2, 6, 32)
-    loss = changed(x).sum()
-    loss.backward(retain_graph=True)
-    once = {n: p.grad.clone() for n, p in changed.named_parameters() if p.grad is not None}
-    loss.backward()
-    assert all(torch.equal(p.grad, 2 * once[n]) for n, p in changed.named_parameters() if p.grad is not None)
-    for other in (copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
-        assert type(other.qkv) is type(changed.qkv) and torch.equal(other(x), changed(x))
-    with torch.no_grad():
-        assert changed(x).grad_fn is None
-    again = monet_like.to_dropit(changed, "largest", 0.5)
-    assert again.wide.dropped.strategy == "largest" and type(again.wide).__mro__[2] is nn.Module
-
-
-def test_nothing_dropped_is_bit_equal() -> None:
-    for name in ("attention", "convolutions"):
-        model, args = MODELS[name]()
-        plain = run(twin(model), args, {})
-        assert set(plain.differences(run(monet_like.to_dropit(twin(model), gamma=0), args, {})).values()) == {0.0}
-
-
-@pytest.mark.parametrize("mode", ["reflect", "circular", "replicate", "zeros"])
-@pytest.mark.parametrize("padding", ["same", (2, 1)])
-def test_padding_of_every_kind(mode: str, padding: Any) -> None:
-    model = nn.Sequential(nn.GELU(), nn.Conv2d(3, 4, (4, 3), padding=padding, padding_mode=mode))
-    args = (torch.randn(2, 3, 9, 8, requires_grad=True),)
-    plain, outcome = run(twin(model), args, {}), run(monet_like.to_dropit(twin(model)), args, {})
-    assert {key for key, difference in plain.differences(outcome).items() if difference} == {"gradient 1.weight"}
-
-
-def test_what_cannot_be_dropped_is_said() -> None:
-    with pytest.raises(UsageError) as caught:
-        monet_like.to_dropit(mlp(), "vrandom")
-    assert str(caught.value) == "strategy 'vrandom' is unknown; choose one of block, largest, random, channel, sigma"
-    for share in (1.0, -0.1, math.nan):
-        with pytest.raises(UsageError) as caught:
-            monet_like.to_dropit(mlp(), gamma=share)
-        assert str(caught.value) == (
-            f"gamma {share!r} is the share of elements to drop; give a number of at least 0 and below 1"
-        )
-    with pytest.raises(UsageError) as caught:
-        monet_like.to_dropit(nn.ReLU())
-    assert str(caught.value) == (
-        "ReLU has no layer to drop for; these are nn.Linear, nn.Conv2d and Hugging Face's Conv1D without the attribute "
-        "no_dropit"
-    )
-
-
-def test_freed_bytes_are_told_by_layer() -> None:
-    from monet_like.nn.dropit import freed_bytes, to_dropit
-
-    model = to_dropit(
-        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)), "block", 0.5
-    )
-    assert freed_bytes(model) == {"0": 0, "2": 0}
-    model(torch.randn(32, 64)).sum().backward()
-    elements = 32 * 64
-    most = elements * 4 - elements // 2 * 4  # if places took nothing
-    assert all(0 < freed < most for freed in freed_bytes(model).values())

@@ -16,7 +16,7 @@ from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
 from monet_like.ir.schedule import Schedule, prune
 from monet_like.ir.simulate import simulate
-from monet_like.plan import store_all
+from monet_like.plan.baseline import store_all
 from monet_like.profile.measure import allocated_peak
 from monet_like.profile.roofline import flops
 from monet_like.replay.wrapper import ScheduleWrapper

@@ -18,7 +18,7 @@ from zoo import SpelledRMSNorm, decoder
 from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
 from monet_like.ir.schedule import Schedule, prune
-from monet_like.plan import store_all
+from monet_like.plan.baseline import store_all
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
 

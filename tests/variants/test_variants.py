@@ -17,7 +17,7 @@ from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
 from monet_like.ir.mode import MONET_MODES, parse_mode
 from monet_like.ir.program import Task
-from monet_like.plan import store_all
+from monet_like.plan.baseline import store_all
 from monet_like.profile.roofline import flops, touched_bytes
 from monet_like.variants import admitted, with_variants
 
