@@ -31,8 +31,8 @@ from monet_like.plan.subprogram import without_overlap
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import status_bytes
 from monet_like.profile.roofline import roofline
-from monet_like.replay.training_step import offload
 from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.runtime import offload
 from monet_like.units import MIB
 from monet_like.variants import admitted, with_variants
 from monet_like.variants.offload import LEAST_BYTES
