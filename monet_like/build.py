@@ -72,7 +72,7 @@ def source_directory() -> Path:
     """csrc/, in a checkout or beside the installed package."""
     folder = shipped_folder("csrc")
     if folder is None:
-        raise KernelBuildError(f"the C++ sources (csrc/) are not there, beside or in {Path(__file__).parents[1]}")
+        raise KernelBuildError(f"the C++ sources (csrc/) are not there, beside or in {Path(__file__).parent}")
     return folder
 
 
