@@ -55,12 +55,12 @@ class KernelBuildError(MonetError):
 
 
 def library_path(part: str = "kernels") -> Path:
-    """The path of a compiled library: ``kernels``, ``kernels_cuda``, ``kernels_cudnn`` or ``search``."""
+    """Path of a compiled library, built or not: ``kernels``, ``kernels_cuda``, ``kernels_cudnn`` or ``search``."""
     return Path(__file__).resolve().parent / "lib" / f"monet_like_{part}.so"
 
 
 def manifest() -> dict[str, str]:
-    """The note on what the compiled libraries were built from; empty if there are none."""
+    """The note beside the libraries: the torch they were built for, and whether CUDA's are there; empty if none are."""
     try:
         found = json.loads(library_path().with_suffix(".json").read_text())
     except (OSError, ValueError):
@@ -69,7 +69,7 @@ def manifest() -> dict[str, str]:
 
 
 def source_directory() -> Path:
-    """csrc/, in a checkout or beside the installed package."""
+    """The folder of the C++ sources, csrc/, in a checkout or beside the installed package."""
     folder = shipped_folder("csrc")
     if folder is None:
         raise KernelBuildError(f"the C++ sources (csrc/) are not there, beside or in {Path(__file__).parent}")
@@ -98,7 +98,7 @@ class _Toolchain:
 
 
 def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = False) -> list[Path]:
-    """Compile what is out of date; return the libraries and the note that belongs to them.
+    """Compile the libraries that are out of date; returns the paths of all libraries and of the note beside them.
 
     Args:
         cuda: also compile the CUDA sources; None decides as described at the top of this file.
@@ -136,7 +136,7 @@ def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = Fals
 
 
 def _unless_it_fails(command: Sequence[str], library: Path, verbose: bool) -> list[Path]:
-    """Run ``command``; if it fails, print why and return nothing, since all else works without its result."""
+    """Run a command that makes a library, and return the library; if it fails print why: all else works without it."""
     try:
         _run(command, verbose)
     except KernelBuildError as error:
@@ -146,7 +146,7 @@ def _unless_it_fails(command: Sequence[str], library: Path, verbose: bool) -> li
 
 
 def _rules(tools: _Toolchain, source: Path) -> str:
-    """The build file for ninja. A new torch changes the commands, so that everything is compiled again."""
+    """The text of ninja's build file. A new torch changes the commands, so everything is compiled anew."""
     from ninja import ninja_syntax
 
     text = io.StringIO()
@@ -191,7 +191,7 @@ def _rules(tools: _Toolchain, source: Path) -> str:
 
 
 def _shell(words: Sequence[str]) -> str:
-    """Quote the words of a command for ninja and the shell."""
+    """The words of a command, quoted for ninja and the shell."""
     from ninja import ninja_syntax
 
     return str(ninja_syntax.escape(shlex.join(words)))
@@ -245,7 +245,7 @@ def find_nvcc() -> str | None:
 
 
 def _find_cudnn(torch_root: Path) -> _Cudnn | None:
-    """Headers and library of the cuDNN that torch runs; None without them, or where they lack what csrc/cudnn calls."""
+    """Headers and library of the cuDNN that torch runs; None if missing or too old for csrc/cudnn."""
     import torch
 
     runs = torch.backends.cudnn.version() or 0
@@ -299,7 +299,7 @@ def _toolchain(cuda: bool | None) -> _Toolchain:
 
 
 def _cuda_compiler(cuda: bool | None) -> str | None:
-    """nvcc if the CUDA sources are to be compiled, else None."""
+    """Path of nvcc if the CUDA sources are to be compiled, else None."""
     import torch
 
     asked: bool | None = cuda
