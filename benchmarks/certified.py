@@ -17,9 +17,9 @@ from monet_like.compiler.pipeline import Prepared, prepare
 from monet_like.compiler.problem import Problem, read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.ir.profile_file import Profile
+from monet_like.ir.units import format_seconds
 from monet_like.plan.ilp.search import Search
 from monet_like.profile.devices import DEVICES
-from monet_like.units import format_seconds
 
 CPU = torch.device("cpu")
 FULL = "inplace_conv_multiway_newnode"

@@ -19,9 +19,9 @@ from monet_like.cli.output import draw, write_table
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.problem import read_problem
 from monet_like.files import write_atomically
+from monet_like.ir.units import format_bytes, format_seconds
 from monet_like.plan.budgets import Point, pareto
 from monet_like.profile.devices import DEVICES
-from monet_like.units import format_bytes, format_seconds
 
 FOLDER = Path(__file__).parent / "results" / "fronts"
 CPU = torch.device("cpu")

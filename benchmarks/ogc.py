@@ -22,11 +22,11 @@ from monet_like.compiler.pipeline import Prepared, plan_for, prepare
 from monet_like.compiler.problem import read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
+from monet_like.ir.units import MIB
 from monet_like.plan import Plan
 from monet_like.plan.budgets import smallest_budget
 from monet_like.plan.strategies.checkpointing import NO_LIMIT
 from monet_like.profile.devices import DEVICES
-from monet_like.units import MIB
 
 CPU = torch.device("cpu")
 LIMITS = DEVICES["rtx2080ti"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from monet_like.files import shipped_folder
-from monet_like.units import format_bytes, format_seconds
+from monet_like.ir.units import format_bytes, format_seconds
 
 Rows = dict[tuple[str, str], dict[str, Any]]
 

@@ -17,8 +17,8 @@ from monet_like.capture.captured import fake_mode
 from monet_like.compiler.pipeline import Compiled, compile_schedule
 from monet_like.compiler.request import Request
 from monet_like.ir.simulate import Report
+from monet_like.ir.units import GIB
 from monet_like.profile.devices import DEVICES
-from monet_like.units import GIB
 from scripts import house
 
 matplotlib.use("Agg")
@@ -117,7 +117,7 @@ def draw_memory(path: Path) -> None:
 def draw_house(path: Path) -> None:
     """The packages and modules at the root, each above all that it imports; arrows that others imply are left out."""
     graph = house.boxes(house.arrows())
-    graph.remove_nodes_from(["__init__", "__main__", "_version", "errors", "units", "interrupts"])
+    graph.remove_nodes_from(["__init__", "__main__", "_version", "errors", "interrupts", "dropit"])
     floors = [sorted(names) for names in nx.topological_generations(graph.reverse())]
     figure, axes = pyplot.subplots(figsize=(8.6, 5.6), layout="constrained")
     axes.set(xlim=(-0.6, 5.5), ylim=(-0.4, len(floors) - 0.6))

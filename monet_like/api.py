@@ -25,11 +25,11 @@ from .errors import ScheduleFileError, UsageError
 from .files import cache_folder
 from .ir.profile_file import Profile
 from .ir.schedule_file import ScheduleRecord
+from .ir.units import MOST_BYTES, parse_bytes
 from .profile.devices import device_name, device_slug
 from .profile.settings import settings_digest
 from .replay.compatibility import exceeds, mismatch
 from .replay.wrapper import ScheduleWrapper
-from .units import MOST_BYTES, parse_bytes
 
 #: Everything that is exact.
 ALL_VARIANTS = "inplace_conv_multiway_newnode"

@@ -17,7 +17,7 @@ PACKAGE = "monet_like"
 #: Boxes from the lowest on; those of one line import none of each other. A box imports only from lines above its own.
 ORDER = (
     ("errors",),
-    ("units", "interrupts", "_version"),
+    ("interrupts", "_version"),
     ("files",),
     ("build", "ir"),
     ("ops", "solvers"),
@@ -27,7 +27,7 @@ ORDER = (
     ("compiler",),
     ("zoo",),
     ("replay",),
-    ("api", "report"),
+    ("api", "dropit", "report"),
     ("cli",),
     ("__init__", "__main__"),
 )

@@ -22,13 +22,13 @@ from ..errors import ProfileError, UsageError
 from ..ir.profile_file import Profile
 from ..ir.program import Cost
 from ..ir.simulate import Report, simulate
+from ..ir.units import format_bytes
 from ..plan.budgets import fits
 from ..profile.cublas import measured_bytes, multiplies
 from ..profile.devices import DEVICES, DeviceLimits, device_name
 from ..profile.profiler import Progress
 from ..profile.roofline import roofline
 from ..profile.scaling import matched, on_line
-from ..units import format_bytes
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from ..errors import UsageError
 from ..ir.program import Program
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import simulate
+from ..ir.units import format_bytes, format_seconds
 from ..plan.baseline import plain_report
 from ..plan.strategies.checkpointing import NO_LIMIT
 from ..profile.measure import allocated_peak
 from ..replay.verify import real_example, same_step, step_peak, step_seconds, train_step
 from ..replay.wrapper import ScheduleWrapper
-from ..units import format_bytes, format_seconds
 from .prepare import CostSource, read_budgets
 from .terminal import Terminal, aligned_table
 

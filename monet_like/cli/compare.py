@@ -8,10 +8,10 @@ from typing import Any
 from ..compiler.pipeline import Prepared, strategy_points
 from ..compiler.problem import Problem
 from ..errors import UsageError
+from ..ir.units import format_bytes, format_seconds
 from ..plan import STRATEGIES
 from ..plan.budgets import Point, pareto, seconds_per_gigabyte, smallest_budget
 from ..plan.strategies import check_strategy
-from ..units import format_bytes, format_seconds
 from .output import check_results, draw, write_table
 from .prepare import read_and_prepare, read_budgets
 from .terminal import Terminal, aligned_table

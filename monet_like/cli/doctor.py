@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from ..files import cache_folder
-from ..units import format_bytes
+from ..ir.units import format_bytes
 
 State = Literal["ok", "absent", "broken"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from ..ir.schedule_file import ScheduleRecord
-from ..units import format_bytes, format_seconds
+from ..ir.units import format_bytes, format_seconds
 from .terminal import Terminal, aligned_table
 
 

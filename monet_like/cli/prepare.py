@@ -12,8 +12,8 @@ from ..compiler.problem import Problem, read_problem
 from ..errors import UsageError
 from ..files import check_writable
 from ..ir.profile_file import Profile
+from ..ir.units import parse_bytes
 from ..profile.devices import DEVICES, DeviceLimits, device_slug
-from ..units import parse_bytes
 from .terminal import Progress, Terminal
 
 #: Where schedules and profiles are written.

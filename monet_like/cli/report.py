@@ -14,6 +14,7 @@ from ..compiler.request import captured_for
 from ..errors import UsageError
 from ..files import check_writable, write_atomically
 from ..ir.schedule_file import ScheduleRecord
+from ..ir.units import format_bytes, format_seconds
 from ..models import is_registered
 from ..plan import STRATEGIES
 from ..profile.cublas import multiplies
@@ -24,7 +25,6 @@ from ..report.charts import Fronts
 from ..report.figures import course, plain_course
 from ..report.live import live_step
 from ..report.page import Figures, charts, numbers, page, pictures, vega
-from ..units import format_bytes, format_seconds
 from .prepare import CostSource
 from .terminal import Terminal, aligned_table
 

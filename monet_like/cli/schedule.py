@@ -19,9 +19,9 @@ from ..compiler.problem import Problem, read_problem
 from ..errors import UsageError
 from ..ir.mode import parse_mode
 from ..ir.schedule_file import ScheduleRecord
+from ..ir.units import format_bytes, format_seconds
 from ..replay.verify import real_example, same_step, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
-from ..units import format_bytes, format_seconds
 from .prepare import SOLUTIONS
 from .terminal import Terminal, aligned_table
 

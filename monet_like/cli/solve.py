@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from ..units import format_bytes, format_seconds
+from ..ir.units import format_bytes, format_seconds
 from .inspect import add_counts, bound_in_words, summary
 from .terminal import aligned_table
 

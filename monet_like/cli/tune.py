@@ -17,12 +17,12 @@ from ..compiler.pipeline import default_names, make_record, plan_for
 from ..compiler.problem import Problem, parse_batch, read_problem
 from ..errors import MonetError, UsageError
 from ..ir.profile_file import Profile
+from ..ir.units import format_bytes, format_seconds
 from ..plan import Plan
 from ..plan.budgets import fits
 from ..profile.devices import DeviceLimits
 from ..replay.verify import real_example, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
-from ..units import format_bytes, format_seconds
 from .batch_search import Batches, Trial, Tuner, largest_power
 from .output import check_results, draw, write_table
 from .prepare import SOLUTIONS, CostSource, read_profile

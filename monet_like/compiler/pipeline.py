@@ -22,6 +22,7 @@ from ..ir.program import REFUSED, Cost, Program
 from ..ir.schedule import kept_values
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import Report, simulate
+from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import among
 from ..plan import Plan, plan
 from ..plan.baseline import plain_report
@@ -29,7 +30,6 @@ from ..profile.cublas import multiplies, schedule_multiplies
 from ..profile.devices import DeviceLimits
 from ..profile.profiler import Progress
 from ..profile.settings import versions
-from ..units import format_bytes
 from .costs import profiled
 from .request import Request, captured_for, optimizer_bytes
 

@@ -14,9 +14,9 @@ from ..capture.example_inputs import Example
 from ..capture.precision import AUTOCASTS, LAYOUTS, in_layout
 from ..errors import UsageError
 from ..ir.mode import parse_mode
+from ..ir.units import MOST_SECONDS, parse_bytes
 from ..models import ModelSpec, build_model, told
 from ..nn.sync_batch_norm import is_synchronised
-from ..units import MOST_SECONDS, parse_bytes
 from .request import Request, optimizer_bytes
 
 #: Of a solver, and that share statistics: more than any machine has.

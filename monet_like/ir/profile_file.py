@@ -10,9 +10,9 @@ from typing import Any
 
 from ..errors import ScheduleFileError
 from ..files import read_text, write_atomically
-from ..units import format_bytes, format_seconds
 from .display import html_table
 from .program import REFUSED, Cost
+from .units import format_bytes, format_seconds
 
 FORMAT = "monet_like profile"
 VERSION = 1

@@ -19,8 +19,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..errors import MonetError
-from ..units import format_bytes
 from .display import html_table
+from .units import format_bytes
 
 ValueKind = Literal["parameter", "buffer", "input", "forward", "backward"]
 Runs = Literal["both", "first", "again"]

@@ -10,10 +10,10 @@ from typing import Any
 
 from ..errors import ScheduleFileError
 from ..files import read_bytes, write_atomically
-from ..units import format_bytes, format_seconds
 from .display import html_table
 from .plain_pickle import dump_plain, load_plain
 from .schedule import Schedule
+from .units import format_bytes, format_seconds
 
 FORMAT = "monet_like schedule"
 #: 4: the fingerprint knows arguments, and no names but those of parameters, buffers and inputs.

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import ProfileError, ScheduleError
-from ..units import format_bytes, format_seconds
 from .program import FREE, Cost, Program, Task
 from .schedule import Schedule
+from .units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import SolverError, UsageError
 from ..ir.program import Cost, Program
-from ..units import MOST_BYTES, MOST_SECONDS, format_bytes
+from ..ir.units import MOST_BYTES, MOST_SECONDS, format_bytes
 from .baseline import store_all
 from .result import Plan
 from .strategies import STRATEGIES, check_strategy

@@ -8,7 +8,7 @@ from math import inf
 
 from ..ir.program import Cost, Program, Task
 from ..ir.simulate import cost_of
-from ..units import MIB
+from ..ir.units import MIB
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Literal
 from ..ir.display import html_table
 from ..ir.schedule import Schedule
 from ..ir.simulate import Report
-from ..units import format_bytes, format_seconds
+from ..ir.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..units import GIB
+from ..ir.units import GIB
 from .cublas import default_bytes
 
 pass

@@ -8,8 +8,8 @@ import torch
 
 from ..errors import MonetError
 from ..ir.schedule_file import ScheduleRecord
+from ..ir.units import format_bytes
 from ..profile.measure import have_workspaces
-from ..units import format_bytes
 
 
 def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | None = None) -> int:

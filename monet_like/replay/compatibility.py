@@ -19,9 +19,9 @@ from ..capture.precision import autocast_name, weights_layout
 from ..errors import ScheduleError, ScheduleFileError
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import Free, simulate
+from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import among
 from ..profile.devices import Machine, machine_at, planned_for
-from ..units import format_bytes
 from .twins import workspaces_of_twins
 
 #: Memory and rates that differ by less are taken to be the same: datasheets round, cards reserve some for themselves.

@@ -25,9 +25,9 @@ from ..errors import ScheduleFileError, UsageError
 from ..ir.program import Program, Task
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
+from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import is_synchronised, world
 from ..profile.devices import known_limits, machine_at
-from ..units import format_bytes
 from ..variants import admitted
 from .compatibility import check_program, check_shapes, mismatch, warn_elsewhere
 from .inductor import check_inductor

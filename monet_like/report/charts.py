@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..units import GIB, KIB, MIB
+from ..ir.units import GIB, KIB, MIB
 from .figures import KINDS, Course, groups
 from .live import Live
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..ir.schedule_file import ScheduleRecord
-from ..units import format_bytes, format_seconds
+from ..ir.units import format_bytes, format_seconds
 from .charts import (
     OURS,
     PLAIN,

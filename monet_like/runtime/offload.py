@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MonetError
-from ..units import MIB, format_bytes
+from ..ir.units import MIB, format_bytes
 
 #: A file is written and read in pieces of this size, so that no more of it is in the process's memory at once.
 _PIECE_BYTES = 8 * MIB

@@ -12,8 +12,8 @@ from monet_like.ir.program import REFUSED, Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.schedule_file import InputSpec, ScheduleRecord
 from monet_like.ir.simulate import simulate
+from monet_like.ir.units import KIB, MIB
 from monet_like.plan.result import Plan
-from monet_like.units import KIB, MIB
 
 PROGRAM = Program(
     values=(

@@ -8,7 +8,7 @@ import pytest
 
 from monet_like.errors import MonetError, UsageError
 from monet_like.ir.mode import MONET_MODES, WORDS, dropit_share, dropit_word, is_lossy, parse_mode
-from monet_like.units import GIB, KIB, MIB, format_bytes, format_seconds, parse_bytes
+from monet_like.ir.units import GIB, KIB, MIB, format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -155,3 +155,16 @@ def test_freed_bytes_are_told_by_layer() -> None:
     elements = 32 * 64
     most = elements * 4 - elements // 2 * 4  # if places took nothing
     assert all(0 < freed < most for freed in freed_bytes(model).values())
+
+
+def test_a_model_pickled_before_the_layers_moved_loads() -> None:
+    """Pickles of the first version name `monet_like.dropit`."""
+    changed = monet_like.to_dropit(nn.Sequential(nn.Linear(8, 8), nn.Conv2d(3, 4, 3)), gamma=0.5)
+    # Protocol 2 has names in lines of their own, so that they can be replaced.
+    now = pickle.dumps(changed, protocol=2)
+    before = now.replace(b"cmonet_like.nn.dropit\n", b"cmonet_like.dropit\n")
+    assert before != now
+    loaded = pickle.loads(before)
+    assert [type(layer) for layer in loaded] == [type(layer) for layer in changed]
+    with pytest.raises(AttributeError, match="has no attribute 'Gone'"):
+        pickle.loads(b"cmonet_like.dropit\nGone\n.")

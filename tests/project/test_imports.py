@@ -42,7 +42,7 @@ PURE = (
     "ir.profile_file",
     "files",
     "ir.mode",
-    "units",
+    "ir.units",
     "errors",
     "ir.schedule_file",
     "plan",

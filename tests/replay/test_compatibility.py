@@ -24,12 +24,12 @@ from monet_like.errors import CaptureError
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost, Task
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.units import GIB
 from monet_like.models import build_model
 from monet_like.profile.devices import DEVICES, Machine, known_limits, machine_at, planned_for
 from monet_like.profile.roofline import roofline
 from monet_like.replay import compatibility
 from monet_like.replay.compatibility import difference, warn_elsewhere
-from monet_like.units import GIB
 from monet_like.variants import admitted
 
 CUDA = torch.device("cuda", 0)

@@ -15,11 +15,11 @@ from training import run, twin
 
 from monet_like.capture.lowering import capture
 from monet_like.ir.simulate import simulate
+from monet_like.ir.units import MIB
 from monet_like.plan import store_all
 from monet_like.plan.baseline import plain_report
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.runtime.operators import BINDINGS, overload
-from monet_like.units import MIB
 from monet_like.variants import admitted
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from monet_like.ir.units import MIB
 from monet_like.profile.measure import seconds_of
-from monet_like.units import MIB
 
 _CHILD = """
 import ctypes, gc, sys, json, torch, torchvision

@@ -23,6 +23,7 @@ from monet_like.errors import MonetError
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import cost_of, simulate
+from monet_like.ir.units import MIB
 from monet_like.plan import plan
 from monet_like.plan.baseline import store_all
 from monet_like.plan.budgets import pareto, smallest_budget
@@ -33,7 +34,6 @@ from monet_like.profile.measure import status_bytes
 from monet_like.profile.roofline import roofline
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime import offload
-from monet_like.units import MIB
 from monet_like.variants import admitted, with_variants
 from monet_like.variants.offload import LEAST_BYTES
 

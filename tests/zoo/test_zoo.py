@@ -25,9 +25,9 @@ from monet_like.cli.zoo.table import BEGIN, END, markdown, summary, write_into
 from monet_like.errors import MonetError, ScheduleFileError, UsageError
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.units import GIB
 from monet_like.models import build_model
 from monet_like.profile.devices import DEVICES
-from monet_like.units import GIB
 from monet_like.zoo import download as downloading
 from monet_like.zoo import model_file
 from monet_like.zoo.catalogue import CATALOGUE, PROFILES, Entry

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from ...errors import MonetError, UsageError
-from ...units import format_bytes, format_seconds
+from ...ir.units import format_bytes, format_seconds
 from ...zoo.download import cached_path, download, find_record
 from ...zoo.registry import Listed, Registry, zoo_folder
 from ..inspect import show_record

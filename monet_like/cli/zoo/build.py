@@ -31,10 +31,10 @@ from ...ir.profile_file import Profile
 from ...ir.program import Cost
 from ...ir.schedule_file import ScheduleRecord
 from ...ir.simulate import simulate
+from ...ir.units import GIB, parse_bytes
 from ...plan.ilp.search import Search
 from ...profile.devices import DEVICES, DeviceLimits
 from ...profile.roofline import ROOFLINE_VERSION
-from ...units import GIB, parse_bytes
 from ...zoo.catalogue import CATALOGUE, MODE, PROFILES, Entry
 from ...zoo.model_file import SUFFIX
 from ...zoo.registry import FILE_NAME, Listed, Refused, Registry

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...errors import UsageError
 from ...files import write_atomically
-from ...units import GIB, format_seconds
+from ...ir.units import GIB, format_seconds
 from ...zoo.registry import Listed, Refused, Registry, place
 
 BEGIN, END = "<!-- zoo table: begin (monet-like zoo table) -->", "<!-- zoo table: end -->"

@@ -16,7 +16,7 @@ from ...errors import SolverError
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report, simulate
-from ...units import format_seconds
+from ...ir.units import format_seconds
 from ..result import Plan
 
 BoundKind = Literal["unrestricted", "restricted"]

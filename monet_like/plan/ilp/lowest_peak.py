@@ -19,7 +19,7 @@ from ...errors import InfeasibleError, SolverError
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report, simulate
-from ...units import format_bytes
+from ...ir.units import format_bytes
 from ..analysis import find_needs, floor_bytes
 from ..local_search.searcher import find_start, smallest_known
 from .decode import decode, encode

@@ -25,8 +25,8 @@ from ...errors import InfeasibleError, SolverError
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report
+from ...ir.units import format_bytes
 from ...solvers.pool import Pool
-from ...units import format_bytes
 from ..analysis import default_pin_bytes, find_needs, floor_bytes
 from ..local_search.searcher import Searcher, find_start, smallest_known
 from ..result import Plan

@@ -14,7 +14,7 @@ from ...errors import InfeasibleError, SolverError, UsageError
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import simulate
-from ...units import format_bytes
+from ...ir.units import format_bytes
 from ..baseline import store_all
 from ..ilp.lowest_peak import find_quickly, smallest_known_budget
 from ..ilp.search import Search

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from .errors import UsageError
+from ..errors import UsageError
 
 KIB = 2**10
 MIB = 2**20
