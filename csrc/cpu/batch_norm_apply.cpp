@@ -7,7 +7,6 @@
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
-#include <torch/library.h>
 
 #include "batch_norm.h"
 
@@ -282,7 +281,3 @@ at::Tensor batch_norm_apply(
 }
 
 }  // namespace monet_like::batch_norm
-
-TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
-  m.impl("batch_norm_apply", &monet_like::batch_norm::batch_norm_apply);
-}

@@ -11,7 +11,6 @@
 #include <ATen/ops/hardswish_backward.h>
 #include <ATen/ops/leaky_relu_backward.h>
 #include <ATen/ops/silu_backward.h>
-#include <torch/library.h>
 
 #include "batch_norm.h"
 
@@ -414,7 +413,3 @@ Three batch_norm_activation_backward(
 }
 
 }  // namespace monet_like::batch_norm
-
-TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
-  m.impl("batch_norm_activation_backward", &monet_like::batch_norm::batch_norm_activation_backward);
-}

@@ -123,7 +123,11 @@ Three batch_norm_activation_backward_joined(
 
 }  // namespace monet_like::batch_norm
 
+// All operators of batch norm are registered here: torch/library.h takes long to compile.
 TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
+  m.impl("batch_norm_apply", &monet_like::batch_norm::batch_norm_apply);
+  m.impl("batch_norm_train", &monet_like::batch_norm::batch_norm_train);
+  m.impl("batch_norm_activation_backward", &monet_like::batch_norm::batch_norm_activation_backward);
   m.impl("batch_norm_apply_joined", &monet_like::batch_norm::batch_norm_apply_joined);
   m.impl("batch_norm_train_joined", &monet_like::batch_norm::batch_norm_train_joined);
   m.impl("batch_norm_activation_backward_joined", &monet_like::batch_norm::batch_norm_activation_backward_joined);

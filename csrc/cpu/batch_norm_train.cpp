@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/batch_norm_update_stats.h>
 #include <ATen/ops/native_batch_norm.h>
-#include <torch/library.h>
 
 #include <cmath>
 
@@ -237,7 +236,3 @@ Three batch_norm_train(
 }
 
 }  // namespace monet_like::batch_norm
-
-TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
-  m.impl("batch_norm_train", &monet_like::batch_norm::batch_norm_train);
-}
