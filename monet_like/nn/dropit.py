@@ -137,6 +137,11 @@ class Dropped:
     share: float
     freed_bytes: int = 0
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A changed model may be unpickled in a process that has changed none, and so has not loaded the operators."""
+        self.__dict__.update(state)
+        ops.load()
+
     def pack(self, ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, ...]:
         """The tensors to save instead of ``x``; ``ctx`` notes how to restore it."""
         ctx.dropped, ctx.dim, ctx.layout = self, dim, Layout(x.shape, x.stride(), x.dtype, x.device)
