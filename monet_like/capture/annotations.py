@@ -19,14 +19,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError, UsageError
 
-pass
-
 #: A kind, and which of the marks of that kind it is.
 Mark = tuple[str, int]
 KINDS = ("keep", "recompute", "together")
+#: Keys of the notes that nodes carry.
 _MARK_KEY = "monet_like"
+_LAYER_KEY = "monet_like_layer"
+_IN_PLACE_KEY = "monet_like_in_place"
+_LAYOUTS_KEY = "monet_like_layouts"
+_NOISE_KEY = "monet_like_noise"
 _ATTRIBUTE = "_monet_like_mark"
 _numbers = itertools.count()
+
+#: Functions that write in place into parts of a tensor which are no views of it (``unsafe_chunk``).
+_OVERLAPPING = frozenset({"gru", "gru_cell"})
+#: Functions that fill a tensor which lies like their argument with noise.
+_NOISY = frozenset({"alpha_dropout"})
+#: Operators of which every element is rounded alike, wherever it lies.
+_EXACT = frozenset({"add", "sub", "mul", "clone"})
+#: In-place operators of Python, such as ``+=``.
+_AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"))
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def mark(kind: str, module: nn.Module | None = None) -> contextlib.AbstractContextManager[None]:
@@ -69,9 +82,6 @@ def mark_of(node: fx.Node) -> Mark | None:
     return found
 
 
-_LAYER_KEY = "monet_like_layer"
-
-
 @contextlib.contextmanager
 def in_modules(context: Callable[[nn.Module], contextlib.AbstractContextManager[None] | None]) -> Iterator[None]:
     """Every call of a module runs in ``context(module)``, where that is not None; for tracing."""
@@ -112,33 +122,6 @@ def layer_of(node: fx.Node) -> str | None:
     """The name of the innermost module in whose call a node was traced; "" for the model itself, None if unknown."""
     found: str | None = (node.meta.get("custom") or {}).get(_LAYER_KEY)
     return found
-
-
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-_IN_PLACE_KEY = "monet_like_in_place"
-
-
-_LAYOUTS_KEY = "monet_like_layouts"
-
-
-#: Functions that write in place into parts of a tensor which are no views of it (``unsafe_chunk``).
-_OVERLAPPING = frozenset({"gru", "gru_cell"})
-
-
-_NOISE_KEY = "monet_like_noise"
-
-
-#: Functions that fill a tensor which lies like their argument with noise.
-_NOISY = frozenset({"alpha_dropout"})
-
-
-#: Operators of which every element is rounded alike, wherever it lies.
-_EXACT = frozenset({"add", "sub", "mul", "clone"})
-
-
-_AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"))
 
 
 class InPlaceCalls(TorchFunctionMode):

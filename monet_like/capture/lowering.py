@@ -44,8 +44,10 @@ from .annotations import Mark, called_in_place, eager_layouts, fills_with_noise,
 from .captured import Captured, Tensor, TensorMeta, contiguous_strides, make_task
 from .constants import Constants, constant_name
 from .delayed_gradients import in_order, worth_moving
+from .flat_module import HELD, FlatModule
+from .graph_edits import reaches_output
 from .in_place import in_place_form
-from .tracing import HELD, FlatModule, reaches_output, trace_joint
+from .tracing import trace_joint
 
 _FAKE_QUANTIZE = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default
 _NORMALISATIONS = (

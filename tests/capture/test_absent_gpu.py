@@ -16,7 +16,7 @@ import torch
 from fake_gpu import build, captures
 from torch import nn
 
-from monet_like.capture import absent_gpu
+from monet_like.capture import absent_gpu, absent_gpu_autocast
 from monet_like.capture.captured import Captured, fake_mode
 from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError
@@ -75,7 +75,7 @@ def test_a_capture_without_the_gpu_is_the_one_with_it(on_gpu: dict[str, dict[str
 
 def test_every_operator_of_cudas_autocast_is_known() -> None:
     """But for cuDNN's recurrent layers, which are refused."""
-    assert absent_gpu.registered("AutocastCUDA") - {"_cudnn_rnn"} <= set(absent_gpu.POLICIES)
+    assert absent_gpu_autocast.registered("AutocastCUDA") - {"_cudnn_rnn"} <= set(absent_gpu_autocast.POLICIES)
 
 
 def test_policies_are_those_of_pytorchs_header() -> None:
@@ -102,8 +102,8 @@ def test_policies_are_those_of_pytorchs_header() -> None:
     missing = {"binary_cross_entropy": "refused", "linalg_matrix_sqrth": "float32"}  # registered apart from the lists
     missing |= dict.fromkeys(("cudnn_convolution", "cudnn_convolution_transpose"), "lower")
     named = {name: policy for name, policy in found.items() if "imname" not in name}
-    assert named.items() <= absent_gpu.POLICIES.items()
-    assert {n: p for n, p in absent_gpu.POLICIES.items() if n not in named}.items() <= missing.items()
+    assert named.items() <= absent_gpu_autocast.POLICIES.items()
+    assert {n: p for n, p in absent_gpu_autocast.POLICIES.items() if n not in named}.items() <= missing.items()
 
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -305,7 +305,9 @@ def test_a_loss_that_a_gpus_autocast_refuses() -> None:
 
 
 def test_an_operator_that_only_this_pytorch_casts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(absent_gpu, "POLICIES", {n: p for n, p in absent_gpu.POLICIES.items() if n != "acos"})
+    monkeypatch.setattr(
+        absent_gpu_autocast, "POLICIES", {n: p for n, p in absent_gpu_autocast.POLICIES.items() if n != "acos"}
+    )
     model = Called(torch.acos)
     assert absent(model, torch.randn(4, 8)).outputs
     with pytest.raises(CaptureError) as caught:

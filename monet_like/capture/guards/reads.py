@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .objects import Attributes, Entries, Holder, Items, Slots, Variable, Variables, class_holders, same_objects
+from .holders import Attributes, Entries, Holder, Items, Slots, Variable, Variables, same_objects
+from .objects import class_holders
 from .traversal import Place, Same, Walk, form_of_plain
 
 MEMBERS = ("_parameters", "_buffers", "_modules")

@@ -17,7 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import CaptureError
-from .objects import Attributes, Variables, class_holders, is_library
+from .holders import Attributes, Variables
+from .objects import class_holders, is_library
 from .reads import MEMBERS, Reads, Roots
 from .traversal import Place, Walk, form_of_plain
 

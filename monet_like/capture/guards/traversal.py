@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .objects import Attributes, Entries, Function, Holder, Items, Variables, holders_of
+from .holders import Attributes, Entries, Function, Holder, Items, Variables
+from .objects import holders_of
 
 _PLAIN = frozenset(
     {bool, int, str, bytes, type(None), type(...), slice, torch.dtype, torch.device, torch.layout, torch.memory_format}

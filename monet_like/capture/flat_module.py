@@ -1,0 +1,211 @@
+"""The model as a function of tensors, which is what PyTorch's exporter traces."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..errors import CaptureError
+from .annotations import InPlaceCalls, marked_modules, named_layers
+from .constants import ConstantsFound, HeldTensors, constant_name
+from .guards.reads import Reads
+from .guards.recorder import Recorder
+from .guards.side_effects import keeping_generators, keeping_tensors
+from .results import without_dataclasses
+from .traced_autocast import TracedAutocast
+
+#: Where a `FlatModule` keeps the tensors that the model has not registered.
+HELD = "held."
+#: A forward that fails is traced anew so often, each time with the constants that the last trace met as inputs.
+_TRIES = 16
+_T = TypeVar("_T")
+
+
+class FlatModule(nn.Module):
+    """The model as aot_export wants it: tensors in, tensors out; everything else is a constant."""
+
+    def __init__(
+        self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, *, tied_as_one: bool = False
+    ) -> None:
+        super().__init__()
+        self.autocast = TracedAutocast()
+        self.training = model.training
+        self.model = model
+        self.leaves, self.spec = leaves, spec
+        self.out_leaves: list[Any] = []
+        self.out_spec: pytree.TreeSpec | None = None
+        self.out_positions: list[tuple[int, ...]] = []
+        self.told: dict[str, None] = {}
+        self.reads: Reads | None = None
+        self.recorder: Recorder | None = None
+        self.held, self.tries = nn.Module(), _TRIES
+        self.before: dict[str, torch.Tensor] = {}
+        self.changed_without_gradient: set[int | str] = set()  # inputs and names of what is changed under no_grad alone
+        self.tracing_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        modules = [module for _, module in self.named_modules()]
+        self._parameters_as_one = tied_as_one
+        self._tied = _further_places([m._buffers for m in modules])
+        if tied_as_one:
+            self._tied += _further_places([m._parameters for m in modules])
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have the tracer take tensors that live in the user's objects for parameters and buffers."""
+        for tensor in tensors:
+            members = self.held._parameters if tensor.requires_grad else self.held._buffers
+            members[str(len(self.held._parameters) + len(self.held._buffers))] = tensor  # type: ignore[assignment]
+
+    def tensor(self, target: str) -> tuple[str, torch.Tensor]:
+        """The name of what the tracer calls ``target``, and the tensor itself."""
+        owner, _, name = target.rpartition(".")
+        module = self.get_submodule(owner)
+        tensor = {**module._parameters, **module._buffers}[name]
+        assert tensor is not None
+        return (constant_name(int(name)) if module is self.held else target.removeprefix("model.")), tensor
+
+    # The tracer puts its own tensors in the place of the model's, name by name, and takes them out in the same order. In a
+    # module that has two names the second would put back the tracer's tensor that it found: only first names are told.
+    # A buffer that two modules hold is one tensor in the trace as well: what one of them writes the other reads.
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's, those of a module with several names under the first."""
+        members = self._in_first_names(super().named_parameters(*args, **kwargs))
+        return _first_of_each(members) if self._parameters_as_one else members
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's, each under its first name."""
+        return _first_of_each(self._in_first_names(super().named_buffers(*args, **kwargs)))
+
+    def _in_first_names(self, members: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
+        first = {name for name, _ in self.named_modules()}
+        return ((name, member) for name, member in members if name.rpartition(".")[0] in first)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        supply = iter(tensors)
+        leaves = [next(supply) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_as_one(self._tied))
+            stack.enter_context(self.autocast.in_forward([*self.model.parameters(), *self._leaf_inputs(tensors)]))
+            stack.enter_context(keeping_generators(f"{type(self.model).__name__}.forward"))
+            stack.enter_context(keeping_tensors(self.model))
+            for context in (self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules()):
+                stack.enter_context(context)
+            if self.recorder is not None:
+                stack.enter_context(self.recorder.forward())
+            result = self._called(args, kwargs, tensors)
+        flat, self.out_spec = pytree.tree_flatten(result)
+        positions: dict[
+            int, list[int]
+        ] = {}  # of each tensor, which is alive here: one that is returned twice is one result
+        for position, leaf in enumerate(flat):
+            if isinstance(leaf, torch.Tensor):
+                positions.setdefault(id(leaf), []).append(position)
+        self.out_positions = [tuple(found) for found in positions.values()]
+        if not self.out_positions:
+            raise CaptureError(f"{type(self.model).__name__} returned no tensor, so there is nothing to train")
+        for leaf in flat:
+            if not isinstance(leaf, torch.Tensor | int | float | bool | str | type(None)):
+                raise CaptureError(
+                    f"{type(self.model).__name__} returned a {type(leaf).__name__}, which PyTorch's pytree cannot look into; "
+                    "return tensors in tuples, lists, dicts or dataclasses (for Hugging Face models: use_cache=False)"
+                )
+        self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        return tuple(self._apart([flat[first] for first, *_ in self.out_positions], tensors))
+
+    def _leaf_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of ``tensors`` that no operator has made, as the example inputs were given."""
+        given = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+        return [tensor for tensor, example in zip(tensors, given, strict=True) if example.is_leaf]
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """The model's result, with the tracer's tensors in the place of those that the user's objects hold."""
+        own = WeakTensorKeyDictionary()
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if (before := self.before.get(name)) is not None:
+                own[before] = tensor
+        mode = HeldTensors(own, looking=self.tries > 0)
+        try:
+            with mode, mode.in_custom_functions():
+                result = mode.replaced(without_dataclasses(self.model(*args, **kwargs)))
+        except Exception:
+            if mode.found:
+                raise ConstantsFound(mode.found, self.tries - 1) from None
+            raise
+        if mode.found:
+            raise ConstantsFound(mode.found, 0)
+        keyed: list[tuple[int | str, torch.Tensor]] = [
+            *enumerate(tensors),
+            *self.named_parameters(),
+            *self.named_buffers(),
+        ]
+        self.changed_without_gradient = {
+            key
+            for key, tensor in keyed
+            if isinstance(tensor, FunctionalTensor)
+            and torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(tensor.elem)
+        }
+        return result
+
+    def _apart(self, results: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The results, each with a storage of its own where it has a gradient: a copy of what is also something else.
+
+        A tracer gives no gradient to results that are views of each other, of inputs, or of parameters.
+        """
+        known = {_storage_of(t) for t in (*tensors, *self.parameters(), *self.buffers())}
+        for position, leaf in enumerate(results):
+            if leaf.requires_grad:
+                if _storage_of(leaf) in known:
+                    results[position] = leaf.clone()
+                known.add(_storage_of(leaf))
+        return results
+
+
+def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+#: A dict of a module's tensors and a name in it, and where the same tensor is found first.
+_Place = tuple[dict[str, Any], str, dict[str, Any], str]
+
+
+def _further_places(members: Iterable[dict[str, Any]]) -> list[_Place]:
+    """Where modules hold tensors that an earlier place holds too."""
+    first: dict[int, tuple[dict[str, Any], str]] = {}
+    places: list[_Place] = []
+    for held in members:
+        for name, tensor in held.items():
+            if tensor is not None:
+                found = first.setdefault(id(tensor), (held, name))
+                if found[0] is not held or found[1] != name:
+                    places.append((held, name, *found))
+    return places
+
+
+def _first_of_each(members: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
+    """Named tensors, each under its first name alone."""
+    seen: set[int] = set()
+    for name, member in members:
+        if id(member) not in seen:
+            seen.add(id(member))
+            yield name, member
+
+
+@contextlib.contextmanager
+def _as_one(places: Sequence[_Place]) -> Iterator[None]:
+    """Further places hold what the first place holds now: the tensor that the tracer has put there."""
+    before = [held[name] for held, name, *_ in places]
+    for held, name, first, first_name in places:
+        held[name] = first[first_name]
+    try:
+        yield
+    finally:
+        for (held, name, *_), tensor in zip(places, before, strict=True):
+            held[name] = tensor

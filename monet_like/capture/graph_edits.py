@@ -1,0 +1,76 @@
+"""Edits of a traced graph: literals, views, and copies that nobody needs."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .annotations import called_in_place
+from .constants import foreign_memory
+
+
+def restore_literals(module: fx.GraphModule) -> None:
+    """Numbers that tracing made tensors of, attributes which the graph copies, are literals again.
+
+    ``x * torch.tensor(2.0)`` is such a one, and with PyTorch 2.11, though not 2.15, also ``x[:2] = 2.0``.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="get_attr"):
+        constant = getattr(module, node.target)
+        if not isinstance(constant, torch.Tensor):
+            continue
+        if constant.dim():
+            _without_copies(node, constant)
+            continue
+        with _disable_current_modes():
+            number = constant.item()
+        for copied in [user for user in node.users if user.target is aten.lift_fresh_copy.default]:
+            for user in list(copied.users):
+                if user.target is aten.fill.Tensor and user.args[1] is copied:
+                    user.target, user.args = aten.fill.Scalar, (user.args[0], number)
+            if copied.users:
+                like: dict[str, Any] = {"dtype": constant.dtype, "device": constant.device, "pin_memory": False}
+                with module.graph.inserting_before(copied):
+                    literal = module.graph.call_function(aten.full.default, ([], number), like)
+                copied.replace_all_uses_with(literal, propagate_meta=True)
+            module.graph.erase_node(copied)
+        if not node.users:
+            module.graph.erase_node(node)
+
+
+def _without_copies(node: fx.Node, constant: torch.Tensor) -> None:
+    """A tensor that the forward makes from numbers is made once, and copied where the caller gets to see it."""
+    for copied in [user for user in node.users if user.target is torch.ops.aten.lift_fresh_copy.default]:
+        foreign = not constant.untyped_storage().resizable()
+        if foreign and any(called_in_place(user) and user.args[0] is copied for user in copied.users):
+            raise foreign_memory()
+        if reaches_output(copied):
+            copied.target = torch.ops.aten.clone.default
+        else:
+            copied.replace_all_uses_with(node)
+            node.graph.erase_node(copied)
+
+
+def reaches_output(node: fx.Node) -> bool:
+    """Whether the caller gets to see a node's storage: through itself or through views of it."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                return True
+            if user.target is operator.getitem or getattr(user.target, "is_view", False):
+                pending.append(user)
+    return False
+
+
+def restore_views(module: fx.GraphModule) -> None:
+    """Views that autograd is not told of are views: PyTorch 2.15 traces some reshapes as those that 2.14 does not.
+
+    So a model is the same program with both, and its reshapes are seen to move no bytes.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._unsafe_view.default):
+        node.target = torch.ops.aten.view.default

@@ -1,0 +1,340 @@
+"""Python objects that can change: what each one holds, whether that changed, and how to put it back."""
+
+from __future__ import annotations
+
+import collections
+import operator
+import types
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+#: Code in which one of these names occurs may read all attributes of an object.
+_READ_ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})
+_ABSENT = object()
+#: Keys that stand for themselves in a path.
+_NAMED = frozenset({str, int, bool})
+
+
+def same_objects(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
+    """Whether all elements are the same objects."""
+    return len(now) == len(then) and all(map(operator.is_, now, then))
+
+
+class Holder:
+    """An object that can change.
+
+    Attributes:
+        held: the object.
+        own_path: the path of what is not named after the place where it is found.
+        compared: whether ``flat`` is to be compared before every step.
+        drawn: what the forward takes from it is new every time, and cannot be put back.
+    """
+
+    own_path = ""
+    compared = True
+    drawn = False
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        """What it holds, by label; of attributes those that code with these names may read."""
+        return dict(enumerate(self.flat()))
+
+    def flat(self) -> tuple[Any, ...]:
+        """What it holds: unchanged where all elements are the same objects as before."""
+        return ()
+
+    def part(self, path: str, label: Any) -> str:
+        """The path of what it holds under ``label``."""
+        return f"{path}[{label!r}]"
+
+    def copy(self) -> Any:
+        """What it holds, to compare and to put back."""
+        return self.flat()
+
+    def changed(self, path: str, then: Any) -> list[str]:
+        """Paths of what differs from a copy."""
+        return [] if same_objects(self.flat(), then) else [path]
+
+    def put_back(self, then: Any) -> None:
+        """Have it hold what it held when the copy was made."""
+
+
+class Attributes(Holder):
+    """The attributes of an object.
+
+    Args:
+        mapping: the object's own dict of them.
+        only: the names of those that are looked at; None: those that code reads by name.
+    """
+
+    def __init__(self, held: Any, mapping: Any, own_path: str = "", only: Set[str] | None = None) -> None:
+        super().__init__(held)
+        self.mapping, self.own_path, self.only = mapping, own_path, only
+
+    def now(self) -> Mapping[str, Any]:
+        """All attributes that are set."""
+        found: Mapping[str, Any] = self.mapping
+        return found
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        now, names = self.now(), names if self.only is None else self.only
+        every = self.only is None and not names.isdisjoint(_READ_ALL)
+        return {name: now[name] for name in list(now) if every or name in names}
+
+    def part(self, path: str, label: Any) -> str:
+        return f"{path}.{label}"
+
+    def copy(self) -> Any:
+        return dict(self.now())
+
+    def changed(self, path: str, then: Any) -> list[str]:
+        return [self.part(path, name) for name in self._differing(then)]
+
+    def put_back(self, then: Any) -> None:
+        for name in self._differing(then):
+            self._set(name, then.get(name, _ABSENT))
+
+    def _differing(self, then: Mapping[str, Any]) -> list[str]:
+        now = self.now()
+        return [name for name in {**then, **now} if now.get(name, _ABSENT) is not then.get(name, _ABSENT)]
+
+    def _set(self, name: str, value: Any) -> None:
+        if value is _ABSENT:
+            del self.mapping[name]
+        else:
+            self.mapping[name] = value
+
+
+class Variables(Attributes):
+    """Global variables, or the attributes of a class or of a Python module: others than those that are read are not ours."""
+
+    def _differing(self, then: Mapping[str, Any]) -> list[str]:
+        imported = (type, types.ModuleType, types.FunctionType)  # by the forward, which would not import it again
+        named = [name for name in super()._differing(then) if self.only is not None and name in self.only]
+        return [name for name in named if not isinstance(self.mapping.get(name), imported)]
+
+    def _set(self, name: str, value: Any) -> None:
+        if not isinstance(self.held, type):
+            super()._set(name, value)
+        elif value is _ABSENT:
+            delattr(self.held, name)
+        else:
+            setattr(self.held, name, value)
+
+
+class Slots(Attributes):
+    """The attributes of an object whose class names them in ``__slots__``."""
+
+    def __init__(self, held: Any, slots: list[str]) -> None:
+        super().__init__(held, None)
+        self.slots = slots
+
+    def now(self) -> Mapping[str, Any]:
+        found = {name: getattr(self.held, name, _ABSENT) for name in self.slots}
+        return {name: value for name, value in found.items() if value is not _ABSENT}
+
+    def flat(self) -> tuple[Any, ...]:
+        return tuple(getattr(self.held, name, _ABSENT) for name in self.slots)
+
+    def _set(self, name: str, value: Any) -> None:  # as a frozen dataclass does it
+        if value is _ABSENT:
+            object.__delattr__(self.held, name)
+        else:
+            object.__setattr__(self.held, name, value)
+
+
+class Entries(Holder):
+    """The entries of a dict; of hooks the functions alone, whose numbers are given anew at each registration."""
+
+    def __init__(self, held: Any, *, hooks: bool = False) -> None:
+        super().__init__(held)
+        self.kind: Any = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
+        self.hooks = hooks
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        if self.hooks:
+            return dict(enumerate(self.kind.values(self.held)))
+        items = enumerate(self.kind.items(self.held))
+        return {key if type(key) in _NAMED else f"key {i}": value for i, (key, value) in items}
+
+    def own_keys(self) -> tuple[Any, ...]:
+        """Those that are more than numbers of hooks."""
+        return () if self.hooks else tuple(self.kind.keys(self.held))
+
+    def flat(self) -> tuple[Any, ...]:
+        return (*self.kind.keys(self.held), *self.kind.values(self.held))
+
+    def put_back(self, then: Any) -> None:
+        if not same_objects(self.flat(), then):
+            half = len(then) // 2
+            self.kind.clear(self.held)
+            for key, value in zip(then[:half], then[half:], strict=True):
+                self.kind.__setitem__(self.held, key, value)
+
+
+class ReadOnlyEntries(Holder):
+    """What a mapping proxy shows."""
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        return dict(self.held)
+
+    def flat(self) -> tuple[Any, ...]:
+        return (*self.held.keys(), *self.held.values())
+
+
+class Items(Holder):
+    """The items of a list or a deque."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(held)
+        self.kind: Any = list if isinstance(held, list) else collections.deque
+
+    def flat(self) -> tuple[Any, ...]:
+        return tuple(self.kind.__iter__(self.held))
+
+    def put_back(self, then: Any) -> None:
+        if not same_objects(self.flat(), then):
+            self.kind.clear(self.held)
+            self.kind.extend(self.held, then)
+
+
+class Members(Holder):
+    """The members of a set."""
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        return {member if type(member) in _NAMED else f"member {i}": member for i, member in enumerate(self.held)}
+
+    def flat(self) -> tuple[Any, ...]:
+        return tuple(self.held)
+
+    def put_back(self, then: Any) -> None:
+        if not same_objects(self.flat(), then):
+            self.held.clear()
+            self.held.update(then)
+
+
+class Variable(Holder):
+    """A variable that functions share with the function around them."""
+
+    def flat(self) -> tuple[Any, ...]:
+        try:
+            return (self.held.cell_contents,)
+        except ValueError:  # not set yet
+            return ()
+
+    def part(self, path: str, label: Any) -> str:
+        return path
+
+    def put_back(self, then: Any) -> None:
+        if then:
+            self.held.cell_contents = then[0]
+        elif self.flat():
+            del self.held.cell_contents
+
+
+class Context(Holder):
+    """A ``ContextVar``."""
+
+    def flat(self) -> tuple[Any, ...]:
+        return (self.held.get(None),)
+
+    def part(self, path: str, label: Any) -> str:
+        return path
+
+    def put_back(self, then: Any) -> None:
+        if not same_objects(self.flat(), then):
+            self.held.set(then[0])
+
+
+class Function(Holder):
+    """What a Python function has of its own: code, defaults, and variables of the functions around it."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(held)
+        self.own_path = f"{held.__module__}.{held.__qualname__}"
+        self.compared = bool(held.__defaults__ or held.__kwdefaults__)
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        code, defaults = self.held.__code__, self.held.__defaults__ or ()
+        positional = code.co_varnames[: code.co_argcount]
+        return {
+            **dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=False)),
+            **(self.held.__kwdefaults__ or {}),
+            **{f"{name}()": cell for name, cell in zip(code.co_freevars, self.held.__closure__ or (), strict=True)},
+        }
+
+    def flat(self) -> tuple[Any, ...]:
+        return (self.held.__code__, self.held.__defaults__, *(self.held.__kwdefaults__ or {}).values())
+
+    def part(self, path: str, label: str) -> str:
+        return f"{path}(variable {label[:-2]})" if label.endswith("()") else f"{path}(default of {label})"
+
+
+class Parts(Holder):
+    """What a method, a partial or a decorated function consists of; that cannot change."""
+
+    compared = False
+
+    def __init__(self, held: Any, *parts: Any) -> None:
+        super().__init__(held)
+        self.parts = parts
+
+    def flat(self) -> tuple[Any, ...]:
+        return self.parts
+
+
+class Cache(Parts):
+    """A function with an ``lru_cache``: emptied after a trace that added to it."""
+
+    def copy(self) -> Any:
+        return self.held.cache_info().misses
+
+    def changed(self, path: str, then: Any) -> list[str]:
+        return []
+
+    def put_back(self, then: Any) -> None:
+        if self.held.cache_info().misses != then:
+            self.held.cache_clear()
+
+
+class Elements(Holder):
+    """The elements of a NumPy array or a bytearray."""
+
+    last: tuple[Any, ...] = ()
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        return {"": self.flat()}
+
+    def flat(self) -> tuple[Any, ...]:
+        held = self.held
+        now = (bytes(held),) if isinstance(held, bytearray) else (str(held.dtype), held.shape, held.tobytes())
+        self.last = self.last if now == self.last else now
+        return self.last
+
+    def part(self, path: str, label: Any) -> str:
+        return path
+
+    def put_back(self, then: Any) -> None:
+        if isinstance(self.held, bytearray):
+            self.held[:] = then[0]
+        elif not same_objects(self.flat(), then):
+            self.held.reshape(-1).view("u1")[:] = memoryview(then[2])
+
+
+class Drawn(Holder):
+    """A generator, an iterator or a source of random numbers: each draw changes it for good."""
+
+    compared = False
+    drawn = True
+
+    def __init__(self, held: Any, state: Callable[[], Any]) -> None:
+        super().__init__(held)
+        self.state = state
+
+    def copy(self) -> Any:
+        return self.state()
+
+    def changed(self, path: str, then: Any) -> list[str]:
+        return [] if self.state() == then else [path]
