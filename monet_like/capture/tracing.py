@@ -221,19 +221,7 @@ def _data_dependent(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     """The user's line, or the operator, that stopped the trace."""
     message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    internal = (
-        "/torch/",
-        "/monet_like/capture/tracing.py",
-        "/monet_like/capture/absent_gpu.py",
-        "/monet_like/capture/absent_gpu_autocast.py",
-        "/monet_like/capture/flat_module.py",
-        "/monet_like/capture/known_values.py",
-        "/monet_like/capture/traced_autocast.py",
-        "/monet_like/capture/guards/recorder.py",
-        "/monet_like/capture/in_place.py",
-        "/monet_like/capture/constants.py",
-        "/contextlib.py",
-    )
+    internal = ("/torch/", "/monet_like/capture/", "/contextlib.py")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in internal)]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
     advice = next((said for operator_, said in _ADVICE.items() if operator_ in str(error)), "")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torchvision
@@ -53,6 +57,22 @@ def test_capture_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.training
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("expression", ["y @ torch.zeros(7, 3)", "y.add_(torch.zeros(7, 3))", "y.view(3)"])
+def test_an_error_of_the_forward_names_its_line(expression: str, tmp_path: Path) -> None:
+    """Not a line of ours, whatever of our modes the operator ran under."""
+    module = tmp_path / "mistaken.py"
+    module.write_text(f"def forward(y):\n    return {expression}\n")
+    space: dict[str, Any] = {"torch": torch}
+    exec(compile(module.read_text(), str(module), "exec"), space)
+
+    class Mistaken(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return space["forward"](super().forward(x))
+
+    with pytest.raises(CaptureError, match=re.escape(f"(at {module}:2: return {expression})")):
+        capture(Mistaken(4, 4), (torch.ones(2, 4),))
 
 
 def test_fingerprint_ignores_the_batch_and_nothing_else() -> None:
