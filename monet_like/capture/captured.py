@@ -59,6 +59,10 @@ class TensorMeta:
             " ".join(["conj"] * tensor.is_conj() + ["neg"] * tensor.is_neg()),
         )
 
+    def empty(self) -> torch.Tensor:
+        """A new tensor of this shape, stride, dtype and device, at the start of a storage of its own; not initialised."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
         text = f"{self.lazily} {text}" if self.lazily else text

@@ -18,7 +18,7 @@ RATIO = 4
 LEAST_GAIN = 0.005
 
 
-def worth_moving(program: Program, candidates: Collection[int]) -> tuple[int, ...]:
+def find_delayed_gradients(program: Program, candidates: Collection[int]) -> tuple[int, ...]:
     """The slots that are better done last, of a program without variants.
 
     Args:
@@ -33,14 +33,14 @@ def worth_moving(program: Program, candidates: Collection[int]) -> tuple[int, ..
             break
         if made[slot] < RATIO * _held_bytes(program, slots, slot):
             continue
-        found = _least_bytes(program, in_order(slots, (*moved, slot)))
+        found = _least_bytes(program, move_to_end(slots, (*moved, slot)))
         if found <= (1 - LEAST_GAIN) * least:
             moved.append(slot)
             least = found
     return tuple(sorted(moved))
 
 
-def in_order(slots: Sequence[Task], late: Collection[int]) -> list[Task]:
+def move_to_end(slots: Sequence[Task], late: Collection[int]) -> list[Task]:
     """``slots`` with those of these places at the end, one after the other as before."""
     last = frozenset(late)
     return [s for i, s in enumerate(slots) if i not in last] + [slots[i] for i in sorted(last)]

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..errors import CaptureError
 from .annotations import called_in_place
 from .constants import foreign_memory
 
@@ -74,3 +76,26 @@ def restore_views(module: fx.GraphModule) -> None:
     """
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._unsafe_view.default):
         node.target = torch.ops.aten.view.default
+
+
+def move_graph(graph: fx.Graph, mode: FakeTensorMode, target: torch.device) -> None:
+    """Have a graph that was traced on another device run on ``target``: its inputs, and the tensors that it makes.
+
+    Raises:
+        CaptureError: it has an operator that only a CPU has.
+    """
+
+    def there(leaf: Any) -> Any:
+        return target if isinstance(leaf, torch.device) else leaf
+
+    with mode:
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr") and isinstance(fake := node.meta["val"], torch.Tensor):
+                elements = fake.untyped_storage().nbytes() // fake.dtype.itemsize
+                storage = torch.empty(elements, dtype=fake.dtype, device=target)
+                node.meta["val"] = storage.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+            elif node.op == "call_function":
+                if "for_cpu" in str(node.target) or "mkldnn" in str(node.target):
+                    raise CaptureError(f"{node.target} is an operator of the CPU; capture this model on {target}")
+                node.args = fx.node.map_aggregate(node.args, there)
+                node.kwargs = fx.node.map_aggregate(node.kwargs, there)

@@ -1,17 +1,20 @@
-"""Which operators a model calls in place: its trace has none, but plain PyTorch's step writes one tensor fewer for each."""
+"""In-place operators, which a trace does not have: those that the model calls, and sums of gradients.
+
+Each saves plain PyTorch's step a tensor.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 import torch.fx.traceback
 
 from ..ir.program import Call, Program, Ref, Task, refs
-
-if TYPE_CHECKING:
-    from .captured import TensorMeta
+from .captured import TensorMeta
+from .values import Values
 
 
 def in_place_form(
@@ -53,3 +56,47 @@ def _has_in_place_form(op: str) -> bool:
     packet, name, overload = op.split(".")
     form = getattr(getattr(torch.ops, packet), f"{name}_", None)
     return form is not None and overload in form.overloads()
+
+
+def with_in_place_calls(lowering: Values, program: Program) -> Program | None:
+    """``program`` with in-place operators where the model calls them; None if it calls none."""
+    readers = Counter(value for task in program.every_task() for value in task.reads)
+    tasks = list(program.tasks)
+    for index, task in enumerate(tasks):
+        if not lowering.in_place.issuperset(task.writes):
+            continue
+        if (found := in_place_form(program, task, lowering.metas, lowering.saved, readers)) is not None:
+            calls, overwrites = found
+            tasks[index] = lowering.make_task(task.name, calls, task.writes, overwrites=overwrites, runs=task.runs)
+    return replace(program, tasks=tuple(tasks)) if tasks != list(program.tasks) else None
+
+
+def accumulate_in_place(lowering: Values, gradients: set[int]) -> list[Task]:
+    """The slots, with sums of gradients added in place where nothing reads one summand later, as the autograd engine does.
+
+    Args:
+        gradients: values that leave the step, which are never overwritten.
+    """
+    slots = list(lowering.slots)
+    last = {value: index for index, slot in enumerate(lowering.slots) for value in slot.reads}
+    keep = {*gradients, *lowering.tangent_of.values()}
+    for index, slot in enumerate(lowering.slots):
+        call = slot.calls[-1]
+        if call.op != "aten.add.Tensor" or len(slot.calls) > 1 or call.kwargs or len(call.args) != 2:
+            continue
+        (out,) = slot.writes
+        for mine, other in (call.args, call.args[::-1]):
+            if (
+                isinstance(mine, Ref)
+                and isinstance(mine.name, int)
+                and isinstance(other, Ref)
+                and mine != other
+                and lowering.values[mine.name].kind == "backward"
+                and mine.name not in keep
+                and last[mine.name] == index
+                and lowering.metas[mine.name] == lowering.metas[out]
+            ):
+                add = Call("aten.add_.Tensor", (mine, other), (), (Ref(out),))
+                slots[index] = lowering.make_task(slot.name, (add,), (out,), overwrites=mine.name)
+                break
+    return slots

@@ -17,9 +17,10 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.captured import Captured
+from ..capture.checks import check_initialized
 from ..capture.example_inputs import device_of, example_of, input_specs
 from ..capture.guards.reads import Change
-from ..capture.lowering import capture, check_initialized
+from ..capture.lowering import capture
 from ..capture.precision import AUTOCASTS, autocast_as, autocast_name
 from ..errors import ScheduleFileError, UsageError
 from ..ir.program import Program, Task

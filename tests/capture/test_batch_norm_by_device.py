@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from training import run, twin
 
-from monet_like.capture import lowering
+from monet_like.capture import eager_results, lowering_rules
 from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
 from monet_like.ir.program import Cost, Program, Task
@@ -240,8 +240,8 @@ def _stand_in_backward(
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Captures of a CPU choose as on a GPU, and what they then call is the stand-in."""
-    monkeypatch.setattr(lowering, "by_cudnn", lambda device, *args: by_cudnn(CUDA, *args))
-    monkeypatch.setattr(lowering, "reserve_bytes", lambda x: x.shape[1] * x.element_size())
+    monkeypatch.setattr(eager_results, "by_cudnn", lambda device, *args: by_cudnn(CUDA, *args))
+    monkeypatch.setattr(lowering_rules, "reserve_bytes", lambda x: x.shape[1] * x.element_size())
     monkeypatch.setitem(operators._OURS, CUDNN, _stand_in)
     monkeypatch.setitem(operators._OURS, CUDNN_BACKWARD, _stand_in_backward)
     operators.resolve.cache_clear()

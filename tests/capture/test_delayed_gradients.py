@@ -15,7 +15,7 @@ from training import run
 
 from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture.captured import Captured
-from monet_like.capture.delayed_gradients import _least_bytes, worth_moving
+from monet_like.capture.delayed_gradients import _least_bytes, find_delayed_gradients
 from monet_like.capture.lowering import capture
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
@@ -129,7 +129,7 @@ def test_what_would_need_more_memory_stays_where_it_is() -> None:
     assert tied.made_last == ()
     many = capture(Net(), (images(512),), made_last=None)
     assert many.made_last == ()
-    assert worth_moving(many.program, ()) == ()
+    assert find_delayed_gradients(many.program, ()) == ()
 
 
 @pytest.mark.parametrize("made_last", [(), None])

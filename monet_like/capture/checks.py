@@ -1,0 +1,45 @@
+"""Models that cannot be captured whatever their inputs: what is refused before a trace."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..errors import CaptureError, UsageError
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Whether all parameters and buffers have shapes.
+
+    Raises:
+        UsageError: a lazy module has not seen an input yet.
+    """
+    for name, module in model.named_modules():
+        if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            raise UsageError(
+                f"{name or type(model).__name__} is a lazy module whose parameters have no shapes yet; call the model once on "
+                "an example first"
+            )
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """A schedule is of one process's own operators."""
+    for name, module in model.named_modules():
+        if any(hasattr(parameter, "device_mesh") for parameter in module._parameters.values()):
+            raise CaptureError(
+                f"{name or type(model).__name__} has sharded parameters, which are gathered while the step runs; shard "
+                "around it: fully_shard(ScheduleWrapper(model, ...))"
+            )
+
+
+def check_momentum(model: nn.Module) -> None:
+    """Batch norms average their statistics with a factor that is known before a step."""
+    for name, module in model.named_modules():
+        averaging = isinstance(module, _BATCH_NORMS) and module.training and module.track_running_stats
+        if averaging and module.momentum is None:
+            raise CaptureError(
+                f"{name or type(model).__name__} has momentum=None, so its average depends on how many steps there were; give "
+                "it a number, such as momentum=0.1"
+            )
