@@ -6,7 +6,7 @@
 #   ./install.sh --dev    also what is needed to test and to contribute
 #
 # PYTHON names the interpreter for a new environment (default: python3). MONET_LIKE_CUDA=1 or 0 compiles the CUDA
-# kernels or leaves them out; by default they are compiled where nvcc and a CUDA build of torch are found.
+# kernels or leaves them out; by default they are compiled where PyTorch sees a GPU and nvcc is found, for that GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -58,9 +58,10 @@ if ((${#missing[@]})); then
   "$python" -m pip install "${missing[@]}" "setuptools>=64"
 fi
 
-"$python" -m pip install --no-build-isolation -e ".$extras"
+# pip hides what happens to the kernels, so they are compiled after it, where progress can be seen. Only what is out of date is.
+MONET_LIKE_KERNELS_LATER=1 "$python" -m pip install --no-build-isolation -e ".$extras"
 
-# pip hides what happened to the kernels; this says it. It compiles only what is out of date.
+echo "Compiling the kernels:"
 if ! "$python" -m monet_like.build; then
   echo "The package works without compiled kernels, on slower plain-torch twins." >&2
 fi

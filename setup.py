@@ -1,11 +1,12 @@
 """Builds the kernels while the package is installed, if a compiler and torch are there; all else is pyproject.toml.
 
 The build is never required: without it the package runs on plain-torch twins, and
-`python -m monet_like.build` makes up for it later.
+`python -m monet_like.build` makes up for it later. MONET_LIKE_KERNELS_LATER=1 leaves it out, as install.sh does.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ class BuildWithKernels(build_py):
 
     def run(self) -> None:
         super().run()
-        libraries = _compile_kernels()
+        libraries = [] if os.environ.get("MONET_LIKE_KERNELS_LATER") else _compile_kernels()
         if self.editable_mode:
             return  # the package is used where it stands
         package = Path(self.build_lib) / "monet_like"

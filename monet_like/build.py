@@ -3,12 +3,12 @@
 Shared libraries, in `lib/` beside this file:
 
     monet_like_kernels.so        the operators' schemas and CPU kernels
-    monet_like_kernels_cuda.so   their CUDA kernels, where nvcc and a CUDA build of torch are found, GPU or not
+    monet_like_kernels_cuda.so   their CUDA kernels, where there is a GPU and nvcc, or where they are asked for
     monet_like_kernels_cudnn.so  convolutions by named algorithms, where also the headers of torch's cuDNN are found
     monet_like_search.so         the planner's local search, which knows nothing of torch
 
 Environment:
-    MONET_LIKE_CUDA       1: compile the CUDA sources or fail, 0: do not; unset: if nvcc and torch allow it
+    MONET_LIKE_CUDA       1: compile the CUDA sources or fail, 0: do not; unset: if torch sees a GPU and nvcc is found
     TORCH_CUDA_ARCH_LIST  compute capabilities, default those of the visible GPUs, or 8.0;9.0 without one
     CXX, CUDA_HOME        where to find the compilers
     CUDNN_HOME            where to find cuDNN, default: where torch has it from pip, then $CUDA_HOME and /usr
@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,13 +98,16 @@ class _Toolchain:
     cudnn: _Cudnn | None
 
 
-def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = False) -> list[Path]:
+def build(
+    *, cuda: bool | None = None, force: bool = False, progress: bool = False, verbose: bool = False
+) -> list[Path]:
     """Compile the libraries that are out of date; returns the paths of all libraries and of the note beside them.
 
     Args:
         cuda: also compile the CUDA sources; None decides as described at the top of this file.
         force: compile everything anew.
-        verbose: print each command.
+        progress: print a line for every file that is compiled.
+        verbose: print each command and its output.
 
     Raises:
         KernelBuildError: no ninja, compiler or torch was found, or compiling failed.
@@ -121,12 +125,12 @@ def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = Fals
         (folder / "build.ninja").write_text(_rules(tools, source_directory()))
         command = [ninja, "-C", str(folder), *(["-j", jobs] if (jobs := os.environ.get("MAX_JOBS")) else [])]
         if force:
-            _run([*command, "-t", "clean"], verbose)
+            _run([*command, "-t", "clean"])
         command += ["-v"] if verbose else []
-        _run([*command, *map(str, needed)], verbose)
+        _run([*command, *map(str, needed)], progress or verbose)
         if tools.cudnn:
             made += _unless_it_fails(
-                [*command, str(library_path("kernels_cudnn"))], library_path("kernels_cudnn"), verbose
+                [*command, str(library_path("kernels_cudnn"))], library_path("kernels_cudnn"), progress or verbose
             )
         for part in ("kernels_cuda", "kernels_cudnn"):
             if library_path(part) not in made:
@@ -135,10 +139,10 @@ def build(*, cuda: bool | None = None, force: bool = False, verbose: bool = Fals
     return [*made, note]
 
 
-def _unless_it_fails(command: Sequence[str], library: Path, verbose: bool) -> list[Path]:
+def _unless_it_fails(command: Sequence[str], library: Path, show: bool) -> list[Path]:
     """Run a command that makes a library, and return the library; if it fails print why: all else works without it."""
     try:
-        _run(command, verbose)
+        _run(command, show)
     except KernelBuildError as error:
         print(f"cuDNN's algorithms are left out: {error}", file=sys.stderr)
         return []
@@ -197,13 +201,19 @@ def _shell(words: Sequence[str]) -> str:
     return str(ninja_syntax.escape(shlex.join(words)))
 
 
-def _run(command: Sequence[str], verbose: bool) -> None:
-    done = subprocess.run(
-        command, check=False, stdout=None if verbose else subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if done.returncode != 0:
-        tail = "\n".join((done.stdout or "the output is above").strip().splitlines()[-30:])
-        raise KernelBuildError(f"compiling failed (exit code {done.returncode}): {' '.join(command)}\n{tail}")
+def _run(command: Sequence[str], show: bool = False) -> None:
+    """Run a command; what it prints is shown line by line as it comes, or only if it fails."""
+    status = {**os.environ, "NINJA_STATUS": "[%f of %t, %e s] "}
+    with subprocess.Popen(command, env=status, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        assert running.stdout is not None
+        lines: deque[str] = deque(maxlen=30)
+        for line in running.stdout:
+            lines.append(line)
+            if show:
+                print(line, end="", flush=True)
+    if running.returncode != 0:
+        tail = "the output is above" if show else "".join(lines).strip()
+        raise KernelBuildError(f"compiling failed (exit code {running.returncode}): {' '.join(command)}\n{tail}")
 
 
 # ---- finding the tools ----
@@ -305,7 +315,7 @@ def _cuda_compiler(cuda: bool | None) -> str | None:
     asked: bool | None = cuda
     if asked is None and os.environ.get("MONET_LIKE_CUDA", "") != "":
         asked = os.environ["MONET_LIKE_CUDA"].lower() not in ("0", "off", "false", "no")
-    if asked is False:
+    if asked is False or (asked is None and not torch.cuda.is_available()):
         return None
     nvcc = find_nvcc()
     problem = ""
@@ -347,14 +357,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m monet_like.build", description="Compile the kernels.")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--cuda", action="store_true", default=None, help="compile the CUDA sources too")
+    which.add_argument(
+        "--cuda", action="store_true", default=None, help="compile the CUDA sources too, though there is no GPU"
+    )
     which.add_argument("--no-cuda", dest="cuda", action="store_false", help="compile the CPU sources only")
     parser.add_argument("--force", action="store_true", help="compile everything anew")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the compilers' commands")
     options = parser.parse_args(arguments)
     started = time.perf_counter()
     try:
-        path, *_ = build(cuda=options.cuda, force=options.force, verbose=options.verbose)
+        path, *_ = build(cuda=options.cuda, force=options.force, progress=True, verbose=options.verbose)
     except KernelBuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -52,3 +52,38 @@ def test_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(build, "library_path", lambda part="kernels": tmp_path / "lib" / f"{part}.so")
     with pytest.raises(build.KernelBuildError, match=r"(?s)compiling failed.*out of tea"):
         build.build()
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA compiles none")
+@pytest.mark.parametrize(("gpu", "asked", "compiled"), [(True, "", 1), (False, "", 0), (False, "1", 1), (True, "0", 0)])
+def test_cuda_is_compiled_for_a_gpu_or_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool, asked: str, compiled: int
+) -> None:
+    """Without a GPU nobody waits for kernels that cannot run."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {torch.version.cuda}, V0'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("MONET_LIKE_CUDA", asked)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert build._cuda_compiler(None) == (str(nvcc) if compiled else None)
+
+
+def test_progress_is_shown_while_files_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "csrc"
+    for name in ("cpu", "plan"):
+        (source / name).mkdir(parents=True)
+    for name in ("ops.cpp", "cpu/masks.cpp", "plan/local_search.cpp"):
+        (source / name).write_text("namespace {}\n")
+    monkeypatch.setenv("MONET_LIKE_CUDA", "0")
+    monkeypatch.setattr(build, "source_directory", lambda: source)
+    monkeypatch.setattr(build, "library_path", lambda part="kernels": tmp_path / "lib" / f"{part}.so")
+    build.build()
+    assert "masks" not in capfd.readouterr().out
+    build.build(force=True, progress=True)
+    lines = capfd.readouterr().out.splitlines()
+    assert sum(line.startswith("[") and " of 5, " in line for line in lines) == 5, lines
+    assert any(line.endswith("kernels-masks.o") for line in lines)
