@@ -1,12 +1,17 @@
-"""The README's figures from what `benchmarks.run` measured: python -m benchmarks.table [--write README.md]
+"""Figures of the README and the manual from what `benchmarks.run` measured.
+
+    python -m benchmarks.table --write docs/measured.md
+    python -m benchmarks.table --models resnet50,unet,vit_b_16,gpt2 --write README.md
 
 What is gained over all models; of every one the peak and the step of plain PyTorch, of others and of ours; where the plot
 is; how near the predictions were; and the largest batches under a limit: all of the device where the most models were
-measured. With ``--write`` they go between the file's two markers.
+measured. With ``--models`` only what is gained over all models, and a table of these. With ``--write`` they go between the
+file's two markers.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,8 +33,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 OURS = ("monet_like", "monet_like inductor")
 
 
-def figures(folder: Path) -> str:
+def figures(folder: Path, models: Sequence[str] = (), place: Path = ROOT) -> str:
     """Markdown of a folder's points and largest batches.
+
+    Args:
+        models: only what is gained over all, and the points of these.
+        place: the folder of the page, where its links start.
 
     Raises:
         UsageError: nothing was measured there.
@@ -39,10 +48,13 @@ def figures(folder: Path) -> str:
         raise UsageError(f"{folder} has no rows of models; measure with python -m benchmarks.run --suite cpu")
     wrong = {(p.model, p.contender, p.setting) for p in points if not p.correct}
     trials = [t for t in read_rows(folder / "batches.csv", Trial) if (t.model, t.contender, t.setting) not in wrong]
-    parts = [*_gained(points, trials), _table(points), _pictures(points, folder)]
+    if models:
+        return "\n\n".join([*_gained(points, trials), _table([p for p in points if p.model in models])])
+    links = os.path.relpath(folder, place)
+    parts = [*_gained(points, trials), _table(points), _pictures(points, links)]
     found = planned(points)
     parts += [f"Predicted and measured: {accuracy(found)}"] if found else []
-    parts.append(f"All contenders, settings and reasons: {_report(folder)}.")
+    parts.append(f"All contenders, settings and reasons: [{folder.name}]({links}/rivals.md).")
     if trials:
         said = "The largest batch in a process that may hold what plain PyTorch's own takes and 5 % more, and time per sample"
         parts += [f"{said} against plain PyTorch's (-: none measured):", _batches(trials)]
@@ -82,10 +94,6 @@ def _range(found: Mapping[str, float], digits: str, unit: str, of: str) -> str:
     return f"{ends} {of}{middle if len(models) > 1 else ''}."
 
 
-def _report(folder: Path) -> str:
-    return f"[{folder.name}](benchmarks/results/{folder.name}/rivals.md)"
-
-
 def _table(points: Sequence[Point]) -> str:
     heads = "| peak, step against plain PyTorch's | plain | checkpoint per block | smallest of torch.compile's "
     heads += f"| monet_like, fastest | at most {100 * SAME_TIME:g} % slower than plain | at most {100 * USEFUL:g} % |"
@@ -122,11 +130,11 @@ def _percent(share: float) -> str:
     return f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}")
 
 
-def _pictures(points: Sequence[Point], folder: Path) -> str:
+def _pictures(points: Sequence[Point], links: str) -> str:
     first = min(((list(WORK).index(p.model), p.batch, p.model) for p in points), default=None)
     if first is None:
         return ""
-    path = f"benchmarks/results/{folder.name}/plots/{first[2]}_{first[1]}.png"
+    path = f"{links}/plots/{first[2]}_{first[1]}.png"
     return f"![{first[2]}: step time against peak, all contenders]({path})"
 
 
@@ -189,14 +197,17 @@ def fullest() -> Path | None:
 
 @click.command()
 @click.option("--device", help="Folder in benchmarks/results; by default the one with the most models.")
+@click.option(
+    "--models", default="", help="Only these, such as resnet50,unet, in a short table; by default all figures."
+)
 @click.option("--write", type=click.Path(path_type=Path), help="Into this file, between its markers.")
-def main(device: str | None, write: Path | None) -> None:
+def main(device: str | None, models: str, write: Path | None) -> None:
     """Print the figures or write them."""
     folder = RESULTS / device if device else fullest()
     if folder is None:
         raise click.ClickException("nothing was measured yet; measure with python -m benchmarks.run --suite cpu")
     try:
-        text = figures(folder)
+        text = figures(folder, tuple(filter(None, models.split(","))), write.resolve().parent if write else ROOT)
         if write is None:
             click.echo(text)
             return

@@ -484,6 +484,11 @@ def test_the_readmes_figures_are_those_of_the_rows(tmp_path: Path) -> None:
     for expected in (gained, row, batches, "Peak within 1.0 % for 1 of 1 points", "/plots/resnet50_12.png)"):
         assert expected in text, expected
     assert "unet" not in text
+    assert f"]({os.path.relpath(tmp_path, ROOT)}/rivals.md)" in text and "](rivals.md)" not in text
+    assert "](../rivals.md)" in table.figures(tmp_path, place=tmp_path / "docs")
+    short = table.figures(tmp_path, ["resnet50"])
+    assert gained in short and row in short and batches not in short and "png" not in short
+    assert "resnet50, batch" not in table.figures(tmp_path, ["unet"])
 
 
 def test_the_readmes_figures_go_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
