@@ -19,6 +19,7 @@ from torch import nn
 
 from .holders import Attributes, Entries, Holder, Items, Slots, Variable, Variables, same_objects
 from .objects import class_holders
+from .settings import SETTINGS, settings_now
 from .traversal import Place, Same, Walk, form_of_plain
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -79,6 +80,7 @@ class Roots:
         for position, argument in enumerate(self.arguments):
             walk.forms[f"argument {position}"] = walk.form(argument, f"argument {position}")
         walk.run()
+        walk.forms.update(zip(SETTINGS, settings_now(), strict=True))
         return walk
 
     def is_late(self, place: Place, label: Any) -> bool:
@@ -108,6 +110,7 @@ class Reads:
         self._all = _Compared(walk.places, roots.names, lambda place, label: True)
         self._late = _Compared(walk.places if late else [], roots.names, roots.is_late)
         self._known = forms is None or forms == walk.forms
+        self._settings = tuple(self.forms[name] for name in SETTINGS)
 
     def of(self, model: nn.Module) -> Reads:
         """The same values of another model, such as a copy."""
@@ -115,6 +118,9 @@ class Reads:
 
     def change(self) -> Change | None:
         """A value that is not as it was; None if there is none."""
+        if (settings := settings_now()) != self._settings:
+            changes = map(Change, SETTINGS, map(repr, self._settings), map(repr, settings))
+            return next(change for change in changes if change.before != change.after)
         return self._change(self._all, self.forms)
 
     def late_change(self) -> Change | None:

@@ -1,0 +1,132 @@
+"""Settings of PyTorch by which it chooses operators: a change between steps means another capture, never another result."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import build
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from monet_like import auto_schedule
+from monet_like.capture.lowering import capture
+from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.runtime.batch_norm import CUDNN, NATIVE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(*heads)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(32, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+
+class Table(nn.Module):
+    """Multiplied by numbers that the forward makes, of the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * torch.tensor([0.1, 0.2, 0.3, 0.4])
+
+
+class DefaultDtype:
+    def __enter__(self) -> None:
+        torch.set_default_dtype(torch.float64)
+
+    def __exit__(self, *_: Any) -> None:
+        torch.set_default_dtype(torch.float32)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], AbstractContextManager[Any]], str]] = {
+    "attention": (Attention, lambda: sdpa_kernel(SDPBackend.MATH), r"torch\.backends\.cuda\.flash_sdp_enabled\(\)"),
+    "oneDNN": (Recurrent, lambda: torch.backends.mkldnn.flags(enabled=False), r"torch\.backends\.mkldnn\.enabled"),
+    "default dtype": (Table, DefaultDtype, r"torch\.get_default_dtype\(\)"),
+}
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    result = model(x)
+    result.square().sum().backward()
+    return [result.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def same(model: nn.Module, wrapped: ScheduleWrapper, x: torch.Tensor) -> bool:
+    pairs = list(zip(step(model, x), step(wrapped, x), strict=True))
+    return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("case", CASES)
+def test_a_setting_that_changes_is_followed(case: str) -> None:
+    make, changed, name = CASES[case]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(4, 64, 32)
+    wrapped = auto_schedule(model, (x,), memory_budget="300%", time_limit_seconds=1)
+    assert same(model, wrapped, x)
+    before = step(model, x)
+    with changed():
+        assert not all(map(torch.equal, before, step(model, x)))  # it does change something
+        with pytest.warns(UserWarning, match=f"planning {make.__name__} anew: {name} was .*, is "):
+            assert same(model, wrapped, x)
+    assert same(model, wrapped, x)
+
+
+def test_a_capture_knows_whether_cudnn_was_on() -> None:
+    """Of a GPU that is not here: batch norm is cuDNN's with it, ATen's own without."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
+
+    def captured(enabled: bool) -> set[str]:
+        with torch.backends.cudnn.flags(enabled=enabled):
+            found = capture(model, (torch.randn(2, 3, 8, 8),), target=torch.device("cuda", 0))
+        assert found.reads is not None
+        with torch.backends.cudnn.flags(enabled=enabled):
+            assert found.reads.change() is None
+        with torch.backends.cudnn.flags(enabled=not enabled):
+            change = found.reads.change()
+            assert str(change) == f"torch.backends.cudnn.enabled was {enabled}, is {not enabled}"
+            assert found.reads.of(nn.Sequential(*model)).change() == change  # of a copy as well
+        return {call.op for task in found.program.every_task() for call in task.calls}
+
+    assert CUDNN in captured(True)
+    assert CUDNN not in (without := captured(False))
+    assert NATIVE in without
+
+
+@pytest.mark.skipif(bool(build.missing()), reason=build.missing() or "there can be a fake GPU")
+def test_a_step_without_cudnn_does_not_run_its_batch_norm(tmp_path: Path) -> None:
+    """On the fake GPU: the program without cuDNN is another one, so the schedule is refused."""
+    paths = [str(ROOT), str(build.HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, str(build.HERE / "settings.py")]
+    done = build.run(build.build(tmp_path / "fake_gpu"), command, PYTHONPATH=os.pathsep.join(paths))
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["by cudnn"]
+    assert "does not match the model" in found["new wrapper"]
+    assert found["next step"].endswith("; since the last step, torch.backends.cudnn.enabled was True, is False")
