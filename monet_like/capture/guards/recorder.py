@@ -28,6 +28,9 @@ _NOT_READ = frozenset(
     | {"_forward_pre_hooks_with_kwargs", "_is_full_backward_hook", "_flat_weights", "_flat_weight_refs", "__class__"}
 )
 
+#: The modules that call the model in a trace. They import this one, so it knows them by name.
+_TRACING = frozenset({"monet_like.capture.flat_module", "monet_like.capture.tracing"})
+
 #: Where a forward sees to it that Python code runs in its backward; or else that is not traced, which is slow.
 _FOR_BACKWARD = frozenset({"torch.autograd.function", "torch.autograd.graph", "torch.utils.checkpoint"})
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
@@ -177,7 +180,7 @@ class Recorder:
             found = self.attributes.setdefault(name, set())
             if self.in_backward:
                 self.late_attributes.setdefault(name, set()).add(attribute)
-        elif type(module).__module__ == "monet_like.capture.tracing":
+        elif type(module).__module__ in _TRACING:
             return
         else:
             found = self.others.setdefault(id(module), (module, set()))[1]
@@ -305,7 +308,7 @@ def _words(constants: tuple[Any, ...]) -> Iterator[str]:
 
 def _importing(frame: types.FrameType | None) -> bool:
     """Whether a Python module or a class is being made, which happens once and is not undone."""
-    while frame is not None and frame.f_globals.get("__name__") != "monet_like.capture.tracing":
+    while frame is not None and frame.f_globals.get("__name__") not in _TRACING:
         if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # no function's
             return True
         frame = frame.f_back
