@@ -7,6 +7,7 @@ a roofline (A100 rates). ``--write`` puts the tables into benchmarks/results/mod
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,17 @@ from monet_like.compiler.pipeline import Prepared, prepare
 from monet_like.compiler.problem import read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
-from monet_like.ir.mode import MONET_MODES
 from monet_like.plan.ilp.search import Search
 from monet_like.profile.devices import DEVICES
 
 PAGE = Path(__file__).parent / "results" / "modes.md"
+#: MONeT's twelve modes.
+MONET_MODES = tuple(
+    prefix + rest
+    for prefix, rest in itertools.product(
+        ("", "inplace_"), ("normal", "conv_normal", "multiway", "newnode", "multiway_newnode", "conv_multiway_newnode")
+    )
+)
 
 
 def cell(ready: Prepared, share: float, seconds: float) -> str:

@@ -32,6 +32,7 @@ import click
 import torch
 from torch import nn
 
+from benchmarks.resident_memory import status_bytes
 from monet_like.capture.captured import Captured
 from monet_like.capture.example_inputs import Example
 from monet_like.cli.inspect import show_record
@@ -42,7 +43,6 @@ from monet_like.errors import InfeasibleError, MonetError, SolverError
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.profile.devices import DEVICES
-from monet_like.profile.measure import status_bytes
 from monet_like.profile.roofline import roofline
 from monet_like.profile.settings import versions
 from monet_like.replay.comparison import Tensors, compare

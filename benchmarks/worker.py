@@ -27,9 +27,9 @@ from torch import nn
 
 from benchmarks.contenders import CONTENDERS, Built
 from benchmarks.malloc import keep_freed
+from benchmarks.resident_memory import resident_peak, status_bytes
 from benchmarks.work import Job
 from monet_like.capture.example_inputs import Example
-from monet_like.profile.measure import resident_peak, status_bytes
 from monet_like.replay.comparison import Tensors
 from monet_like.replay.verify import (
     draws,

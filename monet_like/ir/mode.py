@@ -17,7 +17,6 @@ attention. They agree to rounding, as with ``conv``.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable
 
@@ -33,14 +32,6 @@ OFFLOAD = "offload"
 ALGORITHMS = "algorithms"
 _NEUTRAL = "normal"
 _SHARE = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
-
-#: MONeT's twelve modes, which are also the mode strings this package names in its documentation.
-MONET_MODES = tuple(
-    prefix + rest
-    for prefix, rest in itertools.product(
-        ("", "inplace_"), ("normal", "conv_normal", "multiway", "newnode", "multiway_newnode", "conv_multiway_newnode")
-    )
-)
 
 
 def parse_mode(text: str) -> frozenset[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from benchmarks.certified import MODELS
-from benchmarks.modes import PAGE, with_table
-from monet_like.ir.mode import MONET_MODES
+from benchmarks.modes import MONET_MODES, PAGE, with_table
 
 
 def test_every_table_has_every_mode() -> None:

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
+from benchmarks.modes import MONET_MODES
 from monet_like.errors import MonetError, UsageError
-from monet_like.ir.mode import MONET_MODES, WORDS, dropit_share, dropit_word, is_lossy, parse_mode
+from monet_like.ir.mode import WORDS, dropit_share, dropit_word, is_lossy, parse_mode
 from monet_like.ir.units import GIB, KIB, MIB, format_bytes, format_seconds, parse_bytes
 
 

@@ -17,6 +17,7 @@ from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import Tensor
 from training import run, twin
 
+from benchmarks.resident_memory import status_bytes
 from monet_like.capture.lowering import capture
 from monet_like.cli.commands import inspect_command, schedule_command, solve_command
 from monet_like.errors import MonetError
@@ -30,7 +31,6 @@ from monet_like.plan.budgets import pareto, smallest_budget
 from monet_like.plan.offload import hide
 from monet_like.plan.subprogram import without_overlap
 from monet_like.profile.devices import DEVICES
-from monet_like.profile.measure import status_bytes
 from monet_like.profile.roofline import roofline
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime import offload

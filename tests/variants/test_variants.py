@@ -13,9 +13,10 @@ from replays import replayed
 from torch import nn
 from training import run, twin
 
+from benchmarks.modes import MONET_MODES
 from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
-from monet_like.ir.mode import MONET_MODES, parse_mode
+from monet_like.ir.mode import parse_mode
 from monet_like.ir.program import Task
 from monet_like.plan.baseline import store_all
 from monet_like.profile.roofline import flops, touched_bytes
