@@ -26,7 +26,7 @@ from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
 from ..profile.measure import allocated_peak
 from ..profile.task_inputs import Inputs
 from ..runtime.batch_norm import CUDNN, CUDNN_BACKWARD, NATIVE, NATIVE_BACKWARD, backward_of
-from ..runtime.codegen import Block, deaths, needed_at_end
+from ..runtime.codegen import Block, liveness, needed_at_end
 from ..runtime.operators import overload, resolve
 from .inductor import Compiled, compile_function
 
@@ -180,7 +180,7 @@ class _Fuser:
         made: list[Block] = []
         done = 0
         for block in blocks:
-            dying, _ = deaths(block, needed_at_end(block))
+            dying, _ = liveness(block.tasks, needed_at_end(block))
             tasks: list[Task] = []
             for start, stop in runs_of(block.tasks):
                 before = before_bytes[done + start : done + stop]

@@ -21,7 +21,7 @@ from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
 from ..ir.schedule import Schedule
 from ..ir.simulate import Free, simulate
 from ..runtime.batch_norm import backward_of
-from ..runtime.codegen import Block, compile_block, compile_chain
+from ..runtime.codegen import Block, compile_block, compile_chain, liveness
 from .changed_inputs import check_changeable
 from .fusion import Fused, fuse, without_cudnn
 from .missing_gradients import without_missing
@@ -94,7 +94,7 @@ class Step:
         )
         stretches = self._cut(schedule)
         runs = [_runs(captured, schedule, start, stop) for start, stop, _ in stretches]
-        live = self._live(runs, stretches)
+        live = _live(runs, stretches)
         forward = tuple(program.tasks[i] for i in schedule.forward)
         outputs = _distinct(captured.outputs)
         self.saved = tuple(v for v in live[0] if v not in program.tangents)
@@ -188,19 +188,15 @@ class Step:
         # Parameters first, then inputs.
         return [(first, stop, sorted(found, key=lambda g: g[0] == "input")) for first, stop, found in stretches]
 
-    def _live(self, runs: Sequence[tuple[Task, ...]], stretches: Sequence[_Stretch]) -> list[tuple[int, ...]]:
-        """Values alive at every boundary between segments: read or returned later, before they are written again."""
-        live: list[tuple[int, ...]] = [()]
-        alive: dict[int, None] = {}
-        for tasks, (_, _, gradients) in zip(reversed(runs), reversed(stretches), strict=True):
-            alive.update((tensor.value, None) for _, _, tensor in gradients)
-            for task in reversed(tasks):
-                for value in task.writes:
-                    alive.pop(value, None)
-                alive.update(dict.fromkeys(task.reads))
-            live.append(tuple(alive))
-        live.reverse()
-        return live
+
+def _live(runs: Sequence[tuple[Task, ...]], stretches: Sequence[_Stretch]) -> list[tuple[int, ...]]:
+    """Values alive before every segment, and after the last: read or returned later, before they are written again."""
+    live: list[tuple[int, ...]] = [()]
+    for tasks, (_, _, gradients) in zip(reversed(runs), reversed(stretches), strict=True):
+        needed = (*live[-1], *(tensor.value for _, _, tensor in gradients))
+        live.append(liveness(tasks, needed)[1])
+    live.reverse()
+    return live
 
 
 def _runs(captured: Captured, schedule: Schedule, start: int, stop: int) -> tuple[Task, ...]:

@@ -7,7 +7,7 @@ literal is bound as a constant. Nothing from a file ever becomes source text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,19 +86,24 @@ def needed_at_end(block: Block) -> set[int]:
     return needed
 
 
-def deaths(block: Block, needed: set[int]) -> tuple[list[list[int]], list[int]]:
-    """For every task, the values that nothing reads after it before they are written anew; and those never read.
+def liveness(tasks: Sequence[Task], needed: Iterable[int]) -> tuple[list[list[int]], tuple[int, ...]]:
+    """Find the last reads of values.
 
     Args:
-        needed: values that exist when the block ends.
+        needed: values that exist when the tasks have run.
+
+    Returns:
+        For every task, the values that nothing reads after it before they are written again.
+        The values alive before the first task: read or needed later, before they are written again.
     """
-    alive = set(needed)
-    deaths: list[list[int]] = []
-    for task in reversed(block.tasks):
-        deaths.append([v for v in dict.fromkeys((*task.reads, *task.writes)) if v not in alive])
-        alive.difference_update(task.writes)
-        alive.update(task.reads)
-    return deaths[::-1], [v for v in block.takes if v not in alive]
+    alive = dict.fromkeys(needed)
+    dying: list[list[int]] = []
+    for task in reversed(tasks):
+        dying.append([v for v in dict.fromkeys((*task.reads, *task.writes)) if v not in alive])
+        for value in task.writes:
+            alive.pop(value, None)
+        alive.update(dict.fromkeys(task.reads))
+    return dying[::-1], tuple(alive)
 
 
 def _mentioned(call: Call) -> list[str]:
@@ -144,8 +149,9 @@ class _Writer:
 
     def block(self, block: Block) -> list[str]:
         """Write a block's tasks and the views that it returns; the variables of what it returns."""
-        dying, unused = deaths(block, needed_at_end(block))
-        self.delete([f"v{v}" for v in unused])
+        dying, first = liveness(block.tasks, needed_at_end(block))
+        alive = set(first)
+        self.delete([f"v{v}" for v in block.takes if v not in alive])
         for task, dead in zip(block.tasks, dying, strict=True):
             last = {name: place for place, call in enumerate(task.calls) for name in _mentioned(call)}
             # Values that the task reads exist until it ends, as planned; but for one that it takes over and may release.
