@@ -123,7 +123,7 @@ def plan_for(
     Where only variants multiply, cuBLAS's workspaces count if the schedule takes one: then it is planned anew with them, or
     without these variants where that does not fit.
     """
-    chosen, program = strategy or request.strategy, ready.captured.program
+    program = ready.captured.program
     if more := ready.variants_cublas_bytes:
 
         def found_for(**changed: Any) -> Plan:
@@ -145,10 +145,10 @@ def plan_for(
         solver=request.solver,
         time_limit_seconds=request.time_limit_seconds,
         gap=request.gap,
-        strategy=chosen,
+        strategy=strategy or request.strategy,
         extra_bytes=ready.extra_bytes,
         progress=progress,
-        **({"threads": request.threads} if chosen == "milp" else {}),
+        threads=request.threads,
         **options,
     )
 

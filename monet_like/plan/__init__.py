@@ -28,6 +28,7 @@ def plan(
     solver: str = "CBC",
     time_limit_seconds: float = 300.0,
     gap: float = 0.01,
+    threads: int = 1,
     strategy: str = "milp",
     extra_bytes: int = 0,
     progress: Callable[[str], None] | None = None,
@@ -44,6 +45,7 @@ def plan(
         time_limit_seconds: wall seconds for the whole search. Where nothing fits by then, the search goes on for up to
             as many again, or five for small programs. An annealing that has begun is not cut short.
         gap: relative distance from the bound at which the search stops.
+        threads: of the solver.
         strategy: a name in `STRATEGIES`.
         extra_bytes: resident memory beyond the program's, such as optimizer state.
         progress: called with lines for people: who is at work, incumbent, bound, gap, seconds.
@@ -63,7 +65,7 @@ def plan(
         )
     found = STRATEGIES[strategy](
         program, costs, budget_bytes, solver=solver, time_limit_seconds=time_limit_seconds, gap=gap,
-        extra_bytes=extra_bytes, progress=progress, **options,
+        threads=threads, extra_bytes=extra_bytes, progress=progress, **options,
     )  # fmt: skip
     if found.report.peak_bytes > budget_bytes:
         raise SolverError(

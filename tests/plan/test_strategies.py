@@ -14,7 +14,8 @@ from monet_like.errors import MonetError, SolverError
 from monet_like.ir.program import Cost, Program, Task
 from monet_like.ir.schedule import prune
 from monet_like.ir.simulate import Report, simulate
-from monet_like.plan import store_all
+from monet_like.plan import Plan, plan, store_all
+from monet_like.plan.ilp.search import Search
 from monet_like.plan.local_search.searcher import Searcher
 from monet_like.plan.strategies import STRATEGIES
 from monet_like.plan.strategies.checkpointing import Keeping
@@ -28,6 +29,22 @@ SOLVED = {"milp": {"solver": "HIGHS", "gap": 0.0}, "checkmate": {"solver": "HIGH
 
 def report(name: str, program: Program, costs: dict[str, Cost], budget: int) -> Report:
     return STRATEGIES[name](program, costs, budget, **SOLVED.get(name, {})).report
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_takes_the_settings_of_a_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, costs = chain_of(4)
+    asked: list[int] = []
+    run = Search.run
+
+    def noticed(search: Search) -> Plan:
+        asked.append(search.threads)
+        return run(search)
+
+    monkeypatch.setattr(Search, "run", noticed)
+    found = plan(program, costs, 10**9, solver="HIGHS", time_limit_seconds=10.0, gap=0.0, threads=2, strategy=name)
+    assert found.report == simulate(program, found.schedule, costs)
+    assert asked == ([2] if name in SOLVED else [])
 
 
 def random_graph(seed: int) -> tuple[list[frozenset[int]], list[int]]:
