@@ -18,7 +18,7 @@ import torch
 from benchmarks.rows import write_rows
 from benchmarks.worker import apart, gradients_of, rounding_of
 from monet_like.capture.captured import Captured
-from monet_like.capture.example_inputs import Example
+from monet_like.capture.example_inputs import Example, example_of
 from monet_like.compiler.costs import measured_costs, to_profile
 from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import MonetError
@@ -30,7 +30,7 @@ from monet_like.models import ModelSpec, build_model
 from monet_like.profile.devices import device_name, device_slug, known_limits, machine_at
 from monet_like.replay.allocator import reserve
 from monet_like.replay.comparison import Tensors
-from monet_like.replay.verify import judged, step_peak, step_seconds
+from monet_like.replay.verify import judged, real_example, step_peak, step_seconds
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.zoo.registry import FILE_NAME, Registry
 
@@ -83,19 +83,6 @@ class Replay:
         return self.model, self.file
 
 
-def example_of(inputs: Sequence[InputSpec], device: torch.device) -> Example:
-    """Random inputs as a schedule has them; integers are small ones."""
-    torch.manual_seed(0)
-    made = []
-    for spec in inputs:
-        dtype = getattr(torch, spec.dtype)
-        if dtype.is_floating_point:
-            made.append(torch.randn(spec.shape, dtype=dtype, device=device).requires_grad_(spec.requires_grad))
-        else:
-            made.append(torch.randint(0, 2, spec.shape, dtype=dtype, device=device))
-    return tuple(made), {}
-
-
 def emptied(device: torch.device) -> None:
     """Give everything back that nobody holds."""
     gc.collect()
@@ -120,7 +107,7 @@ class Plain:
     def __init__(self, record: ScheduleRecord, device: torch.device) -> None:
         torch.manual_seed(0)
         self.device, self.model = device, build_model(record.model).module.to(device)
-        self.example = example_of(record.inputs, device)
+        self.example = real_example(example_of(record.inputs, device), device)
         gradients = gradients_of(self.model, self.example)
         self.model.zero_grad(set_to_none=True)
         self.rounding = rounding_of(self.model, self.example, gradients)
@@ -269,7 +256,8 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
                 continue
             started = time.monotonic()
             try:
-                path = profile(build_model(model), example_of(inputs, device), device, out / "profiles", mode)
+                example = real_example(example_of(inputs, device), device)
+                path = profile(build_model(model), example, device, out / "profiles", mode)
                 lines.append(f"{path.name}: {what}{time.monotonic() - started:.0f} s")
             except (MonetError, RuntimeError) as error:
                 lines.append(f"{model}, batch {batch}: {what}not profiled: {str(error).splitlines()[0]}")

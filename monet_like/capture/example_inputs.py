@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..errors import ScheduleFileError
-from ..ir.schedule_file import InputSpec, ScheduleRecord
+from ..ir.schedule_file import InputSpec
 from .captured import fake_mode
 from .precision import LAYOUTS, in_layout, layout_of
 
@@ -37,14 +38,14 @@ def device_of(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
-def example_of(record: ScheduleRecord, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Fake inputs of the shapes that a schedule was solved for, as (args, kwargs).
+def example_of(inputs: Sequence[InputSpec], device: torch.device) -> Example:
+    """Fake inputs as a schedule file describes them, as (args, kwargs).
 
     Raises:
         ScheduleFileError: they are of a dtype or layout that is not known here.
     """
     with fake_mode():
-        return tuple(_empty(spec, device) for spec in record.inputs), {}
+        return tuple(_empty(spec, device) for spec in inputs), {}
 
 
 def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:

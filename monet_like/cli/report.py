@@ -125,7 +125,7 @@ def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limi
         processes=record.counts.get("processes"),
     )
     own_inputs = hasattr(problem.spec.source, "make_inputs")
-    example = problem.request.example if own_inputs else example_of(record, problem.device)
+    example = problem.request.example if own_inputs else example_of(record.inputs, problem.device)
     return replace(problem, request=replace(problem.request, example=example, made_last=record.made_last))
 
 

@@ -114,7 +114,7 @@ class ScheduleWrapper(nn.Module):
         if input_shape is not None:
             check_shapes(record, input_shape)
         if example is None:
-            example = example_of(record, device_of(model))
+            example = example_of(record.inputs, device_of(model))
         warn_elsewhere(record, device_of(model), stacklevel=2)
         if model.training:
             leaves, spec = pytree.tree_flatten(example)
