@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Schedule file to write, such as mine.pkl.  [default: solutions/solution_NAME_BATCH_MODE_BUDGET.pkl]",
+    help="Schedule file to write, such as mine.pkl.  [default: solution_NAME_BATCH_MODE_BUDGET.pkl, in this folder]",
 )
 @with_terminal
 def solve_command(**options: Any) -> None:
@@ -94,7 +94,8 @@ def solve_command(**options: Any) -> None:
 @click.option(
     "--solution-file",
     type=click.Path(path_type=Path),
-    help="Schedule file to check, such as solutions/mine.pkl.  [default: the name that solve.py gives it]",
+    help="Schedule file to check, such as mine.pkl.  [default: the name that solve.py gives it, in this folder or in "
+    "solutions/]",
 )
 @click.option(
     "--check-runtime",
@@ -120,7 +121,7 @@ def schedule_command(**options: Any) -> None:
     \b
     Example:
       python scripts/schedule.py "torchvision.models.resnet50()" 8 0.5 inplace_conv_multiway_newnode CBC \\
-          --solution_file solutions/solution_resnet50_8_inplace_conv_multiway_newnode_0.50.pkl --check_diff
+          --solution_file solution_resnet50_8_inplace_conv_multiway_newnode_0.50.pkl --check_diff
     """
     from .schedule import check
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ..errors import UsageError
 from ..files import check_writable, write_atomically
+from ..zoo.registry import check_not_registered
 
 
 def write_table(console: Console, path: Path | None, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -38,6 +39,7 @@ def check_results(plot: Path | None, *files: Path | None) -> None:
     """
     for path in (plot, *files):
         if path is not None:
+            check_not_registered(path)
             check_writable(path)
     if plot is not None and plot.suffix not in _PICTURES:
         raise UsageError(f"--plot {plot} must end in one of {', '.join(_PICTURES)}")

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from ..capture.captured import Captured
-from ..compiler.pipeline import Prepared, prepare
+from ..compiler.pipeline import Prepared, default_names, prepare
 from ..compiler.problem import Problem, read_problem
 from ..errors import UsageError
 from ..files import check_writable
 from ..ir.profile_file import Profile
 from ..ir.units import parse_bytes
 from ..profile.devices import DEVICES, DeviceLimits, device_slug
+from ..zoo.registry import check_not_registered, is_registered
 from .terminal import Progress, Terminal
 
-#: Where schedules and profiles are written.
+#: Where profiles are written, and where the zoo's schedules are in a checkout.
 SOLUTIONS = Path("solutions")
 
 
@@ -65,17 +66,35 @@ def profile_path(problem: Problem, label: str = "") -> Path:
     )
 
 
+def schedule_path(problem: Problem) -> Path:
+    """The default name of a problem's schedule file, in the current folder."""
+    return default_names(problem.spec.name, problem.request, problem.budget_bytes, Path())
+
+
+def check_out(path: Path) -> None:
+    """Check, before hours of work, that a result can be written to ``path``.
+
+    Raises:
+        UsageError: it cannot, or the file belongs to a zoo.
+    """
+    check_not_registered(path)
+    check_writable(path)
+
+
 @dataclass(frozen=True)
 class CostSource:
     """The profile file or datasheet rates from which the costs of a model's operators come.
 
     Attributes:
-        path: of the profile file to read and to extend; ``roofline:DEVICE`` for datasheet rates.
+        path: of the profile file to read; ``roofline:DEVICE`` for datasheet rates.
         known: what is known before anything is measured: the file's costs, a device's rates, or None.
+        extended: the file to write what is measured into: the same, or, for a profile of the zoo, one of the same name in
+            the current folder.
     """
 
     path: Path
     known: Profile | DeviceLimits | None
+    extended: Path
 
     @staticmethod
     def of(problem: Problem, profile_file: Path | None, label: str = "") -> CostSource:
@@ -89,11 +108,21 @@ class CostSource:
             ProfileError: the file is no profile.
         """
         path = profile_file or profile_path(problem, label)
-        return CostSource(path, read_profile(path))
+        extended = path
+        if not is_roofline(path) and is_registered(path):
+            extended = Path(path.name)
+            check_out(extended)
+            path = extended if extended.exists() else path
+        return CostSource(path, read_profile(path), extended)
 
     def save(self, profile: Profile) -> None:
         """Write a profile into the file, for the next command."""
-        profile.save(self.path)
+        profile.save(self.extended)
+
+    @property
+    def latest(self) -> Path:
+        """The file that has the costs, as far as they are known: the one that was written, if there is one."""
+        return self.extended if self.extended.exists() else self.path
 
     def prepare(self, problem: Problem, progress: Progress, captured: Captured | None = None) -> Prepared:
         """Capture and profile; what is measured is saved.

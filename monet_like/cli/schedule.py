@@ -14,7 +14,6 @@ from torch import nn
 
 from ..capture.example_inputs import Example
 from ..capture.precision import autocast_as
-from ..compiler.pipeline import default_names
 from ..compiler.problem import Problem, read_problem
 from ..errors import UsageError
 from ..ir.mode import parse_mode
@@ -22,7 +21,7 @@ from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..replay.verify import real_example, same_step, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
-from .prepare import SOLUTIONS
+from .prepare import SOLUTIONS, schedule_path
 from .terminal import Terminal, aligned_table
 
 
@@ -46,7 +45,7 @@ def check(
     if steps < 1:
         raise UsageError(f"--steps {steps} must be at least 1")
     problem = read_problem(**options)
-    path = solution_file or default_names(problem.spec.name, problem.request, problem.budget_bytes, SOLUTIONS)
+    path = solution_file or _solved(problem)
     record = ScheduleRecord.load(path)
     if parse_mode(record.mode) != parse_mode(problem.request.mode):
         raise UsageError(
@@ -69,6 +68,12 @@ def check(
     terminal.result(found)
     if not good:
         sys.exit(1)
+
+
+def _solved(problem: Problem) -> Path:
+    """The file that solve.py writes by default; if it is only there, that of the same name in ``solutions/``."""
+    path = schedule_path(problem)
+    return SOLUTIONS / path if not path.exists() and (SOLUTIONS / path).exists() else path
 
 
 def _measured_peak(console: Console, problem: Problem, record: ScheduleRecord, example: Example) -> tuple[int, bool]:

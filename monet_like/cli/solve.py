@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 from pathlib import Path
 from typing import Any
 
-from ..compiler.pipeline import Compiled, compile_schedule, default_names
+from ..compiler.pipeline import Compiled, compile_schedule
 from ..compiler.problem import read_problem
-from ..files import check_writable
-from .prepare import SOLUTIONS, CostSource, is_for_another_machine
+from .prepare import CostSource, check_out, is_for_another_machine, schedule_path
 from .terminal import Terminal
 
 
@@ -28,8 +27,8 @@ def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | N
     terminal = terminal or Terminal()
     problem = read_problem(**options, measured=not is_for_another_machine(profile_file))
     request = problem.request
-    path = out or default_names(problem.spec.name, request, problem.budget_bytes, SOLUTIONS)
-    check_writable(path)
+    path = out or schedule_path(problem)
+    check_out(path)
     source = CostSource.of(problem, profile_file)
     with terminal.progress() as progress:
         compiled = compile_schedule(
@@ -42,7 +41,7 @@ def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | N
             plan_progress=progress.planning,
         )
     compiled.record.save(path)
-    show_compiled(terminal, problem, compiled, path, source.path)
+    show_compiled(terminal, problem, compiled, path, source.latest)
     return compiled
 
 

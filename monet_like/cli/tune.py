@@ -13,7 +13,7 @@ from torch import nn
 
 from ..capture.example_inputs import Example
 from ..capture.precision import autocast_as
-from ..compiler.pipeline import default_names, make_record, plan_for
+from ..compiler.pipeline import make_record, plan_for
 from ..compiler.problem import Problem, parse_batch, read_problem
 from ..errors import MonetError, UsageError
 from ..ir.profile_file import Profile
@@ -25,7 +25,7 @@ from ..replay.verify import real_example, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
 from .batch_search import Batches, Trial, Tuner, largest_power
 from .output import check_results, draw, write_table
-from .prepare import SOLUTIONS, CostSource, read_profile
+from .prepare import CostSource, check_out, read_profile, schedule_path
 from .terminal import Terminal, aligned_table
 
 
@@ -128,7 +128,8 @@ def tune(
     winner = max(candidates, key=lambda candidate: candidate.throughput)
     _show(console, problem, family, tuner, plain, plain_seconds, candidates, winner)
     request, ready = family.request(winner.batch), family.prepared(winner.batch)
-    path = out or default_names(problem.spec.name, request, problem.budget_bytes, SOLUTIONS)
+    path = out or schedule_path(replace(problem, request=request))
+    check_out(path)
     make_record(request, ready, winner.plan, problem.budget_bytes).save(path)
     console.print(f"wrote {path}", soft_wrap=True)
     terminal.result(_described(problem, tuner, plain, plain_seconds, winner, path))

@@ -255,7 +255,7 @@ def summary_counts(program: Program, found: Plan) -> dict[str, int]:
 
 
 def default_names(name: str, request: Request, budget_bytes: int, folder: Path) -> Path:
-    """Default path of a schedule file, such as ``solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl``."""
+    """Default path of a schedule file, such as ``solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl``."""
     words = [weights_layout(request.model), f"autocast_{request.autocast}" if request.autocast else ""]
     suffix = "".join(f"_{word}" for word in (*words, "ablation" if request.ablation else "") if word)
     return folder / f"solution_{name}_{request.batch}_{request.mode}_{budget_bytes / 2**30:.2f}{suffix}.pkl"

@@ -5,6 +5,7 @@ A JSON file beside the files with the schedules. Nothing of it is ever run, and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ScheduleFileError, UsageError
+from ..errors import MonetError, ScheduleFileError, UsageError
 from ..files import read_bytes, read_text, shipped_folder, write_atomically
 from ..ir.schedule_file import ScheduleRecord
 from . import model_file
@@ -352,6 +353,33 @@ def zoo_folder() -> Path:
     if shipped is None:
         raise UsageError(f"this installation has no zoo; give its folder as ${FOLDER_VARIABLE}")
     return shipped
+
+
+def is_registered(path: Path) -> bool:
+    """Whether ``path`` is a file of a zoo: a registry, or a schedule's or a profile's file that one names."""
+    path = path.resolve()
+    for folder in path.parents:
+        if not (folder / FILE_NAME).is_file():
+            continue
+        with contextlib.suppress(MonetError):  # a file of that name may be something else
+            registry = Registry.load(folder)
+            names = {FILE_NAME, *(file.path for file in registry.files)}
+            names.update(listed.profile_source for listed in registry.schedules)
+            if path.relative_to(folder).as_posix() in names:
+                return True
+    return False
+
+
+def check_not_registered(path: Path) -> None:
+    """Check that writing ``path`` changes nothing that a zoo's registry names.
+
+    Raises:
+        UsageError: it would.
+    """
+    if is_registered(path):
+        raise UsageError(
+            f"{path} belongs to the zoo, whose registry names it; give another name with --out, or run in another folder"
+        )
 
 
 def place(row: Listed | Refused) -> tuple[bool, int, str]:

@@ -33,6 +33,8 @@ from monet_like.compiler.problem import parse_batch, parse_shape
 from monet_like.errors import MonetError, UsageError
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.zoo.download import find_record
+from monet_like.zoo.registry import Registry
 
 MODEL = """from torch import nn
 
@@ -370,6 +372,70 @@ def test_a_model_without_parameters_is_no_crash() -> None:
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
 
 
+# Files of the zoo ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def zoo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A zoo in ``solutions/`` with a schedule under the name that solve.py gives it, and its measured profile."""
+    found = folder / "solutions"
+    schedule_file, profile = found / "solution_net_make_4_normal_1.00.pkl", found / "profiles" / "measured.json"
+    monkeypatch.setenv("MONET_LIKE_ZOO", str(found))
+    result = solve("--out", str(schedule_file), "--gap", "0.5", profile=("--profile", str(profile)))
+    assert result.exit_code == 0, result.output
+    Registry(found).save()
+    result = CliRunner().invoke(main, ["zoo", "add", "net", "here", str(schedule_file), str(profile)])
+    assert result.exit_code == 0, result.output
+    return found
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_solved_replaces_no_file_of_the_zoo(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, schedule_file = contents(zoo), zoo / "solution_net_make_4_normal_1.00.pkl"
+    assert solve().exit_code == 0
+    assert contents(zoo) == before
+    assert Path(schedule_file.name).exists()  # in the current folder
+    Path("link.pkl").symlink_to(schedule_file)
+    for out in (
+        str(schedule_file),
+        "solutions/../solutions/" + schedule_file.name,
+        "link.pkl",
+        "solutions/registry.json",
+    ):
+        assert error(solve("--out", out)) == (
+            f"{out} belongs to the zoo, whose registry names it; give another name with --out, or run in another folder"
+        )
+    tuned = CliRunner().invoke(main, ["tune", "--out", str(schedule_file), *SMALL, *ROOFLINE, "net.py:make", "1"])
+    assert error(tuned).startswith(f"{schedule_file} belongs to the zoo")
+    assert contents(zoo) == before
+    assert find_record("zoo:net_4_1.00@here").model == "net.py:make"
+    (zoo / "net.py").write_text(MODEL)
+    monkeypatch.chdir(zoo)  # where the default name is the zoo's
+    assert error(solve()).startswith(f"{schedule_file.name} belongs to the zoo")
+
+
+def test_a_profile_of_the_zoo_is_read_and_not_written(zoo: Path) -> None:
+    before, profile = contents(zoo), ("--profile", "solutions/profiles/measured.json")
+    result = solve(profile=profile)
+    assert result.exit_code == 0 and "profile in solutions/profiles/measured.json" in result.output, result.output
+    result = solve(mode="multiway", profile=profile)  # more operators, which are measured
+    assert result.exit_code == 0 and "profile in measured.json" in result.output, result.output
+    assert contents(zoo) == before
+    assert len(Profile.load(Path("measured.json")).costs) > len(Profile.load(zoo / "profiles" / "measured.json").costs)
+    changed = Path("measured.json").read_bytes()
+    assert solve(mode="multiway", profile=profile).exit_code == 0
+    assert Path("measured.json").read_bytes() == changed  # read the next time
+
+
+def test_a_schedule_is_looked_for_here_and_then_in_solutions(zoo: Path) -> None:
+    assert "check_diff: passed" in schedule("--check-diff").output
+    Path("solution_net_make_4_normal_1.00.pkl").write_bytes(b"else")
+    assert error(schedule("--check-diff")).startswith("solution_net_make_4_normal_1.00.pkl is not a ")
+
+
 # The schedule and inspect commands ----------------------------------------------------------------------------
 
 
@@ -378,7 +444,7 @@ def solved() -> Iterator[ScheduleRecord]:
     """A schedule file under the name that both commands agree on."""
     result = solve()
     assert result.exit_code == 0, result.output
-    yield ScheduleRecord.load(Path("solutions/solution_net_make_4_normal_1.00.pkl"))
+    yield ScheduleRecord.load(Path("solution_net_make_4_normal_1.00.pkl"))
 
 
 def test_no_check_asked_for() -> None:
@@ -387,7 +453,7 @@ def test_no_check_asked_for() -> None:
 
 def test_a_missing_solution_file() -> None:
     assert error(schedule("--run-bs")) == (
-        "there is no schedule file solutions/solution_net_make_4_normal_1.00.pkl; make one with solve.py, or give another"
+        "there is no schedule file solution_net_make_4_normal_1.00.pkl; make one with solve.py, or give another"
     )
     assert error(schedule("--run-bs", "--solution-file", "no.pkl")) == (
         "there is no schedule file no.pkl; make one with solve.py, or give another"
@@ -403,7 +469,7 @@ def test_steps() -> None:
 
 @pytest.mark.usefixtures("solved")
 def test_a_schedule_of_another_shape() -> None:
-    message = error(schedule("--run-bs", "--solution-file", "solutions/solution_net_make_4_normal_1.00.pkl", batch="5"))
+    message = error(schedule("--run-bs", "--solution-file", "solution_net_make_4_normal_1.00.pkl", batch="5"))
     assert message == (
         "the schedule was solved for float32[4, 3, 8, 8], the model was called with float32[5, 3, 8, 8]; "
         "a smaller batch is fine, anything else needs a schedule of its own"

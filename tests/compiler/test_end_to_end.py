@@ -32,7 +32,7 @@ def test_solve_check_and_inspect(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stderr
     for word in ("plain PyTorch (predicted)", "columns", "rows", "bound, gap", "capture", "kept for the backward"):
         assert word in first.stdout
-    path = tmp_path / "solutions" / "solution_resnet18_16_inplace_conv_multiway_newnode_0.14.pkl"
+    path = tmp_path / "solution_resnet18_16_inplace_conv_multiway_newnode_0.14.pkl"
     record = ScheduleRecord.load(path)
     assert record.peak_bytes <= record.budget_bytes == int(0.14 * 2**30)
     assert record.peak_bytes < record.plain_peak_bytes

@@ -412,8 +412,8 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         common = ["--device", "cpu", "--input-shape", "64", "net.py:make", "4096", "0.0055", mode, "HIGHS"]
         solved = CliRunner().invoke(solve_command, ["--profile", "roofline:cpu", *common])
         assert solved.exit_code == 0, solved.output
-        path = Path(f"solutions/solution_net_make_4096_{mode}_0.01.pkl")
-        assert path.exists(), list(Path("solutions").iterdir())
+        path = Path(f"solution_net_make_4096_{mode}_0.01.pkl")
+        assert path.exists(), list(Path().iterdir())
         assert mode in CliRunner().invoke(inspect_command, [str(path)]).output
         checked = CliRunner().invoke(schedule_command, ["--check_diff", *common])
         assert checked.exit_code == 0 and "check_diff: passed" in checked.output
