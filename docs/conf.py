@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -36,17 +37,19 @@ napoleon_use_ivar = True  # else a dataclass's fields are described twice
 
 pictures.draw_all(HERE / "_pictures")
 
-# The benchmarks' tables lie outside this folder, where links must find them in a checkout; here they are pages too.
+# The benchmarks' tables and the zoo's lie outside this folder, where links must find them in a checkout; here they are pages too.
 RESULTS = "../benchmarks/results"
 shutil.rmtree(HERE / "_results", ignore_errors=True)
 shutil.copytree(HERE / RESULTS, HERE / "_results")
+zoo = re.sub(r"\[([^\]]+\.(?:json|pkl))\]\([^)]*\)", r"`\1`", (HERE / "../solutions/README.md").read_text())
+(HERE / "_zoo.md").write_text(zoo.replace("](../docs/", "]("))
 
 
 def setup(app: Any) -> None:
-    """Links to the benchmarks' tables lead to these pages, each of which has a title."""
+    """Links to the benchmarks' and the zoo's tables lead to these pages, each of which has a title."""
 
     def read(app: Any, name: str, source: list[str]) -> None:
-        source[0] = source[0].replace(f"]({RESULTS}/", "](_results/")
+        source[0] = source[0].replace(f"]({RESULTS}/", "](_results/").replace("](../solutions/README.md)", "](_zoo.md)")
         if name.startswith("_results/") and not source[0].lstrip().startswith("# "):
             source[0] = f"# {Path(name).name}\n\n{source[0]}"
 
