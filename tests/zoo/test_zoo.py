@@ -587,7 +587,7 @@ def test_a_measured_schedule_is_added(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_tables(tmp_path: Path) -> None:
     registry = some_registry(tmp_path)
     text = markdown(registry)
-    assert "### resnet18, batch 4" in text and "plain PyTorch takes 16.00 GB" in text
+    assert "## resnet18, batch 4" in text and "plain PyTorch takes 16.00 GB" in text
     assert "| `zoo:` name | cpu-2-threads (measured) | a100 | h100 | cpu |" in text
     assert "| resnet18_4_10.00 |" + " 8.00 GB, 1.25 s, +25.0 % |" * 4 in text
     assert "Files: [resnet18_4.json](resnet18_4.json), [measured.pkl](measured.pkl)." in text

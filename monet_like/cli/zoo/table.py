@@ -27,7 +27,7 @@ def markdown(registry: Registry) -> str:
         parts.append(
             "\n".join(
                 (
-                    f"### {model}",
+                    f"## {model}",
                     "",
                     f"`{schedules[0].model}`, inputs {', '.join(schedules[0].inputs)}, mode `{schedules[0].mode}`; plain "
                     f"PyTorch takes {' to '.join(f'{peak:.2f}' for peak in sorted({plain[0], plain[-1]}))} GB. "
