@@ -243,11 +243,7 @@ def _run_fake(captured: Captured, task: Task, observer: Any) -> None:
     task = replace(task, calls=calls)
     run = compile_block(Block(task.reads, (task,)), task.name)
     with fake_mode(), observer, torch.no_grad(), torch._C._DisableAutocast():
-        inputs: list[Any] = []
-        for value in task.reads:
-            meta = captured.metas[value]
-            inputs.append(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device))
-        run(inputs)
+        run([captured.metas[value].empty() for value in task.reads])
 
 
 class _TouchedBytes(TorchDispatchMode):

@@ -186,10 +186,7 @@ class _Pruner:
 def _meta_of(wanted: Ref, task: Task, captured: Captured) -> TensorMeta:
     """Shape, dtype and layout of a temporary of a task."""
     with fake_mode(), torch.no_grad(), torch._C._DisableAutocast():
-        known: dict[Ref, Any] = {}
-        for value in task.reads:
-            meta = captured.metas[value]
-            known[Ref(value)] = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+        known: dict[Ref, Any] = {Ref(value): captured.metas[value].empty() for value in task.reads}
         for call in task.calls:
             if call.op in _OF_THE_GENERATOR:
                 continue

@@ -353,7 +353,7 @@ def _tangent(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     grad = grad.resolve_conj().resolve_neg()
     if grad.stride() == meta.stride and grad.dtype == meta.dtype:
         return grad
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device).copy_(grad)
+    return meta.empty().copy_(grad)
 
 
 def run_step(

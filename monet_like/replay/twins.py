@@ -62,10 +62,7 @@ def workspace_of_twin(captured: Captured, task: Task) -> int:
     counter = _LiveBytes()
     try:
         with fake_mode(), torch.no_grad(), torch._C._DisableAutocast():
-            inputs: list[Any] = []
-            for value in task.reads:
-                meta = metas[value]
-                inputs.append(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device))
+            inputs: list[Any] = [metas[value].empty() for value in task.reads]
             with counter:
                 run(inputs)
     except (RuntimeError, NotImplementedError):  # what it makes depends on numbers, and here are none

@@ -189,8 +189,7 @@ class Editor:
                     return leaf
                 if leaf not in known:
                     assert isinstance(leaf.name, int)
-                    meta = self.metas[leaf.name]
-                    known[leaf] = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+                    known[leaf] = self.metas[leaf.name].empty()
                 return known[leaf]
 
             for call in calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from replays import replayed, worst
 from torch import nn
 from training import run, twin
 
-from monet_like.capture.captured import fake_mode
+from monet_like.capture.captured import TensorMeta, fake_mode
 from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError
 from monet_like.ir.units import GIB, MIB
@@ -42,6 +43,25 @@ def test_resnet50_at_184_is_the_program_it_should_be() -> None:
     assert sum(program.values[v].bytes for v in kept) / GIB == pytest.approx(14.62, abs=0.02)
     assert program.values[captured.outputs[0].value].bytes == 184 * 1000 * 4
     assert captured.outputs[0].value in program.outputs
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2, 3, 4, 5),
+        torch.zeros(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last),
+        torch.zeros(4, 6, dtype=torch.int64).t(),
+        torch.zeros(5, 8)[1:, ::2],
+        torch.zeros(()),
+    ],
+)
+def test_a_meta_makes_a_tensor_like_the_one_it_is_of(tensor: torch.Tensor) -> None:
+    """But for the offset: it lies at the start of a storage of its own."""
+    meta = TensorMeta.of(tensor)
+    made = TensorMeta.of(meta.empty())
+    assert replace(made, storage_bytes=meta.storage_bytes) == replace(meta, offset=0)
+    with fake_mode():
+        assert TensorMeta.of(meta.empty()) == made
 
 
 def test_capturing_allocates_nothing_of_the_size_of_activations() -> None:
