@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from monet_like import ScheduleWrapper, to_dropit
 from monet_like.capture.captured import Captured
-from monet_like.capture.example_inputs import described
+from monet_like.capture.example_inputs import input_spec
 from monet_like.capture.lowering import capture
 from monet_like.capture.precision import weights_layout
 from monet_like.errors import UsageError
@@ -82,7 +82,7 @@ def prepared(row: str, model: nn.Module, x: Tensor) -> tuple[nn.Module, int]:
     record = ScheduleRecord(
         schedule=schedule,
         model=type(model).__name__,
-        inputs=(described(x),),
+        inputs=(input_spec(x),),
         mode=row,
         budget_bytes=1,
         fingerprint=captured.program.fingerprint,

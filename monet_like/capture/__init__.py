@@ -1,1 +1,1 @@
-"""From a model and example inputs to a `Program`."""
+"""Capture: traces one training step of a model and lowers it to a `Program`."""

@@ -1,4 +1,4 @@
-"""Captures for a GPU that is not here: what PyTorch would choose there.
+"""Traces a model as on a GPU that this machine does not have: makes the choices that PyTorch would make there.
 
 Such a trace runs on fake tensors of the CPU, since autograd's engine asks every other device for its streams. What PyTorch
 chooses by device while it traces is chosen here as on a GPU:
@@ -32,7 +32,7 @@ _WIDTHS = 4
 
 @contextlib.contextmanager
 def as_on(target: torch.device | None) -> Iterator[None]:
-    """Trace as on ``target``; None: as where the tensors are."""
+    """Have PyTorch's choices while tracing be those for ``target``; None: for the device of the tensors."""
     if target is None or target.type != "cuda":
         yield
         return
@@ -59,7 +59,7 @@ def as_on(target: torch.device | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def convolutions(device: torch.device) -> Iterator[None]:
-    """Fake convolutions lie as on ``device``, where that is a GPU, here or not.
+    """Give the results of fake convolutions the memory layout that a GPU's kernels give them, if ``device`` is a GPU.
 
     Without a GPU PyTorch takes cuDNN to be unable to compute in bfloat16. Every GPU since the A100 can, by the kernels that it
     has for float16.
@@ -104,7 +104,7 @@ def _in_rows(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _batch_norms(device: torch.device) -> Iterator[None]:
-    """What cuDNN's batch norm reads is in rows or channels-last, a copy if need be, which its gradient reads as well."""
+    """Copy the input of a batch norm by cuDNN to row-major or channels-last layout if it has another; its gradient reads the copy."""
     own = torch.batch_norm
 
     def batch_norm(
@@ -134,7 +134,7 @@ def _batch_norms(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _shapes() -> Iterator[None]:
-    """What PyTorch says of results without computing them, such as a pixel shuffle's layout, it says as of a GPU's."""
+    """Have PyTorch's meta functions, which tell for example the layout of a pixel shuffle, answer as for a GPU."""
     own = _meta_registrations.device_hint
     _meta_registrations.device_hint = lambda tensor: "cuda"
     try:
@@ -171,7 +171,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _fused_rms_norm() -> Iterator[None]:
-    """RMS norm is one operator, as where it has a kernel; on a CPU PyTorch writes it out."""
+    """Trace RMS norm as the single operator that a GPU has for it; on a CPU PyTorch writes it out in several."""
     name = "aten::_fused_rms_norm"
     known = name in torch._C._dispatch_get_all_op_names()
     if not known or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
@@ -235,7 +235,7 @@ def _cuda_attention(
 
 
 class _Refusals(TorchFunctionMode):
-    """Refuses functions that are on a GPU operators of cuDNN or fused kernels, which a trace on the CPU does not show."""
+    """Refuses functions that a GPU computes by operators of cuDNN or by fused kernels, which a trace on the CPU does not show."""
 
     _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell"})
 

@@ -1,4 +1,4 @@
-"""Autocast as on a GPU, for a trace that runs on fake tensors of the CPU."""
+"""Autocast for CUDA on fake tensors of the CPU, which a capture for an absent GPU is traced with."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def registered(key: str) -> set[str]:
 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Autocast acts on tensors of the CPU as on a GPU's: on the same operators, in the same way."""
+    """Have autocast act on tensors of the CPU as on a GPU's: on the same operators, with the same casts."""
     cuda = registered(_CUDA)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
@@ -81,7 +81,7 @@ def _overload(name: str) -> torch._ops.OpOverload:
 
 
 def _kernel(name: str, policy: str) -> Callable[..., Any]:
-    """What ``WrapFunction`` in autocast_mode.h does by a policy."""
+    """The autocast kernel of an operator with this policy, as ``WrapFunction`` in autocast_mode.h makes it."""
     op = _overload(_WITH_DTYPE.get(name, name))
     declared = [argument.name for argument in op._schema.arguments]
 
@@ -141,7 +141,7 @@ def _with_dtype(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> tu
 
 @contextlib.contextmanager
 def cuda_regions() -> Iterator[None]:
-    """Regions of autocast for ``cuda`` in the forward are regions for the tensors of the trace, with a GPU's default dtype."""
+    """Have regions of autocast for ``cuda`` act on the tensors of the trace, with a GPU's default dtype."""
     region, enabled, dtype_of = torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
     cast_of_custom_fwd = autocast_mode._cast
 

@@ -1,4 +1,6 @@
-"""Granularity by hand: what must be kept, must not be, or is run again only as a whole.
+"""Notes that traced nodes carry: marks that a user sets by hand, names of layers, calls in place.
+
+Marks say which activations must be kept, must be recomputed, or are recomputed only together.
 
 A mark holds for all that a model's forward makes while it is active. It becomes part of the captured program: a schedule
 for other marks is a schedule for another program.
@@ -43,7 +45,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def mark(kind: str, module: nn.Module | None = None) -> contextlib.AbstractContextManager[None]:
-    """Mark what is made inside a ``with`` statement, or by every call of ``module``.
+    """Mark the activations that are made in a ``with`` statement, or by every call of ``module``.
 
     ``keep``: it is made once and, where the backward needs it, kept. ``recompute``: the backward makes it anew, as with
     ``torch.utils.checkpoint``. ``together``: what one ``with`` statement or call makes is run again as a whole or not
@@ -72,7 +74,7 @@ def _active(kind: str) -> Iterator[None]:
 
 
 def marked_modules() -> contextlib.AbstractContextManager[None]:
-    """Calls of marked modules are marked; for tracing."""
+    """Have calls of marked modules be marked while a model is traced."""
     return in_modules(lambda module: _active(kind) if (kind := module.__dict__.get(_ATTRIBUTE)) else None)
 
 
@@ -84,7 +86,7 @@ def mark_of(node: fx.Node) -> Mark | None:
 
 @contextlib.contextmanager
 def in_modules(context: Callable[[nn.Module], contextlib.AbstractContextManager[None] | None]) -> Iterator[None]:
-    """Every call of a module runs in ``context(module)``, where that is not None; for tracing."""
+    """Run every call of a module in ``context(module)``, unless that is None, while a model is traced."""
     entered: list[tuple[nn.Module, contextlib.AbstractContextManager[None]]] = []
 
     def enter(module: nn.Module, *_: Any) -> None:
@@ -108,7 +110,7 @@ def in_modules(context: Callable[[nn.Module], contextlib.AbstractContextManager[
 
 
 def named_layers(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Nodes traced in a call of a submodule of ``model`` carry its name; those of the backward do too."""
+    """Note on traced nodes, those of the backward too, the name of the submodule of ``model`` that made them."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def named(module: nn.Module) -> contextlib.AbstractContextManager[None] | None:
@@ -125,7 +127,7 @@ def layer_of(node: fx.Node) -> str | None:
 
 
 class InPlaceCalls(TorchFunctionMode):
-    """Nodes traced in a call that changes its first argument, such as ``x += y`` or ``relu(x, inplace=True)``, tell so."""
+    """Notes on traced nodes that they come from an in-place call, such as ``x += y`` or ``relu(x, inplace=True)``."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -153,7 +155,7 @@ class InPlaceCalls(TorchFunctionMode):
 
 
 class _Layouts(TorchDispatchMode):
-    """Nodes that read a tensor which plain PyTorch has in another layout, since it wrote into a part of another, tell so.
+    """Notes on traced nodes which arguments plain PyTorch has in another layout, since it wrote into parts of another tensor.
 
     Elementwise operators take a tensor without gaps as one row, and round the ends of rows in another way than the rest.
     """
@@ -167,7 +169,7 @@ class _Layouts(TorchDispatchMode):
 
 
 def _laid_out_anew(tensor: FunctionalTensor) -> bool:
-    """Whether the trace has a tensor, after it was changed, in another layout."""
+    """Whether a tensor that was changed has another layout in the trace than in plain PyTorch."""
     torch._sync(tensor)
     return bool(torch._from_functional_tensor(tensor.elem).stride() != tensor.stride())
 
@@ -185,12 +187,12 @@ def changes_its_first(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def called_in_place(node: fx.Node) -> bool:
-    """Whether a node was traced in such a call."""
+    """Whether a node was traced in an in-place call."""
     return bool((node.meta.get("custom") or {}).get(_IN_PLACE_KEY))
 
 
 def fills_with_noise(node: fx.Node) -> bool:
-    """Whether a node stands for ``bernoulli_(p)``, which draws in the order in which a tensor lies, as its trace does not."""
+    """Whether a node is ``bernoulli_(p)`` in plain PyTorch, which draws in the order of memory; the traced operator does not."""
     return node.target is torch.ops.aten.bernoulli.p and (
         called_in_place(node) or bool((node.meta.get("custom") or {}).get(_NOISE_KEY))
     )

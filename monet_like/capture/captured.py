@@ -21,14 +21,14 @@ CUDA_GRANULARITY_BYTES = 512
 
 
 def allocated_bytes(asked: int, device: torch.device) -> int:
-    """What the device's allocator counts for a block of so many bytes."""
+    """The bytes that the device's allocator hands out when ``asked`` bytes are requested."""
     step = CUDA_GRANULARITY_BYTES if device.type == "cuda" else 1
     return -(-asked // step) * step
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What a tensor looks like: enough to make a like one.
+    """Dtype, device, shape and memory layout of a tensor: enough to make one like it.
 
     Attributes:
         dtype, device: as torch's.
@@ -70,7 +70,7 @@ class TensorMeta:
 
     @property
     def allocated_bytes(self) -> int:
-        """What the device's allocator counts for the storage."""
+        """Bytes of the storage, rounded up as the device's allocator does."""
         return allocated_bytes(self.storage_bytes, self.device)
 
     @property
@@ -80,6 +80,7 @@ class TensorMeta:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a row-major tensor of this shape."""
     strides = [1]
     for extent in reversed(shape[1:]):
         strides.append(strides[-1] * max(extent, 1))
@@ -103,7 +104,9 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A program and what ties it to the module it came from. One equals itself alone, so it can be a key.
+    """A captured training step: the program, and how its values correspond to the module's tensors, inputs and results.
+
+    Compared by identity, so it can be a key.
 
     Attributes:
         program: the values and tasks.
@@ -163,11 +166,11 @@ class Captured:
 
     @property
     def gradients_in_rows(self) -> bool:
-        """Whether all gradients that come in lie in row-major order; they lie as the results do, if not captured otherwise."""
+        """Whether all incoming gradients have row-major layout; by default they have the layout of the results."""
         return all(self.metas[value].contiguous for value in self.tangents if value is not None)
 
     def every_task(self) -> list[Task]:
-        """Forward tasks and ways, those of plain PyTorch that variants have replaced included."""
+        """All forward tasks and ways, also those of plain PyTorch that variants have replaced."""
         programs = (self.program,) if self.as_called is None else (self.program, self.as_called)
         return [task for program in programs for task in program.every_task()]
 
@@ -194,7 +197,7 @@ def make_task(
 
 
 def cost_key(calls: Sequence[Call], metas: Sequence[TensorMeta]) -> str:
-    """What decides the cost of some calls: operators, literals, and the tensors they start from."""
+    """The text by which tasks of equal cost are found: operators, literals, and the tensors that they read."""
     names: dict[Ref, str] = {}
 
     def text(leaf: Any) -> str:

@@ -1,4 +1,4 @@
-"""Models that cannot be captured whatever their inputs: what is refused before a trace."""
+"""Checks of a model before it is traced: lazy or sharded parameters, batch norms without momentum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def check_initialized(model: nn.Module) -> None:
-    """Whether all parameters and buffers have shapes.
+    """Refuse a model with lazy parameters or buffers, which have no shapes yet.
 
     Raises:
         UsageError: a lazy module has not seen an input yet.
@@ -25,7 +25,11 @@ def check_initialized(model: nn.Module) -> None:
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """A schedule is of one process's own operators."""
+    """Refuse a model with sharded parameters: a schedule holds only one process's own operators.
+
+    Raises:
+        CaptureError: a module has them.
+    """
     for name, module in model.named_modules():
         if any(hasattr(parameter, "device_mesh") for parameter in module._parameters.values()):
             raise CaptureError(
@@ -35,7 +39,11 @@ def check_unsharded(model: nn.Module) -> None:
 
 
 def check_momentum(model: nn.Module) -> None:
-    """Batch norms average their statistics with a factor that is known before a step."""
+    """Refuse a batch norm with ``momentum=None``, whose averaging factor depends on the number of earlier steps.
+
+    Raises:
+        CaptureError: the model is training and has one.
+    """
     for name, module in model.named_modules():
         averaging = isinstance(module, _BATCH_NORMS) and module.training and module.track_running_stats
         if averaging and module.momentum is None:

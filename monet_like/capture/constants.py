@@ -1,4 +1,4 @@
-"""Constants: tensors that a forward reads and that are no parameters, buffers or arguments of the model.
+"""Constants: tensors that a forward reads although they are not parameters, buffers or arguments of the model.
 
 Some live in the user's objects: plain attributes, lists, dicts, globals, closures, modules that are registered nowhere.
 `HeldTensors` has the tracer take these for parameters and buffers of the model, so that a step reads the very tensor that
@@ -47,7 +47,7 @@ class ConstantsFound(BaseException):
 
 
 def constant_name(number: int) -> str:
-    """What a program calls a constant: no name that a parameter or buffer has."""
+    """The name of a constant in a program, which no parameter or buffer can have."""
     return f"<constant {number}>"
 
 
@@ -124,7 +124,7 @@ class HeldTensors(TorchFunctionMode):
 
 
 def foreign_memory() -> CaptureError:
-    """What to raise where a schedule would not change what the forward changes."""
+    """The error for a forward that writes into memory of another library, which a schedule would not do."""
     return CaptureError(
         "the forward makes a tensor of memory that is not PyTorch's, such as a NumPy array, and changes it in place; change a "
         "clone of it"
@@ -136,7 +136,7 @@ def _dispatch_depth() -> int:
 
 
 def _outside(leaf: Any) -> bool:
-    """Whether it is a tensor that the trace has not made: all of the trace's own are `FunctionalTensor`."""
+    """Whether an object is a tensor from outside the trace: the trace's own are all `FunctionalTensor`."""
     return (
         type(leaf) in _PLAIN_TYPES
         and not isinstance(leaf, FunctionalTensor)
@@ -162,7 +162,7 @@ class Constants:
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor], model: nn.Module, arguments: Iterable[Any]) -> Constants:
-        """Those of a program that was captured of ``model`` just now, called with ``arguments``."""
+        """The constants of a program that was just captured from ``model``, called with ``arguments``."""
         if not tensors:
             return Constants()
         places = tuple(_places(model, arguments, tensors.values()))
@@ -174,7 +174,7 @@ class Constants:
 
     @property
     def bytes(self) -> int:
-        """What they take."""
+        """Bytes of the storages of all constants."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
     def hold(self) -> bool:

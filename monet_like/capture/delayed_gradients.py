@@ -1,4 +1,4 @@
-"""Gradients that are made last: large ones, of little input, that would lie about while the rest of the backward runs.
+"""Delayed gradients: large gradients of parameters that are computed at the end of the backward, to save memory.
 
 Autograd makes the gradient of VGG-16's first linear layer, 411 MB, among the first, and it stays in ``.grad``; what it is
 made from takes a tenth of that, and hardly any time. Made when all activations are gone, it is not there when they need
@@ -11,15 +11,15 @@ from collections.abc import Collection, Sequence
 
 from ..ir.program import RESIDENT_KINDS, Program, Task
 
-#: A gradient must be so many times what is kept to make it later.
+#: A gradient must be so many times as large as the values that are kept to compute it later.
 RATIO = 4
-#: By which part of it the step's least memory must shrink for every gradient that is moved: moving many small ones
-#: would tie the two ends of the backward together, which planners then cannot take apart.
+#: Each delayed gradient must lower the bound of the step's peak by this part of it. Delaying many small gradients would
+#: tie the two ends of the backward together, so that planners cannot partition it.
 LEAST_GAIN = 0.005
 
 
 def find_delayed_gradients(program: Program, candidates: Collection[int]) -> tuple[int, ...]:
-    """The slots that are better done last, of a program without variants.
+    """The slots whose gradients are delayed to the end of the backward, in a program without variants.
 
     Args:
         candidates: slots that write a gradient of a parameter, which no other slot reads.
@@ -41,7 +41,7 @@ def find_delayed_gradients(program: Program, candidates: Collection[int]) -> tup
 
 
 def move_to_end(slots: Sequence[Task], late: Collection[int]) -> list[Task]:
-    """``slots`` with those of these places at the end, one after the other as before."""
+    """``slots`` with those at the positions ``late`` moved to the end, in their order."""
     last = frozenset(late)
     return [s for i, s in enumerate(slots) if i not in last] + [slots[i] for i in sorted(last)]
 
@@ -51,14 +51,14 @@ def _backward_bytes(program: Program, slots: Sequence[Task]) -> list[int]:
 
 
 def _held_bytes(program: Program, slots: Sequence[Task], slot: int) -> int:
-    """What lives longer when ``slot`` is done last: what it is the last to read."""
+    """Bytes of the values that live longer when ``slot`` comes last: those of which it is the last reader."""
     later = {v for other in slots[slot + 1 :] for v in other.reads} | {*program.outputs, *program.gradients}
     values = program.values
     return sum(values[v].bytes for v in slots[slot].reads if v not in later and values[v].kind not in RESIDENT_KINDS)
 
 
 def _least_bytes(program: Program, slots: Sequence[Task]) -> int:
-    """What no schedule goes below, workspaces aside: gradients as they come and go, and what each task reads and writes."""
+    """A lower bound of every schedule's peak, without workspaces: live gradients, and what each task reads and writes."""
     values = program.values
     outputs = sum(values[v].bytes for v in program.outputs)
     most = max(

@@ -18,7 +18,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def with_batch(example: Example, wanted: int) -> Example:
-    """The example with ``wanted`` instead of its leading extent, in every tensor that has that extent."""
+    """The example at another batch size: ``wanted`` replaces the leading extent of every tensor that has the batch's."""
     tensors = [t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim()]
     batch = tensors[0].shape[0] if tensors else wanted
 
@@ -34,7 +34,7 @@ def with_batch(example: Example, wanted: int) -> Example:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module's parameters are; the CPU if it has none."""
+    """The device of a module's parameters; the CPU if it has none."""
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
@@ -61,17 +61,19 @@ def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
         raise ScheduleFileError(f"the schedule's input {specs_in_words((spec,))} cannot be made: {error}") from None
 
 
-def described(tensor: torch.Tensor) -> InputSpec:
-    """What a schedule file says of an input."""
+def input_spec(tensor: torch.Tensor) -> InputSpec:
+    """The description of an input in a schedule file: shape, dtype, ``requires_grad`` and memory layout."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return InputSpec(tuple(map(int, tensor.shape)), dtype, tensor.requires_grad, layout_of(tensor))
 
 
 def input_specs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, ...]:
-    return tuple(described(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    """The descriptions of all tensors among the arguments, in the order of PyTorch's pytree."""
+    return tuple(input_spec(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
 
 
 def specs_in_words(specs: tuple[InputSpec, ...]) -> str:
+    """Input descriptions as text for messages, such as ``float32[8, 3, 224, 224] channels_last``."""
     return (
         ", ".join(
             f"{s.dtype}{list(s.shape)}{' ' + s.layout if s.layout else ''}{' (requires grad)' if s.requires_grad else ''}"

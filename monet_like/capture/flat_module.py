@@ -1,4 +1,4 @@
-"""The model as a function of tensors, which is what PyTorch's exporter traces."""
+"""Wraps a model as a function from tensors to tensors, which PyTorch's exporter can trace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class FlatModule(nn.Module):
-    """The model as aot_export wants it: tensors in, tensors out; everything else is a constant."""
+    """The model as a function of tensors alone, as ``aot_export`` needs it; all other arguments are constants."""
 
     def __init__(
         self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, *, tied_as_one: bool = False
@@ -75,12 +75,12 @@ class FlatModule(nn.Module):
     # A buffer that two modules hold is one tensor in the trace as well: what one of them writes the other reads.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's, those of a module with several names under the first."""
+        """The model's parameters; if a module has several names, under its first."""
         members = self._in_first_names(super().named_parameters(*args, **kwargs))
         return _first_of_each(members) if self._parameters_as_one else members
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's, each under its first name."""
+        """The model's buffers, each under its first name."""
         return _first_of_each(self._in_first_names(super().named_buffers(*args, **kwargs)))
 
     def _in_first_names(self, members: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
@@ -121,7 +121,7 @@ class FlatModule(nn.Module):
         return tuple(self._apart([flat[first] for first, *_ in self.out_positions], tensors))
 
     def _leaf_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of ``tensors`` that no operator has made, as the example inputs were given."""
+        """Those of ``tensors`` whose example inputs were leaves of autograd's graph."""
         given = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
         return [tensor for tensor, example in zip(tensors, given, strict=True) if example.is_leaf]
 
@@ -155,7 +155,7 @@ class FlatModule(nn.Module):
         return result
 
     def _apart(self, results: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The results, each with a storage of its own where it has a gradient: a copy of what is also something else.
+        """The results, with a copy of every result with a gradient that shares its storage with another tensor.
 
         A tracer gives no gradient to results that are views of each other, of inputs, or of parameters.
         """
@@ -200,7 +200,7 @@ def _first_of_each(members: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]
 
 @contextlib.contextmanager
 def _as_one(places: Sequence[_Place]) -> Iterator[None]:
-    """Further places hold what the first place holds now: the tensor that the tracer has put there."""
+    """Put the tensor of the first place, which the tracer has put there, into all further places."""
     before = [held[name] for held, name, *_ in places]
     for held, name, first, first_name in places:
         held[name] = first[first_name]

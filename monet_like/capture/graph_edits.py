@@ -1,4 +1,4 @@
-"""Edits of a traced graph: literals, views, and copies that nobody needs."""
+"""Edits of a traced graph: restores literals and views, removes needless copies, moves it to another device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .constants import foreign_memory
 
 
 def restore_literals(module: fx.GraphModule) -> None:
-    """Numbers that tracing made tensors of, attributes which the graph copies, are literals again.
+    """Restore literal numbers where tracing made tensors of them, which are attributes that the graph copies.
 
     ``x * torch.tensor(2.0)`` is such a one, and with PyTorch 2.11, though not 2.15, also ``x[:2] = 2.0``.
     """
@@ -45,7 +45,7 @@ def restore_literals(module: fx.GraphModule) -> None:
 
 
 def _without_copies(node: fx.Node, constant: torch.Tensor) -> None:
-    """A tensor that the forward makes from numbers is made once, and copied where the caller gets to see it."""
+    """Remove the copies of a tensor that the forward makes from numbers, but for those that the caller gets to see."""
     for copied in [user for user in node.users if user.target is torch.ops.aten.lift_fresh_copy.default]:
         foreign = not constant.untyped_storage().resizable()
         if foreign and any(called_in_place(user) and user.args[0] is copied for user in copied.users):
@@ -70,7 +70,7 @@ def reaches_output(node: fx.Node) -> bool:
 
 
 def restore_views(module: fx.GraphModule) -> None:
-    """Views that autograd is not told of are views: PyTorch 2.15 traces some reshapes as those that 2.14 does not.
+    """Replace ``_unsafe_view`` by ``view``: PyTorch 2.15 traces some reshapes as the former, 2.14 as the latter.
 
     So a model is the same program with both, and its reshapes are seen to move no bytes.
     """

@@ -51,7 +51,7 @@ class KnownValues(TorchFunctionMode):
         return result
 
     def _forget(self, changed: Any) -> None:
-        """What shares its memory is no longer known either."""
+        """Forget a tensor that was changed, and all that share its memory."""
         if isinstance(changed, torch.Tensor) and (real := self.values.get(changed)) is not None:
             storage = real.untyped_storage()._cdata
             for tensor in [t for t, other in self.values.items() if other.untyped_storage()._cdata == storage]:
@@ -61,7 +61,7 @@ class KnownValues(TorchFunctionMode):
         return pytree.tree_map(lambda leaf: self.values[leaf] if isinstance(leaf, torch.Tensor) else leaf, tree)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any, *, changes: bool) -> None:
-        """Do for real, outside the trace, what was done to tensors that are known."""
+        """Compute the real result, outside the trace, of a call on tensors whose values are known."""
         small = isinstance(result, torch.Tensor) and not result.dtype.is_floating_point
         small = small and result.numel() <= _CONSTANT_ELEMENTS
         if not small and not changes:

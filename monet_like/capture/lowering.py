@@ -1,9 +1,9 @@
-"""Capture: an unmodified ``nn.Module`` and example inputs become a `Program`.
+"""Captures a training step: traces an unmodified ``nn.Module`` and lowers the graph to a `Program`.
 
 PyTorch traces the joint forward and backward graph under fake tensors, so nothing is allocated or computed.
-The graph is functional: no operator writes into its inputs. This module folds views onto the storage they
-alias, separates the forward from the backward, and gives back the few places where eager PyTorch does write
-in place: batch-norm statistics, and gradients that meet.
+The graph is functional: no operator writes into its inputs. Lowering folds views onto the storage they
+alias, separates the forward from the backward, and restores the few places where eager PyTorch does write
+in place: batch-norm statistics, and sums of gradients.
 
 Interpreting the captured calls one by one is bit-equal to running the model eagerly.
 """
@@ -74,16 +74,16 @@ def capture(
 
     Args:
         model: any module whose training step PyTorch can trace without data-dependent control flow.
-        args, kwargs: example inputs, real or fake; only shapes, dtypes and ``requires_grad`` matter.
-        target: capture as on this device, which need not be here; default: where the model is.
-        processes: capture as where so many share SyncBatchNorm's statistics, to plan without them; default: those of
-            its process group, and without one SyncBatchNorm is batch norm.
-        made_last: names of the parameters whose gradients the program makes after all others, where that can be; None:
-            those with which it needs less memory.
-        row_major_gradients: the gradients that come in lie so, as most losses make them, and not as the results do.
+        args, kwargs: example inputs, real or fake; only shapes, dtypes, layouts and ``requires_grad`` matter.
+        target: device to capture for, which need not be present; default: the model's.
+        processes: number of processes that share SyncBatchNorm's statistics, to plan without starting them; default: those
+            of its process group. Without a group SyncBatchNorm is batch norm.
+        made_last: names of the parameters whose gradients are delayed to the end of the backward, where that is possible;
+            None: those for which it saves memory.
+        row_major_gradients: incoming gradients have row-major layout, as most losses make them, not the results' layout.
 
     Raises:
-        CaptureError: what cannot be captured, with the operator or line that is the reason.
+        CaptureError: the step cannot be captured; the message names the operator or the line.
     """
     check_unsharded(model)
     check_initialized(model)
@@ -108,7 +108,7 @@ def capture(
 
 
 def _without_dropit(captured: Captured, model: nn.Module) -> Captured:
-    """``captured`` with the parameters whose layers opted out."""
+    """``captured`` with the parameters of layers that opted out of DropIT."""
     exact = {id(p) for m in model.modules() if getattr(m, "no_dropit", False) for p in m.parameters()}
     if not exact:
         return captured
@@ -248,7 +248,7 @@ class Lowering(Values):
             self.tasks.append(self.make_task(node.name, (*calls, call), writes, runs=runs))
 
     def _finish(self, node: fx.Node) -> Captured:
-        """The results of the graph, which ``node`` holds, and the program that makes them."""
+        """The captured step, from the output ``node`` of the graph."""
         outputs: list[Tensor] = []
         written: dict[int, Tensor] = {}
         gradients: list[tuple[Any, fx.Node]] = []

@@ -1,4 +1,4 @@
-"""Autocast and memory layout: what a schedule was made for beside shapes and dtypes."""
+"""Names of autocast dtypes and memory layouts, as schedule files record them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def autocast_name(device: torch.device) -> str:
 
 
 def autocast_as(name: str, device: torch.device) -> AbstractContextManager[None]:
-    """Autocast with the dtype of that name, or, for "", none whatever is active."""
+    """Autocast with the dtype of that name; "" switches autocast off."""
     return torch.autocast(device.type, getattr(torch, name or "bfloat16"), enabled=bool(name))
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """``channels_last`` or ``channels_last_3d`` where a tensor lies so and not in row-major order; else ""."""
+    """The name of a tensor's memory layout: ``channels_last``, ``channels_last_3d``, or "" for row-major and all others."""
     if tensor.is_contiguous():
         return ""
     dims = {4: "channels_last", 5: "channels_last_3d"}
@@ -36,16 +36,16 @@ def layout_of(tensor: torch.Tensor) -> str:
 
 
 def weights_layout(model: nn.Module) -> str:
-    """The layout of the first of a model's parameters that has one; 1x1 filters have none."""
+    """The layout of a model's first parameter with a named one. (1x1 filters are row-major as well, so they have none.)"""
     return first_layout(model.parameters())
 
 
 def first_layout(tensors: Iterable[torch.Tensor]) -> str:
-    """The layout of the first tensor that has one, or ""."""
+    """The layout of the first tensor with a named layout, or ""."""
     return next(filter(None, map(layout_of, tensors)), "")
 
 
 def in_layout(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A tensor in the layout of that name, where it has as many dimensions."""
+    """A tensor converted to the layout of that name; unchanged if its number of dimensions does not fit."""
     fits = tensor.dim() == {"channels_last": 4, "channels_last_3d": 5}.get(name)
     return tensor.contiguous(memory_format=LAYOUTS[name]) if fits else tensor

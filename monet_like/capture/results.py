@@ -1,4 +1,4 @@
-"""Results that PyTorch's pytree cannot look into: instances of dataclasses are taken apart, and put together again."""
+"""Dataclasses among a model's results: takes them apart for PyTorch's pytree, and puts them together again."""
 
 from __future__ import annotations
 

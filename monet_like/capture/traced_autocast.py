@@ -1,4 +1,4 @@
-"""Autocast while a model is traced, as it is in a call: active in the forward alone, casting each parameter once."""
+"""Autocast while a model is traced: active in the forward alone, and casting each parameter once, as in a call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TracedAutocast:
 
     @contextlib.contextmanager
     def outside_forward(self) -> Iterator[None]:
-        """Without autocast, on any device."""
+        """Switch autocast off, on all devices."""
         with contextlib.ExitStack() as stack:
             for device, dtype in self.active:
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
@@ -36,7 +36,7 @@ class TracedAutocast:
 
     @contextlib.contextmanager
     def in_forward(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """The caller's, with a cache that is empty at the beginning.
+        """Switch the caller's autocast on, with an empty cache.
 
         Args:
             leaves: the tensors of the trace that are leaves of autograd's graph in a call: their casts are cached.
@@ -56,7 +56,7 @@ class TracedAutocast:
 
 
 class _CachedCasts(TorchFunctionMode):
-    """What autocast's own cache does (``cached_cast`` in PyTorch's autocast_mode.cpp) for tensors of a trace.
+    """A cache of casts for tensors of a trace, which works as autocast's own (``cached_cast`` in autocast_mode.cpp).
 
     They are no leaves of autograd's graph, so that PyTorch would cast them anew for every use.
     """
@@ -93,7 +93,7 @@ class _CachedCasts(TorchFunctionMode):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Casts are cached, until a region of autocast ends that is in no other."""
+        """Cache casts until an outermost region of autocast ends."""
         clear, own = torch.clear_autocast_cache, _TO.py_kernels.get(_COMPOSITE)
 
         def clear_both() -> None:
@@ -128,6 +128,6 @@ def _autocast_depth() -> int:
 
 
 def _nest_autocast(levels: int) -> None:
-    """Enter so many regions, or, for a negative number, leave them."""
+    """Enter as many regions of autocast as ``levels`` says; leave them if it is negative."""
     for _ in range(abs(levels)):
         (torch.autocast_increment_nesting if levels > 0 else torch.autocast_decrement_nesting)()

@@ -53,12 +53,12 @@ def trace_joint(
     """The joint graph of ``flat(*tensors)``, and the mode its fake tensors belong to.
 
     Args:
-        target: a device that may not be here: choices that PyTorch makes by the device are made as there.
-        processes: that share SyncBatchNorm's statistics; None: those of its process group.
-        row_major_gradients: the gradients that come in lie so, not as the results do.
+        target: a device, which need not be present: PyTorch's choices by device are made as for it.
+        processes: number of processes that share SyncBatchNorm's statistics; None: those of its process group.
+        row_major_gradients: incoming gradients have row-major layout, not the results'.
 
     Raises:
-        CaptureError: what cannot be traced, with the operator or line that is the reason.
+        CaptureError: the step cannot be traced; the message names the operator or the line.
     """
     modes = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
     mode = modes[0] if modes else fake_mode()
@@ -118,7 +118,7 @@ def _export(
 
 
 def _recorded(stack: contextlib.ExitStack, flat: FlatModule, fakes: tuple[torch.Tensor, ...]) -> Any:
-    """PyTorch's joint export, with what the model reads beside tensors in ``flat.reads``."""
+    """PyTorch's joint export. It sets ``flat.reads``: the values beside tensors that the model reads."""
     leaves = [leaf for leaf in flat.leaves if not isinstance(leaf, torch.Tensor)]
     with Recorder(flat.model, leaves, flat.told) as flat.recorder:
         joint = aot_export_joint_with_descriptors(stack, flat, fakes)
@@ -129,7 +129,7 @@ def _recorded(stack: contextlib.ExitStack, flat: FlatModule, fakes: tuple[torch.
 
 @contextlib.contextmanager
 def _tangents_in_rows() -> Iterator[None]:
-    """Have the tracer lay out the gradients that come in in row-major order; it lays them out as the results."""
+    """Have the tracer give incoming gradients row-major layout, instead of the results'."""
     name = "coerce_tangent_and_suggest_memory_format"
     own = getattr(collect_metadata_analysis, name)
 
@@ -145,7 +145,7 @@ def _tangents_in_rows() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the tracer's own log of errors that are raised anyway."""
+    """Silence the tracer's own log of errors that are raised anyway."""
     loggers = [logging.getLogger("torch._subclasses.fake_tensor")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -168,7 +168,7 @@ def _is_compiling() -> Iterator[None]:
 
 
 def _decomposed_operators() -> Iterator[Any]:
-    """Operators that tracing would replace by others that round differently, or, recurrent ones, leave dropout out."""
+    """Operators that tracing would decompose into others that round differently, or, recurrent ones, that leave out dropout."""
     for name in dir(torch.ops.aten):
         if "upsample" in name or name in (
             "hardshrink",
@@ -204,7 +204,7 @@ def _eager_operators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unvalidated() -> Iterator[None]:
-    """Distributions do not look at their parameters' values, as they do by default to see whether they are valid."""
+    """Switch off the validation of distributions' parameters, which looks at their values."""
     distribution = torch.distributions.Distribution
     before = distribution._validate_args
     distribution.set_default_validate_args(False)
@@ -219,7 +219,7 @@ def _data_dependent(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The user's line, or the operator, that stopped the trace."""
+    """A sentence that explains why the trace failed, with the user's line or the operator."""
     message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     internal = ("/torch/", "/monet_like/capture/", "/contextlib.py")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in internal)]

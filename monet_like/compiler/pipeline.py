@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..capture.captured import Captured
-from ..capture.example_inputs import described
+from ..capture.example_inputs import input_spec
 from ..capture.precision import weights_layout
 from ..errors import InfeasibleError, MonetError
 from ..ir.profile_file import Profile
@@ -200,7 +200,7 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
     return ScheduleRecord(
         schedule=found.schedule,
         model=request.expression or type(request.model).__name__,
-        inputs=tuple(map(described, tensors)),
+        inputs=tuple(map(input_spec, tensors)),
         mode=request.mode,
         budget_bytes=limit,
         fingerprint=captured.program.fingerprint,

@@ -1,1 +1,1 @@
-"""What tasks cost: seconds and bytes, measured or estimated."""
+"""Costs of tasks, seconds and workspace bytes, measured or estimated."""

@@ -1,4 +1,4 @@
-"""How long ago, in bytes, plain PyTorch's step has touched what an operator reads: what of it caches still hold."""
+"""Reuse distances of operators' inputs in plain PyTorch's step, and caches warmed to the state they have there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEVER = 2**62
 
 
 def reuse_bytes(captured: Captured) -> Mapping[tuple[str, int], tuple[int, ...]]:
-    """For every value that a task reads: bytes touched since it was, its own size included.
+    """The reuse distance of every value that a task reads: bytes touched since its last use, its own included.
 
     That is the reuse distance of Mattson et al. (IBM Systems Journal 9, 1970), by whole values: a cache of so many bytes
     still holds it. Variants are taken to stand where plain PyTorch's step makes what they write. Of tasks with the same
@@ -63,7 +63,7 @@ _FORGOTTEN = 64 * 2**20
 
 
 class CacheState:
-    """Called before an operator, it leaves the caches as a step does: with what was touched last, and other things.
+    """Puts the caches into the state that a step leaves them in; called before an operator is timed.
 
     Operators that move more than they compute take up to twice as long on inputs that are not in the cache. What a step
     of MobileNetV2, ResNet-50 or ViT takes is 15 to 25 % more than its operators do if only the caches nearest to the

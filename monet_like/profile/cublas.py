@@ -1,4 +1,4 @@
-"""What cuBLAS keeps: a workspace for each thread that multiplies, from PyTorch's allocator, from the first product on.
+"""cuBLAS workspaces: bytes that stay allocated for each thread from its first matrix product on.
 
 A training step has two such threads, the one that calls the model and autograd's. The workspaces outlive every operator, so
 they are resident: a constant of the device that counts for every schedule with a product.
@@ -38,12 +38,12 @@ _CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 
 
 def default_bytes(major: int) -> int:
-    """What the workspaces of a step take by default on a GPU of a major compute capability."""
+    """Bytes of a step's cuBLAS workspaces by default, on a GPU of this major compute capability."""
     return THREADS * (LARGE_BYTES if major in LARGE_CAPABILITIES else SMALL_BYTES)
 
 
 def measured_bytes(device: torch.device) -> int:
-    """What the workspaces of a step take on a device; 0 on a CPU. They are freed and taken anew."""
+    """Measured bytes of a step's cuBLAS workspaces on a device; 0 on a CPU. They are freed and allocated anew."""
     if device.type != "cuda":
         return 0
     torch.zeros(1, device=device)  # makes the allocator's statistics

@@ -41,14 +41,14 @@ pass
 
 
 def device_name(device: torch.device) -> str:
-    """What a profile is valid for."""
+    """The name of the device that a profile is valid for."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     return f"cpu: {_cpu_model()}, {torch.get_num_threads()} threads"
 
 
 def device_slug(device: torch.device) -> str:
-    """`device_name` as a part of file names."""
+    """`device_name` in letters that fit into file names."""
     return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
 
 

@@ -1,4 +1,4 @@
-"""How values really lie: a trial run of every operator on the device that is here.
+"""Real memory layouts of values, found by running every operator once on this machine's device.
 
 A trace asks fake tensors how results lie, and for some operators PyTorch answers otherwise than its kernels on CUDA do: the
 gradient of a layer norm of a permuted tensor is in rows, whatever the trace says. So operators would be timed on inputs that no
@@ -24,7 +24,7 @@ from .task_inputs import Inputs
 
 
 def as_made(captured: Captured, device: torch.device) -> Captured:
-    """``captured`` with metas of values as its operators make them on ``device``.
+    """``captured`` with the layouts that its operators really give to values on ``device``.
 
     Where several tasks make a value, the first counts, which is PyTorch's own. A task that fails leaves the trace's layout: it
     is profiled next, and says why.

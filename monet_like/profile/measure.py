@@ -1,4 +1,4 @@
-"""Measuring memory and time of whatever runs: exact allocator counts, and medians of wall time."""
+"""Measures the memory and time of functions: exact allocator counts, and least wall seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def allocated_peak(function: Callable[[], Any], device: torch.device) -> int:
 
 
 def allocated_peaks(function: Callable[[Callable[[], None]], Any], device: torch.device) -> list[int]:
-    """As `allocated_peak`, for every stretch by itself.
+    """As `allocated_peak`, separately for every stretch of the function.
 
     Args:
         function: called with a function that ends one stretch and begins the next.
@@ -72,7 +72,7 @@ def _cuda_peaks(function: Callable[[Callable[[], None]], Any], device: torch.dev
 
 
 def have_workspaces(device: torch.device) -> None:
-    """Have cuBLAS take what it keeps: a workspace for the thread of the forward, and one for autograd's.
+    """Have cuBLAS allocate its workspaces: one for the thread of the forward, and one for autograd's.
 
     It takes them from PyTorch's allocator in the first product of either thread; else the first step would seem to need
     them. Their sizes: `monet_like.profile.cublas`.

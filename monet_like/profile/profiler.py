@@ -88,7 +88,7 @@ def measure(
 
 
 def _unless_refused(task: Task, what: Callable[[], _Found]) -> _Found | None:
-    """What ``what`` returns; None where it fails and the task is an algorithm of a library's."""
+    """The result of ``what``; None if it fails and the task is an algorithm of a library."""
     try:
         return what()
     except ProfileError:

@@ -42,7 +42,7 @@ from .devices import DeviceLimits
 ROOFLINE_VERSION = 3
 
 
-#: What reads dropped caches.
+#: Operators that read dropped caches.
 _UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.default")
 #: As many elements as mm_largest makes dense at a time (csrc/cpu/mm_largest.cpp, csrc/cuda/caches.cu).
 _DENSE = 1 << 22
@@ -74,7 +74,7 @@ def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a task does, on any device.
+    """Arithmetic and memory traffic of a task, on any device.
 
     Attributes:
         flops: of matrix products.

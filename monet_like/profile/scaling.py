@@ -32,7 +32,7 @@ class Scaling:
 
 
 def matched(wanted: Captured, measured: Captured) -> Iterable[tuple[Task, Task]]:
-    """The same task in two captures of one model at different batches.
+    """Pairs of the same task in two captures of one model at different batch sizes.
 
     Raises:
         ProfileError: the captures differ in more than sizes.

@@ -1,4 +1,4 @@
-"""Settings and versions that change what an operator costs on a device: what costs measured there are valid for.
+"""Settings and versions that change the costs of operators on a device, so that measured costs hold only under the same.
 
 Seconds and workspaces that were measured under other settings are another device's, in effect. Profiles say which they
 were measured under, and the cache keeps profiles and plans apart by them. Programs are not in here: operators' names,
@@ -91,7 +91,7 @@ def versions() -> dict[str, str]:
 
 
 def settings_of(device: torch.device) -> dict[str, str]:
-    """All that changes what an operator costs on this kind of device, as it is now, by names for people.
+    """The present settings and versions that change costs on this kind of device, by names for people.
 
     Returns:
         Versions of libraries, whether compiled kernels or twins run and which, settings of PyTorch, and variables of the
@@ -107,12 +107,12 @@ def settings_of(device: torch.device) -> dict[str, str]:
 
 
 def settings_digest(device: torch.device) -> str:
-    """`settings_of` as a part of file names."""
+    """A digest of `settings_of`, for file names."""
     return hashlib.sha256(json.dumps(settings_of(device), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def changed_settings(measured: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What differs between two results of `settings_of`, in words; "" if nothing does, or the first is not known."""
+    """The differences between two results of `settings_of`, in words; "" if there are none, or the first is empty."""
     if not measured:
         return ""
     names = [name for name in sorted({*measured, *now}) if measured.get(name) != now.get(name)]

@@ -17,7 +17,7 @@ from .cache_state import CacheState, reuse_bytes
 
 
 class Inputs:
-    """Tensors of given shapes to run operators on, made once and shared by all that read alike."""
+    """Input tensors for the tasks of a program, made once and shared by tasks whose inputs are alike."""
 
     def __init__(
         self, captured: Captured, device: torch.device, batches: float = 1.0, *, uniform: bool = False
@@ -42,7 +42,7 @@ class Inputs:
         return CacheState(self.device)
 
     def of(self, task: Task, *, twin: bool = False) -> dict[int, Any]:
-        """What a task reads, by value: tensors of its own, however alike they are; with ``twin`` others like them."""
+        """The inputs of a task, by value: a tensor for each; with ``twin`` a second set."""
         found, alike = dict[int, Any](), Counter[TensorMeta]()
         for value in task.reads:
             found[value] = self.make(value, alike[self.captured.metas[value]] + twin * len(task.reads))

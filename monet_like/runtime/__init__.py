@@ -1,1 +1,1 @@
-"""How a program's calls run, for the profiler and for replay alike."""
+"""Runs a program's calls: resolves operators, generates Python, copies values to the host."""

@@ -1,4 +1,4 @@
-"""Batch norm as PyTorch computes it: by which of its operators, and what their arguments are.
+"""Batch norm by cuDNN or by ATen: which of the two PyTorch chooses, and the operators with their arguments.
 
 ``torch.batch_norm`` asks the device. A GPU computes most by cuDNN, which also writes a reserve that the gradient reads;
 bfloat16, parameters in float16 and tensors [N, C] it computes by ATen's own kernels, as a CPU does. A trace has ATen's own
@@ -72,7 +72,7 @@ def reserve_bytes(x: Tensor) -> int:
 
 
 def as_cudnn_takes(x: Tensor) -> Tensor:
-    """``x`` in rows or channels-last: itself, or a copy."""
+    """``x`` in row-major or channels-last layout: itself, or a copy."""
     return x if x.is_contiguous() else x.contiguous(memory_format=suggest_memory_format(x))
 
 
@@ -82,14 +82,14 @@ def as_cudnn_takes(x: Tensor) -> Tensor:
 def cudnn_batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, var: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
-    """`CUDNN` of tensors that lie anyhow, as ``torch.batch_norm`` calls it."""
+    """`CUDNN` of tensors in any layout, as ``torch.batch_norm`` calls it."""
     if mean is not None and var is not None:
         mean, var = mean.contiguous(), var.contiguous()
     return torch.cudnn_batch_norm(as_cudnn_takes(x), weight.contiguous(), bias.contiguous(), mean, var, *options)
 
 
 def cudnn_batch_norm_backward(x: Tensor, grad: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`CUDNN_BACKWARD` of tensors that lie anyhow, as autograd calls it."""
+    """`CUDNN_BACKWARD` of tensors in any layout, as autograd calls it."""
     x = as_cudnn_takes(x)
     if grad.stride() != x.stride():
         grad = grad.contiguous(memory_format=suggest_memory_format(x))
@@ -102,7 +102,7 @@ def cudnn_batch_norm_backward(x: Tensor, grad: Tensor, *others: Any) -> tuple[Te
 
 @dataclass(frozen=True)
 class Backward:
-    """What a call for batch norm's gradient in training takes, by whichever operator.
+    """The arguments of batch norm's gradient in training, whichever operator computes it.
 
     Attributes:
         grad, x, weight, mean, invstd, eps: tensors are `Ref`, the statistics those of the batch.
@@ -125,12 +125,12 @@ class Backward:
         return (self.grad, self.x, self.weight, None, None, self.mean, self.invstd, True, self.eps, self.mask)
 
     def cudnn_with(self, reserve: Any) -> tuple[Any, ...]:
-        """The arguments of `CUDNN_BACKWARD`, with what the forward has left for it."""
+        """The arguments of `CUDNN_BACKWARD`, with the reserve that the forward wrote."""
         return (self.x, self.grad, self.weight, None, None, self.mean, self.invstd, self.eps, reserve)
 
 
 def backward_of(call: Call) -> Backward | None:
-    """What ``call`` takes, if it is for batch norm's gradient in training."""
+    """The arguments of ``call`` if it computes batch norm's gradient in training; else None."""
     if call.op == CUDNN_BACKWARD:
         x, grad, weight, _, _, mean, invstd, eps, _ = call.args
         return Backward(grad, x, weight, mean, invstd, eps, tuple(out is not None for out in call.outs), True)

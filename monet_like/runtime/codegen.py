@@ -1,4 +1,4 @@
-"""From runs of tasks to straight-line Python over operator calls, every tensor released right after its last use.
+"""Generates straight-line Python from tasks: operator calls, each tensor deleted right after its last use.
 
 The source text is made of variable names and literals that this module writes itself; whatever is not a plain
 literal is bound as a constant. Nothing from a file ever becomes source text.
@@ -77,7 +77,7 @@ def compile_chain(
 
 
 def needed_at_end(block: Block) -> set[int]:
-    """The values that a block returns or hands on."""
+    """The values that must exist when a block ends: those it returns or carries."""
     needed = set(block.carries)
     for calls, ref in block.results:
         needed.update(value for call in calls for value in _values(call))

@@ -1,4 +1,4 @@
-"""Copies of values on the host, for the tasks of `variants/offload.py`: exact to the bit.
+"""Copies values to the host and back, bit by bit, for the tasks of `variants/offload.py`.
 
 On CUDA a copy lies in pinned memory and is made by a stream of its own, in the order in which copies were started;
 the computing stream waits for events, the host for nothing. On a CPU, where memory and host are one, it lies in a
@@ -28,7 +28,7 @@ _under_way: list[tuple[Any, Tensor]] = []
 
 
 def send(x: Tensor) -> Tensor:
-    """A copy of ``x`` on the host: uint8 [bytes], in memory order. What follows on the device waits for it.
+    """A copy of ``x`` on the host: uint8 [bytes], in memory order. Later work on the device waits for it.
 
     Args:
         x: any shape and dtype; covers its storage without gaps.
@@ -58,7 +58,7 @@ def send_end(x: Tensor, host: Tensor) -> Tensor:
 
 
 def fetch(host: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What `send` was given, from its copy. What follows on the device waits for it."""
+    """The tensor that `send` was given, restored from its copy. Later work on the device waits for it."""
     return fetch_end(fetch_start(host, size, stride, dtype, device))
 
 
@@ -106,7 +106,7 @@ def _stream(device: torch.device) -> Any:
 
 
 def _copy_beside(to: Tensor, source: Tensor, device: torch.device, made: Tensor | None = None) -> None:
-    """Copy on the device's own stream for that, once what was computed so far is done.
+    """Copy on the device's stream for copies, after all work that was queued before.
 
     ``made``, a tensor of the device that is written to, is held until that is certainly over.
     """
@@ -123,7 +123,7 @@ def _copy_beside(to: Tensor, source: Tensor, device: torch.device, made: Tensor 
 
 
 def _wait(tensor: Any, device: torch.device) -> None:
-    """Have what follows on ``device`` wait until the copy into ``tensor`` is there."""
+    """Have later work on ``device`` wait for the copy into ``tensor``."""
     done = tensor.done
     del tensor.done
     if isinstance(done, Future):

@@ -1,4 +1,4 @@
-"""From the operator names in a program's calls to the functions that run."""
+"""Resolves the operator names in a program's calls to the functions that run."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def or_pytorchs_own(op: Callable[..., torch.Tensor], twin: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``op``, and where cuDNN has not the algorithm that it asks for, its twin.
+    """A function that calls ``op``, or its twin if cuDNN does not have the algorithm that ``op`` names.
 
     That is decided when a schedule is planned; a smaller batch or another card, which may run it, is another matter.
     """
@@ -118,7 +118,7 @@ def or_pytorchs_own(op: Callable[..., torch.Tensor], twin: Callable[..., torch.T
 
 
 def without_fallback() -> dict[str, Callable[..., Any]]:
-    """What to call instead of `resolve`'s functions to see whether cuDNN has the algorithms."""
+    """Functions to call instead of `resolve`'s, which fail where cuDNN does not have the algorithm."""
     return {name: overload(name) for name in BY_ALGORITHM}
 
 

@@ -9,7 +9,7 @@ import zoo
 from training import Outcome, run, tensors, twin
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.example_inputs import described
+from monet_like.capture.example_inputs import input_spec
 from monet_like.capture.precision import weights_layout
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request
@@ -32,7 +32,7 @@ def record_for(captured: Captured, schedule: Schedule, mode: str, example: zoo.B
     """A record as the compiler would make it, for any schedule."""
     model, args, kwargs = example
     return ScheduleRecord(
-        schedule, "test", tuple(map(described, tensors((args, kwargs)))), mode, 1, captured.program.fingerprint, "cpu", {},
+        schedule, "test", tuple(map(input_spec, tensors((args, kwargs)))), mode, 1, captured.program.fingerprint, "cpu", {},
         0, 0.0, 0, 0.0, "none", "made", layout=weights_layout(model),
     )  # fmt: skip
 

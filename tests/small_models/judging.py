@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from monet_like import ScheduleWrapper
 from monet_like.capture.captured import Captured
-from monet_like.capture.example_inputs import described
+from monet_like.capture.example_inputs import input_spec
 from monet_like.capture.precision import autocast_as, weights_layout
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request, captured_for
@@ -184,7 +184,7 @@ def planned(case: Case) -> tuple[ScheduleRecord, Captured]:
     schedule, plain_bytes = plan_of(case, captured, costs)
     report = simulate(captured.program, schedule, costs)
     record = ScheduleRecord(
-        schedule, "small model", tuple(described(t) for t in _tensors(example)), case.mode, report.peak_bytes,
+        schedule, "small model", tuple(input_spec(t) for t in _tensors(example)), case.mode, report.peak_bytes,
         captured.program.fingerprint, "cpu", {}, report.peak_bytes, report.seconds, plain_bytes, 0.0, "heuristic", "feasible",
         autocast=case.autocast, layout=weights_layout(model), made_last=captured.made_last,
     )  # fmt: skip

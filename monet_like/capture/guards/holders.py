@@ -1,4 +1,4 @@
-"""Python objects that can change: what each one holds, whether that changed, and how to put it back."""
+"""Holders: for each kind of Python object that can change, its contents, whether they changed, how to restore them."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ class Holder:
         self.held = held
 
     def contents(self, names: Set[str]) -> Mapping[Any, Any]:
-        """What it holds, by label; of attributes those that code with these names may read."""
+        """The contents by label; of attributes only those that code with these names may read."""
         return dict(enumerate(self.flat()))
 
     def flat(self) -> tuple[Any, ...]:
-        """What it holds: unchanged where all elements are the same objects as before."""
+        """The contents as a tuple: nothing changed where all elements are the same objects as before."""
         return ()
 
     def part(self, path: str, label: Any) -> str:
-        """The path of what it holds under ``label``."""
+        """The path of the content with this label."""
         return f"{path}[{label!r}]"
 
     def copy(self) -> Any:
-        """What it holds, to compare and to put back."""
+        """A copy of the contents, to compare with and to restore."""
         return self.flat()
 
     def changed(self, path: str, then: Any) -> list[str]:
-        """Paths of what differs from a copy."""
+        """The paths of contents that differ from a copy."""
         return [] if same_objects(self.flat(), then) else [path]
 
     def put_back(self, then: Any) -> None:
-        """Have it hold what it held when the copy was made."""
+        """Restore the contents from a copy."""
 
 
 class Attributes(Holder):
@@ -108,7 +108,7 @@ class Attributes(Holder):
 
 
 class Variables(Attributes):
-    """Global variables, or the attributes of a class or of a Python module: others than those that are read are not ours."""
+    """Global variables, or the attributes of a class or of a Python module; only those that the model reads are watched."""
 
     def _differing(self, then: Mapping[str, Any]) -> list[str]:
         imported = (type, types.ModuleType, types.FunctionType)  # by the forward, which would not import it again
@@ -175,7 +175,7 @@ class Entries(Holder):
 
 
 class ReadOnlyEntries(Holder):
-    """What a mapping proxy shows."""
+    """The entries of the dict behind a mapping proxy."""
 
     def contents(self, names: Set[str]) -> Mapping[Any, Any]:
         return dict(self.held)
@@ -249,7 +249,7 @@ class Context(Holder):
 
 
 class Function(Holder):
-    """What a Python function has of its own: code, defaults, and variables of the functions around it."""
+    """The code and the defaults of a Python function, and the variables of the functions around it."""
 
     def __init__(self, held: Any) -> None:
         super().__init__(held)
@@ -273,7 +273,7 @@ class Function(Holder):
 
 
 class Parts(Holder):
-    """What a method, a partial or a decorated function consists of; that cannot change."""
+    """The parts of a method, a partial or a decorated function, which cannot change."""
 
     compared = False
 

@@ -1,4 +1,4 @@
-"""Python objects that can change: what each one holds, whether that changed, and how to put it back.
+"""Finds the parts of a Python object that can change, each as a `Holder`.
 
 `holders_of` looks into containers, functions, small NumPy arrays, and objects and classes that are defined outside of
 libraries. Everything else, tensors and modules among it, is told apart by identity.
@@ -83,7 +83,7 @@ def is_library(module: str | None) -> bool:
 
 
 def holders_of(value: Any, names: Set[str], *, hooks: bool = False) -> list[Holder]:
-    """Which parts of an object can change; none for what is told apart by identity.
+    """Holders of the parts of an object that can change; none for objects that are compared by identity.
 
     Args:
         names: that occur in the code that may read it.

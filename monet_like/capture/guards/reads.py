@@ -1,4 +1,4 @@
-"""Values that a model's step reads beside tensors, which its program has as constants: numbers, options, functions.
+"""Guards: values beside tensors that a step reads, such as numbers and options, and whether they changed since capture.
 
 While the model is traced, `recorder` finds where they are read from: attributes of modules, global variables, arguments.
 `Reads.change` says before every step whether all values behind these are as they were.
@@ -27,7 +27,7 @@ _ABSENT = object()
 
 
 class Change(NamedTuple):
-    """A value that is not as it was: where it is read from, such as ``self.config.alpha``, and both as text."""
+    """A value that changed: the path that it is read from, such as ``self.config.alpha``, and both values as text."""
 
     path: str
     before: str
@@ -39,7 +39,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Roots:
-    """Where a trace read values from.
+    """The places that a trace read values from.
 
     Attributes:
         names: that occur in the code that ran: of objects that are no modules, attributes of these names are looked at.
@@ -61,7 +61,7 @@ class Roots:
     late_attributes: Mapping[str, Set[str]] = field(default_factory=dict)
 
     def walk(self, model: nn.Module) -> Walk:
-        """Everything behind them, as it is now."""
+        """Follow all places to the values behind them, as they are now."""
         modules = dict(model.named_modules())
         known = {id(module): name for name, module in modules.items()}
         walk = Walk(self.names, known, lambda module: self.others.get(id(module), (module, None))[1])
@@ -117,14 +117,14 @@ class Reads:
         return self if self.model() is model else Reads(self.roots, model, self.forms)
 
     def change(self) -> Change | None:
-        """A value that is not as it was; None if there is none."""
+        """The first value or setting of PyTorch that changed since the capture; None if none did."""
         if (settings := settings_now()) != self._settings:
             changes = map(Change, SETTINGS, map(repr, self._settings), map(repr, settings))
             return next(change for change in changes if change.before != change.after)
         return self._change(self._all, self.forms)
 
     def late_change(self) -> Change | None:
-        """The same of the values that the backward reads."""
+        """The first value that the backward reads and that changed; None if none did."""
         return self._change(self._late, self._late.paths)
 
     def _change(self, compared: _Compared, paths: Iterable[str]) -> Change | None:
@@ -145,7 +145,7 @@ class Reads:
 
 
 class _Compared:
-    """Compares what places hold with what they held when this was made; nearly always all are the same objects.
+    """Compares the contents of places with those at its creation, fast if all are the same objects, as nearly always.
 
     Args:
         names: see `Roots`.
@@ -232,7 +232,7 @@ def _as_before(other: tuple[Holder, tuple[Any, ...]]) -> bool:
 
 
 def _text(form: Any) -> str:
-    """What a message says of a form."""
+    """A form as text for messages."""
     if form is _ABSENT:
         return "not there"
     if isinstance(form, Same):

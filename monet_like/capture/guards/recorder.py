@@ -1,4 +1,4 @@
-"""Watches a trace of a model's forward and backward: what they read beside tensors, and what they set.
+"""Records the values beside tensors that a model's forward and backward read and set while they are traced.
 
 What they set is put back: a schedule does not set it again.
 """
@@ -37,7 +37,7 @@ _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
 class Recorder:
-    """What a trace of ``model`` reads and sets while it is entered.
+    """Records what a trace of ``model`` reads and sets, while it is entered.
 
     Args:
         arguments: of the call, those that are no tensors.
@@ -79,7 +79,7 @@ class Recorder:
         self._put_back()
 
     def reads(self) -> Reads:
-        """What the trace read, to be compared before every step; after it has left."""
+        """The guards of the trace, to be compared before every step; call it after leaving."""
         roots = Roots(
             frozenset(self.names), self.attributes, self.absent, self.others, tuple(self.variables.values()),
             self.arguments, frozenset(self.late_names), self.late_attributes,

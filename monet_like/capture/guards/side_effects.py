@@ -1,4 +1,4 @@
-"""What a forward or a backward does to tensors' places and random generators beside computing: it is refused."""
+"""Refuses models whose forward or backward reassigns parameters, or seeds or draws from a generator that is not PyTorch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...errors import CaptureError
 
 @contextlib.contextmanager
 def keeping_tensors(model: nn.Module) -> Iterator[None]:
-    """For tracing: after the forward, parameters and buffers are the tensors that they were.
+    """Refuse a forward that assigns other tensors to parameters or buffers, and restore them.
 
     Raises:
         CaptureError: the forward puts others in their place.
@@ -49,7 +49,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 @contextlib.contextmanager
 def keeping_generators(who: str) -> Iterator[None]:
-    """For tracing: Python's, NumPy's and PyTorch's own random generators are neither drawn from, but for PyTorch's, nor seeded.
+    """Refuse code that seeds a random generator of Python, NumPy or PyTorch, or draws from one of the first two.
 
     Args:
         who: does it, for the message.

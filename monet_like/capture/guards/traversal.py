@@ -1,4 +1,4 @@
-"""From a value to everything behind it that can change, and a description of it all that equal values share."""
+"""Walks from a value to everything behind it that can change, and describes it so that equal values have equal forms."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Same:
 
 
 class Place(NamedTuple):
-    """Something that can change, and the path that it was first found at."""
+    """A holder, and the path at which it was first found."""
 
     holder: Holder
     path: str
