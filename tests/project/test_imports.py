@@ -71,3 +71,16 @@ def test_training_and_profiling_need_no_solver() -> None:
 
 def test_the_package_itself_imports_nothing_heavy() -> None:
     assert unwanted_in(imported_by(["monet_like"]), {"torch", "cvxpy", "numpy"}) == {}
+
+
+def test_dir_shows_the_public_names_and_each_is_there() -> None:
+    """Also after the modules that hold them were imported: none has the name of a module that would hide it."""
+    code = (
+        "import monet_like, types\n"
+        "print(*dir(monet_like))\n"
+        "assert not any(isinstance(getattr(monet_like, name), types.ModuleType) for name in dir(monet_like))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"ScheduleWrapper", "auto_schedule", "to_dropit"} <= set(done.stdout.split())
+    assert not {"Any", "TYPE_CHECKING", "annotations"} & set(done.stdout.split())
