@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import re
+import sys
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,16 +23,19 @@ from .capture.example_inputs import device_of
 from .capture.guards.reads import Change
 from .capture.precision import autocast_name
 from .compiler.pipeline import compile_schedule
+from .compiler.progress import Progress
 from .compiler.request import Request, captured_for
 from .errors import ScheduleFileError, UsageError
 from .files import cache_folder
 from .ir.profile_file import Profile
 from .ir.schedule_file import ScheduleRecord
-from .ir.units import MOST_BYTES, parse_bytes
+from .ir.units import MOST_BYTES, format_bytes, format_seconds, parse_bytes
 from .profile.devices import device_name, device_slug
 from .profile.settings import settings_digest
 from .replay.compatibility import exceeds, mismatch
 from .replay.wrapper import ScheduleWrapper
+
+_log = logging.getLogger("monet_like")
 
 #: Everything that is exact.
 ALL_VARIANTS = "inplace_conv_multiway_newnode"
@@ -47,6 +53,7 @@ def auto_schedule(
     gap: float = 0.01,
     optimizer: str = "none",
     backend: str = "eager",
+    verbose: bool | None = None,
 ) -> AutoSchedule:
     """Capture, profile, plan and wrap ``model`` so that its training step fits ``memory_budget``.
 
@@ -59,6 +66,8 @@ def auto_schedule(
         solver, time_limit_seconds, gap: for the integer program.
         optimizer: whose state to count: none, sgd, momentum or adam.
         backend: eager or inductor; see `ScheduleWrapper`.
+        verbose: show progress and a line at the end on stderr; None: if that is a terminal or a notebook. The logger
+            ``monet_like`` gets that line in any case (level INFO).
 
     Returns:
         The wrapped module, with the same arguments, results and gradients. Plans and profiles are cached, so a
@@ -70,7 +79,7 @@ def auto_schedule(
         CaptureError: the model cannot be captured.
     """
     settings = _Settings(_budget(memory_budget), mode, solver, time_limit_seconds, gap, optimizer)
-    wrapped = AutoSchedule(model, settings, backend)
+    wrapped = AutoSchedule(model, settings, backend, verbose=verbose)
     if args is not None or kwargs is not None:
         if not model.training:
             raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
@@ -99,12 +108,14 @@ class AutoSchedule(ScheduleWrapper):
     """
 
     record: ScheduleRecord | None  # type: ignore[assignment]
-    _OWN = ScheduleWrapper._OWN | {"records", "settings"}
+    _OWN = ScheduleWrapper._OWN | {"records", "settings", "verbose"}
 
-    def __init__(self, model: nn.Module, settings: _Settings, backend: str = "eager") -> None:
+    def __init__(
+        self, model: nn.Module, settings: _Settings, backend: str = "eager", *, verbose: bool | None = None
+    ) -> None:
         nn.Module.__init__(self)
         self._share(model, backend)
-        self.settings = settings
+        self.settings, self.verbose = settings, verbose
         self.record = None
         self.records: list[ScheduleRecord] = []
 
@@ -145,7 +156,7 @@ class AutoSchedule(ScheduleWrapper):
                 stacklevel=5,
             )
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            record = _record(request, settings, device, captured)
+            record = _record(request, settings, device, captured, self.verbose)
         self.records.append(record)
         self.record = record
         return record, captured
@@ -156,29 +167,49 @@ def _is_of(record: ScheduleRecord, captured: Captured, device: torch.device) -> 
     return record.fingerprint == captured.program.fingerprint and not exceeds(record, captured, record.model, device)
 
 
-def _record(request: Request, settings: _Settings, device: torch.device, captured: Captured) -> ScheduleRecord:
+def _record(
+    request: Request, settings: _Settings, device: torch.device, captured: Captured, verbose: bool | None
+) -> ScheduleRecord:
     """Load the schedule from the cache, or plan it."""
+    started = time.monotonic()
     folder = cache_folder()
     place = folder / f"schedule_{_digest(request, settings.budget, device)}.pkl"
     with contextlib.suppress(ScheduleFileError):  # none is there, or a damaged one
         record = ScheduleRecord.load(place)
         if _is_of(record, captured, device):
+            _tell(record, f"from {place}", verbose)
             return record
     store = folder / f"profile_{device_slug(device)}_{settings_digest(device)}.json"
     profile = None
     with contextlib.suppress(ScheduleFileError):
         profile = Profile.load(store)
     budget = settings.budget
-    compiled = compile_schedule(
-        request,
-        budget if isinstance(budget, int) else lambda plain_peak_bytes: int(budget * plain_peak_bytes),
-        device,
-        profile=profile,
-        save_profile=lambda found: _keep(found, store),
-        captured=captured,
-    )
+    with Progress(quiet=verbose is False) as progress:
+        compiled = compile_schedule(
+            request,
+            budget if isinstance(budget, int) else lambda plain_peak_bytes: int(budget * plain_peak_bytes),
+            device,
+            profile=profile,
+            save_profile=lambda found: _keep(found, store),
+            progress=progress.profiling,
+            plan_progress=progress.planning,
+            captured=captured,
+        )
     _keep(compiled.record, place)
+    _tell(compiled.record, f"planned in {format_seconds(time.monotonic() - started)}, kept in {place}", verbose)
     return compiled.record
+
+
+def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
+    """Log in one line what a schedule promises and where it is from; also on stderr, if that is wanted."""
+    gap = "" if record.gap is None else f", within {100 * record.gap:.1f} % of the best possible"
+    line = (
+        f"{record.model}: peak {format_bytes(record.peak_bytes)} instead of {format_bytes(record.plain_peak_bytes)}, step "
+        f"{format_seconds(record.seconds)} instead of {format_seconds(record.plain_seconds)} (predicted){gap}; {source}"
+    )
+    _log.info(line)
+    if verbose or (verbose is None and sys.stderr.isatty()):
+        print(f"monet_like: {line}", file=sys.stderr)
 
 
 #: Cache folders that could not be written to; each is said once.

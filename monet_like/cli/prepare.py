@@ -9,13 +9,14 @@ from typing import Any
 from ..capture.captured import Captured
 from ..compiler.pipeline import Prepared, default_names, prepare
 from ..compiler.problem import Problem, read_problem
+from ..compiler.progress import Progress
 from ..errors import UsageError
 from ..files import check_writable
 from ..ir.profile_file import Profile
 from ..ir.units import parse_bytes
 from ..profile.devices import DEVICES, DeviceLimits, device_slug
 from ..zoo.registry import check_not_registered, is_registered
-from .terminal import Progress, Terminal
+from .terminal import Terminal
 
 #: Where profiles are written, and where the zoo's schedules are in a checkout.
 SOLUTIONS = Path("solutions")

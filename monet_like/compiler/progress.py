@@ -1,0 +1,56 @@
+"""Progress bars on stderr for capture, profile and plan."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+
+class Progress:
+    """A progress bar for each stage, on stderr. Silent if stderr is neither a terminal nor a notebook."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        console = Console(stderr=True)
+        self.bar = Bar(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(28),
+            TextColumn("{task.fields[count]}", justify="right"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[what]}", markup=False, style="dim"),
+            console=console,
+            transient=True,
+            disable=quiet or not (sys.stderr.isatty() or console.is_jupyter),
+        )
+        self.stage, self.task = "", TaskID(0)
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        self.at("capture")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def at(self, stage: str, what: str = "", done: int | None = None, total: int | None = None) -> None:
+        """Show that work has reached ``stage``, and at which item; earlier stages are done."""
+        if stage != self.stage:
+            if self.stage:
+                self.bar.update(self.task, total=1, completed=1, count="", what="")
+            self.stage, self.task = stage, self.bar.add_task(stage, total=total, count="", what="")
+        count = f"{done}/{total}" if total else ""
+        self.bar.update(self.task, completed=done, total=total, count=count, what=what[:60])
+
+    def profiling(self, what: str, done: int, total: int) -> None:
+        """Show which operator is measured next."""
+        self.at("profile", what, done, total)
+
+    def planning(self, message: str) -> None:
+        """Show progress of the planner."""
+        self.at("plan", message)
