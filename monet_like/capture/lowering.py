@@ -179,7 +179,7 @@ class Lowering(Values):
             raise CaptureError(f"{node.target} at {_user_line(node)} is not an ATen operator and cannot be scheduled")
         if node.target is _CUDNN_LAYERS:
             raise CaptureError(
-                "a recurrent layer runs by cuDNN, whose workspace for the backward only cuDNN knows the size of; plan and train "
+                "cuDNN computes a recurrent layer, and only cuDNN knows how large its workspace in the backward is; plan and train "
                 "inside `with torch.backends.cudnn.flags(enabled=False):`, where PyTorch's own operators do the same"
             )
         if is_dropout(node, self.nodes):

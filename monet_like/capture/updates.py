@@ -65,8 +65,8 @@ def forbid_rereading_changed(lowering: Values) -> None:
         if not lowering.changed.isdisjoint(task.reads):
             names = ", ".join(lowering.values[v].name for v in task.reads if v in lowering.changed)
             raise CaptureError(
-                f"{type(lowering.flat.model).__name__}.forward changes {names} in place after {task.name} has read it, whose "
-                "gradient needs it as it was; change a clone"
+                f"{type(lowering.flat.model).__name__}.forward changes {names} in place after {task.name} has read it, and "
+                "the gradient needs the old contents; change a clone"
             )
     lowering.tasks = [
         replace(task, runs="first") if not lowering.changed.isdisjoint(task.reads) else task
