@@ -94,12 +94,7 @@ def benchmark(
         options: of `read_problem`.
     """
     net = find_arch(arch)
-    if input_size is not None and input_size < 1:
-        raise UsageError(f"--input-size {input_size} must be at least 1")
-    if steps < 1:
-        raise UsageError(f"--steps {steps} must be at least 1")
-    if budget is not None and "," in budget:
-        raise UsageError(f"--budget {budget!r} must be one amount, such as 8, 565MB or 50%")
+    _check_options(input_size, steps, budget)
     side = input_size or net.size
     problem = read_problem(
         model=net.model, batch=batch or str(net.batch), budget="1", input_shape=f"3,{side},{side}", **options
@@ -137,6 +132,15 @@ def benchmark(
     )
     if not same:
         sys.exit(1)
+
+
+def _check_options(input_size: int | None, steps: int, budget: str | None) -> None:
+    if input_size is not None and input_size < 1:
+        raise UsageError(f"--input-size {input_size} must be at least 1")
+    if steps < 1:
+        raise UsageError(f"--steps {steps} must be at least 1")
+    if budget is not None and "," in budget:
+        raise UsageError(f"--budget {budget!r} must be one amount, such as 8, 565MB or 50%")
 
 
 @dataclass(frozen=True)

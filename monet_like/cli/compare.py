@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from ..compiler.pipeline import Prepared, strategy_points
 from ..compiler.problem import Problem
 from ..errors import UsageError
+from ..ir.schedule import Schedule
 from ..ir.units import format_bytes, format_seconds
 from ..plan import STRATEGIES
 from ..plan.budgets import Point, pareto, seconds_per_gigabyte, smallest_budget
@@ -91,21 +95,12 @@ def front(
         raise UsageError(f"--points must be at most {MOST_POINTS}, each of which is a plan; give fewer, or --budgets")
     check_results(plot, csv_file)
     problem, ready = read_and_prepare(terminal, profile_file, options)
-    program, costs, request = ready.captured.program, ready.costs, problem.request
-    console = terminal.console
-    start = None
-    if budgets:
-        limits = read_budgets(budgets, ready.plain.peak_bytes)
-    else:
-        smallest = smallest_budget(
-            program, costs, extra_bytes=ready.extra_bytes, solver=request.solver, time_limit_seconds=5.0
-        )
-        start, least, most = smallest.schedule, smallest.report.peak_bytes, ready.plain.peak_bytes
-        limits = [least + (most - least) * k // (points - 1) for k in range(points)]
+    request = problem.request
+    limits, start = _front_budgets(ready, budgets, points, request.solver)
     with terminal.progress() as progress:
         found = pareto(
-            program,
-            costs,
+            ready.captured.program,
+            ready.costs,
             limits,
             extra_bytes=ready.extra_bytes,
             solver=request.solver,
@@ -114,9 +109,47 @@ def front(
             start=start,
             progress=lambda done, total: progress.at("plan", format_bytes(sorted(limits)[done]), done, total),
         )
-    console.print(_title(problem, ready))
+    terminal.console.print(_title(problem, ready))
+    terminal.console.print(_front_table(found, ready))
+    rows = [
+        [p.budget_bytes, p.plan.report.peak_bytes, repr(p.plan.report.seconds), repr(p.plan.bound_seconds)]
+        for p in found
+        if p.plan is not None
+    ]
+    write_table(terminal.console, csv_file, ["budget_bytes", "peak_bytes", "seconds", "bound_seconds"], rows)
+    listed = [
+        {
+            "budget_bytes": point.budget_bytes,
+            "peak_bytes": point.plan.report.peak_bytes if point.plan else None,
+            "seconds": point.plan.report.seconds if point.plan else None,
+            "bound_seconds": point.plan.bound_seconds if point.plan and point.plan.bound_kind != "none" else None,
+            "seconds_saved_per_gigabyte": saved,
+        }
+        for point, saved in zip(found, seconds_per_gigabyte(found), strict=True)
+    ]
+    terminal.result({**_described(problem, ready), "points": listed})
+    drawn = [(p.budget_bytes / 2**30, p.plan.report.seconds) for p in found if p.plan is not None]
+    _draw(terminal, plot, {"monet_like": drawn}, problem, ready)
+
+
+def _front_budgets(ready: Prepared, budgets: str, points: int, solver: str) -> tuple[list[int], Schedule | None]:
+    """The budgets of a front, and a schedule for the smallest of them if one is known.
+
+    Args:
+        budgets: what the user gave; "": ``points`` budgets from the smallest to plain PyTorch's peak.
+    """
+    most = ready.plain.peak_bytes
+    if budgets:
+        return read_budgets(budgets, most), None
+    smallest = smallest_budget(
+        ready.captured.program, ready.costs, extra_bytes=ready.extra_bytes, solver=solver, time_limit_seconds=5.0
+    )
+    least = smallest.report.peak_bytes
+    return [least + (most - least) * k // (points - 1) for k in range(points)], smallest.schedule
+
+
+def _front_table(found: Sequence[Point], ready: Prepared) -> Table:
     table = aligned_table("budget", "peak", "step", "overhead", "gap", "1 GB more saves")
-    rows: list[list[Any]] = []
     for point, saved in zip(found, seconds_per_gigabyte(found), strict=True):
         if point.plan is None:
             table.add_row(format_bytes(point.budget_bytes), "-", "-", "-", "-", "-")
@@ -130,21 +163,7 @@ def front(
             _gap(point),
             "" if saved is None else format_seconds(saved),
         )
-        rows.append([point.budget_bytes, report.peak_bytes, repr(report.seconds), repr(point.plan.bound_seconds)])
-    console.print(table)
-    write_table(console, csv_file, ["budget_bytes", "peak_bytes", "seconds", "bound_seconds"], rows)
-    listed = [
-        {
-            "budget_bytes": point.budget_bytes,
-            "peak_bytes": point.plan.report.peak_bytes if point.plan else None,
-            "seconds": point.plan.report.seconds if point.plan else None,
-            "bound_seconds": point.plan.bound_seconds if point.plan and point.plan.bound_kind != "none" else None,
-            "seconds_saved_per_gigabyte": saved,
-        }
-        for point, saved in zip(found, seconds_per_gigabyte(found), strict=True)
-    ]
-    terminal.result({**_described(problem, ready), "points": listed})
-    _draw(terminal, plot, {"monet_like": [(row[0] / 2**30, float(row[2])) for row in rows]}, problem, ready)
+    return table
 
 
 def _gap(point: Point) -> str:

@@ -78,19 +78,7 @@ def read_problem(
         solver, strategy = "CBC", "heuristic"
     size, limit, shape = parse_batch(batch), parse_bytes(budget), parse_shape(input_shape)
     parse_mode(mode)
-    if profile_batch is not None and profile_batch < 1:
-        raise UsageError(f"--profile-batch {profile_batch} must be at least 1")
-    if not time_limit > 0:
-        raise UsageError(f"--time-limit {time_limit} must be more than 0 seconds")
-    if time_limit > MOST_SECONDS:
-        raise UsageError(f"--time-limit {time_limit} must be at most {MOST_SECONDS:g} seconds")
-    if not 0 <= gap < 1:
-        raise UsageError(f"--gap {gap} must be at least 0 and less than 1, such as 0.01 for 1 %")
-    for name, count, most in (("threads", threads, MOST_THREADS), ("processes", processes, MOST_PROCESSES)):
-        if count is not None and count < 1:
-            raise UsageError(f"--{name} {count} must be at least 1")
-        if count is not None and count > most:
-            raise UsageError(f"--{name} {_shortened(count)} must be at most {most}")
+    _check_numbers(profile_batch, time_limit, gap, threads, processes)
     check_solver(solver)
     check_strategy(strategy)
     if autocast not in AUTOCASTS:
@@ -99,15 +87,7 @@ def read_problem(
     target = None if measured else absent_device(device)
     where = torch.device("cpu") if target else read_device(device)
     layout = "channels_last" if channels_last else ""
-    spec = build_model(model)
-    if processes is not None and processes > 1 and not is_synchronised(spec.module):
-        raise UsageError(
-            f"--processes {processes} is for models with SyncBatchNorm, and {spec.expression} has none; leave it out, or give "
-            "a file with a function that returns monet_like.convert_sync_batchnorm(...)"
-        )
-    spec.module.to(where, kind)
-    if layout:
-        spec.module.to(memory_format=LAYOUTS[layout])
+    spec = _built(model, where, kind, layout, processes)
     optimizer_bytes(spec.module, optimizer)
     request = Request(
         model=spec.module,
@@ -128,13 +108,55 @@ def read_problem(
     )
     problem = Problem(spec, request, limit, where, shape, kind, layout)
     example = example_for(problem, size)
+    _check_trainable(spec, example)
+    return replace(problem, request=replace(request, example=example))
+
+
+def _check_numbers(
+    profile_batch: int | None, time_limit: float, gap: float, threads: int, processes: int | None
+) -> None:
+    """Refuse numbers that are out of range; each message names the option."""
+    if profile_batch is not None and profile_batch < 1:
+        raise UsageError(f"--profile-batch {profile_batch} must be at least 1")
+    if not time_limit > 0:
+        raise UsageError(f"--time-limit {time_limit} must be more than 0 seconds")
+    if time_limit > MOST_SECONDS:
+        raise UsageError(f"--time-limit {time_limit} must be at most {MOST_SECONDS:g} seconds")
+    if not 0 <= gap < 1:
+        raise UsageError(f"--gap {gap} must be at least 0 and less than 1, such as 0.01 for 1 %")
+    for name, count, most in (("threads", threads, MOST_THREADS), ("processes", processes, MOST_PROCESSES)):
+        if count is not None and count < 1:
+            raise UsageError(f"--{name} {count} must be at least 1")
+        if count is not None and count > most:
+            raise UsageError(f"--{name} {_shortened(count)} must be at most {most}")
+
+
+def _built(model: str, device: torch.device, dtype: torch.dtype, layout: str, processes: int | None) -> ModelSpec:
+    """Build a model as it will be trained.
+
+    Raises:
+        UsageError: unknown model, or ``processes`` that a model without SyncBatchNorm cannot use.
+    """
+    spec = build_model(model)
+    if processes is not None and processes > 1 and not is_synchronised(spec.module):
+        raise UsageError(
+            f"--processes {processes} is for models with SyncBatchNorm, and {spec.expression} has none; leave it out, or give "
+            "a file with a function that returns monet_like.convert_sync_batchnorm(...)"
+        )
+    spec.module.to(device, dtype)
+    if layout:
+        spec.module.to(memory_format=LAYOUTS[layout])
+    return spec
+
+
+def _check_trainable(spec: ModelSpec, example: Example) -> None:
+    """Refuse a model of which neither a parameter nor an input requires a gradient."""
     leaves = (*spec.module.parameters(), *pytree.tree_leaves(example))
     if not any(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)):
         raise UsageError(
             f"nothing in {spec.expression} requires a gradient: its parameters are frozen, or there are none; set "
             "requires_grad_(True) on what is to be trained"
         )
-    return replace(problem, request=replace(request, example=example))
 
 
 def example_for(problem: Problem, batch: int) -> Example:

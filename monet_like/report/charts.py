@@ -68,14 +68,9 @@ def _present(courses: Sequence[Course]) -> list[str]:
     return [kind for kind, there in zip(KINDS, places, strict=True) if there]
 
 
-def memory_chart(plain: Course, ours: Course, budget_bytes: int) -> Spec:
-    """Memory over the step, stacked by kind, of both steps on the same axes; and the budget."""
-    top = max(plain.peak.total_bytes, ours.peak.total_bytes, budget_bytes)
-    unit, size = unit_of(top)
-    clock, tick = _time_unit(max(plain.seconds, ours.seconds))
-    kinds = _present((plain, ours))
-    longest = max(plain.seconds, ours.seconds) / tick
-    rows = []
+def _memory_rows(plain: Course, ours: Course, kinds: Sequence[str], tick: float, size: float) -> list[dict[str, Any]]:
+    """A row for every run of both steps, with times in units of ``tick`` seconds and memory in units of ``size`` bytes."""
+    rows: list[dict[str, Any]] = []
     for name, course in ((PLAIN, plain), (OURS, ours)):
         for run in course.runs:
             row: dict[str, Any] = {"step": name, "x": _short(run.begins / tick), "task": _label(run.task, run.again)}
@@ -89,6 +84,32 @@ def memory_chart(plain: Course, ours: Course, budget_bytes: int) -> Spec:
         rows.append({**rows[-1], "x": rows[-1]["end"]})  # the last run has a width too
     for number, row in enumerate(rows):
         row["n"] = number
+    return rows
+
+
+def _budget_line(budget: float) -> tuple[Spec, Spec]:
+    """A dashed line at the budget, and the word above it."""
+    line = {
+        "data": {"values": [{"budget": _short(budget)}]},
+        "mark": {"type": "rule", "color": _BUDGET, "strokeDash": [5, 3], "strokeWidth": 1.5},
+        "encoding": {"y": {"field": "budget", "type": "quantitative"}},
+    }
+    word = {
+        "data": {"values": [{"budget": _short(budget), "word": "budget"}]},
+        "mark": {"type": "text", "color": _BUDGET, "align": "right", "baseline": "bottom", "dy": -3, "x": _WIDTH - 4},
+        "encoding": {"y": {"field": "budget", "type": "quantitative"}, "text": {"field": "word"}},
+    }
+    return line, word
+
+
+def memory_chart(plain: Course, ours: Course, budget_bytes: int) -> Spec:
+    """Memory over the step, stacked by kind, of both steps on the same axes; and the budget."""
+    top = max(plain.peak.total_bytes, ours.peak.total_bytes, budget_bytes)
+    unit, size = unit_of(top)
+    clock, tick = _time_unit(max(plain.seconds, ours.seconds))
+    kinds = _present((plain, ours))
+    longest = max(plain.seconds, ours.seconds) / tick
+    rows = _memory_rows(plain, ours, kinds, tick, size)
     x = {
         "field": "x",
         "type": "quantitative",
@@ -116,16 +137,6 @@ def memory_chart(plain: Course, ours: Course, budget_bytes: int) -> Spec:
             "color": _colours(kinds),
         },
     }
-    limit = {
-        "data": {"values": [{"budget": _short(budget_bytes / size)}]},
-        "mark": {"type": "rule", "color": _BUDGET, "strokeDash": [5, 3], "strokeWidth": 1.5},
-        "encoding": {"y": {"field": "budget", "type": "quantitative"}},
-    }
-    word = {
-        "data": {"values": [{"budget": _short(budget_bytes / size), "word": "budget"}]},
-        "mark": {"type": "text", "color": _BUDGET, "align": "right", "baseline": "bottom", "dy": -3, "x": _WIDTH - 4},
-        "encoding": {"y": {"field": "budget", "type": "quantitative"}, "text": {"field": "word"}},
-    }
     tips = [{"field": "task"}, {"field": "layer"}, {"field": "all", "title": f"memory, {unit}", "format": ".4~g"}]
     tips += [{"field": _key(k), "title": KINDS[k], "format": ".3~g"} for k in kinds]
     return _spec(
@@ -135,7 +146,7 @@ def memory_chart(plain: Course, ours: Course, budget_bytes: int) -> Spec:
                 "row": {"field": "step", "type": "nominal", "sort": [PLAIN, OURS], "title": None,
                         "header": {"labelOrient": "top", "labelAnchor": "start", "labelFontWeight": "bold"}}
             },
-            "spec": {"width": _WIDTH, "height": 220, "layer": [area, limit, word, _pointed(x, tips)]},
+            "spec": {"width": _WIDTH, "height": 220, "layer": [area, *_budget_line(budget_bytes / size), _pointed(x, tips)]},
         }
     )  # fmt: skip
 
