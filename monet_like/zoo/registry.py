@@ -346,8 +346,7 @@ def zoo_folder() -> Path:
     Raises:
         UsageError: nowhere.
     """
-    given = os.environ.get(FOLDER_VARIABLE)
-    if given:
+    if given := os.environ.get(FOLDER_VARIABLE):
         return Path(given)
     shipped = shipped_folder("solutions")
     if shipped is None:
@@ -408,9 +407,7 @@ def _row(kind: Any, row: Any) -> Any:
         }
         if type(value) not in allowed[str(field.type)]:
             raise TypeError(f"{field.name} is a {type(value).__name__}, not {field.type}")
-        if isinstance(value, list):
-            value = tuple(_text(item) for item in value)
-        values[field.name] = value
+        values[field.name] = tuple(map(_text, value)) if isinstance(value, list) else value
     return kind(**values)
 
 
