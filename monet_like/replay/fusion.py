@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -25,50 +25,10 @@ from ..capture.captured import Captured, TensorMeta, cost_key
 from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
 from ..profile.measure import allocated_peak
 from ..profile.task_inputs import Inputs
-from ..runtime.batch_norm import CUDNN, CUDNN_BACKWARD, NATIVE, NATIVE_BACKWARD, backward_of
 from ..runtime.codegen import Block, liveness, needed_at_end
-from ..runtime.operators import overload, resolve
+from ..runtime.operators import resolve
+from .functional import functional, operators_of
 from .inductor import Compiled, compile_function
-
-#: Besides all that PyTorch tags as elementwise.
-_FUSIBLE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "_log_softmax.default",
-        "_log_softmax_backward_data.default",
-        "_native_batch_norm_legit.no_stats",
-        "_native_batch_norm_legit_functional.default",
-        "_safe_softmax.default",
-        "_softmax.default",
-        "_softmax_backward_data.default",
-        "_to_copy.default",
-        "amax.default",
-        "amin.default",
-        "arange.default",
-        "cat.default",
-        "elu_backward.default",
-        "hardswish_backward.default",
-        "hardtanh_backward.default",
-        "leaky_relu_backward.default",
-        "mean.dim",
-        "native_batch_norm_backward.default",
-        "native_group_norm.default",
-        "native_group_norm_backward.default",
-        "native_layer_norm.default",
-        "native_layer_norm_backward.default",
-        "new_ones.default",
-        "new_zeros.default",
-        "nll_loss_backward.default",
-        "nll_loss_forward.default",
-        "ones.default",
-        "scalar_tensor.default",
-        "select_backward.default",
-        "slice_backward.default",
-        "sum.dim_IntList",
-        "tril.default",
-        "var_mean.correction",
-    )
-)
 
 #: The names that pieces, and the tensor that one wrote into, have in generated code.
 _PIECE = "inductor.piece"
@@ -139,34 +99,6 @@ def fuse(captured: Captured, blocks: Sequence[Block], before_bytes: Sequence[int
     return _Fuser(captured, limit_bytes).run(blocks, before_bytes)
 
 
-def without_cudnn(captured: Captured, blocks: Sequence[Block]) -> list[Block]:
-    """Replace cuDNN's batch norm by ATen's own, which Inductor can fuse; the reserve becomes zeros."""
-    return [replace(block, tasks=tuple(_by_aten(captured, task) for task in block.tasks)) for block in blocks]
-
-
-def _by_aten(captured: Captured, task: Task) -> Task:
-    if not any(call.op in (CUDNN, CUDNN_BACKWARD) for call in task.calls):
-        return task
-    calls: list[Call] = []
-    for call in task.calls:
-        if call.op == CUDNN:
-            x, *others = call.args
-            *outs, reserve = call.outs
-            op, args = NATIVE, call.args
-            if others[2] is None:
-                op, args = "aten._native_batch_norm_legit.no_stats", (x, *others[:2], *others[4:])
-            calls.append(replace(call, op=op, args=args, outs=tuple(outs)))
-            if reserve is not None:
-                meta = captured.metas[cast(int, reserve.name)]
-                calls.append(Call("aten.new_zeros.default", (x, meta.shape), (("dtype", meta.dtype),), (reserve,)))
-        elif (backward := backward_of(call)) is not None and backward.cudnn:
-            calls.append(replace(call, op=NATIVE_BACKWARD, args=backward.native))
-        else:
-            calls.append(call)
-    read = {ref.name for call in calls for ref in refs(call)}
-    return replace(task, calls=tuple(calls), reads=tuple(v for v in task.reads if v in read))
-
-
 class _Fuser:
     """Finds pieces and compiles them; equal pieces are compiled once."""
 
@@ -189,7 +121,7 @@ class _Fuser:
             done += len(block.tasks)
         functions: dict[str, Callable[..., Any]] = {_SAME: _same}
         functions.update((p.name, p.run) for p in self.pieces.values() if p.run is not None and p.name in self.used)
-        operators = sum(_operators(task) for block in blocks for task in block.tasks)
+        operators = sum(operators_of(task) for block in blocks for task in block.tasks)
         return Fused(tuple(made), functions, operators, self.compiled, sum(self.used.values()), len(self.used))
 
     def _tasks(
@@ -207,7 +139,7 @@ class _Fuser:
                 return tasks
             if piece.rise_bytes <= room:
                 self.used[piece.name] += 1
-                self.compiled += sum(map(_operators, tasks))
+                self.compiled += sum(map(operators_of, tasks))
                 return (_calling(piece.name, graph),)
         if len(tasks) == 1:
             return tasks
@@ -219,7 +151,7 @@ class _Fuser:
         """Whether fusion saves memory traffic: two of the operators touch the same tensor."""
         values = self.captured.program.values
         touched = Counter(value for task in tasks for value in (*task.reads, *task.writes))
-        return any(_fusible(task) and _operators(task) > 1 for task in tasks) or any(
+        return any(_fusible(task) and operators_of(task) > 1 for task in tasks) or any(
             count > 1 and values[value].bytes and values[value].kind not in RESIDENT_KINDS
             for value, count in touched.items()
         )
@@ -292,7 +224,7 @@ def runs_of(tasks: Sequence[Task]) -> Iterator[tuple[int, int]]:
 
 
 def _fusible(task: Task) -> bool:
-    return all(_functional(call, 0) for call in task.calls)
+    return all(functional(call, 0) for call in task.calls)
 
 
 def _graph(tasks: Sequence[Task], dying: set[int]) -> _Graph:
@@ -303,16 +235,16 @@ def _graph(tasks: Sequence[Task], dying: set[int]) -> _Graph:
     back: dict[int, Ref] = {}
     root: dict[int, int] = {}  # value -> the one whose storage it is in, where it was written in place
     for place, call in enumerate(call for task in tasks for call in task.calls):
-        functional = _functional(call, place)
-        assert functional is not None
-        calls.append(functional.call)
+        form = functional(call, place)
+        assert form is not None
+        calls.append(form.call)
         inputs.update((ref.name, None) for ref in refs(call) if isinstance(ref.name, int) and ref.name not in made)
         made.update((out.name, None) for out in call.outs if out is not None and isinstance(out.name, int))
-        back.update(functional.updates)
-        if functional.target is not None:
+        back.update(form.updates)
+        if form.target is not None:
             (out,) = call.outs
             assert out is not None and isinstance(out.name, int)
-            root[out.name] = root.get(functional.target, functional.target)
+            root[out.name] = root.get(form.target, form.target)
     outputs = tuple(value for value in made if value not in dying)
     same = tuple((value, root[value]) for value in outputs if root.get(value) in inputs)
     back.update((into, Ref(value)) for value, into in same)
@@ -338,64 +270,3 @@ def _function(graph: _Graph, results: Sequence[int]) -> Callable[..., list[torch
         return [known[Ref(value)] for value in results]
 
     return function
-
-
-@dataclass(frozen=True)
-class _Functional:
-    """The functional form of a call: without side effects.
-
-    Attributes:
-        call: it.
-        target: the value that the other writes its result into.
-        updates: (value, what the other writes into it besides).
-    """
-
-    call: Call
-    target: int | None = None
-    updates: tuple[tuple[int, Ref], ...] = ()
-
-
-def _functional(call: Call, place: int) -> _Functional | None:
-    """The functional form of ``call``, or None if Inductor may not fuse it; ``place`` makes names unique within a piece."""
-    if call.op == "operator.getitem":
-        return _Functional(call)
-    if call.op == NATIVE:
-        return _batch_norm(call, place)
-    if not call.op.startswith("aten."):
-        return None
-    operator = overload(call.op)
-    if torch.Tag.nondeterministic_seeded in operator.tags:
-        return None
-    if not operator._schema.is_mutable:
-        fusible = operator.is_view or call.op in _FUSIBLE or torch.Tag.pointwise in operator.tags
-        return _Functional(call) if fusible else None
-    written = [a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    keyword = dict(call.kwargs).get(written[0])
-    target = call.args[0] if keyword is None else keyword
-    (out,) = call.outs or (None,)
-    if len(written) != 1 or not all(isinstance(ref, Ref) and isinstance(ref.name, int) for ref in (target, out)):
-        return None
-    kwargs = tuple((name, leaf) for name, leaf in call.kwargs if name != written[0])
-    _, packet, kind = call.op.split(".")
-    op = f"aten.{packet}.default" if keyword is not None else f"aten.{packet[:-1]}.{kind}"
-    pure = _functional(replace(call, op=op, kwargs=kwargs), place)
-    return pure and replace(pure, target=target.name)
-
-
-def _batch_norm(call: Call, place: int) -> _Functional | None:
-    """Batch norm in training mode with the updated statistics as two more results."""
-    x, weight, bias, mean, var, training, momentum, eps = call.args
-    if not training or mean is None or var is None:
-        return None
-    news = tuple(Ref(f"{name}_{place}") for name in ("new_mean", "new_var"))
-    op = "aten._native_batch_norm_legit_functional.default"
-    functional = Call(op, (x, weight, bias, mean, var, True, momentum, eps), (), (*call.outs, *news), True)
-    return _Functional(functional, updates=tuple(zip((mean.name, var.name), news, strict=True)))
-
-
-def _operators(task: Task) -> int:
-    """Number of calls of a task, views not counted."""
-    return sum(
-        call.op != "operator.getitem" and not (call.op.startswith("aten.") and overload(call.op).is_view)
-        for call in task.calls
-    )

@@ -23,7 +23,8 @@ from ..ir.simulate import Free, simulate
 from ..runtime.batch_norm import backward_of
 from ..runtime.codegen import Block, compile_block, compile_chain, liveness
 from .changed_inputs import check_changeable
-from .fusion import Fused, fuse, without_cudnn
+from .functional import without_cudnn
+from .fusion import Fused, fuse
 from .missing_gradients import without_missing
 
 #: The backward is cut into at most about this many segments, balanced by the bytes of parameter gradients.
