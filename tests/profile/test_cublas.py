@@ -176,6 +176,6 @@ def test_a_report_counts_what_its_schedule_does() -> None:
 
 
 def test_the_zoo_is_planned_without_them() -> None:
-    _, ready = building._prepared("torchvision.models.resnet18()", 2, "h100")
+    _, ready = building.prepared_model("torchvision.models.resnet18()", 2, "h100")
     assert multiplies(ready.captured.plain.every_task())
     assert ready.extra_bytes == ready.cublas_bytes == 0

@@ -226,7 +226,7 @@ class _Model:
 
     def plan(self, budget: str, limits: DeviceLimits, evaluations: int) -> _Planned:
         """Plan one budget."""
-        problem, ready = read_and_prepare(self.entry.model, self.entry.batch, limits.name)
+        problem, ready = prepared_model(self.entry.model, self.entry.batch, limits.name)
         limit = _budget_bytes(budget, ready.plain.peak_bytes)
         program = ready.captured.program
         name = f"{self.entry.name}_{self.entry.batch}_{limit / GIB:.2f}"
@@ -286,7 +286,7 @@ def _captured(model: str, batch: int, device: str) -> tuple[Problem, Captured]:
 
 
 @functools.lru_cache(maxsize=len(PROFILES))
-def read_and_prepare(model: str, batch: int, profile: str) -> tuple[Problem, Prepared]:
+def prepared_model(model: str, batch: int, profile: str) -> tuple[Problem, Prepared]:
     """A model's program with costs from the datasheet rates of a profile."""
     limits = replace(DEVICES[profile], cublas_bytes=0)  # the zoo's budgets, as MONeT's, are without what cuBLAS keeps
     problem, captured = _captured(model, batch, limits.device)
@@ -365,7 +365,7 @@ def verify(registry: Registry, listed: Listed, *, simulated: bool = True) -> Non
 def _costs(registry: Registry, listed: Listed) -> Mapping[str, Cost]:
     if listed.kind == "measured":
         return Profile.load(registry.folder / listed.profile_source).costs
-    return read_and_prepare(listed.model, listed.batch, listed.profile)[1].costs
+    return prepared_model(listed.model, listed.batch, listed.profile)[1].costs
 
 
 class _Unfilled(TorchFunctionMode):
