@@ -8,7 +8,6 @@ import logging
 import re
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from .capture.precision import autocast_name
 from .compiler.pipeline import compile_schedule
 from .compiler.progress import Progress
 from .compiler.request import Request, captured_for
-from .errors import ScheduleFileError, UsageError
+from .errors import ScheduleFileError, UsageError, warn_caller
 from .files import cache_folder
 from .ir.profile_file import Profile
 from .ir.schedule_file import ScheduleRecord
@@ -125,6 +124,7 @@ class AutoSchedule(ScheduleWrapper):
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Plan for calls with such arguments, now instead of at the first of them."""
+        kwargs = self._without_cache(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         self._step(self._key(leaves, spec), args, kwargs)
 
@@ -151,10 +151,7 @@ class AutoSchedule(ScheduleWrapper):
             reason = reason or (
                 str(change) if change else "other parameters are frozen, other parts in eval mode, or results larger"
             )
-            warnings.warn(
-                f"planning {type(self._model).__name__} anew: {reason}",
-                stacklevel=5,
-            )
+            warn_caller(f"planning {type(self._model).__name__} anew: {reason}")
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             record = _record(request, settings, device, captured, self.verbose)
         self.records.append(record)
@@ -223,9 +220,7 @@ def _keep(found: Profile | ScheduleRecord, path: Path) -> None:
     except UsageError as error:
         if path.parent not in _unwritable:
             _unwritable.add(path.parent)
-            warnings.warn(
-                f"plans are not kept, and every process plans anew: {error}, with $MONET_LIKE_CACHE", stacklevel=2
-            )
+            warn_caller(f"plans are not kept, and every process plans anew: {error}, with $MONET_LIKE_CACHE")
 
 
 def _budget(memory_budget: str | int) -> int | float:

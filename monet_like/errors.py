@@ -1,6 +1,22 @@
-"""The exceptions of this package. Each message says what was given, what was needed and what to do."""
+"""The exceptions and warnings of this package. Each message says what was given, what was needed and what to do."""
 
 from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the line that called into this package: the nearest one that is neither in it nor in PyTorch."""
+    frame, level = sys._getframe(1), 1
+    torch = sys.modules.get("torch")
+    inside = (_PACKAGE, os.path.dirname(torch.__file__) + os.sep) if torch and torch.__file__ else (_PACKAGE,)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level + 1)
 
 
 class MonetError(Exception):

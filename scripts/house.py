@@ -28,7 +28,7 @@ ORDER = (
     ("zoo",),
     ("replay",),
     ("api", "dropit", "report"),
-    ("cli",),
+    ("cli", "integrations"),
     ("__init__", "__main__"),
 )
 

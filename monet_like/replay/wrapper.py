@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from ..capture.example_inputs import device_of, example_of, input_specs
 from ..capture.guards.reads import Change
 from ..capture.lowering import capture
 from ..capture.precision import AUTOCASTS, autocast_as, autocast_name
-from ..errors import ScheduleFileError, UsageError
+from ..errors import ScheduleFileError, UsageError, warn_caller
 from ..ir.program import Program, Task
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
@@ -32,6 +29,7 @@ from ..profile.devices import known_limits, machine_at
 from ..variants import admitted
 from .compatibility import check_program, check_shapes, mismatch, warn_elsewhere
 from .inductor import check_inductor
+from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
 from .training_step import Step, run_step
 from .twins import warn_of_twins
 
@@ -46,31 +44,7 @@ MANY_STEPS = 16
 KEPT_STEPS = 32
 
 
-class _SignedAsModel:
-    """A forward with the signature of the wrapped model, from which Hugging Face's Trainer learns the columns of a batch."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __get__(self, wrapper: ScheduleWrapper | None, owner: type) -> Any:
-        return self.function if wrapper is None else MethodType(_Signed(self.function, wrapper), wrapper)
-
-
-class _Signed:
-    def __init__(self, function: Callable[..., Any], wrapper: ScheduleWrapper) -> None:
-        self.function, self.model = function, wrapper._model
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        signature = inspect.signature(self.model.forward)
-        bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        return signature.replace(parameters=[bound, *signature.parameters.values()])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
-class ScheduleWrapper(nn.Module):
+class ScheduleWrapper(StandIn):
     """A model whose training step follows a schedule.
 
     It has the model's own parameters, buffers, submodules and ``state_dict``. In training mode with gradients
@@ -117,8 +91,9 @@ class ScheduleWrapper(nn.Module):
             example = example_of(record.inputs, device_of(model))
         warn_elsewhere(record, device_of(model), stacklevel=2)
         if model.training:
-            leaves, spec = pytree.tree_flatten(example)
             args, kwargs = example
+            kwargs = self._without_cache(args, kwargs)
+            leaves, spec = pytree.tree_flatten((args, kwargs))
             if record.autocast not in AUTOCASTS:
                 raise ScheduleFileError(
                     f"the schedule's autocast is {record.autocast!r}, which this version does not know"
@@ -139,11 +114,12 @@ class ScheduleWrapper(nn.Module):
         self._steps: dict[Any, list[Step]] = {}
         self._synchronised = is_synchronised(model)
 
-    @_SignedAsModel
+    @SignedAsModel
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, whose backward follows the schedule."""
         if not self.training or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
+        kwargs = self._without_cache(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if inputs and not any(tensor.numel() for tensor in inputs):  # an empty batch has nothing to save
@@ -185,6 +161,7 @@ class ScheduleWrapper(nn.Module):
         change = earlier[-1].change() if earlier else None
         record, captured = self._planned(args, kwargs, captured, change)
         warn_of_twins(captured, device_of(self), stacklevel=3)
+        warn_of_checkpointing(self._model)
         within = None
         if self.backend == "inductor" and input_specs(args, kwargs) == record.inputs:
             within = record.peak_bytes - record.extra_bytes
@@ -200,10 +177,9 @@ class ScheduleWrapper(nn.Module):
         self._keep(key, step)
         if sum(map(len, self._steps.values())) == MANY_STEPS:
             last = f" (the last time, {change})" if change else ""
-            warnings.warn(
+            warn_caller(
                 f"{type(self._model).__name__} was captured for {MANY_STEPS} different calls{last}, which takes time and "
                 "memory; pad inputs to few shapes, and pass numbers that change, attributes of modules among them, as tensors",
-                stacklevel=4,
             )
         return step
 
@@ -270,7 +246,7 @@ class ScheduleWrapper(nn.Module):
         forward that they have replaced.
         """
         model = self.__dict__.get("_model")
-        if model is None or name in self.__dict__ or hasattr(type(self), name) or name in self.__class__._OWN:
+        if model is None or name in self.__dict__ or hasattr(type(self), name) or name in type(self)._OWN:
             return True
         return name.startswith("_") and not hasattr(model, name)
 
@@ -283,7 +259,7 @@ class ScheduleWrapper(nn.Module):
             return getattr(self.__dict__["_model"], name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_steps": {}}  # compiled anew where it is unpickled or copied
+        return {**super().__getstate__(), "_steps": {}}  # compiled anew where it is unpickled or copied
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torchvision
 from commands import call
+from torch import nn
 from training import run, twin
 
 import monet_like
@@ -187,3 +188,19 @@ def test_infeasible_budget_names_one_that_would_do() -> None:
 def test_eval_mode_is_refused() -> None:
     with pytest.raises(UsageError, match=r"call model\.train\(\)"):
         monet_like.auto_schedule(torch.nn.Linear(2, 2).eval(), torch.randn(2, 2))
+
+
+def test_a_wrapped_model_is_left_alone_by_torch_compile() -> None:
+    """And trains as without, alone and in a compiled function."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 8)
+    wrapped = monet_like.auto_schedule(
+        copy.deepcopy(model), x, memory_budget="100%", mode="inplace", time_limit_seconds=1
+    )
+    compiled = torch.compile(wrapped)
+    for one in (model, compiled):
+        one(x).square().mean().backward()
+    for mine, theirs in zip(wrapped.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    assert torch.equal(compiled.eval()(x), model.eval()(x))
+    inside = torch.compile(lambda x: wrapped(2 * x) + 1)
+    assert torch.equal(inside(x), model(2 * x) + 1)

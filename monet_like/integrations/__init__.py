@@ -1,0 +1,1 @@
+"""Hooks into training libraries; each module needs its library, which this package does not depend on."""

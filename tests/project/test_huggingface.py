@@ -1,0 +1,176 @@
+"""Models of Hugging Face's libraries, wrapped: saved, loaded, resized and generated from as the model itself is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+
+import monet_like
+from monet_like.api import AutoSchedule
+from monet_like.integrations.huggingface import MemoryBudget
+
+#: No word that changes an order of sums, and no long search.
+QUICK: dict[str, Any] = {"mode": "inplace_multiway_newnode", "time_limit_seconds": 1.0}
+TOKENS = torch.arange(64).view(4, 16) * 7 % 61
+
+
+def llama(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    options = {"tie_word_embeddings": True, "pad_token_id": 0, **options}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes, **options)).train()  # type: ignore[no-any-return]
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=1)
+    return GPT2LMHeadModel(config).train()  # type: ignore[no-any-return]
+
+
+def wrapped(model: nn.Module, **options: Any) -> AutoSchedule:
+    return monet_like.auto_schedule(model, memory_budget="90%", **QUICK, **options)
+
+
+def trainer(model: nn.Module, folder: Path, steps: int = 4, callbacks: Any = None, **options: Any) -> Trainer:
+    data = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(4, 1)]
+    words = {
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_steps": 2,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 4,
+    }
+    arguments = TrainingArguments(str(folder), max_steps=steps, **words, **options)
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    mine, theirs = one.state_dict(), other.state_dict()
+    return list(mine) == list(theirs) and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("how", ["wrapper", "callback"])
+def test_trainer_saves_resumes_and_loads_as_without(make: Any, how: str, tmp_path: Path) -> None:
+    """With tied embeddings: checkpoints, resumed training and the saved folder are the plain model's."""
+    plain = make()
+    trainer(plain, tmp_path / "plain").train()
+
+    def scheduled(folder: str, steps: int) -> Trainer:
+        callback = MemoryBudget("90%", **QUICK)
+        model = wrapped(make()) if how == "wrapper" else make()
+        return trainer(model, tmp_path / folder, steps, [callback] if how == "callback" else None)
+
+    scheduled("first", 2).train()
+    resumed = scheduled("first", 4)
+    resumed.train(resume_from_checkpoint=True)
+    assert same(resumed.model, plain)
+    wrapper = resumed.model
+    if how == "callback":
+        (callback,) = (one for one in resumed.callback_handler.callbacks if isinstance(one, MemoryBudget))
+        wrapper = callback.wrapper
+        assert "forward" not in vars(resumed.model)  # given back
+    assert wrapper.record is not None and wrapper.record.peak_bytes < wrapper.record.plain_peak_bytes
+    resumed.save_model(str(tmp_path / "saved"))
+    assert sorted(p.name for p in (tmp_path / "first" / "checkpoint-4").iterdir()) == sorted(
+        p.name for p in (tmp_path / "plain" / "checkpoint-4").iterdir()
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", local_files_only=True)
+    assert type(loaded) is type(plain) and same(loaded, plain)
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    found = resumed.model.eval().generate(TOKENS[:, :5], **settings)
+    assert torch.equal(found, plain.eval().generate(TOKENS[:, :5], **settings))
+    assert resumed.evaluate()["eval_loss"] == trainer(plain, tmp_path / "plain").evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("options", [{"bf16": True}, {"torch_compile": True}], ids=["bf16", "torch_compile"])
+@pytest.mark.parametrize("how", ["wrapper", "callback"])
+def test_trainer_options(how: str, options: dict[str, Any], tmp_path: Path) -> None:
+    plain = llama()
+    trainer(plain, tmp_path / "plain", 2, **options if "bf16" in options else {}).train()
+    callback = MemoryBudget("90%", **QUICK)
+    model = wrapped(llama()) if how == "wrapper" else llama()
+    trainer(model, tmp_path / "ours", 2, [callback] if how == "callback" else None, **options).train()
+    wrapper = model if how == "wrapper" else callback.wrapper
+    assert isinstance(wrapper, AutoSchedule) and wrapper.record is not None
+    assert same(model, plain)
+
+
+def test_a_wrapped_model_is_one_for_isinstance() -> None:
+    model = llama()
+    wrapper = wrapped(model)
+    assert isinstance(wrapper, PreTrainedModel) and isinstance(wrapper, LlamaForCausalLM)
+    assert isinstance(wrapper, AutoSchedule) and repr(wrapper).startswith("AutoSchedule(")
+    assert not isinstance(wrapped(nn.Linear(2, 2)), nn.Linear)  # only what is told by its class
+    for other in (pickle.loads(pickle.dumps(wrapper)), copy.deepcopy(wrapper)):
+        assert type(other) is AutoSchedule and same(other, model)
+        other(input_ids=TOKENS, labels=TOKENS).loss.backward()
+
+
+def test_embeddings_can_be_resized() -> None:
+    model, plain = wrapped(llama()), llama()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in (model, plain):
+            one(input_ids=TOKENS, labels=TOKENS).loss.backward()
+            one.zero_grad()
+            one.resize_token_embeddings(72, mean_resizing=False)
+            torch.manual_seed(1)
+            nn.init.normal_(one.get_input_embeddings().weight)
+            one(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert model.config.vocab_size == 72 and len(model.records) == 2
+    assert torch.equal(model.lm_head.weight.grad, plain.lm_head.weight.grad)
+
+
+def test_use_cache_needs_no_hand() -> None:
+    """In training nothing is cached; in evaluation the model does what it does."""
+    model = wrapped(llama(use_cache=True))
+    found = model(input_ids=TOKENS, labels=TOKENS)
+    assert found.past_key_values is None
+    found.loss.backward()
+    assert model.eval()(input_ids=TOKENS).past_key_values is not None
+
+
+def test_gradient_checkpointing_is_said_not_to_count() -> None:
+    model, plain = llama(), wrapped(llama())
+    model.gradient_checkpointing_enable()
+    both = wrapped(model)
+    with pytest.warns(UserWarning, match="gradient checkpointing is on in LlamaForCausalLM and does not count") as told:
+        both(input_ids=TOKENS, labels=TOKENS)
+    assert [w.filename for w in told if "does not count" in str(w.message)] == [__file__]
+    plain(input_ids=TOKENS, labels=TOKENS)
+    assert both.record == plain.record
+
+
+def test_an_adapter_is_saved_alone(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = wrapped(peft.get_peft_model(llama(), peft.LoraConfig(r=2, task_type="CAUSAL_LM")).train())
+    assert isinstance(model, peft.PeftModel)
+    before = trainer(model, tmp_path, 2)
+    before.train()
+    before.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_config.json").exists()
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "saved" / "model.safetensors").exists()
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "saved")
+    mine = {name: p for name, p in model.named_parameters() if "lora" in name}
+    theirs = dict(loaded.named_parameters())
+    assert mine and all(torch.equal(p, theirs[name]) for name, p in mine.items())
