@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cudnn_setting import cudnn_enabled
 from fake_gpu import build, captures
 from torch import nn
 
@@ -279,7 +280,7 @@ def _sampled(x: torch.Tensor, align_corners: bool) -> torch.Tensor:
 def test_what_a_gpu_does_by_operators_that_no_trace_knows_is_refused() -> None:
     x = torch.randn(4, 8)
     assert absent(Called(lambda x: _sampled(x, align_corners=False)), x).outputs
-    with torch.backends.cudnn.flags(enabled=False):
+    with cudnn_enabled(False):
         assert absent(Called(lambda x: _sampled(x, align_corners=True)), x).outputs
     with pytest.raises(
         CaptureError, match="samples this grid by cuDNN, in an operator that no trace knows; call grid_sample"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cudnn_setting import cudnn_enabled
 from random_schedules import random_schedule
 from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import Tensor, nn
@@ -81,7 +82,7 @@ def test_the_rule_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     for (dtype, of_weight), shape, training, enabled in itertools.product(dtypes, shapes, (True, False), (True, False)):
         x = torch.empty(shape, dtype=dtype, device="meta")
         weight = torch.empty(shape[1], dtype=of_weight, device="meta")
-        with torch.backends.cudnn.flags(enabled=enabled):
+        with cudnn_enabled(enabled):
             asked = by_cudnn(CUDA, x, weight, weight, weight, weight, training, 1e-5)
             with monkeypatch.context() as patch:
                 patch.setattr(torch._C, "_has_cudnn", False)
@@ -152,7 +153,7 @@ def test_a_capture_has_the_operator_that_pytorch_takes(
 
 @_NO_GPU
 def test_without_cudnn_a_capture_has_atens_own() -> None:
-    with torch.backends.cudnn.flags(enabled=False):
+    with cudnn_enabled(False):
         found = calls_of(absent(Net(), 2, 3, 8, 8).program)
     assert found[CUDNN] == found[CUDNN_BACKWARD] == 0
     assert found[NATIVE_BACKWARD] == NORMS
@@ -204,7 +205,7 @@ def test_what_rounds_otherwise_is_for_conv() -> None:
 def test_datasheet_rates_price_it_as_atens_and_count_an_unwanted_gradient() -> None:
     costs: dict[bool, dict[str, Cost]] = {}
     for enabled in (True, False):
-        with torch.backends.cudnn.flags(enabled=enabled):
+        with cudnn_enabled(enabled):
             captured = absent(nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)), 64, 3, 64, 64)
             priced = roofline(captured, DEVICES["h100"])
             costs[enabled] = {t.name: priced[t.cost] for t in captured.program.every_task()}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cudnn_setting import cudnn_enabled
 from fake_gpu import build
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -103,12 +104,12 @@ def test_a_capture_knows_whether_cudnn_was_on() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
 
     def captured(enabled: bool) -> set[str]:
-        with torch.backends.cudnn.flags(enabled=enabled):
+        with cudnn_enabled(enabled):
             found = capture(model, (torch.randn(2, 3, 8, 8),), target=torch.device("cuda", 0))
         assert found.reads is not None
-        with torch.backends.cudnn.flags(enabled=enabled):
+        with cudnn_enabled(enabled):
             assert found.reads.change() is None
-        with torch.backends.cudnn.flags(enabled=not enabled):
+        with cudnn_enabled(not enabled):
             change = found.reads.change()
             assert str(change) == f"torch.backends.cudnn.enabled was {enabled}, is {not enabled}"
             assert found.reads.of(nn.Sequential(*model)).change() == change  # of a copy as well
