@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -169,26 +169,38 @@ def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:
 
     def step() -> None:
         results = pytree.tree_leaves(model(*example[0], **example[1]))
-        _Loss.apply(*(t for t in results if isinstance(t, torch.Tensor) and t.requires_grad)).backward()
+        unsaved_loss([t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]).backward()
 
     scalar = TensorMeta.of(torch.zeros((), device=device)).storage_bytes
     return resident_bytes(model, example) + allocated_peak(step, device) - 2 * scalar
 
 
-class _Loss(torch.autograd.Function):
-    """A loss with a constant gradient, for which the forward saves nothing."""
+def unsaved_loss(
+    outputs: Sequence[torch.Tensor], fill: Callable[[torch.Tensor], object] = lambda gradient: gradient.fill_(1e-3)
+) -> torch.Tensor:
+    """A loss that saves nothing in the forward and whose gradients belong to autograd alone; its value is 0.
 
+    Args:
+        fill: writes the gradient of one output, given an uninitialised tensor of its shape and layout.
+    """
+    return cast(torch.Tensor, _Loss.apply(fill, *outputs))
+
+
+class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, fill: Callable[[torch.Tensor], object], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.fill = fill
         ctx.like = [(t.shape, torch.empty_like(t, device="meta").stride(), t.dtype, t.device) for t in outputs]
         return torch.zeros((), device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        made = (
-            torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype, device in ctx.like
-        )
-        return tuple(gradient.fill_(1e-3) for gradient in made)
+        made: list[torch.Tensor | None] = [None]
+        for size, stride, dtype, device in ctx.like:
+            gradient = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            ctx.fill(gradient)
+            made.append(gradient)
+        return tuple(made)
 
 
 def resident_bytes(model: nn.Module, example: Example) -> int:

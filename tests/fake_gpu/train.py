@@ -29,7 +29,7 @@ from monet_like.models.unet import UNet
 from monet_like.profile.cublas import measured_bytes
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import UNSPLIT_BYTES, seconds_of, unsplit_bytes
-from monet_like.replay.verify import _Loss, resident_bytes, step_peak
+from monet_like.replay.verify import resident_bytes, step_peak, unsaved_loss
 from monet_like.report.live import live_step
 
 Made = tuple[nn.Module, tuple[Any, ...]]
@@ -209,7 +209,7 @@ def whole(name: str) -> dict[str, Any]:
     torch.cuda.synchronize(CUDA)
     torch.cuda.reset_peak_memory_stats(CUDA)
     result = running(*args)
-    _Loss.apply(result).backward()
+    unsaved_loss([result]).backward()
     record = wrapped.record
     return {
         "most": torch.cuda.max_memory_allocated(CUDA),

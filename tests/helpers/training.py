@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from monet_like.profile.measure import allocated_peak
+from monet_like.replay.verify import unsaved_loss
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -59,7 +60,7 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, meas
     def step() -> None:
         result = model(*args, **kwargs)
         outputs = [t for t in tensors(result) if t.requires_grad]
-        _Loss.apply(*outputs).backward()
+        unsaved_loss(outputs, _slope).backward()
         kept.extend((result, type(result)))
 
     torch.manual_seed(11)
@@ -75,22 +76,9 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, meas
     )
 
 
-class _Loss(torch.autograd.Function):
-    """A loss that saves nothing: its gradients are a fixed pattern of each output's shape, owned by autograd alone."""
-
-    @staticmethod
-    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.like = [(o.shape, o.dtype, o.stride()) for o in outputs]
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        made = []
-        for shape, dtype, stride in ctx.like:
-            gradient = torch.empty_strided(shape, stride, dtype=dtype)
-            gradient.copy_(torch.linspace(1, -1, gradient.numel(), dtype=dtype).view(shape))
-            made.append(gradient)
-        return tuple(made)
+def _slope(gradient: torch.Tensor) -> None:
+    """A fixed pattern, other for every element, so that gradients in wrong places are noticed."""
+    gradient.copy_(torch.linspace(1, -1, gradient.numel(), dtype=gradient.dtype).view(gradient.shape))
 
 
 def twin(model: nn.Module) -> nn.Module:
