@@ -26,7 +26,7 @@ from . import control
 from .control import UNWRITTEN, configure
 
 monet_like.ops.load()
-ops = torch.ops.monet_like
+registered = torch.ops.monet_like
 aten = torch.ops.aten
 
 ROUNDS = int(os.environ.get("MONET_LIKE_EMULATED_ROUNDS", "2"))
@@ -87,7 +87,7 @@ def call(name: str, *arguments: Any, changed: tuple[int, ...] = ()) -> Any:
         mine = list(arguments)
         for i in changed:
             mine[i] = arguments[i].clone(memory_format=torch.preserve_format)
-        result = getattr(ops, name)(*mine)
+        result = getattr(registered, name)(*mine)
         single = not isinstance(result, (tuple, list))
         found.append([*([result] if single else result), *(mine[i] for i in changed)])
     configure()
@@ -212,7 +212,7 @@ def test_damaged_caches(dtype: torch.dtype) -> None:
         for keep in (900, 5000):
             noise = torch.randint(0, 256, (caches.largest_bytes(size, keep, dtype.itemsize),), dtype=torch.uint8)
             configure("random:7", 0, races=0)  # one place twice: either value may stay
-            ops.unpack_largest(noise, keep, [size], dtype)
+            registered.unpack_largest(noise, keep, [size], dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -222,13 +222,13 @@ def test_caches_at_odd_offsets(dtype: torch.dtype) -> None:
     for keep in (100, 2000):
         packed = call("pack_largest", x, keep)
         check_at_odd_offset(packed, partial(unpack_largest, keep, x))
-    check_at_odd_offset(call("pack_int8", x), lambda odd: ops.unpack_int8(odd, x.shape, dtype))
+    check_at_odd_offset(call("pack_int8", x), lambda odd: registered.unpack_int8(odd, x.shape, dtype))
     mask = call("pack_sign", x)
-    check_at_odd_offset(mask, lambda odd: ops.keep_where(x, odd))
+    check_at_odd_offset(mask, lambda odd: registered.keep_where(x, odd))
 
 
 def unpack_largest(keep: int, x: Tensor, packed: Tensor) -> Tensor:
-    made: Tensor = ops.unpack_largest(packed, keep, x.shape, x.dtype)
+    made: Tensor = registered.unpack_largest(packed, keep, x.shape, x.dtype)
     return made
 
 
@@ -344,10 +344,10 @@ def check_max_pool(
 def test_windows_without_a_cell() -> None:
     x, pool = torch.arange(11.0).view(1, 1, 11, 1), ([3, 2], [3, 2], [0, 1], [3, 2])
     y, indices = aten.max_pool2d_with_indices(x, *pool, True)
-    _, offsets = ops.max_pool2d_with_offsets(x, *pool, True)
-    assert_bits(ops.max_pool2d_offsets_to_indices(offsets, x.shape, *pool), indices)
+    _, offsets = registered.max_pool2d_with_offsets(x, *pool, True)
+    assert_bits(registered.max_pool2d_offsets_to_indices(offsets, x.shape, *pool), indices)
     expected = aten.max_pool2d_with_indices_backward(torch.ones_like(y), x, *pool, True, indices)
-    assert_bits(ops.max_pool2d_offsets_backward(torch.ones_like(y), offsets, x.shape, *pool), expected)
+    assert_bits(registered.max_pool2d_offsets_backward(torch.ones_like(y), offsets, x.shape, *pool), expected)
 
 
 def norm_input(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
@@ -650,7 +650,7 @@ def test_batch_norm_takes_two_launches(dtype: torch.dtype) -> None:
                 ("batch_norm_activation_backward", (*backward, [False] * 3), 0),
             ):
                 before = sum(control.launches().values())
-                getattr(ops, name)(*arguments)
+                getattr(registered, name)(*arguments)
                 assert sum(control.launches().values()) - before == expected, (name, shape)
 
 

@@ -33,7 +33,7 @@ if not ops.has("cudnn_convolution", "cuda"):
     pytest.skip(ops.status(), allow_module_level=True)
 
 CUDA = torch.device("cuda", 0)
-ops, aten = torch.ops.monet_like, torch.ops.aten
+registered, aten = torch.ops.monet_like, torch.ops.aten
 # Largest error allowed, as a fraction of the result's largest element: sums of at most a few thousand products, and
 # transforms, which lose up to three digits of them.
 SUMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -89,9 +89,18 @@ def test_algorithms_compute_the_convolution(sizes: Any, options: Any, dtype: tor
         rest = (*options, layout is torch.channels_last)
         for given in FORMATS:
             a, b, g = (t.contiguous(memory_format=given) for t in (x, weight, grad))
-            runs = [(ops.cudnn_convolution, (a, b, bias), y, convolution.FORWARD_ALGORITHMS)]
-            runs += [(ops.cudnn_convolution_backward_input, (g, b, x.shape), wanted[0], convolution.INPUT_ALGORITHMS)]
-            runs += [(ops.cudnn_convolution_backward_weight, (g, a, b.shape), wanted[1], convolution.WEIGHT_ALGORITHMS)]
+            runs = [(registered.cudnn_convolution, (a, b, bias), y, convolution.FORWARD_ALGORITHMS)]
+            runs += [
+                (registered.cudnn_convolution_backward_input, (g, b, x.shape), wanted[0], convolution.INPUT_ALGORITHMS)
+            ]
+            runs += [
+                (
+                    registered.cudnn_convolution_backward_weight,
+                    (g, a, b.shape),
+                    wanted[1],
+                    convolution.WEIGHT_ALGORITHMS,
+                )
+            ]
             for op, arguments, exact, algorithms in runs:
                 done = 0
                 for algorithm in algorithms:
@@ -107,7 +116,7 @@ def test_algorithms_compute_the_convolution(sizes: Any, options: Any, dtype: tor
 def test_a_schedule_goes_on_where_cudnn_has_not_the_algorithm() -> None:
     x, weight = torch.randn(2, 4, 9, 9, device=CUDA), torch.randn(4, 4, 3, 3, device=CUDA)
     arguments = (x, weight, None, [2, 2], [1, 1], [1, 1], 1, False, "winograd")  # knows no strides
-    assert unless_refused(ops.cudnn_convolution, "winograd", *arguments[:-1]) is None
+    assert unless_refused(registered.cudnn_convolution, "winograd", *arguments[:-1]) is None
     made = resolve("monet_like.cudnn_convolution.default")(*arguments)
     assert close(made, aten.convolution(x.double(), weight.double(), None, *arguments[3:6], False, [0, 0], 1), "gemm")
 
@@ -118,7 +127,7 @@ def test_the_workspace_is_pytorchs() -> None:
 
     def run(algorithm: str) -> int:
         rest = ([1, 1], [1, 1], [1, 1], 1, False, algorithm)
-        return allocated_peak(lambda: ops.cudnn_convolution(x, weight, None, *rest), CUDA)
+        return allocated_peak(lambda: registered.cudnn_convolution(x, weight, None, *rest), CUDA)
 
     result = 4 * 32 * 8 * 56 * 56
     assert result <= run("implicit_gemm") < 2 * result
@@ -130,14 +139,14 @@ def test_sums_in_no_fixed_order_are_refused_where_that_is_asked_for(monkeypatch:
     rest = ([1, 1], [1, 1], [1, 1], 1, False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     with pytest.raises(RuntimeError, match=r"in no fixed order, and torch\.backends\.cudnn\.deterministic is set"):
-        ops.cudnn_convolution_backward_input(grad, weight, grad.shape, *rest, "0")
-    ops.cudnn_convolution_backward_input(grad, weight, grad.shape, *rest, "1")
+        registered.cudnn_convolution_backward_input(grad, weight, grad.shape, *rest, "0")
+    registered.cudnn_convolution_backward_input(grad, weight, grad.shape, *rest, "1")
 
 
 def test_opcheck() -> None:
     x, weight = torch.randn(2, 3, 6, 6, device=CUDA), torch.randn(4, 3, 3, 3, device=CUDA)
     torch.library.opcheck(
-        ops.cudnn_convolution.default, (x, weight, None, [1, 1], [1, 1], [1, 1], 1, False, "implicit_gemm")
+        registered.cudnn_convolution.default, (x, weight, None, [1, 1], [1, 1], [1, 1], 1, False, "implicit_gemm")
     )
 
 

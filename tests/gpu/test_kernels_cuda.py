@@ -22,7 +22,7 @@ if DEVICE == "cuda" and not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 ops.load()
-ops = torch.ops.monet_like
+registered = torch.ops.monet_like
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Largest error allowed, as a fraction of the largest element of the result.
@@ -61,22 +61,22 @@ def test_masks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for x in formats(torch.randn(shape, device=DEVICE).mul(3).to(dtype)):
         if x.numel() > 2:
             x[(0,) * x.dim()] = float("nan")
-        mask = ops.pack_sign(x)
+        mask = registered.pack_sign(x)
         assert torch.equal(mask.cpu(), masks.pack_sign(x.cpu()))
         for grad in formats(torch.randn(shape, device=DEVICE).to(dtype)):
             expected = aten.threshold_backward(grad, x, 0)
-            assert torch.equal(ops.keep_where(grad, mask, x.stride()), expected)
+            assert torch.equal(registered.keep_where(grad, mask, x.stride()), expected)
             twice = grad.clone()
-            assert torch.equal(ops.keep_where_(twice, mask, x.stride()), expected)
-            bounds = ops.pack_range(x, 0.0, 2.0)
+            assert torch.equal(registered.keep_where_(twice, mask, x.stride()), expected)
+            bounds = registered.pack_range(x, 0.0, 2.0)
             # On a GPU as aten.hardtanh_backward; its CPU kernel treats a NaN otherwise.
             expected = torch.where((x <= 0.0) | (x >= 2.0), 0.0, grad)
-            assert torch.equal(ops.keep_where(grad, bounds, x.stride()), expected)
+            assert torch.equal(registered.keep_where(grad, bounds, x.stride()), expected)
         flags = torch.rand(shape, device=DEVICE) < 0.5
-        packed = ops.pack_bool(flags)
-        assert torch.equal(ops.unpack_bool(packed, flags.shape), flags)
+        packed = registered.pack_bool(flags)
+        assert torch.equal(registered.unpack_bool(packed, flags.shape), flags)
         finite = x.nan_to_num(1.0)
-        assert torch.equal(ops.masked_scale(finite, packed, 2.0, flags.stride()), finite * flags * 2.0)
+        assert torch.equal(registered.masked_scale(finite, packed, 2.0, flags.stride()), finite * flags * 2.0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -87,13 +87,13 @@ def test_masks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_max_pool(pool: tuple[list[int], ...], ceil_mode: bool, dtype: torch.dtype) -> None:
     for x in formats(torch.randint(-2, 3, (3, 5, 17, 21), device=DEVICE).to(dtype)):
         y, indices = aten.max_pool2d_with_indices(x, *pool, ceil_mode)
-        got, offsets = ops.max_pool2d_with_offsets(x, *pool, ceil_mode)
+        got, offsets = registered.max_pool2d_with_offsets(x, *pool, ceil_mode)
         assert torch.equal(got, y)
-        assert torch.equal(ops.max_pool2d_offsets(indices, x.shape, *pool), offsets)
-        assert torch.equal(ops.max_pool2d_offsets_to_indices(offsets, x.shape, *pool), indices)
+        assert torch.equal(registered.max_pool2d_offsets(indices, x.shape, *pool), offsets)
+        assert torch.equal(registered.max_pool2d_offsets_to_indices(offsets, x.shape, *pool), indices)
         grad = torch.randn_like(y)
         expected = aten.max_pool2d_with_indices_backward(grad, x, *pool, ceil_mode, indices)
-        assert_close(ops.max_pool2d_offsets_backward(grad, offsets, x.shape, *pool), expected, dtype)
+        assert_close(registered.max_pool2d_offsets_backward(grad, offsets, x.shape, *pool), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -106,21 +106,23 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         moved = [t.clone() for t in running]
         y, mean, invstd = aten.native_batch_norm(x, weight, bias, *running, True, 0.1, 1e-5)
         arguments = (x, weight, bias, mean, invstd)
-        assert_close(ops.batch_norm_apply(*arguments, None, "clamp", -inf, inf), y, dtype)
-        assert_close(ops.batch_norm_apply(*arguments, None, "clamp", 0.0, 6.0), aten.hardtanh(y, 0.0, 6.0), dtype)
-        assert_close(ops.batch_norm_apply(*arguments, x, "clamp", 0.0, inf), (y + x).relu(), dtype)
+        assert_close(registered.batch_norm_apply(*arguments, None, "clamp", -inf, inf), y, dtype)
+        assert_close(
+            registered.batch_norm_apply(*arguments, None, "clamp", 0.0, 6.0), aten.hardtanh(y, 0.0, 6.0), dtype
+        )
+        assert_close(registered.batch_norm_apply(*arguments, x, "clamp", 0.0, inf), (y + x).relu(), dtype)
         for name, number in (("leaky_relu", 0.1), ("hardswish", 0.0), ("silu", 0.0)):
             function = getattr(torch.nn.functional, name)
             expected = function(y, number) if number else function(y)
             if name == "hardswish" and DEVICE == "cpu":  # on a GPU ATen multiplies by a sixth of float32, always
                 expected = (y.double() * (y.double() + 3).clamp(0, 6) * float(torch.tensor(1 / 6))).to(dtype)
-            assert_close(ops.batch_norm_apply(*arguments, None, name, number, 0.0), expected, dtype)
-        got = ops.batch_norm_train(x, weight, bias, *moved, 0.1, 1e-5, None, "clamp", 0.0, inf, True)
+            assert_close(registered.batch_norm_apply(*arguments, None, name, number, 0.0), expected, dtype)
+        got = registered.batch_norm_train(x, weight, bias, *moved, 0.1, 1e-5, None, "clamp", 0.0, inf, True)
         for actual, expected in zip((*got, *moved), (y.relu(), mean, invstd, *running), strict=True):
             assert_close(actual, expected, dtype)
         grad = torch.randn_like(x)
         arguments = (grad, x, weight, bias, mean, invstd, "clamp", 0.0, inf, [True, True, True])
-        made = ops.batch_norm_activation_backward(*arguments)
+        made = registered.batch_norm_activation_backward(*arguments)
         through = torch.where(got[0] <= 0, 0.0, grad.double()).to(dtype)
         expected_gradients = aten.native_batch_norm_backward(
             through.double(), x.double(), weight.double(), None, None, mean.double(), invstd.double(), True, 1e-5,
@@ -132,22 +134,22 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
             assert float((actual.double() - expected).abs().max()) <= TOLERANCE[dtype] * scale
         larger = torch.randn(x.shape[0], x.shape[1] + 3, *x.shape[2:], device=DEVICE).to(dtype)
         for other in (torch.randn_like(x), *formats(larger[:, 3:])):
-            assert torch.equal(ops.batch_norm_activation_backward(*arguments, other)[0], made[0] + other)
+            assert torch.equal(registered.batch_norm_activation_backward(*arguments, other)[0], made[0] + other)
         if x.is_contiguous() and x.shape[1] > 1:
             parts = [part.contiguous() for part in x.split([1, x.shape[1] - 1], 1)]
             statistics, relu = (weight, bias, mean, invstd), ("clamp", 0.0, inf)
-            joined = ops.batch_norm_train_joined(parts, weight, bias, None, None, 0.1, 1e-5, *relu, True)
-            whole = ops.batch_norm_train(x, weight, bias, None, None, 0.1, 1e-5, None, *relu, True)
+            joined = registered.batch_norm_train_joined(parts, weight, bias, None, None, 0.1, 1e-5, *relu, True)
+            whole = registered.batch_norm_train(x, weight, bias, None, None, 0.1, 1e-5, None, *relu, True)
             for actual, expected in zip(joined, whole, strict=True):
                 assert_close(actual, expected, dtype)
-            applied = ops.batch_norm_apply_joined(parts, *statistics, *relu)
-            assert torch.equal(applied, ops.batch_norm_apply(x, *statistics, None, *relu))
+            applied = registered.batch_norm_apply_joined(parts, *statistics, *relu)
+            assert torch.equal(applied, registered.batch_norm_apply(x, *statistics, None, *relu))
             for other in (None, torch.randn_like(x), larger[:, 3:]):
-                apart = ops.batch_norm_activation_backward_joined(grad, parts, *arguments[2:], other)
-                together = ops.batch_norm_activation_backward(*arguments, other)
+                apart = registered.batch_norm_activation_backward_joined(grad, parts, *arguments[2:], other)
+                together = registered.batch_norm_activation_backward(*arguments, other)
                 for actual, expected in zip(apart, together, strict=True):
                     assert_close(actual, expected, dtype)
-        again = ops.batch_norm_activation_backward(*arguments)
+        again = registered.batch_norm_activation_backward(*arguments)
         assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))  # no atomics: the same every time
 
 
@@ -157,10 +159,10 @@ def test_other_streams_and_opcheck() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         x = torch.randn(1_000_003, device=DEVICE)
-        mask = ops.pack_sign(x)
+        mask = registered.pack_sign(x)
     stream.synchronize()
     assert torch.equal(mask.cpu(), masks.pack_sign(x.cpu()))
-    torch.library.opcheck(ops.pack_sign.default, (x[:100],))
+    torch.library.opcheck(registered.pack_sign.default, (x[:100],))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -170,17 +172,17 @@ def test_lossy_caches(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if x.numel() > 2:
             x[(0,) * x.dim()] = float("nan")
         for keep in (1, 1000, 1639, caches.LARGEST_BLOCK):
-            packed = ops.pack_largest(x, keep)
+            packed = registered.pack_largest(x, keep)
             assert torch.equal(packed.cpu(), caches.pack_largest(x.cpu(), keep))
-            back = ops.unpack_largest(packed, keep, x.shape, dtype, x.stride())
+            back = registered.unpack_largest(packed, keep, x.shape, dtype, x.stride())
             expected = caches.unpack_largest(packed.cpu(), keep, x.shape, dtype, x.stride())
             assert torch.equal(back.cpu().nan_to_num(7.0), expected.nan_to_num(7.0))
         finite = x.nan_to_num(1.0)
-        packed = ops.pack_int8(finite)
+        packed = registered.pack_int8(finite)
         assert torch.equal(packed.cpu(), caches.pack_int8(finite.cpu()))
-        back = ops.unpack_int8(packed, x.shape, dtype, x.stride())
+        back = registered.unpack_int8(packed, x.shape, dtype, x.stride())
         assert torch.equal(back.cpu(), caches.unpack_int8(packed.cpu(), x.shape, dtype, x.stride()))
-        poisoned = ops.unpack_int8(ops.pack_int8(x), x.shape, dtype, x.stride())
+        poisoned = registered.unpack_int8(registered.pack_int8(x), x.shape, dtype, x.stride())
         assert x.numel() <= 2 or bool(poisoned[(0,) * x.dim()].isnan())
 
 
@@ -191,10 +193,10 @@ def test_products_with_the_largest(shape: tuple[int, int, int], dtype: torch.dty
     rows, columns, outs = shape
     for keep in (1000, 1639):
         x, grad = (torch.randn(rows, n, device=DEVICE).to(dtype) for n in (columns, outs))
-        packed = ops.pack_largest(x, keep)
-        left = ops.unpack_largest(packed, keep, x.shape, dtype).double()
+        packed = registered.pack_largest(x, keep)
+        left = registered.unpack_largest(packed, keep, x.shape, dtype).double()
         for transposed in (False, True):
-            got = ops.mm_largest(grad, packed, keep, columns, transposed)
+            got = registered.mm_largest(grad, packed, keep, columns, transposed)
             exact = left.t() @ grad.double() if transposed else grad.double().t() @ left
             assert got.shape == exact.shape and got.dtype == dtype
             # 16-bit results are rounded after every turn; float32's sums are of up to 9,000 terms.
@@ -208,8 +210,8 @@ def test_rms_norm(shape: tuple[int, ...], dims: int, dtype: torch.dtype) -> None
     x, grad, residual = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(3))
     for weight in (None, torch.randn(shape[-dims:], device=DEVICE)):
         for rounded in (False, True):
-            made = ops.rms_norm(x, weight, dims, 1e-6, rounded, dtype)
-            back = ops.rms_norm_backward(grad, x, weight, made[1], residual, dims)
+            made = registered.rms_norm(x, weight, dims, 1e-6, rounded, dtype)
+            back = registered.rms_norm_backward(grad, x, weight, made[1], residual, dims)
             expected = rms_norm.rms_norm(x, weight, dims, 1e-6, rounded, dtype)
             of_x, of_weight = rms_norm.rms_norm_backward(grad, x, weight, expected[1], residual, dims)
             if x.numel():
@@ -218,4 +220,4 @@ def test_rms_norm(shape: tuple[int, ...], dims: int, dtype: torch.dtype) -> None
                 assert_close(back[0], of_x, dtype)
                 if weight is not None:
                     assert_close(back[1], of_weight, torch.float32)
-            assert torch.equal(ops.rms_norm_apply(x, weight, made[1], dims, rounded, dtype), made[0])
+            assert torch.equal(registered.rms_norm_apply(x, weight, made[1], dims, rounded, dtype), made[0])

@@ -14,7 +14,7 @@ from torch import Tensor
 import monet_like.ops
 
 monet_like.ops.load()
-ops = torch.ops.monet_like
+registered = torch.ops.monet_like
 aten = torch.ops.aten
 
 NORM_SHAPES = [
@@ -368,8 +368,8 @@ def test_fakes_know_the_dtype_of_the_statistics(dtype: torch.dtype) -> None:
     x = torch.randn(4, 3, 5, 5).to(dtype)
     for parameter in {dtype, torch.float32 if dtype != torch.float64 else dtype}:
         c = torch.ones(3, dtype=parameter)
-        real = ops.batch_norm_train(x, c, c, None, None, 0.1, 1e-5, *RELU, True)
+        real = registered.batch_norm_train(x, c, c, None, None, 0.1, 1e-5, *RELU, True)
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(t) for t in (x, c)]
-            made = ops.batch_norm_train(fake[0], fake[1], fake[1], None, None, 0.1, 1e-5, *RELU, True)
+            made = registered.batch_norm_train(fake[0], fake[1], fake[1], None, None, 0.1, 1e-5, *RELU, True)
         assert [t.dtype for t in made] == [t.dtype for t in real]

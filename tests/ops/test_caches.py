@@ -14,7 +14,7 @@ import monet_like.ops
 from monet_like.ops import available, caches, memory_layout, status
 
 monet_like.ops.load()
-ops = torch.ops.monet_like
+registered = torch.ops.monet_like
 
 BLOCK = caches.LARGEST_BLOCK
 
@@ -107,9 +107,9 @@ def test_products_in_parallel() -> None:
     for outs in (40, 500):  # fewer tiles than threads, and more
         x, grad = torch.randn(700, 90), torch.randn(700, outs)
         packed = caches.pack_largest(x, 1639)
-        got = ops.mm_largest(grad, packed, 1639, 90)
+        got = registered.mm_largest(grad, packed, 1639, 90)
         torch.set_num_threads(1)
-        assert torch.equal(got, ops.mm_largest(grad, packed, 1639, 90))
+        assert torch.equal(got, registered.mm_largest(grad, packed, 1639, 90))
         torch.set_num_threads(3)
 
 
@@ -120,10 +120,10 @@ def test_products_of_more_than_is_dense_at_a_time(dtype: torch.dtype, transposed
     if not available("cpu"):
         pytest.skip(status())
     x, grad = torch.randn(4700, 1001).to(dtype), torch.randn(4700, 67).to(dtype)
-    packed = ops.pack_largest(x, BLOCK // 2)
-    left = ops.unpack_largest(packed, BLOCK // 2, x.shape, dtype).float()
+    packed = registered.pack_largest(x, BLOCK // 2)
+    left = registered.unpack_largest(packed, BLOCK // 2, x.shape, dtype).float()
     exact = left.t() @ grad.float() if transposed else grad.float().t() @ left
-    got = ops.mm_largest(grad, packed, BLOCK // 2, 1001, transposed)
+    got = registered.mm_largest(grad, packed, BLOCK // 2, 1001, transposed)
     assert (got.float() - exact).abs().max() <= max(1e-5, 2 * torch.finfo(dtype).eps) * exact.abs().max()
 
 
@@ -132,8 +132,8 @@ def test_corrupt_caches_touch_nothing_else(keep: int) -> None:
     packed = torch.full((caches.largest_bytes(20, keep, 4),), 255, dtype=torch.uint8)
     if not available("cpu"):
         pytest.skip(status())
-    assert ops.unpack_largest(packed, keep, [20], torch.float32).count_nonzero() <= caches.largest_kept(20, keep)
-    assert ops.mm_largest(torch.ones(5, 3), packed, keep, 4).shape == (3, 4)
+    assert registered.unpack_largest(packed, keep, [20], torch.float32).count_nonzero() <= caches.largest_kept(20, keep)
+    assert registered.mm_largest(torch.ones(5, 3), packed, keep, 4).shape == (3, 4)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

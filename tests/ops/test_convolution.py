@@ -14,7 +14,7 @@ from monet_like.runtime.operators import or_pytorchs_own, without_fallback
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 monet_like.ops.load()
-ops, aten = torch.ops.monet_like, torch.ops.aten
+registered, aten = torch.ops.monet_like, torch.ops.aten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -40,20 +40,20 @@ def test_twins_are_pytorchs_convolution(sizes: Any, options: Any, dtype: torch.d
         for layout in FORMATS:
             rest = (*options, layout is torch.channels_last)
             for algorithm in convolution.FORWARD_ALGORITHMS:
-                made = ops.cudnn_convolution(x, weight, bias, *rest, algorithm)
+                made = registered.cudnn_convolution(x, weight, bias, *rest, algorithm)
                 assert torch.equal(made, y) and made.is_contiguous(memory_format=layout)
-            made = ops.cudnn_convolution_backward_input(grad, weight, x.shape, *rest, "fft_tiling")
+            made = registered.cudnn_convolution_backward_input(grad, weight, x.shape, *rest, "fft_tiling")
             assert torch.equal(made, of_x) and made.is_contiguous(memory_format=layout)
-            made = ops.cudnn_convolution_backward_weight(grad, x, weight.shape, *rest, "3")
+            made = registered.cudnn_convolution_backward_weight(grad, x, weight.shape, *rest, "3")
             assert torch.equal(made, of_weight) and made.is_contiguous(memory_format=layout)
 
 
 def test_unknown_algorithms_are_named() -> None:
     x, weight = torch.randn(1, 1, 3, 3), torch.randn(1, 1, 3, 3)
     with pytest.raises(ValueError, match="no algorithm 'direct'; choose one of implicit_gemm, implicit_precomp_gemm"):
-        ops.cudnn_convolution(x, weight, None, [1, 1], [0, 0], [1, 1], 1, False, "direct")
+        registered.cudnn_convolution(x, weight, None, [1, 1], [0, 0], [1, 1], 1, False, "direct")
     with pytest.raises(ValueError, match="no algorithm 'winograd'; choose one of 0, 1, 3, fft"):
-        ops.cudnn_convolution_backward_weight(x, x, [1, 1, 1, 1], [1, 1], [0, 0], [1, 1], 1, False, "winograd")
+        registered.cudnn_convolution_backward_weight(x, x, [1, 1, 1, 1], [1, 1], [0, 0], [1, 1], 1, False, "winograd")
 
 
 def test_what_cudnn_has_not_is_done_by_pytorch_but_not_measured() -> None:
@@ -74,6 +74,6 @@ def test_what_cudnn_has_not_is_done_by_pytorch_but_not_measured() -> None:
         run(x, "winograd")
     assert asked == ["gemm", "fft", "winograd"]
     name = "monet_like.cudnn_convolution.default"
-    assert without_fallback()[name] is ops.cudnn_convolution.default
+    assert without_fallback()[name] is registered.cudnn_convolution.default
     source = (Path(__file__).parents[2] / "csrc" / "cudnn" / "convolution.cpp").read_text()
     assert "is not to be had for these shapes" in source

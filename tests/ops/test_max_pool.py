@@ -13,7 +13,7 @@ import monet_like.ops
 from monet_like.ops import available, status
 
 monet_like.ops.load()
-ops = torch.ops.monet_like
+registered = torch.ops.monet_like
 aten = torch.ops.aten
 
 POOLS = [  # kernel, stride, padding, dilation
@@ -82,7 +82,7 @@ def test_max_pool_backward_survives_corrupt_offsets() -> None:
     if not available("cpu"):
         pytest.skip(status())
     offsets = torch.full((1, 2, 4, 4), 255, dtype=torch.uint8)
-    grad = ops.max_pool2d_offsets_backward(
+    grad = registered.max_pool2d_offsets_backward(
         torch.ones(1, 2, 4, 4), offsets, [1, 2, 8, 8], [3, 3], [2, 2], [1, 1], [1, 1]
     )
     assert_bits(grad, torch.zeros(1, 2, 8, 8))

@@ -20,7 +20,7 @@ from monet_like.ops import available, caches, convolution, masks, max_pool, oper
 from monet_like.ops.registry import CUDNN, NAMESPACE
 
 monet_like.ops.load()
-ops = torch.ops.monet_like
+registered = torch.ops.monet_like
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,7 +99,7 @@ def test_opcheck(name: str) -> None:
         # PyTorch does not functionalise a custom operator that returns its argument. The in-place operators are for
         # code that is already functionalised; everything else about them is checked.
         parts.remove("test_aot_dispatch_dynamic")
-    torch.library.opcheck(getattr(ops, name).default, sample_arguments()[name], test_utils=parts)
+    torch.library.opcheck(getattr(registered, name).default, sample_arguments()[name], test_utils=parts)
 
 
 class _Called(TorchDispatchMode):
@@ -132,7 +132,7 @@ def test_the_benchmark_has_a_row_for_every_operator(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", list(operators()))
 def test_schema_is_the_same_in_cpp_and_python(name: str) -> None:
     expected = torch._C.parse_schema(f"{NAMESPACE}::{name}{operators()[name].schema}")
-    assert str(getattr(ops, name).default._schema) == str(expected)
+    assert str(getattr(registered, name).default._schema) == str(expected)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -140,31 +140,33 @@ def test_wrong_arguments_are_named() -> None:
         pytest.skip(status())
     x, c = torch.randn(2, 3, 4, 4), torch.ones(3)
     with pytest.raises(TypeError, match="pack_sign: x must be float32, float64, float16 or bfloat16, got Int"):
-        ops.pack_sign(torch.zeros(3, dtype=torch.int32))
+        registered.pack_sign(torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"a mask of 96 bits has shape \[12\] and is contiguous, got shape \[3\]"):
-        ops.keep_where(x, torch.zeros(3, dtype=torch.uint8))
+        registered.keep_where(x, torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"weight must have shape \[3\], got \[4\]"):
-        ops.batch_norm_apply(x, torch.ones(4), None, c, c, None, "clamp", -math.inf, math.inf)
+        registered.batch_norm_apply(x, torch.ones(4), None, c, c, None, "clamp", -math.inf, math.inf)
     with pytest.raises(ValueError, match="activation must be clamp, leaky_relu, hardswish or silu, got gelu"):
-        ops.batch_norm_apply(x, c, c, c, c, None, "gelu", 0.0, 0.0)
+        registered.batch_norm_apply(x, c, c, c, c, None, "gelu", 0.0, 0.0)
     with pytest.raises(ValueError, match=r"9 half bytes have shape \[5\] and are contiguous, got shape \[4\]"):
-        ops.unpack_nibbles(torch.zeros(4, dtype=torch.uint8), [9])
+        registered.unpack_nibbles(torch.zeros(4, dtype=torch.uint8), [9])
     with pytest.raises(
         ValueError, match=r"the cache of such a tensor has shape \[10\] and is contiguous, got shape \[9\]"
     ):
-        ops.unpack_int8(torch.zeros(9, dtype=torch.uint8), [6], torch.float32)
+        registered.unpack_int8(torch.zeros(9, dtype=torch.uint8), [6], torch.float32)
     with pytest.raises(ValueError, match="keep is of 16384 elements and between 1 and that, got 0"):
-        ops.pack_largest(x, 0)
+        registered.pack_largest(x, 0)
     with pytest.raises(ValueError, match=r"mm_largest: grad must have two dimensions, got shape \[2, 3, 4, 4\]"):
-        ops.mm_largest(x, torch.zeros(9, dtype=torch.uint8), 1, 4)
+        registered.mm_largest(x, torch.zeros(9, dtype=torch.uint8), 1, 4)
     with pytest.raises(ValueError, match=r"rms_norm: weight must have shape \[4\] on cpu, got \[3\] on cpu"):
-        ops.rms_norm(x, c, 1, 1e-6, False, torch.float32)
+        registered.rms_norm(x, c, 1, 1e-6, False, torch.float32)
     with pytest.raises(ValueError, match="rms_norm: dims is between 1 and those of x, 4, got 5"):
-        ops.rms_norm(x, None, 5, 1e-6, False, torch.float32)
+        registered.rms_norm(x, None, 5, 1e-6, False, torch.float32)
     with pytest.raises(ValueError, match=r"rstd must be Float of shape \[2, 3, 4, 1\] on cpu, got Float \[3\] on cpu"):
-        ops.rms_norm_apply(x, None, c, 1, False, torch.float32)
+        registered.rms_norm_apply(x, None, c, 1, False, torch.float32)
     with pytest.raises(ValueError, match="this window does not turn"):
-        ops.max_pool2d_offsets(torch.zeros(1, 1, 4, 4, dtype=torch.int64), [1, 1, 80, 80], [2, 2], [], [0, 0], [1, 1])
+        registered.max_pool2d_offsets(
+            torch.zeros(1, 1, 4, 4, dtype=torch.int64), [1, 1, 80, 80], [2, 2], [], [0, 0], [1, 1]
+        )
 
 
 def run_python(code: str, **environment: str) -> str:

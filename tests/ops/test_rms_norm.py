@@ -14,7 +14,7 @@ import monet_like.ops
 from monet_like.ops import rms_norm
 
 monet_like.ops.load()
-ops = torch.ops.monet_like
+registered = torch.ops.monet_like
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -113,14 +113,14 @@ def test_what_is_not_finite_stays_in_its_row(impl: Any) -> None:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        y, rstd = ops.rms_norm(x, weight, 1, EPS, False, x.dtype)
+        y, rstd = registered.rms_norm(x, weight, 1, EPS, False, x.dtype)
         ctx.save_for_backward(x, weight, rstd)
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
-        return ops.rms_norm_backward(grad, x, weight, rstd, None, 1)
+        return registered.rms_norm_backward(grad, x, weight, rstd, None, 1)
 
 
 def test_gradcheck() -> None:
