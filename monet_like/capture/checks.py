@@ -1,4 +1,4 @@
-"""Checks of a model before it is traced: lazy or sharded parameters, batch norms without momentum."""
+"""Checks of a model before it is traced: lazy, sharded or meta-device parameters, batch norms without momentum."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def check_initialized(model: nn.Module) -> None:
-    """Refuse a model with lazy parameters or buffers, which have no shapes yet.
+    """Refuse a model whose parameters or buffers have no shapes yet, or no memory.
 
     Raises:
-        UsageError: a lazy module has not seen an input yet.
+        UsageError: a lazy module has not seen an input yet, or a tensor is on the meta device.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not is_lazy(tensor) and tensor.is_meta:
+            raise UsageError(
+                f"{name} of {type(model).__name__} is on the meta device, where tensors have no values; build the model on the "
+                "device that it will train on, or call model.to_empty(device=...) and load its weights"
+            )
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             raise UsageError(

@@ -198,8 +198,11 @@ def smallest_command(**options: Any) -> None:
 def largest_batch_command(**options: Any) -> None:
     """The largest batch for which a schedule within BUDGET (GB) is found.
 
+    Operators are measured at two batches and scaled to the others; with --profile roofline:DEVICE nothing is measured.
+
     \b
-    Example:
+    Examples:
+      monet-like largest-batch "torchvision.models.resnet50()" 10
       monet-like largest-batch "torchvision.models.resnet50()" 10 --profile roofline:a100
     """
     from .tune import largest_batch

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from ..compiler.pipeline import Prepared, strategy_points
 from ..compiler.problem import Problem
@@ -60,7 +61,13 @@ def compare(
                 rows.append([name, point.budget_bytes, report.peak_bytes, repr(report.seconds), took])
         table.add_row(name, *cells)
     console.print(table)
-    console.print("step time against plain PyTorch; -: no schedule that fits", soft_wrap=True)
+    refused = any(point.report is None for point in points)
+    console.print("step time against plain PyTorch" + ("; -: no schedule:" if refused else ""), soft_wrap=True)
+    for point in points:
+        if point.report is None:
+            console.print(
+                Text(f"{point.strategy} at {format_bytes(point.budget_bytes)}: {point.reason}"), soft_wrap=True
+            )
     write_table(console, csv_file, ["strategy", "budget_bytes", "peak_bytes", "seconds", "planning_seconds"], rows)
     found = [
         {
@@ -69,6 +76,7 @@ def compare(
             "peak_bytes": point.report.peak_bytes if point.report else None,
             "seconds": point.report.seconds if point.report else None,
             "planning_seconds": point.planning_seconds,
+            "reason": point.reason,
         }
         for point in points
     ]

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from ..capture.captured import Captured
 from ..compiler.pipeline import Prepared, default_names, prepare
-from ..compiler.problem import Problem, read_problem
+from ..compiler.problem import Problem, assumed_input, read_problem
 from ..compiler.progress import Progress
 from ..errors import UsageError
 from ..files import check_writable
@@ -65,6 +67,12 @@ def profile_path(problem: Problem, label: str = "") -> Path:
     return (
         SOLUTIONS / "profiles" / f"profile_{problem.spec.name}_{label or problem.request.batch}{suffix}_{device}.json"
     )
+
+
+def say_input(terminal: Terminal, problem: Problem) -> None:
+    """Print the input that was assumed, if nobody said what MODEL takes."""
+    if text := assumed_input(problem):
+        terminal.console.print(Text(text), soft_wrap=True)
 
 
 def schedule_path(problem: Problem) -> Path:
@@ -146,6 +154,7 @@ def read_and_prepare(
 ) -> tuple[Problem, Prepared]:
     """Read the problem of a command without one budget, capture and profile it."""
     problem = read_problem(budget="1", **options)
+    say_input(terminal, problem)
     source = CostSource.of(problem, profile_file)
     with terminal.progress() as progress:
         return problem, source.prepare(problem, progress)

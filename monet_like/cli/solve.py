@@ -18,7 +18,7 @@ from typing import Any
 
 from ..compiler.pipeline import Compiled, compile_schedule
 from ..compiler.problem import read_problem
-from .prepare import CostSource, check_out, is_for_another_machine, schedule_path
+from .prepare import CostSource, check_out, is_for_another_machine, say_input, schedule_path
 from .terminal import Terminal
 
 
@@ -27,6 +27,7 @@ def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | N
     terminal = terminal or Terminal()
     problem = read_problem(**options, measured=not is_for_another_machine(profile_file))
     request = problem.request
+    say_input(terminal, problem)
     path = out or schedule_path(problem)
     check_out(path)
     source = CostSource.of(problem, profile_file)

@@ -25,19 +25,25 @@ from ..replay.verify import real_example, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
 from .batch_search import Batches, Trial, Tuner, largest_power
 from .output import check_results, draw, write_table
-from .prepare import CostSource, check_out, read_profile, schedule_path
+from .prepare import CostSource, check_out, is_for_another_machine, say_input, schedule_path
 from .terminal import Terminal, aligned_table
 
 
 def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> int:
     """The largest batch for which the search finds a schedule within a budget: doubling, then halving the step."""
-    options["batch"] = "1"
-    limits = read_profile(profile_file) if profile_file is not None else None
-    if not isinstance(limits, DeviceLimits):
-        raise UsageError("largest-batch needs --profile roofline:DEVICE: measuring at every batch would take too long")
-    problem = read_problem(budget=budget, **options)
+    problem = read_problem(
+        budget=budget, **{**options, "batch": "1"}, measured=not is_for_another_machine(profile_file)
+    )
+    source = CostSource.of(problem, profile_file, "batches")
+    limits = source.known if isinstance(source.known, DeviceLimits) else None
     terminal = terminal or Terminal()
+    say_input(terminal, problem)
     batches, console = Batches(problem, limits), terminal.console
+    if limits is None:  # operators are measured at two batches, and scaled to all others
+        measured = source.known if isinstance(source.known, Profile) else None
+        with terminal.progress() as progress:
+            most = Tuner(batches, lambda what: progress.at("largest batch", what, None, None)).most()
+            batches.measure(most, measured, source.save, progress.profiling)
     tried: dict[int, bool] = {}
 
     def fitting(batch: int) -> bool:
@@ -97,6 +103,7 @@ def tune(
     source = CostSource.of(problem, profile_file, "batches")
     limits = source.known if isinstance(source.known, DeviceLimits) else None
     terminal = terminal or Terminal()
+    say_input(terminal, problem)
     console = terminal.console
     with terminal.progress() as progress:
 

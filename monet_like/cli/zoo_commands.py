@@ -46,8 +46,11 @@ def zoo_list_command(**options: Any) -> None:
 def zoo_show_command(**options: Any) -> None:
     """All about the schedule NAME (NAME@PROFILE): the registry's entry and what is in the file.
 
+    For the name of a model, such as resnet50, a table of its schedules.
+
     \b
-    Example:
+    Examples:
+      monet-like zoo show resnet50
       monet-like zoo show resnet50_184_10.00@h100
     """
     from .zoo import show
@@ -154,6 +157,6 @@ def zoo_table_command(**options: Any) -> None:
     Example:
       monet-like zoo table --write solutions/README.md
     """
-    from .zoo import table
+    from .zoo import print_table
 
-    table(**options)
+    print_table(**options)

@@ -18,13 +18,14 @@ from ..capture.example_inputs import input_spec
 from ..capture.precision import weights_layout
 from ..errors import InfeasibleError, MonetError
 from ..ir.profile_file import Profile
-from ..ir.program import REFUSED, Cost, Program
+from ..ir.program import FREE, REFUSED, Cost, Program
 from ..ir.schedule import kept_values
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import Report, simulate
 from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import among
 from ..plan import Plan, plan
+from ..plan.analysis import floor_bytes
 from ..plan.baseline import plain_report
 from ..profile.cublas import multiplies, schedule_multiplies
 from ..profile.devices import DeviceLimits
@@ -100,7 +101,10 @@ def compile_schedule(
         save_profile: called with the profile as soon as something was measured.
         captured: `captured_for` this request, if that is at hand.
     """
-    ready = prepare(request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured)
+    ready = prepare(
+        request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured,
+        budget_bytes=budget if isinstance(budget, int) else None,
+    )  # fmt: skip
     limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
     found = plan_for(ready, request, limit, progress=plan_progress)
     record = make_record(request, ready, found, limit)
@@ -161,16 +165,45 @@ def prepare(
     save_profile: Callable[[Profile], None] | None = None,
     progress: Progress | None = None,
     captured: Captured | None = None,
+    budget_bytes: int | None = None,
 ) -> Prepared:
-    """Capture and profile; see `compile_schedule`."""
+    """Capture and profile; see `compile_schedule`.
+
+    Args:
+        budget_bytes: if it is known; what is proven not to fit is refused before anything is measured.
+
+    Raises:
+        InfeasibleError: one task and what is resident need more, whatever their workspace.
+    """
     started = time.perf_counter()
     if captured is None:
         captured = captured_for(request, request.example)
     seconds = {"capture": time.perf_counter() - started}
+    if budget_bytes is not None and not isinstance(profile, DeviceLimits):
+        _check_floor(request, captured, budget_bytes)
     started = time.perf_counter()
     found = profiled(request, captured, device, profile, save_profile, progress)
     seconds["profile"] = time.perf_counter() - started
     return prepared(request, captured, found, found.costs, seconds)
+
+
+def _check_floor(request: Request, captured: Captured, budget_bytes: int) -> None:
+    """Refuse a budget in which one task does not fit by itself, even without workspace.
+
+    Raises:
+        InfeasibleError: proven.
+    """
+    program = captured.program
+    free = {task.cost: FREE for task in program.every_task()}
+    least, step = floor_bytes(program, free, optimizer_bytes(request.model, request.optimizer))
+    if least > budget_bytes:
+        raise InfeasibleError(
+            f"no schedule fits into {format_bytes(budget_bytes)} (proven, nothing was measured): "
+            f"{step or 'what is resident'} alone needs {format_bytes(least)}, parameters, inputs and results included; give "
+            "more memory or a smaller batch; monet-like smallest says what would do",
+            step=step,
+            proven=True,
+        )
 
 
 def prepared(
@@ -263,12 +296,13 @@ def default_names(name: str, request: Request, budget_bytes: int, folder: Path) 
 
 @dataclass(frozen=True)
 class StrategyPoint:
-    """Result of a strategy at one budget; ``report`` is None if it found no schedule that fits."""
+    """Result of a strategy at one budget; ``report`` is None if it found no schedule that fits, for ``reason``."""
 
     strategy: str
     budget_bytes: int
     report: Report | None
     planning_seconds: float
+    reason: str = ""
 
 
 def strategy_points(
@@ -289,9 +323,12 @@ def strategy_points(
     for done, (name, limit) in enumerate(itertools.product(names, budgets_bytes)):
         progress("plan", f"{name} at {format_bytes(limit)}", done, len(names) * len(budgets_bytes))
         started = time.monotonic()
+        report, reason = None, ""
         try:
             report = plan_for(ready, request, limit, strategy=name, **(options or {}).get(name, {})).report
-        except MonetError:
-            report = None
-        found.append(StrategyPoint(name, limit, report, time.monotonic() - started))
+        except MonetError as error:
+            reason = str(error)
+        except Exception as error:  # of a strategy of the user's own; the other strategies are still compared
+            reason = f"it raised {type(error).__name__}: {error}"
+        found.append(StrategyPoint(name, limit, report, time.monotonic() - started, reason))
     return found

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..capture.captured import fake_mode
+from ..capture.checks import check_initialized
 from ..capture.example_inputs import Example
 from ..capture.precision import AUTOCASTS, LAYOUTS, in_layout
 from ..errors import UsageError
@@ -143,6 +144,7 @@ def _built(model: str, device: torch.device, dtype: torch.dtype, layout: str, pr
             f"--processes {processes} is for models with SyncBatchNorm, and {spec.expression} has none; leave it out, or give "
             "a file with a function that returns monet_like.convert_sync_batchnorm(...)"
         )
+    check_initialized(spec.module)
     spec.module.to(device, dtype)
     if layout:
         spec.module.to(memory_format=LAYOUTS[layout])
@@ -159,9 +161,21 @@ def _check_trainable(spec: ModelSpec, example: Example) -> None:
         )
 
 
+def assumed_input(problem: Problem) -> str:
+    """The input that was assumed because nobody said what MODEL takes, in words; "": it was said."""
+    if _make_inputs(problem) is not None or problem.shape is not None:
+        return ""
+    dtype, extents = str(problem.dtype).removeprefix("torch."), [problem.request.batch, *problem.spec.input_shape]
+    return f"input: {dtype}{extents}, assumed; another: --input-shape, or make_inputs(batch) in MODEL's file"
+
+
+def _make_inputs(problem: Problem) -> Any:
+    return getattr(problem.spec.source or problem.spec.module, "make_inputs", None)
+
+
 def example_for(problem: Problem, batch: int) -> Example:
     """Fake example inputs: by ``make_inputs(batch)`` of MODEL's file or of the model itself, else one batch of images."""
-    make: Any = getattr(problem.spec.source or problem.spec.module, "make_inputs", None)
+    make = _make_inputs(problem)
     with fake_mode(), problem.device:
         if make is None or problem.shape is not None:
             extents = (batch, *(problem.shape or problem.spec.input_shape))

@@ -139,6 +139,13 @@ def check_program(record: ScheduleRecord, captured: Captured, name: str, device:
         ScheduleFileError: it is of another one, breaks its rules, or needs more memory than it promises.
     """
     program = captured.program
+    planned = planned_for(record.device)
+    if program.fingerprint != record.fingerprint and planned.kind != device.type:
+        raise ScheduleFileError(
+            f"this schedule was planned for {planned.name}, a {planned.kind} device, and {name} is on {device.type}, where "
+            f"PyTorch runs other operators; move the model to {planned.kind}, name a schedule for {device.type} (zoo:NAME@PROFILE "
+            f"as monet-like zoo list shows them), or plan for it with monet-like solve --device {device.type}"
+        )
     if program.fingerprint != record.fingerprint:
         made = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
         raise ScheduleFileError(

@@ -217,6 +217,12 @@ class Registry:
             )
         return min(fitting, key=lambda listed: (listed.profile != near, place(listed)))
 
+    def of_model(self, text: str) -> list[Listed]:
+        """The schedules of a model, named as ``resnet50`` or ``resnet50_184``, with or without ``@profile``."""
+        name, at, profile = text.removeprefix(PREFIX).partition("@")
+        of_name = [listed for listed in self.schedules if name in _shorter(listed.name)]
+        return [listed for listed in of_name if not at or listed.profile == profile]
+
     def _unknown(self, name: str) -> str:
         refused = [r for r in self.refused if r.name == name]
         if refused:
@@ -385,6 +391,12 @@ def place(row: Listed | Refused) -> tuple[bool, int, str]:
     """Measured before estimated, then as the catalogue has the profiles."""
     known = PROFILES.index(row.profile) if row.profile in PROFILES else len(PROFILES)
     return not (isinstance(row, Listed) and row.kind == "measured"), known, row.profile
+
+
+def _shorter(name: str) -> tuple[str, str]:
+    """``resnet50_184_10.00`` → ``resnet50_184`` and ``resnet50``."""
+    with_batch = name.rpartition("_")[0]
+    return with_batch, with_batch.rpartition("_")[0]
 
 
 def _order(listed: Listed) -> tuple[Any, ...]:

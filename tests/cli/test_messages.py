@@ -20,6 +20,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+import monet_like
 from monet_like.cli.commands import (
     benchmark_command,
     doctor_command,
@@ -32,7 +33,10 @@ from monet_like.cli.group import main
 from monet_like.compiler.problem import parse_batch, parse_shape
 from monet_like.errors import MonetError, UsageError
 from monet_like.ir.profile_file import Profile
+from monet_like.ir.schedule import Schedule
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.plan import STRATEGIES
+from monet_like.plan.strategies import from_schedule
 from monet_like.zoo.download import find_record
 from monet_like.zoo.registry import Registry
 
@@ -689,3 +693,103 @@ def test_profiles_that_the_zoo_does_not_have(command: list[str]) -> None:
     assert error(CliRunner().invoke(main, ["zoo", *command, "a1000"])).startswith(
         "the zoo has nothing for the profile 'a1000'; give a100, "
     )
+
+
+# Said early, and in words ---------------------------------------------------------------------------------------
+
+
+def test_a_budget_below_one_task_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monet_like.compiler.pipeline.profiled", None)  # nobody may come here
+    message = error(solve(budget="4 KB", profile=()))
+    assert re.fullmatch(
+        r"no schedule fits into 4\.0 KB \(proven, nothing was measured\): \S+.* alone needs [\d.]+ KB, parameters, inputs and "
+        r"results included; give more memory or a smaller batch; monet-like smallest says what would do",
+        message,
+    )
+    assert written() == []
+
+
+def test_the_input_that_is_assumed_is_said() -> None:
+    arguments = [*ROOFLINE, "--device", "cpu", "--", "torchvision.models.resnet18()", "2", "1", "normal", "heuristic"]
+    said = "input: float32[2, 3, 224, 224], assumed; another: --input-shape, or make_inputs(batch) in MODEL's file"
+    assert said in CliRunner().invoke(solve_command, arguments).output
+    assert "assumed" not in solve().output
+
+
+def test_a_model_on_the_meta_device() -> None:
+    Path("meta.py").write_text(
+        "import torch\n\n\ndef make():\n    with torch.device('meta'):\n        return torch.nn.Linear(8, 8)\n"
+    )
+    expected = (
+        "weight of Linear is on the meta device, where tensors have no values; build the model on the device that it will "
+        "train on, or call model.to_empty(device=...) and load its weights"
+    )
+    assert error(solve(model="meta.py:make")) == expected
+    for wrap in (
+        lambda model: monet_like.auto_schedule(model, torch.randn(4, 8)),
+        lambda model: monet_like.auto_schedule(model)(torch.randn(4, 8)),
+    ):
+        with pytest.raises(UsageError, match=re.escape(expected)):
+            wrap(torch.nn.Linear(8, 8, device="meta"))
+
+
+def test_why_a_strategy_has_no_schedule_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(program: Any, costs: Any, budget_bytes: int, *, extra_bytes: int = 0) -> Schedule:
+        return Schedule((), ((),) * len(program.slots), (0,) * len(program.slots))
+
+    def raising(*_: Any, **__: Any) -> Schedule:
+        raise KeyError("no plan")
+
+    monkeypatch.setitem(STRATEGIES, "broken", from_schedule("broken", broken))
+    monkeypatch.setitem(STRATEGIES, "raising", from_schedule("raising", raising))
+    words = ["compare", *SMALL, *ROOFLINE, "--strategies", "store_all,broken,raising", "net.py:make", "4", "100%,40%"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "step time against plain PyTorch; -: no schedule: store_all at " in text
+    assert "raising at " in text and "it raised KeyError: 'no plan'" in text
+    assert re.search(r"broken at \S+ KB: \S+", text)
+    points = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)["points"]
+    assert all(bool(point["reason"]) == (point["peak_bytes"] is None) for point in points)
+
+
+def test_a_schedule_for_another_device_is_said_to_be_one(solved: ScheduleRecord) -> None:
+    replace(solved, device="roofline:a100", fingerprint="0" * 64).save(Path("other.pkl"))
+    assert error(schedule("--run-bs", "--solution-file", "other.pkl")) == (
+        "this schedule was planned for a100 (datasheet rates), a cuda device, and Sequential is on cpu, where PyTorch runs other operators; move "
+        "the model to cuda, name a schedule for cpu (zoo:NAME@PROFILE as monet-like zoo list shows them), or plan for it with "
+        "monet-like solve --device cpu"
+    )
+
+
+def test_planning_anew_is_told_at_the_users_line() -> None:
+    torch.manual_seed(0)
+    model = monet_like.auto_schedule(torch.nn.Linear(8, 4), torch.randn(4, 8), memory_budget="100%", mode="normal")
+    with pytest.warns(UserWarning, match="planning Linear anew: ") as told:
+        model(torch.randn(6, 8))
+    assert [warning.filename for warning in told if "anew" in str(warning.message)] == [__file__]
+
+
+def test_zoo_show_lists_a_models_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    result = CliRunner().invoke(main, ["zoo", "show", "resnet50"])
+    assert result.exit_code == 0 and "resnet50_184_10.00" in result.output and "vgg16" not in result.output
+    assert CliRunner().invoke(main, ["zoo", "show", "resnet50_184"]).output == result.output
+    found = json.loads(CliRunner().invoke(main, ["zoo", "show", "resnet50@h100", "--json"]).stdout)["schedules"]
+    assert {one["profile"] for one in found} == {"h100"}
+    assert error(CliRunner().invoke(main, ["zoo", "show", "resnet5"])).startswith("the zoo has no 'resnet5'")
+
+
+def test_the_largest_batch_from_measured_costs() -> None:
+    """Measured at two batches; what is found fits."""
+    words = ["largest-batch", *SMALL, "--json", "net.py:chain", "300 KB", "normal"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    batch = json.loads(result.stdout)["batch"]
+    assert batch >= 4
+    (profile,) = Path("solutions/profiles").iterdir()
+    before = profile.read_bytes()
+    assert json.loads(CliRunner().invoke(main, words).stdout)["batch"] == batch
+    assert profile.read_bytes() == before  # nothing is measured again
+    assert solve(model="net.py:chain", batch=str(batch), budget="330 KB", profile=()).exit_code == 0  # costs are scaled
+    assert solve(model="net.py:chain", batch=str(4 * batch), budget="300 KB", profile=()).exit_code == 2

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+from rich.table import Table
 
 from ...errors import MonetError, UsageError
 from ...ir.units import format_bytes, format_seconds
@@ -30,6 +31,19 @@ def list_files(*, profile: str, as_json: bool) -> None:
         click.echo(json.dumps({"schedules": schedules, "refused": refusals}))
         return
     console = Terminal().console
+    console.print(_table(wanted))
+    for refused in registry.refused:
+        if profile in ("", refused.profile):
+            kind = "proven infeasible" if refused.proven else "none found"
+            console.print(f"{refused.full_name}: {kind}")
+    console.print(
+        "Peaks and steps are predicted: from datasheet rates, but where it says measured. "
+        "monet-like zoo show NAME tells all of one."
+    )
+
+
+def _table(wanted: Sequence[Listed]) -> Table:
+    """A row for each schedule."""
     table = aligned_table("name", "profile", "peak", "plain peak", "step", "overhead", "gap")
     for listed in wanted:
         table.add_row(
@@ -41,20 +55,18 @@ def list_files(*, profile: str, as_json: bool) -> None:
             f"{100 * listed.overhead:+.1f} %",
             "" if listed.gap is None else f"{100 * listed.gap:.1f} %",
         )
-    console.print(table)
-    for refused in registry.refused:
-        if profile in ("", refused.profile):
-            kind = "proven infeasible" if refused.proven else "none found"
-            console.print(f"{refused.full_name}: {kind}")
-    console.print(
-        "Peaks and steps are predicted: from datasheet rates, but where it says measured. "
-        "monet-like zoo show NAME tells all of one."
-    )
+    return table
 
 
 def show(*, name: str, base_url: str | None, as_json: bool) -> None:
-    """Show one schedule: the registry's entry and the content of the file."""
+    """Show one schedule: the registry's entry and the content of the file. Of a model: a table of its schedules."""
     registry = Registry.load(zoo_folder())
+    if found := registry.of_model(name):
+        if as_json:
+            click.echo(json.dumps({"schedules": [_all_of(registry, listed) for listed in found]}))
+        else:
+            Terminal().console.print(_table(found))
+        return
     listed = registry.find(name)
     record = find_record(listed.full_name, url=base_url)
     if as_json:
@@ -156,7 +168,7 @@ def add(*, name: str, machine: str, solution_file: Path, profile_file: Path) -> 
     click.echo(f"the zoo has {listed.full_name}: {format_bytes(listed.peak_bytes)}, {format_seconds(listed.seconds)}")
 
 
-def table(*, write: Path | None, summary_for: str) -> None:
+def print_table(*, write: Path | None, summary_for: str) -> None:
     """Print the registry as Markdown tables, or write them into a file."""
     from .table import markdown, summary, write_into
 
