@@ -22,7 +22,7 @@ from .capture.example_inputs import device_of
 from .capture.guards.reads import Change
 from .capture.precision import autocast_name
 from .compiler.pipeline import compile_schedule
-from .compiler.progress import Progress
+from .compiler.progress import Progress, is_watched
 from .compiler.request import Request, captured_for
 from .errors import ScheduleFileError, UsageError, warn_caller
 from .files import cache_folder
@@ -205,7 +205,7 @@ def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
         f"{format_seconds(record.seconds)} instead of {format_seconds(record.plain_seconds)} (predicted){gap}; {source}"
     )
     _log.info(line)
-    if verbose or (verbose is None and sys.stderr.isatty()):
+    if verbose or (verbose is None and is_watched()):
         print(f"monet_like: {line}", file=sys.stderr)
 
 

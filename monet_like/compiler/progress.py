@@ -10,11 +10,15 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElap
 from rich.progress import Progress as Bar
 
 
+def is_watched() -> bool:
+    """Whether somebody sees what is shown on stderr: it is a terminal, or this is a notebook."""
+    return sys.stderr.isatty() or Console(stderr=True).is_jupyter
+
+
 class Progress:
     """A progress bar for each stage, on stderr. Silent if stderr is neither a terminal nor a notebook."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        console = Console(stderr=True)
         self.bar = Bar(
             SpinnerColumn(finished_text="[green]✓"),
             TextColumn("{task.description}", markup=False),
@@ -22,9 +26,9 @@ class Progress:
             TextColumn("{task.fields[count]}", justify="right"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[what]}", markup=False, style="dim"),
-            console=console,
+            console=Console(stderr=True),
             transient=True,
-            disable=quiet or not (sys.stderr.isatty() or console.is_jupyter),
+            disable=quiet or not is_watched(),
         )
         self.stage, self.task = "", TaskID(0)
 

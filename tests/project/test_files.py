@@ -25,6 +25,7 @@ from records import RECORD
 from monet_like import files
 from monet_like.errors import ScheduleFileError, UsageError
 from monet_like.files import check_writable, read_bytes, read_text, write_atomically
+from monet_like.ir import plain_pickle
 from monet_like.ir.plain_pickle import load_plain
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
@@ -228,7 +229,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, make: Callable[[str], bytes], 
         with pytest.raises(ScheduleFileError) as caught:
             ScheduleRecord.load(path)
         with pytest.raises(ScheduleFileError, match="and a schedule holds plain data only"):
-            files._PlainUnpickler(io.BytesIO(data)).load()  # the second wall, without the first
+            plain_pickle._PlainUnpickler(io.BytesIO(data)).load()  # the second wall, without the first
     finally:
         copyreg.remove_extension("os", "system", 0xF1)
     assert not sentinel.exists()
@@ -260,7 +261,7 @@ def test_every_opcode_that_makes_objects_is_refused(data: bytes, opcode: str) ->
 
 def test_persistent_references_meet_the_second_wall() -> None:
     with pytest.raises(ScheduleFileError, match="it holds a persistent reference"):
-        files._PlainUnpickler(io.BytesIO(b"Pos.system\n.")).load()
+        plain_pickle._PlainUnpickler(io.BytesIO(b"Pos.system\n.")).load()
 
 
 @pytest.mark.parametrize("data", [b"\x80\x04]r\xff\xff\xff\xff.", b"]p4294967295\n."], ids=["LONG_BINPUT", "PUT"])
