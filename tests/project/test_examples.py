@@ -115,7 +115,9 @@ def test_notebook_on_granularity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     lines = [output.text for output in outputs if output.get("name") == "stdout"]
     assert len(lines) == 4
-    told = [output.text for output in outputs if output.get("name") == "stderr"]  # by auto_schedule, which a notebook sees
+    told = [
+        output.text for output in outputs if output.get("name") == "stderr"
+    ]  # by auto_schedule, which a notebook sees
     assert len(told) == 4 and all("(predicted)" in line for line in told)
     assert all("gradients equal" in line for line in lines)
 
