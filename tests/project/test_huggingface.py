@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -29,6 +32,19 @@ from monet_like.integrations.huggingface import MemoryBudget
 #: No word that changes an order of sums, and no long search.
 QUICK: dict[str, Any] = {"mode": "inplace_multiway_newnode", "time_limit_seconds": 1.0}
 TOKENS = torch.arange(64).view(4, 16) * 7 % 61
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """`TrainingArguments(torch_compile=True)` tells Accelerate of it, by the environment and by the state of the process."""
+    before = dict(os.environ)
+    yield
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def llama(**options: Any) -> nn.Module:
