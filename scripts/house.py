@@ -74,6 +74,17 @@ def _imported(node: ast.AST, package: str) -> list[str]:
     return [".".join([*base, alias.name]) for alias in node.names]
 
 
+def libraries(path: Path) -> set[str]:
+    """The packages that a module imports by their names, wherever the import stands."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
 def box(module: str) -> str:
     """The box that a module stands in."""
     return module.partition(".")[0] or "__init__"

@@ -30,6 +30,13 @@ from ..profile.profiler import Progress
 from ..profile.roofline import roofline
 from ..profile.scaling import matched, on_line
 
+#: Largest batch that is tried.
+MOST_BATCH = 1 << 20
+#: Batches below the largest that fits divided by this are tried only if the best one turns out to be there.
+SPAN = 16
+#: How often the batches beside the best one are tried.
+REFINEMENTS = 3
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -140,18 +147,6 @@ class Batches:
     def _measured(self, batch: int, captured: Captured) -> tuple[dict[str, Cost], str]:
         request = replace(self.request(batch), profile_batch=batch)
         return measured_costs(request, captured, self.problem.device)
-
-
-#: Largest batch that is tried.
-MOST_BATCH = 1 << 20
-
-
-#: Batches below the largest that fits divided by this are tried only if the best one turns out to be there.
-SPAN = 16
-
-
-#: How often the batches beside the best one are tried.
-REFINEMENTS = 3
 
 
 def largest_power(fitting: Callable[[int], bool], budget_bytes: int) -> int:

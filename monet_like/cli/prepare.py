@@ -17,7 +17,7 @@ from ..files import check_writable
 from ..ir.profile_file import Profile
 from ..ir.units import parse_bytes
 from ..profile.devices import DEVICES, DeviceLimits, device_slug
-from ..zoo.registry import check_not_registered, is_registered
+from ..zoo.registry import check_not_registered, is_zoo_file
 from .terminal import Terminal
 
 #: Where profiles are written, and where the zoo's schedules are in a checkout.
@@ -118,7 +118,7 @@ class CostSource:
         """
         path = profile_file or profile_path(problem, label)
         extended = path
-        if not is_roofline(path) and is_registered(path):
+        if not is_roofline(path) and is_zoo_file(path):
             extended = Path(path.name)
             check_out(extended)
             path = extended if extended.exists() else path

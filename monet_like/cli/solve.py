@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rich.text import Text
-
-from ..ir.units import format_bytes, format_seconds
-from .inspect import add_counts, bound_in_words, summary
-from .terminal import aligned_table
-
-if TYPE_CHECKING:
-    from ..compiler.problem import Problem
-
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from ..compiler.pipeline import Compiled, compile_schedule
-from ..compiler.problem import read_problem
+from ..compiler.problem import Problem, read_problem
+from ..ir.units import format_bytes, format_seconds
+from .inspect import add_counts, bound_in_words, summary
 from .prepare import CostSource, check_out, is_for_another_machine, say_input, schedule_path
-from .terminal import Terminal
+from .terminal import Terminal, aligned_table
 
 
 def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | None = None, **options: Any) -> Compiled:

@@ -360,7 +360,7 @@ def zoo_folder() -> Path:
     return shipped
 
 
-def is_registered(path: Path) -> bool:
+def is_zoo_file(path: Path) -> bool:
     """Whether ``path`` is a file of a zoo: a registry, or a schedule's or a profile's file that one names."""
     path = path.resolve()
     for folder in path.parents:
@@ -381,7 +381,7 @@ def check_not_registered(path: Path) -> None:
     Raises:
         UsageError: it would.
     """
-    if is_registered(path):
+    if is_zoo_file(path):
         raise UsageError(
             f"{path} belongs to the zoo, whose registry names it; give another name with --out, or run in another folder"
         )

@@ -1,13 +1,10 @@
-"""The planner's modules import only modules that stand before them, and neither torch nor other stages."""
+"""The planner's modules import only modules that stand before them, and of other packages only plain data and files."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from graphlib import TopologicalSorter
-from pathlib import Path
+import networkx as nx
 
-from planning import ROOT
+from scripts import house
 
 #: In order: a module imports only from its own layer and those before it.
 LAYERS = (
@@ -21,33 +18,11 @@ LAYERS = (
     ("plan",),
     ("plan.budgets",),
 )
-OUTSIDE = {"ir", "build", "units", "errors", "files", "interrupts"}
+OUTSIDE = {"ir", "build", "errors", "files", "interrupts"}
 
 
-def modules() -> dict[str, Path]:
-    package = ROOT / "monet_like"
-    found = {}
-    for folder in ("plan", "solvers"):
-        for path in (package / folder).rglob("*.py"):
-            found[".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__")] = path
-    return found
-
-
-MODULES = modules()
-
-
-def imports(name: str) -> Iterator[str]:
-    """What a module imports of the package, functions' imports included, without the package's name."""
-    here = [*name.split("."), *(["__init__"] if MODULES[name].name == "__init__.py" else [])]
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
-        if isinstance(node, ast.Import):
-            yield from (f"/{alias.name.split('.')[0]}" for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield f"/{(node.module or '').split('.')[0]}"
-        elif isinstance(node, ast.ImportFrom):
-            base = [*here[: len(here) - node.level], *(node.module or "").split(".")]
-            target = ".".join(part for part in base if part)
-            yield from (f"{target}.{a.name}" if f"{target}.{a.name}" in MODULES else target for a in node.names)
+ARROWS = house.arrows()
+MODULES = {name for name in ARROWS if house.box(name) in ("plan", "solvers")}
 
 
 def layer(name: str) -> int:
@@ -60,15 +35,14 @@ def layer(name: str) -> int:
 
 def test_planner_modules_import_only_what_stands_before_them() -> None:
     assert len(MODULES) > 30
-    for name in MODULES:
-        for other in imports(name):
-            if other in MODULES:
-                assert layer(other) <= layer(name), f"{name} imports {other}"
-            else:
-                assert other.startswith("/") or other.split(".")[0] in OUTSIDE, f"{name} imports {other}"
-                assert other not in ("/torch", "/monet_like"), f"{name} imports {other}"
+    for name, other in ARROWS.out_edges(MODULES):
+        if other in MODULES:
+            assert layer(other) <= layer(name), f"{name} imports {other}"
+        else:
+            assert house.box(other) in OUTSIDE, f"{name} imports {other}"
+    for name, path in house.modules().items():
+        assert name not in MODULES or house.libraries(path).isdisjoint({"torch", "monet_like"}), name
 
 
 def test_planner_modules_import_each_other_in_no_circle() -> None:
-    graph = {name: {other for other in imports(name) if other in MODULES and other != name} for name in MODULES}
-    assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
+    assert nx.is_directed_acyclic_graph(ARROWS.subgraph(MODULES))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import shutil
 from pathlib import Path
 
@@ -20,19 +19,8 @@ def faults(root: Path) -> list[str]:
     found = [f"circle: {', '.join(circle)}" for circle in house.circles(graph)]
     found += [f"{one} imports {other}" for one, other in house.upward(graph)]
     for name, path in files.items():
-        if house.box(name) in WITHOUT_TORCH and "torch" in libraries(path):
+        if house.box(name) in WITHOUT_TORCH and "torch" in house.libraries(path):
             found.append(f"{name} imports torch")
-    return found
-
-
-def libraries(path: Path) -> set[str]:
-    """The packages that a module imports, other than this one, wherever the import stands."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.add((node.module or "").partition(".")[0])
     return found
 
 
