@@ -143,7 +143,7 @@ def test_smallest_and_largest_batch_agree() -> None:
         (("compare", CHAIN, "16", "abc%"), "no percentage"),
         (("compare", CHAIN, "16", "50%", "--strategies", "best"), "unknown strategy"),
         (("pareto", CHAIN, "16", "--points", "1"), "at least 2"),
-        (("largest-batch", CHAIN, "1"), "roofline"),
+        (("largest-batch", CHAIN, "abc"), "not an amount of memory"),
     ],
 )
 def test_wrong_arguments_of_commands_are_refused(arguments: tuple[str, ...], words: str) -> None:
