@@ -27,7 +27,6 @@ KINDS: Mapping[str, str] = {
 _PLACE = {kind: place for place, kind in enumerate(KINDS)}
 #: Where memory lies that no module made.
 OUTSIDE = "(inputs and loss)"
-MODEL = "(model)"
 
 
 @dataclass(frozen=True)
@@ -90,22 +89,26 @@ class Course:
 
 
 def layers_of(captured: Captured, program: Program) -> list[str]:
-    """The module to which each value of ``program`` belongs.
+    """The module to which each value of ``program`` belongs, or the function that the model itself calls: ``flatten()``.
 
-    That is the owner of a parameter or of the parameter whose gradient it is, else the module in whose call the value,
-    or what its maker reads, was made.
+    The module is the owner of a parameter or of the parameter whose gradient it is, else the one in whose call the value,
+    or what its maker reads, was made. A parameter of the model itself has its own name.
     """
-    known: dict[int, str] = dict(captured.layers)
+    known = {value: layer for value, layer in captured.layers.items() if layer}
+    outermost = captured.layers.keys() - known.keys()
     for name, value in (*captured.parameters, *captured.buffers):
-        known[value] = name.rpartition(".")[0]
+        known[value] = name.rpartition(".")[0] or name
     for index, tensor in captured.parameter_gradients:
-        known[tensor.value] = captured.parameters[index][0].rpartition(".")[0]
+        known[tensor.value] = known[captured.parameters[index][1]]
     for task in program.every_task():
         near = next((known[v] for v in (*task.writes, *reversed(task.reads)) if v in known), None)
-        if near is not None:
-            for value in task.writes:
+        called = f"{operator_of(task)}()"
+        for value in task.writes:
+            if value in outermost and (near is None or program.values[value].kind != "backward"):
+                known.setdefault(value, called)
+            elif near is not None:
                 known.setdefault(value, near)
-    return [known[v] or MODEL if v in known else OUTSIDE for v in range(len(program.values))]
+    return [known.get(v, OUTSIDE) for v in range(len(program.values))]
 
 
 def plain_course(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int, cublas_bytes: int = 0) -> Course:
