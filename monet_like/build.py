@@ -36,7 +36,7 @@ from typing import Any
 from monet_like.errors import MonetError
 from monet_like.files import shipped_folder
 
-# Products and sums must stay apart where the code keeps them apart: bit-equality with ATen depends on it. What ATen's
+# Products and sums must stay apart where the code keeps them apart: bit-equality with ATen depends on it. Operations that ATen's
 # CUDA kernels fuse is fused in the source.
 _COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
 _CXX_FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -202,7 +202,7 @@ def _shell(words: Sequence[str]) -> str:
 
 
 def _run(command: Sequence[str], show: bool = False) -> None:
-    """Run a command; what it prints is shown line by line as it comes, or only if it fails."""
+    """Run a command and show its output line by line as it comes, or only if it fails."""
     status = {**os.environ, "NINJA_STATUS": "[%f of %t, %e s] "}
     with subprocess.Popen(command, env=status, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         assert running.stdout is not None

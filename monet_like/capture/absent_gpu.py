@@ -8,7 +8,7 @@ chooses by device while it traces is chosen here as on a GPU:
 * what batch norm copies first, where cuDNN computes it;
 * the operator for attention, where it is known, and the one for RMS norm.
 
-What only the GPU itself can tell is refused.
+Models whose program depends on answers of the GPU itself are refused.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _cuda_attention(
 ) -> torch.Tensor:
     """Attention by the operator that PyTorch takes on CUDA.
 
-    Of the fused ones only the memory-efficient one takes float32 (``sdp_utils.cpp`` in PyTorch: what each can be used
+    Of the fused ones only the memory-efficient one takes float32 (``sdp_utils.cpp`` in PyTorch: the inputs that each accepts
     for). For 16-bit floats the choice depends on the card and on versions, with a mask on alignments: no guess.
     """
     plain = all(t.dtype == torch.float32 and t.dim() == 4 for t in (query, key, value))

@@ -45,9 +45,9 @@ _NAMES = {
     _WIDEST: "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
     _REFUSED: "binary_cross_entropy",
 }
-#: What autocast does with the arguments of an operator on CUDA.
+#: How autocast on CUDA casts the arguments of an operator.
 POLICIES: Mapping[str, str] = {name: policy for policy, names in _NAMES.items() for name in names.split()}
-#: What takes the dtype of the result as well.
+#: Operators that take the dtype of the result as an argument.
 _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
 

@@ -48,8 +48,8 @@ def mark(kind: str, module: nn.Module | None = None) -> contextlib.AbstractConte
     """Mark the activations that are made in a ``with`` statement, or by every call of ``module``.
 
     ``keep``: it is made once and, where the backward needs it, kept. ``recompute``: the backward makes it anew, as with
-    ``torch.utils.checkpoint``. ``together``: what one ``with`` statement or call makes is run again as a whole or not
-    at all. Marks do not change what a model computes. The innermost one holds. What cannot be run again, such as the mask
+    ``torch.utils.checkpoint``. ``together``: the activations of one ``with`` statement or call are recomputed as a whole or not
+    at all. Marks do not change what a model computes. The innermost one holds. Values that cannot be recomputed, such as the mask
     of a dropout, is kept all the same.
 
     Args:

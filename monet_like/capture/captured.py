@@ -129,7 +129,7 @@ class Captured:
         as_called: plain PyTorch's program, where that is not ``program``: before variants, in autograd's order, and in
             place where the model's own calls are. Its values come first in ``metas``.
         made_last: names of the parameters whose gradients ``program`` makes after all others, see `made_last`.
-        reads: what the model reads beside tensors, such as a dropout's ``p``: the program has it as it was.
+        reads: Python values that the model reads, such as a dropout's ``p``, as they were at the capture.
         constants: the tensors among ``parameters`` and ``buffers`` that the model has not registered.
         written: positions among ``inputs`` of those that the forward changes in place and that gradients flow through then:
             their new contents are the last of ``outputs``.
@@ -191,7 +191,7 @@ def make_task(
         )
     )
     cost = options.pop("cost") if "cost" in options else cost_key(calls, metas)
-    if cost and options.get("overwrites") is not None:  # what it takes over is no workspace
+    if cost and options.get("overwrites") is not None:  # memory that it takes over is no workspace
         cost += f"; takes {reads.index(options['overwrites'])}"
     return Task(name, reads, tuple(writes), cost=cost, calls=tuple(calls), **options)
 

@@ -224,7 +224,7 @@ class _Search:
 
 
 def members_of(member: Any) -> Any:
-    """What an object holds: itself if it is a dict, list or tuple, else its attributes; None of what is not looked into."""
+    """The members of an object: itself if it is a dict, list or tuple, else its attributes; None for opaque objects."""
     if isinstance(member, dict | list | tuple):
         return member
     if isinstance(member, torch.Tensor | type | ModuleType | FunctionType | MethodType):

@@ -1,8 +1,8 @@
 """Delayed gradients: large gradients of parameters that are computed at the end of the backward, to save memory.
 
-Autograd makes the gradient of VGG-16's first linear layer, 411 MB, among the first, and it stays in ``.grad``; what it is
-made from takes a tenth of that, and hardly any time. Made when all activations are gone, it is not there when they need
-the memory. Its bits are the same.
+Autograd makes the gradient of VGG-16's first linear layer, 411 MB, among the first, and it stays in ``.grad``. Its inputs take
+a tenth of that memory, and the product hardly any time. Computed at the end, when the activations are gone, the gradient
+does not add to the peak. Its bits are the same.
 """
 
 from __future__ import annotations

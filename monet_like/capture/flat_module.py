@@ -72,7 +72,7 @@ class FlatModule(nn.Module):
 
     # The tracer puts its own tensors in the place of the model's, name by name, and takes them out in the same order. In a
     # module that has two names the second would put back the tracer's tensor that it found: only first names are told.
-    # A buffer that two modules hold is one tensor in the trace as well: what one of them writes the other reads.
+    # A buffer that two modules hold is one tensor in the trace as well: one module reads the other's writes.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters; if a module has several names, under its first."""

@@ -21,7 +21,7 @@ def collect_gradients(
     """Parameter and input gradients, each with a storage of its own.
 
     Args:
-        found: what the tracer calls a parameter or an input, and the node that makes its gradient.
+        found: the tracer's name of a parameter or an input, and the node that makes its gradient.
 
     Returns:
         (index into ``parameters``, gradient) and (position among the inputs, gradient), in the order of the slots.

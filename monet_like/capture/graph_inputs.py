@@ -56,7 +56,7 @@ def _add_tangent_of_changed(lowering: Values, node: fx.Node, output: Any) -> Non
     changed = getattr(output, "mutated_input", output)
     key = changed.idx if hasattr(changed, "idx") else getattr(changed, "target", None)
     if key in lowering.flat.changed_without_gradient and _without_tangent(node):
-        return  # what the caller has is the same tensor for autograd, before and after
+        return  # for autograd the caller's tensor is the same one before and after
     if type(changed).__name__ != "PlainAOTInput":
         name = lowering.flat.tensor(changed.target)[0] if hasattr(changed, "target") else changed
         raise CaptureError(

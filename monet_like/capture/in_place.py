@@ -1,4 +1,4 @@
-"""In-place operators, which a trace does not have: those that the model calls, and sums of gradients.
+"""In-place operators, which a trace does not have: the model's own in-place calls, and sums of gradients.
 
 Each saves plain PyTorch's step a tensor.
 """

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-#: What autocast can be active with; "": it is not active.
+#: Dtypes of autocast; "": autocast is off.
 AUTOCASTS = ("", "bfloat16", "float16")
 #: Memory layouts by name; "" is every other one.
 LAYOUTS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}

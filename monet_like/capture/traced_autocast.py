@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-#: What autocast casts with, and where it is implemented.
+#: The function by which autocast casts, and where it is implemented.
 _TO, _COMPOSITE = torch.ops.aten.to.dtype, torch._C.DispatchKey.CompositeImplicitAutograd
 
 

@@ -33,7 +33,7 @@ from .guards.recorder import Recorder
 from .guards.side_effects import keeping_generators
 from .known_values import KnownValues
 
-#: What to do instead of calling operators whose results have sizes that depend on values.
+#: Advice for operators whose results have sizes that depend on values.
 _ADVICE = {
     "aten._ctc_loss": "CTC loss with lengths in tensors needs memory that depends on their values; give the lengths as lists of "
     "numbers, or compute the loss outside the model",

@@ -71,7 +71,7 @@ class Values:
         self.written: dict[
             int, int
         ] = {}  # position of an input that the forward changes -> its position among the outputs
-        # What is remembered of operators.
+        # Facts remembered about operators.
         self.drawn: set[int] = set()  # noise that slots draw: the order of these slots counts
         self.noises: dict[
             fx.Node, int

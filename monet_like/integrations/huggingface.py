@@ -38,7 +38,7 @@ class MemoryBudget(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Schedule the model's training steps from now on."""
         model = others["model"]
-        _restore(model)  # what an earlier training that failed has left
+        _restore(model)  # left by an earlier training that failed
         self.wrapper = auto_schedule(model, memory_budget=self.memory_budget, **self.options)
         _schedule(model, self.wrapper)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import islice
 
-#: Rows of a table; what follows is counted.
+#: Rows that a table shows; further rows are only counted.
 MOST_ROWS = 30
 
 

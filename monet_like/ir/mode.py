@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from ..errors import UsageError
 
 WORDS = ("inplace", "conv", "multiway", "newnode")
-#: What a mode may ask for but never has of itself; `DROPIT` is followed by the share of elements to drop.
+#: Words that are off unless a mode names them; `DROPIT` is followed by the share of elements to drop.
 LOSSY_WORDS = ("lowp16", "lowp8")
 DROPIT = "dropit"
 #: As little in any mode of itself: values that wait for the backward on the host.

@@ -26,12 +26,12 @@ class Profile:
     """Costs of operators on one device, by `Task.cost`.
 
     Attributes:
-        device: what they were measured on, such as ``cpu: AMD EPYC, 2 threads`` or ``roofline: h100``.
+        device: the device of the measurement, such as ``cpu: AMD EPYC, 2 threads`` or ``roofline: h100``.
         costs: seconds and workspace of every operator; `REFUSED` what does not run there, in the file without seconds.
         note: how, in words: at which batch, and whether scaled.
         versions: of the libraries that ran.
         settings: of PyTorch and the environment that they ran with (`monet_like.profile.settings`); empty: not known.
-        cublas_bytes: what cuBLAS's workspaces take there (`monet_like.profile.cublas`); 0 in files that do not say.
+        cublas_bytes: size of cuBLAS's workspaces there (`monet_like.profile.cublas`); 0 in files that do not say.
     """
 
     device: str

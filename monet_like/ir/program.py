@@ -40,7 +40,7 @@ class Value:
         kind: ``parameter``, ``buffer`` and ``input`` are resident throughout; ``forward`` values are written
             by forward tasks, ``backward`` values (gradients) by slots.
         spec: dtype, shape and, where they are not row-major, strides, such as ``float32[184, 64, 112, 112]``.
-        host_bytes: what it takes of the host's memory, which no budget counts.
+        host_bytes: memory on the host, which no budget counts.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Call:
     Attributes:
         op: an operator's qualified name, such as ``aten.convolution.default``.
         args, kwargs: literals, and `Ref` for tensors, in tuples or lists.
-        outs: what receives the results: one `Ref`, or one per result (None: not wanted) when ``unpack``.
+        outs: where the results go: one `Ref`, or one per result (None: not wanted) when ``unpack``.
         unpack: the operator returns a tuple that is taken apart.
     """
 
@@ -101,7 +101,7 @@ class Task:
         overwrites: a value among ``reads`` whose storage becomes that of ``writes[0]``, or is released on the
             way and counts for it. After the task that value no longer exists.
         runs: ``first`` only in the forward, ``again`` only during the backward, or ``both``.
-        copies: a copy from or to the host, on the copy engine: ``whole``: what follows waits for it; ``start``: it
+        copies: a copy from or to the host, on the copy engine: ``whole``: the next task waits for it; ``start``: it
             runs beside what follows, and who reads what it writes waits; ``end``: the reader that is there for that.
         calls: the operator calls, in order. Planners never look at them.
     """
@@ -150,7 +150,7 @@ class Program:
         outputs: forward values that must exist at the end of the forward and then stay to the end of the
             step, because the caller holds them. Side effects (batch-norm statistics) are outputs of 0 bytes.
         tangents: backward values that exist when the backward starts; each is read by some slot.
-        gradients: backward values that stay to the end of the step once written: what ends up in ``.grad``.
+        gradients: backward values that stay to the end of the step once written: the gradients that end up in ``.grad``.
     """
 
     values: tuple[Value, ...]

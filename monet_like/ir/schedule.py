@@ -14,7 +14,7 @@ class Schedule:
     """The tasks to run. Everything else follows: a value is freed right after its last read.
 
     Attributes:
-        forward: indices into ``Program.tasks``, ascending: what the forward runs.
+        forward: indices into ``Program.tasks``, ascending: the tasks that the forward runs.
         again: for every backward slot, the tasks run again just before it, ascending.
         ways: for every backward slot, the index of the way it takes.
     """

@@ -42,15 +42,15 @@ class ScheduleRecord:
     """The content of a schedule file: a schedule, what it was made for and what it promises.
 
     Attributes:
-        schedule: what to run.
+        schedule: the tasks to run.
         model: the expression it was solved for, or the class name.
         inputs: the tensors it was solved for.
         mode: the mode string: which variants the program has.
         ablation: operator choice only, no recompute.
         budget_bytes: of the whole training step.
         optimizer, optimizer_bytes: whose state is counted, and how much that is.
-        cublas_bytes: what is counted for cuBLAS's workspaces (`monet_like.profile.cublas`); 0 in files that do not say.
-        device, versions: what the profile was measured on, and with.
+        cublas_bytes: bytes counted for cuBLAS's workspaces (`monet_like.profile.cublas`); 0 in files without this field.
+        device, versions: of the profile's measurement.
         fingerprint: of the program (`Program.fingerprint`).
         autocast: the autocast dtype the model was captured under, or "".
         layout: of the model's weights, as `InputSpec.layout`.

@@ -100,7 +100,7 @@ def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *,
 
     Args:
         program: the training step.
-        schedule: what to run.
+        schedule: the tasks to run.
         costs: seconds and workspace of every task.
         extra_bytes: resident memory beyond the program's, such as optimizer state.
 
@@ -125,8 +125,8 @@ class Moment(NamedTuple):
     writes, and its workspace.
 
     Attributes:
-        step: what the report says of it.
-        task: what runs.
+        step: the report's entry for it.
+        task: the task that runs.
         alive: bytes of the values that exist when it begins; the simulator's own, to be read before the next moment.
         host_bytes: on the host, of what is alive and written.
     """

@@ -31,7 +31,7 @@ _INPUT_SHAPES = {
     "inception_v3": (3, 299, 299),
     **dict.fromkeys(("nasnet", "amoebanet", "darts"), (3, 32, 32)),
 }
-#: What a name alone stands for.
+#: Models that can be named by one word.
 _OWN: Mapping[str, Callable[[], nn.Module]] = {
     "unet": UNet,
     "nasnet": nasnet,

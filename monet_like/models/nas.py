@@ -21,7 +21,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class CellGenotype:
-    """What a cell computes. State 0 is the cell before the last, state 1 the last; every pair of edges adds a state.
+    """The operations of a cell. State 0 is the cell before the last, state 1 the last; every pair of edges adds a state.
 
     Attributes:
         edges: (operation, the state that it reads); a state is the sum of two consecutive ones.

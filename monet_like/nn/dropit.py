@@ -127,7 +127,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 @dataclass
 class Dropped:
-    """What a changed layer drops: ``share`` of its input's elements, by a strategy's name.
+    """The elements that a changed layer drops: ``share`` of its input, chosen by a named strategy.
 
     Attributes:
         freed_bytes: by how much the last forward's cache was smaller than its input.

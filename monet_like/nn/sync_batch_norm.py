@@ -3,7 +3,7 @@
 Three steps forward (this process's statistics, gathered over the group, the normalisation) and three backward (sums,
 reduced over the group, the gradient). The second of each communicates. It is done once in every step and in the order of
 the program, whatever the schedule: so processes make their collectives in the same order even where their schedules
-differ. The rest is local and can be run again.
+differ. All other operators are local and can be recomputed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_synchronised(model: nn.Module) -> bool:
 
 
 def world() -> tuple[str, int]:
-    """Name and size of the default process group; what SyncBatchNorm does depends on it."""
+    """Name and size of the default process group, on which SyncBatchNorm's operators depend."""
     if not (dist.is_available() and dist.is_initialized()):
         return "", 1
     group: Any = dist.group.WORLD

@@ -168,7 +168,7 @@ class BackwardBytes:
     Attributes:
         before: for every slot, alive while tasks run again before it: made earlier and read by this slot or later.
         during: these and the slot's results.
-        possible: for every slot, the ways that may run: those that overwrite nothing that is read later.
+        possible: for every slot, the ways that may run, because they overwrite nothing that is read later.
     """
 
     before: tuple[int, ...]
@@ -231,8 +231,8 @@ def fitting_runs(
 ) -> tuple[frozenset[int], ...]:
     """For every slot, the tasks whose rerun before it fits into the budget in some schedule.
 
-    A rerun takes at least what it reads and writes, and the values that are alive then in every schedule: those that a
-    later slot reads in all its ways and that no rerun in between can make. Every rerun that is ruled out may add such
+    A rerun takes at least what it reads and writes, and the values that are alive then in every schedule: a later
+    slot reads them in all its ways, and no rerun in between can make them. Every rerun that is ruled out may add such
     values, so this is repeated until nothing changes.
     """
     needs, backward = find_needs(program), find_backward_bytes(program)

@@ -16,7 +16,7 @@ class Plan:
     """A schedule within the budget, judged by `simulate`, and how good it is known to be.
 
     Attributes:
-        schedule: what to run.
+        schedule: the tasks to run.
         report: the simulator's report on it; ``report.peak_bytes`` is within the budget.
         status: ``optimal``: proven to be within the gap asked for; ``feasible``: not proven.
         bound_seconds: no schedule of the kind that ``bound_kind`` names is faster; 0 if nothing is known.
@@ -25,7 +25,7 @@ class Plan:
         gap: ``(report.seconds - bound_seconds) / report.seconds``.
         rows, columns: size of the integer program; 0 for other strategies.
         solver: the solver asked for; "" for strategies without one.
-        found_by: what found the schedule: a stage of `Search` (``greedy``, ``parts``, ``heuristic``, ``bound``, ``lowest
+        found_by: name of the stage that found the schedule: a stage of `Search` (``greedy``, ``parts``, ``heuristic``, ``bound``, ``lowest
             peak``, ``start``), a solver's name, or the strategy's.
         stage_seconds: wall seconds of the stages ``parts``, ``heuristic``, ``bound``, ``build`` and ``solve`` of `Search`,
             or of the strategy.

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: What a step left, by name. The first word of a name is its kind: ``output``, ``gradient`` or ``buffer``.
+#: The tensors after a step, by name. The first word of a name is its kind: ``output``, ``gradient`` or ``buffer``.
 Tensors = Mapping[str, "torch.Tensor | None"]
 
 #: By name, how far a tensor is from another: the root of the mean square, and the largest absolute value.
@@ -35,7 +35,7 @@ TOLERANCE = {8: 1e-10, 4: 1e-4, 2: 2e-2}
 #: The same for float32 where products run in TF32: eight times its unit roundoff of 2**-11, 0.4 %. One product differs by
 #: about one, n in a row by about the root of n.
 TF32_TOLERANCE = 8 * 2.0**-11
-#: So many times what rounding does to plain PyTorch may the difference be.
+#: A difference may be this many times the difference that rounding alone makes in plain PyTorch.
 ROUNDING_FACTOR = 4.0
 #: Relative difference that no rounding excuses. (Plain ResNet-18 under autocast to bfloat16 is 0.5 from float64.)
 MOST = 0.75
@@ -52,7 +52,7 @@ class Verdict:
         name: such as ``gradient of conv1.weight``.
         error: relative difference, the larger of the two norms; 0 for equal bits, infinite for what cannot be compared.
         rounding: the same between plain PyTorch and the steps that differ from it by rounding alone.
-        allowed: what ``error`` may be.
+        allowed: the largest allowed ``error``.
         reason: why it is wrong, in words; "" if it is right.
     """
 
@@ -72,7 +72,7 @@ def differences(plain: Tensors, other: Tensors, known: Differences | None = None
     """The differences between the results of two steps, by name; the larger of them and ``known``.
 
     Args:
-        plain, other: what plain PyTorch's step left, and one that differs from it by rounding alone, such as in float64.
+        plain, other: tensors after plain PyTorch's step, and after one that differs from it by rounding alone, such as in float64.
         known: of further such steps. Their tensors need not be kept.
     """
     made = dict(known or {})
@@ -89,8 +89,8 @@ def compare(
     """Compare the results of a step (outputs, gradients, buffers) with plain PyTorch's.
 
     Args:
-        plain: what plain PyTorch's step left.
-        found: what the step in question left.
+        plain: tensors after plain PyTorch's step.
+        found: tensors after the step in question.
         rounding: `differences` to steps of plain PyTorch that differ from ``plain`` by rounding alone.
         eps: `torch.finfo.eps` of the dtype that was computed in, where that is not the tensors' own (autocast, TF32).
         tf32: products of float32 may have run in TF32.

@@ -1,4 +1,4 @@
-"""Functional forms of operator calls: what TorchInductor may fuse, and how a call in place is written without side effects."""
+"""Functional forms of operator calls: which calls TorchInductor may fuse, and how an in-place call is written functionally."""
 
 from __future__ import annotations
 

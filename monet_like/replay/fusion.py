@@ -7,7 +7,7 @@ A piece is as long as this holds, and else is cut:
 * no value is written that the piece has touched before: a value and its rerun are never in one graph, where Inductor
   would merge them;
 * what exists before the piece, and what the compiled piece allocates while it runs, stay within the schedule's peak.
-  That is measured when the piece is built, not estimated. What is made and dies inside the piece may never exist.
+  That is measured when the piece is built, not estimated. A value that is made and dies inside the piece may never exist.
 
 Operators that write in place write in place still: the graph computes the new contents and copies them back last.
 """
@@ -81,7 +81,7 @@ class _Piece:
     Attributes:
         run: None: not to be used.
         name: in generated code.
-        rise_bytes: what it allocates at most, results included.
+        rise_bytes: the most that it allocates, results included.
     """
 
     run: Compiled | None
@@ -94,7 +94,7 @@ def fuse(captured: Captured, blocks: Sequence[Block], before_bytes: Sequence[int
 
     Args:
         before_bytes: for every task of all blocks in order, the bytes that exist when it begins.
-        limit_bytes: what must not be exceeded at any time.
+        limit_bytes: limit of the memory at any time.
     """
     return _Fuser(captured, limit_bytes).run(blocks, before_bytes)
 

@@ -22,7 +22,7 @@ def check_inductor(device: torch.device) -> None:
     """Whether Inductor can compile for ``device``.
 
     Raises:
-        UsageError: what it needs is missing: a C++ compiler for the CPU, Triton for a GPU.
+        UsageError: a tool is missing: a C++ compiler for the CPU, Triton for a GPU.
     """
     if device.type != "cpu":
         from torch.utils._triton import has_triton
@@ -67,7 +67,7 @@ def compile_function(function: Callable[..., list[torch.Tensor]], like: Sequence
     with mode:
         graph = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
     end: Any = graph.graph.output_node()
-    # What the caller sees keeps its strides; Inductor chooses those of everything else.
+    # Results for the caller keep their strides; Inductor chooses the strides of all other tensors.
     end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
     with config.patch({"triton.cudagraphs": False}):  # a CUDA graph would keep memory of its own
         compiled: Any = compile_fx_inner(graph, fakes, is_inference=True)

@@ -67,8 +67,8 @@ class Step:
         backward: from what ``saved`` and then ``tangents`` list to the gradients of one segment after the other.
         saved: values that the backward reads.
         tangents: (position among the outputs, value) of the incoming gradients that it reads.
-        fused: what Inductor compiled.
-        reads: what the model reads beside tensors, as it was when the model was captured; None: nothing is known.
+        fused: code that Inductor compiled.
+        reads: Python values that the model read when it was captured; None: not recorded.
         for_row_major: the same step, whose backward takes incoming gradients in row-major order, where the model's results lie
             in another: plain PyTorch's kernels round differently for another layout. None: it takes copies.
     """

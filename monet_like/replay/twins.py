@@ -65,7 +65,7 @@ def workspace_of_twin(captured: Captured, task: Task) -> int:
             inputs: list[Any] = [metas[value].empty() for value in task.reads]
             with counter:
                 run(inputs)
-    except (RuntimeError, NotImplementedError):  # what it makes depends on numbers, and here are none
+    except (RuntimeError, NotImplementedError):  # its result's shape depends on values, and fake tensors have none
         return _UNKNOWN * sum(metas[value].storage_bytes for value in (*task.reads, *task.writes))
     made = task.writes if task.overwrites is None else task.writes[1:]  # the first lies in what is overwritten
     return max(0, counter.peak_bytes - sum(metas[value].storage_bytes for value in made))

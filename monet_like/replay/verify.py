@@ -91,7 +91,7 @@ def judged(model: nn.Module, example: Example, mine: Tensors, theirs: Tensors) -
 
     Args:
         model, example: that plain PyTorch made ``mine`` of; the model is copied.
-        mine, theirs: what `everything_after_a_step` found for plain PyTorch and for the step in question.
+        mine, theirs: results of `everything_after_a_step` for plain PyTorch and for the step in question.
     """
     device = device_of(model)
     autocast = autocast_name(device)
@@ -162,7 +162,7 @@ def _as_double(example: Example) -> Example:
 def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:
     """Measured peak memory of a whole step in bytes: resident tensors and what the step allocates, without the loss.
 
-    What cuBLAS keeps from one step to the next is not in it; schedules count it beside (`ScheduleRecord.cublas_bytes`).
+    Workspaces that cuBLAS keeps between steps are not in it; schedules count them in `ScheduleRecord.cublas_bytes`.
     """
     model.zero_grad(set_to_none=True)
     have_workspaces(device)

@@ -206,7 +206,7 @@ class ScheduleWrapper(StandIn):
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None, change: Change | None
     ) -> tuple[ScheduleRecord, Captured]:
-        """The schedule for these arguments and its captured program. ``change``: what has changed since an earlier capture."""
+        """The schedule for these arguments and its captured program. ``change``: the difference from an earlier capture."""
         record = self.record
         if reason := mismatch(record, self._model, args, kwargs):
             raise ScheduleFileError(reason)

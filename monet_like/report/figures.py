@@ -39,7 +39,7 @@ class Run:
         again: a forward task run again.
         begins, seconds: when it starts within the step, and how long it takes.
         bytes: memory while it runs, by kind, in the order of `KINDS`.
-        made_bytes: what it writes.
+        made_bytes: size of its results.
     """
 
     task: str
@@ -83,7 +83,7 @@ class Course:
 
     @property
     def kept_bytes(self) -> int:
-        """What the forward has kept for the backward when that starts."""
+        """Bytes that the forward has kept when the backward starts."""
         first = next((run for run in self.runs if run.slot is not None), None)
         return first.bytes[_PLACE["kept"]] if first else 0
 
@@ -141,7 +141,7 @@ def course(
     for step, task, alive, _ in moments(program, schedule, costs, extra_bytes=extra_bytes):
         layer = layers[task.writes[0]] if task.writes else OUTSIDE
         parts = [*always, *((layers[v], places[v], count) for v, count in alive.items() if v != task.overwrites)]
-        if step.again:  # what it makes is no longer what the forward kept
+        if step.again:  # its results are no longer those that the forward kept
             places.update((v, _PLACE["recomputed"]) for v in task.writes)
         parts += [(layers[v], places[v], values[v].bytes) for v in task.writes]
         parts.append((layer, _PLACE["workspace"], cost_of(task, costs).workspace_bytes))

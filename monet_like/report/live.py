@@ -39,7 +39,7 @@ def live_step(
     """Run one training step of ``schedule`` and measure its memory; see `check.train_step`.
 
     Args:
-        model: what was captured; its gradients are removed.
+        model: the captured model; its gradients are removed.
         example: real inputs on the model's device.
         extra_bytes: counted on top: optimizer state, which no step allocates, and cuBLAS's workspaces, which outlive it.
     """

@@ -39,7 +39,7 @@ class Figures:
         record: the schedule file.
         plain, ours: the two steps.
         device: whose costs these are.
-        fronts: what other strategies find; empty if that was not asked for.
+        fronts: fronts of other strategies; empty if they were not asked for.
         live: a real step, if one was run.
     """
 

@@ -21,7 +21,7 @@ class Block:
 
     Attributes:
         takes: values passed in, as one list that the function empties.
-        tasks: what it runs, in order.
+        tasks: the tasks that it runs, in order.
         results: tensors it returns: (view calls, ref) each; their values must exist at the end.
         carries: values handed on, as a list.
     """
@@ -42,7 +42,7 @@ def compile_block(
 
     Args:
         name: appears in tracebacks.
-        functions: what is called for operators of these names; PyTorch's own for all others.
+        functions: replacements for operators of these names; all others are PyTorch's own.
         before: called before every task.
     """
     writer = _Writer(functions or {}, before)

@@ -23,7 +23,7 @@ from ..ir.units import MIB, format_bytes
 
 #: A file is written and read in pieces of this size, so that no more of it is in the process's memory at once.
 _PIECE_BYTES = 8 * MIB
-#: What is still being written on CUDA, with the event of its end: nobody may get that memory, whatever else fails.
+#: Buffers that CUDA is still writing, each with the event of its end: their memory must not be reused before.
 _under_way: list[tuple[Any, Tensor]] = []
 
 

@@ -9,7 +9,7 @@ With ``conv`` the gradients of an activation and of the batch norm before it are
 or in one that reads the batch norm's input alone and makes the activation's input from it. The latter sums in another
 order and agrees to rounding. So do statistics summed in vectors, and SiLU, whose exponential is our own.
 
-What is joined before a batch norm need not be: all of this can read the parts where they are.
+A concatenation before a batch norm is not needed: all of these operators can read its parts where they are.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _RELU: Activation = ("clamp", 0.0, math.inf)
 
 @dataclass(frozen=True)
 class Chain:
-    """What follows a batch norm and can be done with it.
+    """The operators after a batch norm that can be fused with it.
 
     Attributes:
         tasks: PyTorch's own, in order; each result but the last is read by the next alone.
-        residual: what is added, or None.
+        residual: the tensor that is added, or None.
         activation: at the end.
     """
 
@@ -66,7 +66,7 @@ def offer(editor: Editor) -> None:
         chain, parts = _following_alone(editor, out.name, added), _parts(editor, x)
         rounds = "conv" if call.op == CUDNN else ""
         statistics = (x, weight, bias, save_mean, save_invstd)
-        # The residual may be made after the batch norm: what reads it stands where the addition stood.
+        # The residual may be made after the batch norm, so the fused task stands where the addition stood.
         place = {} if chain.residual is None else {"before": chain.tasks[0]}
         result = chain.tasks[-1].writes[0] if chain.tasks else out.name
         options = (chain.residual, *chain.activation)
@@ -103,7 +103,7 @@ def offer(editor: Editor) -> None:
 
 
 def _parts(editor: Editor, x: Any) -> tuple[Ref, ...]:
-    """What ``x`` is joined from along the channels, if it can be read there: whole values, contiguous, of whole images."""
+    """The parts that ``x`` concatenates along the channels, if each is a whole contiguous value; else nothing."""
     makers = [call for task, call in editor.find("aten.cat.default") if task.writes == (getattr(x, "name", None),)]
     if len(makers) != 1 or makers[0].args[1:] != (1,) or not editor.metas[x.name].contiguous:
         return ()
@@ -133,7 +133,7 @@ def _offer_synchronised(editor: Editor, added: set[str]) -> None:
 
 
 def _following_alone(editor: Editor, value: int, added: set[str]) -> Chain:
-    """What follows a batch norm; where both operands of an addition are batch norms, one takes it along."""
+    """The operators after a batch norm; if both operands of an addition are batch norms, only one of them gets the addition."""
     chain = following(editor, value)
     if chain.residual is None:
         return chain
@@ -163,7 +163,7 @@ def following(editor: Editor, value: int) -> Chain:
 
 
 def _activation(call: Call) -> Activation | None:
-    """What a call of the forward does to one tensor, if a fused operator does it too."""
+    """The activation that a forward call applies to one tensor, if the fused operators know it."""
     numbers = [float(value) for value in call.args[1:] if isinstance(value, int | float)]
     if call.op == "aten.relu.default":
         return _RELU

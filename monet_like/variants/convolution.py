@@ -161,7 +161,7 @@ def _gradient_by_algorithms(
     """Calls of each algorithm for the gradient of the input, or of the weight and, if wanted, the bias."""
     grad, x, weight, _, stride, padding, dilation, _, _, groups, (of_input, _, of_bias) = call.args
     settings = (stride, padding, dilation, groups)
-    # What either tensor has for a shape, the gradient for it has too.
+    # The gradient has the shape of its tensor.
     wanted = next(out for out in call.outs if out is not None)
     shape = editor.metas[wanted.name].shape  # type: ignore[index]
     if of_input:

@@ -3,7 +3,7 @@
 The words ``lowp16`` and ``lowp8`` admit it. The forward copies the exact value into the smaller type; in the backward,
 and only there, a task restores the value from its copy. So outputs, loss and buffers are exact: the forward never reads
 a restored value, and no restored value is copied again. In the backward gradients and recomputed tasks may read it;
-what is recomputed from it is as inexact as the restored value.
+values recomputed from it are as inexact as the restored value.
 
 Left out are statistics and other second results, which are small and enter every element; the noise of dropout, which
 has one bit; and casts of parameters, which are cheaper to recompute.

@@ -196,7 +196,7 @@ def _merge_gradients(editor: Editor, norm: _Norm) -> None:
     if taken and editor.metas[taken[0]].storage_bytes != editor.metas[found.results[0]].storage_bytes:
         return
     plain = editor.in_turn(own, inner, **({"overwrites": taken[0]} if taken else {}))
-    plain = replace(plain, writes=found.results)  # what is overwritten becomes the first of them
+    plain = replace(plain, writes=found.results)  # the tensor that is overwritten becomes the first of them
     views = {call.outs[0]: call for way in own for call in way.calls[:-1]}
     calls = [*norm.views]
     for ref in (found.grad, found.residual):
@@ -221,7 +221,7 @@ def _add_views(calls: list[Call], views: dict[Ref | None, Call], ref: Ref | None
 
 @dataclass(frozen=True)
 class _Gradients:
-    """The backward of a norm: what it reads and writes.
+    """The backward of a norm: its inputs and results.
 
     Attributes:
         grad: the incoming gradient.

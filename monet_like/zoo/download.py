@@ -28,7 +28,7 @@ URL_VARIABLE = "MONET_LIKE_ZOO_URL"
 TIMEOUTS = (10.0, 30.0)
 #: How often a download that breaks off is taken up again, and the seconds before, which double.
 ATTEMPTS, PAUSE = 4, 0.5
-CHUNK_BYTES = 1024  # what comes before an end in the middle of a piece is lost
+CHUNK_BYTES = 1024  # bytes before an end in the middle of a piece are lost
 
 #: Called with bytes so far and bytes in all.
 Progress = Callable[[int, int], None]
@@ -96,7 +96,7 @@ def download(file: ZooFile, url: str | None = None, progress: Progress | None = 
             path=target.parent,
             downloader=_Resuming(file.bytes, part, progress),
         )
-    except ValueError as error:  # what pooch raises for another hash; UsageError is one too
+    except ValueError as error:  # pooch raises it for another hash; UsageError is one too
         if isinstance(error, UsageError):
             raise
         part.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Files of the zoo: one readable JSON file holds all schedules of a model at one batch.
 
-A line for every schedule, with the fields of a schedule file. What all of them share stands once, above. Nothing in such
+A line for every schedule, with the fields of a schedule file. Fields that all of them share stand once, above. Nothing in such
 a file can run: it is read as JSON, and every schedule then as a schedule file is (`ScheduleRecord.of_content`).
 """
 
@@ -51,7 +51,7 @@ def save(path: Path, records: Mapping[str, ScheduleRecord]) -> None:
 
 
 def _place(field: str) -> tuple[bool, str]:
-    """Order of fields: what people read first, lists of task numbers last."""
+    """Order of fields: fields for people first, lists of task numbers last."""
     return field in ("forward", "again", "ways"), field
 
 

@@ -52,18 +52,18 @@ class Listed:
 
     Attributes:
         name: model, batch and budget, such as ``resnet50_184_10.00``.
-        profile: what it was planned for: a device of `roofline.DEVICES`, or a machine.
+        profile: the target of the plan: a device of `roofline.DEVICES`, or a machine.
         kind: ``roofline``: datasheet rates; ``measured``: operators ran on that device.
         profile_source: ``roofline:a100 version 1``, or a profile's file within the folder.
-        device: ``cuda`` or ``cpu``: what the program was captured as.
+        device: ``cuda`` or ``cpu``, for which the program was captured.
         captured_there: captured on such a device; else as on it, without one.
         path: of the file that has it, as `ZooFile.path`.
-        model, batch, mode: what it is for, as the command line takes them.
+        model, batch, mode: as the command line takes them.
         inputs: dtype and shape of every input.
         budget_bytes, peak_bytes, plain_peak_bytes: of the step; the peaks predicted.
         seconds, plain_seconds: predicted, from the profile.
-        bound_seconds, gap, bound_kind: what is proven; None: nothing.
-        solver: what was asked to plan: ``counted`` (the same schedule again at every build), or a solver's name.
+        bound_seconds, gap, bound_kind: the proven bound; None: there is none.
+        solver: the planner: ``counted`` (the same schedule again at every build), or a solver's name.
         solve_seconds: how long that took.
         torch: the version it was captured with.
         fingerprint: of the program.
@@ -283,7 +283,7 @@ class Registry:
         return dataclasses.replace(rest, refused=tuple(rows))
 
     def without(self, rows: Iterable[Listed | Refused]) -> Registry:
-        """The registry without some of its rows, and files without these schedules; what is empty then goes."""
+        """The registry without some of its rows, and files without these schedules; files that become empty are removed."""
         gone = list(rows)
         changed = dataclasses.replace(
             self,

@@ -1,1 +1,1 @@
-"""What a model's step reads and sets besides tensors, and whether it changed since the capture."""
+"""Guards: the Python values that a model's step reads or sets, and whether they changed since the capture."""

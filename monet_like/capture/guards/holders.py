@@ -27,7 +27,7 @@ class Holder:
         held: the object.
         own_path: the path of what is not named after the place where it is found.
         compared: whether ``flat`` is to be compared before every step.
-        drawn: what the forward takes from it is new every time, and cannot be put back.
+        drawn: every value that the forward takes from it is new, and cannot be put back.
     """
 
     own_path = ""

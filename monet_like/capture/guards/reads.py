@@ -44,8 +44,8 @@ class Roots:
     Attributes:
         names: that occur in the code that ran: of objects that are no modules, attributes of these names are looked at.
         attributes: by the qualified name of a module of the model, the attributes that were read.
-        absent: those that it was asked for and had not.
-        others: what was read of modules that are not in the model, by identity of the module, which is kept.
+        absent: attributes that were asked for and were not there.
+        others: attributes read from modules outside the model, by identity of the module, which is kept alive.
         variables: global variables, the name of their Python module, and the names of those that were read.
         arguments: of the call, those that are no tensors.
         late_names, late_attributes: as ``names`` and ``attributes``, of code that ran in the backward.
@@ -84,7 +84,7 @@ class Roots:
         return walk
 
     def is_late(self, place: Place, label: Any) -> bool:
-        """Whether code that runs in the backward may read it: what a container holds, if it names what the container is in."""
+        """Whether code that runs in the backward may read it; members of a container count by the container's own place."""
         holder = place.holder
         if isinstance(holder, Attributes) and isinstance(holder.held, nn.Module):
             return label in self.late_attributes.get(place.path.partition(".")[2], ())

@@ -1,6 +1,6 @@
 """Records the values beside tensors that a model's forward and backward read and set while they are traced.
 
-What they set is put back: a schedule does not set it again.
+Values that they set are put back afterwards, because a schedule does not set them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Recorder:
         self.variables: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self.in_backward = self._python_in_backward = False
         self._codes: dict[int, types.CodeType] = {}  # entered, by identity
-        self._entered: set[int] = set()  # those that were entered in this forward, or in this backward
+        self._entered: set[int] = set()  # of the code objects entered in this forward, or in this backward
         self._attributes_read: dict[int, set[str]] = {}  # likewise, by identity of a module
         self._modules: dict[int, nn.Module] = {}
         self._copies: list[tuple[Place, Any]] = []  # as it was before the trace
@@ -131,7 +131,7 @@ class Recorder:
                 "not; register the hook on the wrapper's results or on parameters, or compute it outside the model"
             )
 
-    # What is set ----------------------------------------------------------------------------------------------
+    # Values that are set ----------------------------------------------------------------------------------------------
 
     def _found(self, place: Place) -> None:
         self._copies.append((place, place.holder.copy()))
@@ -148,7 +148,7 @@ class Recorder:
         for place, copy in self._copies:
             place.holder.put_back(copy)
 
-    # What is read ---------------------------------------------------------------------------------------------
+    # Values that are read ---------------------------------------------------------------------------------------------
 
     def _path(self, module: nn.Module) -> str:
         name = self.known.get(id(module))
@@ -212,7 +212,7 @@ class Recorder:
             self._walk.follow(value, path, hooks=hooks)
 
     def _trace_function(self, others: Any) -> Any:
-        """What Python calls for every function that is entered."""
+        """Trace function that Python calls for every function that is entered."""
         entered = self._entered
 
         def alone(frame: types.FrameType, event: str, argument: Any) -> Any:
@@ -268,7 +268,7 @@ class Recorder:
 
 
 class _Untraced(TorchFunctionMode):
-    """What PyTorch calls in its own functions is not looked at: Python traces slowly.
+    """Switches tracing off inside PyTorch's own functions, because Python traces slowly.
 
     Attributes:
         hooked: whether a hook may have been registered, which runs in the backward.
@@ -291,7 +291,7 @@ class _Untraced(TorchFunctionMode):
 
 
 def _set_by_pytorch(module: nn.Module) -> set[str]:
-    """What weight norm, spectral norm and pruning compute before every call; and recurrent nets' lists of weights."""
+    """Attributes that PyTorch sets before every call: by weight norm, spectral norm, pruning and recurrent layers."""
     hooks = vars(module)["_forward_pre_hooks"].values()
     found = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) or "" for hook in hooks}
     return found | ({"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-#: What is asked before every step, by the name under which a change is reported. Settings that only the kernels read, such
+#: Functions that read each setting before every step, by the name used in messages. Settings that only the kernels read, such
 #: as those for TF32, are not among them: they act on a schedule's operators as on PyTorch's own.
 SETTINGS: dict[str, Callable[[], Any]] = {
     # batch norm by cuDNN or by ATen's kernels, recurrent layers, grid_sample

@@ -88,7 +88,7 @@ def _generator_unset(who: str) -> Iterator[None]:
 
 
 def _generators() -> Iterator[tuple[str, Callable[[], object]]]:
-    """What changes the state of each generator, and how to read it."""
+    """The methods that change the state of each kind of generator, and how to read that state."""
     yield "seeds PyTorch's random generator", _torch_state
     yield "draws Python's random numbers", random.getstate
     if "numpy" in sys.modules:

@@ -70,8 +70,8 @@ class Walk:
         found: called for every place when it is found, before its contents are followed.
 
     Attributes:
-        places: what can change.
-        forms: what was found, by path: equal in two walks where the values are.
+        places: the values found that can change.
+        forms: a comparable form of each value found, by path: equal in two walks where the values are equal.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Walk:
             self._look_into(self._waiting.popleft())
 
     def form(self, value: Any, path: str, *, hooks: bool = False) -> Any:
-        """The form of a value; what is behind it waits for `run`."""
+        """The comparable form of a value; its members wait for `run`."""
         if (plain := form_of_plain(value)) is not None:
             return plain
         if isinstance(value, tuple):

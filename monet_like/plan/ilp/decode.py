@@ -72,7 +72,7 @@ def _carried(formulation: Formulation, schedule: Schedule) -> list[tuple[int, in
 
 
 def neighbourhood(formulation: Formulation, x: NDArray[Any], stages: Iterable[int], reach: int) -> NDArray[np.bool_]:
-    """Columns to leave free when a solution breaks a memory row in one of ``stages``: those that could repair it.
+    """Columns that could repair a memory row which a solution breaks in one of ``stages``; they are left free.
 
     These are all ways, the reruns at most ``reach`` slots before a broken stage or just after it, and all columns
     about the values carried into or out of one. The other integral columns may stay as they are in ``x``.

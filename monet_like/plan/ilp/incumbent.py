@@ -35,7 +35,7 @@ class Incumbent:
     """The best plan and the best bounds of one search.
 
     Attributes:
-        program, costs, budget_bytes, extra_bytes: what is planned, as of `monet_like.plan.plan`.
+        program, costs, budget_bytes, extra_bytes: the problem, as in `monet_like.plan.plan`.
         gap: relative gap at which the search may stop.
         allowed: a further condition on plans; a schedule that it refuses does not become the incumbent.
         progress: called with a line for people at every change.
@@ -87,7 +87,7 @@ class Incumbent:
         """Report who is at work, and the incumbent, bound, gap and seconds so far.
 
         Args:
-            incumbent, bound: what a solver that is at work has, in seconds of a step.
+            incumbent, bound: of the running solver, in seconds of a step.
             kind: of that bound.
         """
         if self.progress is None:

@@ -75,7 +75,7 @@ class PricedPath:
 
 
 class Case(NamedTuple):
-    """What a part's program assumes of the backward of its neighbours.
+    """Assumptions of a part's program about the backward of its neighbours.
 
     Attributes:
         part: the part's number.

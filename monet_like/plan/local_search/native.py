@@ -69,7 +69,7 @@ class NativeEngine:
 
     def __init__(self, tables: Tables, loaded: ctypes.CDLL) -> None:
         self.t, self.library = tables, loaded
-        self.held: list[Any] = []  # what the structure points to
+        self.held: list[Any] = []  # arrays that the structure points to
         members = [m for ms in tables.members for m in ms]
         ways = [w for ws in tables.ways for w in ws]
         self.tasks = [m.task for m in members]

@@ -86,7 +86,7 @@ class Settings:
     """Settings of one simulated annealing.
 
     Attributes:
-        budget_bytes: what the peak should not exceed.
+        budget_bytes: limit of the peak.
         evaluations, most_steps: it ends after this many policies, or this many runs of tasks in all of them.
         seed: of the random changes.
         first_weight, last_weight: the penalty for exceeding the budget by once the budget, as a multiple of the
@@ -113,7 +113,7 @@ class Settings:
 
 @dataclass
 class Runs:
-    """What a policy's schedule runs: tasks of the forward and before every slot, and the way of every slot."""
+    """The runs of a policy's schedule: tasks of the forward and before every slot, and the way of every slot."""
 
     forward: list[int]
     again: list[list[int]]
@@ -173,13 +173,13 @@ class Tables:
         first_seconds, again_seconds: of the fastest member that may run in the forward, or again; inf if none.
         first, again: for every value, the classes that may make it in the forward, or again.
         options: for every slot, its options as numbers into ``option_reads`` and ``ways``.
-        option_reads, ways: what every option reads, and the ways that read just that, the fastest first.
+        option_reads, ways: the values that every option reads, and the ways that read exactly these, the fastest first.
         before, during: bytes of backward values when a slot's tasks run again, and during the slot.
         uses: for every value, the slots that may read it.
         stages: the slots before which it can be of use to run a task again, ascending.
         ends: for every value, how many of these come up to the last that can use it.
-        changeable: values that may or may not be kept: those that can be made again, and values that only serve to make
-            others again.
+        changeable: values that the search may keep or drop: values that can be recomputed, and values that only serve to
+            recompute others.
     """
 
     bytes: tuple[int, ...]

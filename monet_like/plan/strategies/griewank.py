@@ -62,7 +62,7 @@ class _Chain:
                 links.append([])
         slots: list[int] = []
         current = max((link_of[v] for ways in program.slots for v in ways[0].reads if v in link_of), default=0)
-        links = links[: current + 1]  # what comes after is never reversed
+        links = links[: current + 1]  # later tasks are never reversed
         for slot, k in zip(program.slots, forward.schedule.ways, strict=True):
             needed = [link_of[v] for v in program.forward_reads(slot[k]) if v in link_of]
             current = min(current, max(needed, default=current))

@@ -85,7 +85,7 @@ def best_vertices(reads: Sequence[frozenset[int]], weights: Sequence[int]) -> tu
         for end in (low, high):
             if objective(bounds[end]) < objective(best):
                 best = bounds[end]
-        # What is kept at a bound in between is no less than at the upper end, and the bound no less than the lower.
+        # A bound in between keeps at least the bytes of the upper end, and is at least the lower end.
         if high - low > 1 and objective(bounds[high]) - bounds[high] + bounds[low + 1] < objective(best):
             middle = (low + high) // 2
             stretches += [(low, middle), (middle, high)]
