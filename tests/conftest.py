@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,43 @@ import torch  # noqa: E402
 from monet_like import ops  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests that are marked slow")
+
+
+def _asks_for_slow(config: pytest.Config) -> bool:
+    return bool(config.option.all or config.option.markexpr or any("::" in argument for argument in config.args))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out, unless ``--all``, ``-m`` or the name of a test asks for them.
+
+    ``@pytest.mark.slow(but=["tied"])`` marks all cases of a test but these; ``slow(every=10)`` all but each tenth.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        slow = item.get_closest_marker("slow")
+        if slow is None or not isinstance(item, pytest.Function):
+            continue
+        name = item.nodeid.partition("[")[0]
+        case = seen[name]
+        seen[name] += 1
+        quick = item.callspec.id in slow.kwargs.get("but", ()) if hasattr(item, "callspec") else False
+        if quick or ("every" in slow.kwargs and case % slow.kwargs["every"] == 0):
+            item.own_markers.remove(slow)
+    if _asks_for_slow(config):
+        return
+    left_out = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not _asks_for_slow(config):
+        terminalreporter.write_line("Tests marked slow were left out; pytest --all runs everything.")
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,7 @@ def script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 # The script ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_net_end_to_end(tmp_path: Path) -> None:
     """Checked bit by bit; less memory, by as much as was predicted."""
     done = script(
@@ -102,6 +103,7 @@ def test_wrong_options(options: str, expected: str) -> None:
     assert (done.exit_code, done.stderr.strip()) == (2, f"error: {expected}")
 
 
+@pytest.mark.slow
 def test_every_net_of_the_table_can_be_built() -> None:
     assert list(PUBLISHED) == list(ARCHS)
     assert len(ARCHS) == 18
@@ -114,6 +116,7 @@ def test_every_net_of_the_table_can_be_built() -> None:
 # The nets of cells --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("nasnet", 3_830_950), ("amoebanet", 3_145_078), ("darts", 3_349_342)])
 def test_by_name(name: str, count: int) -> None:
     for expression in (name, f"monet_like.models.{name}", f"monet_like.models.{name}(cells=20)"):
@@ -151,6 +154,7 @@ def test_shapes(make: type[CellNetwork]) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", NETS)
 def test_cells_train_under_a_schedule(make: type[CellNetwork]) -> None:
     """Bit by bit as without, by OGC's segments, and with a smaller batch than was planned for."""
@@ -192,6 +196,7 @@ def ogc_schedule(captured: Captured) -> Schedule:
     return ogc(captured.program, costs_of(captured), NO_LIMIT)
 
 
+@pytest.mark.slow
 def test_statistics_masks_and_inputs_without_gradient() -> None:
     """Planning leaves the model alone; one step moves running statistics once and draws each mask once."""
     model, images = Blocks().train(), torch.randn(4, 3, 16, 16)
@@ -210,6 +215,7 @@ def test_statistics_masks_and_inputs_without_gradient() -> None:
     assert {int(m.num_batches_tracked) for m in wrapped.modules() if isinstance(m, nn.BatchNorm2d)} == {1}
 
 
+@pytest.mark.slow
 def test_the_last_segment_is_not_run_again() -> None:
     """What is run again is at most one forward, the last segment apart; nothing of that, nothing twice."""
     model, images = Blocks().train(), torch.randn(4, 3, 16, 16)
@@ -246,6 +252,7 @@ def test_noise_stands_beside_its_reader() -> None:
     assert attach_sources(early, [True, False, False, False]) == early
 
 
+@pytest.mark.slow
 def test_segments_hold_several_dropouts() -> None:
     """Forty layers with dropout: not every layer's result is kept."""
     layers = [layer for _ in range(40) for layer in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1))]
@@ -262,6 +269,7 @@ def prepared(model: nn.Module, images: torch.Tensor, mode: str) -> Prepared:
     return prepare(Request(model, ((images,), {}), mode, profile_batch=images.shape[0]), CPU)
 
 
+@pytest.mark.slow
 def test_predicted_as_measured_where_gradients_exist() -> None:
     """Plain PyTorch and OGC's schedule, to the bytes of the loss and of one weight's gradient."""
     model, images = Blocks(6).train(), torch.randn(4, 3, 32, 32)

@@ -44,6 +44,7 @@ def verdict(contender: str, setting: str = "", budget_bytes: int = 0, model: str
 # Contenders ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("contender", "setting"),
     [
@@ -86,6 +87,7 @@ class Careless(nn.Module):
         return self.model.named_parameters(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shifted", [True, False])
 @pytest.mark.parametrize("preserve", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
@@ -101,6 +103,7 @@ def test_masks_that_change_are_noticed(preserve: bool, shifted: bool, scale: flo
     assert found.correct is preserve
 
 
+@pytest.mark.slow
 def test_wrong_gradients_without_masks_are_noticed() -> None:
     plain, example = Job("resnet18", "cpu", 2, "plain PyTorch").model_and_inputs()
     other = copy.deepcopy(plain)
@@ -148,6 +151,7 @@ def test_blocks_are_found_in_every_model() -> None:
 # Processes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_dies_at_the_limit_and_not_below(tmp_path: Path) -> None:
     running = Running(Job("resnet18", "cpu", 24, "plain PyTorch", rounding=1.0), dict(os.environ, **EXACT))
     peak, static = running.ready["peak_bytes"], running.ready["static_bytes"]
@@ -187,6 +191,7 @@ def test_last_words_are_those_of_the_last_exception() -> None:
     assert last_words("") == ""
 
 
+@pytest.mark.slow
 def test_a_run_measures_what_is_missing_and_writes_all(tmp_path: Path) -> None:
     arguments = ["--suite", "cpu", "--models", "resnet18", "--contenders", "checkpoint per block,Rockmate", "--quick"]
     arguments += ["--parts", "points", "--out", str(tmp_path)]
@@ -428,6 +433,7 @@ def test_a_report_has_every_part(tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "resnet50_12.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path) -> None:
     """On the CPU, with a small net: the code is the same."""
     job = Job("resnet18", "cpu", 2, "plain PyTorch")

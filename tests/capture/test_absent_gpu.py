@@ -59,6 +59,7 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     return dict(zip(captures.CASES, map(json.loads, lines), strict=True))
 
 
+@pytest.mark.slow(but=["decoder", "unet channels_last bfloat16", "vit"])
 @pytest.mark.parametrize("name", captures.CASES)
 def test_a_capture_without_the_gpu_is_the_one_with_it(on_gpu: dict[str, dict[str, Any]], name: str) -> None:
     there, here = on_gpu[name], captures.told(name)
@@ -144,6 +145,7 @@ FUNCTIONS: dict[str, Function] = {
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_autocast_casts_as_on_cuda(name: str) -> None:
     """PyTorch's own kernels for tensors on a GPU, which need no GPU where tensors are fake."""

@@ -58,6 +58,7 @@ def marked(captured: Captured, kind: str) -> set[int]:
     return {value for value, (found, _) in captured.marks.items() if found == kind}
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("mode", ["normal", "inplace_multiway_newnode"])
 @pytest.mark.parametrize("marks", [("keep",), ("recompute",), ("together",), ("keep", "", "recompute", "together")])
 def test_schedules_that_obey_marks_are_exact(marks: tuple[str, ...], mode: str) -> None:
@@ -105,6 +106,7 @@ def test_what_is_together_is_run_again_by_one_task() -> None:
     assert all(len(task.writes) > 2 and len(task.calls) > 3 for task in again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["keep", "recompute", "together"])
 def test_planned_within_a_budget(kind: str) -> None:
     model = net(*[kind, ""] * 3).train()

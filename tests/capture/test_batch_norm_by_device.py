@@ -250,6 +250,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
     operators.resolve.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize("mode", ["normal", "inplace_multiway_newnode", FULL])
 def test_any_amount_of_recompute_gives_plain_pytorchs_values(mode: str) -> None:
@@ -293,6 +294,7 @@ def test_planned_schedules_fit_and_count_the_reserve(mode: str, share: float) ->
     assert program.resident_bytes + outcome.rise_bytes - LOSS_BYTES == report.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cudnn")
 def test_inductor_gets_atens_own() -> None:
     whole = example()
@@ -313,6 +315,7 @@ def test_inductor_gets_atens_own() -> None:
 # Plans --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @_NO_GPU
 @pytest.mark.parametrize("faster", [1.0, 1.2, 3.0])
 def test_a_first_run_without_a_reserve_and_a_gradient_that_reads_it_are_never_in_one_plan(faster: float) -> None:

@@ -30,6 +30,7 @@ def image(batch: int, size: int) -> torch.Tensor:
         return torch.empty(batch, 3, size, size)
 
 
+@pytest.mark.slow
 def test_resnet50_at_184_is_the_program_it_should_be() -> None:
     model = torchvision.models.resnet50().train()
     captured = capture(model, (image(184, 224),))
@@ -95,6 +96,7 @@ def test_an_error_of_the_forward_names_its_line(expression: str, tmp_path: Path)
         capture(Mistaken(4, 4), (torch.ones(2, 4),))
 
 
+@pytest.mark.slow
 def test_fingerprint_ignores_the_batch_and_nothing_else() -> None:
     model = torchvision.models.resnet18().train()
     one = capture(model, (image(2, 64),)).program.fingerprint
@@ -137,6 +139,7 @@ def test_what_has_several_names_is_one_value() -> None:
     assert {index for index, _ in captured.parameter_gradients} == set(range(len(captured.parameters)))
 
 
+@pytest.mark.slow(but=["gpt2"])
 @pytest.mark.parametrize("name", ["densenet121", "swin_t", "gpt2", "googlenet"])
 def test_variants_keep_programs_well_formed(name: str) -> None:
     model, args, kwargs = zoo.MODELS[name]()

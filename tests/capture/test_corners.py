@@ -101,6 +101,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_plain_pytorchs_to_the_bit(name: str) -> None:
     model, x = CASES[name]()
@@ -200,6 +201,7 @@ def test_what_is_compared_is_made_anew_as_it_was() -> None:
         assert worst(plain, replayed((model, (x,), {}), captured, schedule, FULL, measured=False)) < 1e-5, seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -426,6 +428,7 @@ def quantised(backend: str) -> nn.Module:
     return quantisation.prepare_qat(net)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fbgemm", "qnnpack"])
 @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:Please use quant_min", "ignore:_aminmax")
 def test_quantisation_aware_training_is_plain_pytorchs(backend: str) -> None:
@@ -459,6 +462,7 @@ def _without_running_statistics() -> nn.Module:
     return nn.BatchNorm1d(8, track_running_stats=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8), _without_running_statistics])
 def test_norms_under_autocast_are_measured_and_plain_pytorchs(norm: Callable[[], nn.Module]) -> None:
     """Inputs in 16 bits and parameters in 32: on a CPU the statistics have 32, of which a trace knows nothing."""
@@ -547,6 +551,7 @@ def normal(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
     return drawn, there.log_prob(drawn.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [gamma, dirichlet, student, normal])
 def test_distributions_are_sampled_as_in_plain_pytorch(function: Callable[..., Any]) -> None:
     example = Net(function, linear()), (rows().requires_grad_(),), {}

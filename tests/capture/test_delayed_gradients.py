@@ -74,6 +74,7 @@ def test_a_large_weights_gradient_is_made_last_and_plain_pytorch_keeps_its_order
     assert named.program == chosen.program
 
 
+@pytest.mark.slow
 def test_less_memory_is_needed_and_gradients_are_the_same_bits() -> None:
     torch.manual_seed(0)
     plain, x = Net(), images()
@@ -87,6 +88,7 @@ def test_less_memory_is_needed_and_gradients_are_the_same_bits() -> None:
     assert step_peak(plain, ((x,), {}), CPU) == pytest.approx(record.plain_peak_bytes, abs=LOSS_BYTES)
 
 
+@pytest.mark.slow
 def test_the_file_says_which_and_a_smaller_batch_has_the_same(tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain, path = Net(), tmp_path / "schedule.pkl"
@@ -107,6 +109,7 @@ def test_the_file_says_which_and_a_smaller_batch_has_the_same(tmp_path: Path) ->
         ScheduleRecord.load(path)
 
 
+@pytest.mark.slow
 def test_auto_schedule_replays_a_batch_at_which_it_would_choose_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

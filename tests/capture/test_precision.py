@@ -59,6 +59,7 @@ def record_of(model: nn.Module, args: tuple[torch.Tensor, ...], autocast: str = 
     return replace(record_for(captured, schedule, EXACT, (model, args, {})), autocast=autocast)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
 @pytest.mark.parametrize("make", [words, pictures])
 def test_autocast_is_replayed_to_the_bit(
@@ -75,6 +76,7 @@ def test_autocast_is_replayed_to_the_bit(
     assert max(plain.differences(ours).values()) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [words, pictures])
 def test_bfloat16_models_are_replayed_to_the_bit(
     make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]],
@@ -86,6 +88,7 @@ def test_bfloat16_models_are_replayed_to_the_bit(
     assert max(run(twin(model), args, {}).differences(run(wrapped, args, {})).values()) == 0.0
 
 
+@pytest.mark.slow
 def test_channels_last_is_replayed_to_the_bit_and_stays() -> None:
     model, (x,) = pictures()
     model.to(memory_format=torch.channels_last)
@@ -98,6 +101,7 @@ def test_channels_last_is_replayed_to_the_bit_and_stays() -> None:
         assert layout_of(one.grad) == layout_of(other.grad)
 
 
+@pytest.mark.slow
 def test_what_a_schedule_was_not_solved_for_is_refused() -> None:
     model, (x,) = pictures()
     wrapped = ScheduleWrapper(model, record_of(model, (x,)))
@@ -123,6 +127,7 @@ def test_what_a_schedule_was_not_solved_for_is_refused() -> None:
         ScheduleWrapper(fresh, replace(half, inputs=(replace(half.inputs[0], layout="blocked"),)))
 
 
+@pytest.mark.slow
 def test_gradient_scaling_skips_and_takes_the_same_steps() -> None:
     """float16 with a scale that overflows at first: the same steps are skipped, the same weights come out."""
     model, (x,) = pictures()
@@ -151,6 +156,7 @@ def test_gradient_scaling_skips_and_takes_the_same_steps() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.slow
 def test_plans_are_kept_apart_by_autocast_and_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
     x = torch.randn(4, 3, 16, 16)
@@ -169,6 +175,7 @@ def test_plans_are_kept_apart_by_autocast_and_layout(tmp_path: Path, monkeypatch
     assert len(list(tmp_path.glob("schedule_*.pkl"))) == 4
 
 
+@pytest.mark.slow
 def test_the_command_line_plans_and_checks_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["torchvision.models.resnet18()", "2", "0.5", EXACT, "HIGHS"]

@@ -265,6 +265,7 @@ def follows(model: nn.Module, change: Callable[[], None]) -> None:
     assert counts == [1, 1, 2, 2]
 
 
+@pytest.mark.slow(every=5)
 @pytest.mark.parametrize("kind", HOLDERS)
 def test_a_value_that_changes_is_followed(kind: str) -> None:
     function, attributes, change = HOLDERS[kind]
@@ -323,6 +324,7 @@ def scale_through(wrapped: ScheduleWrapper, scales: list[int]) -> None:
         wrapped(rows())
 
 
+@pytest.mark.slow
 def test_values_that_come_again_are_captured_once_and_the_oldest_are_dropped() -> None:
     model = Reader(lambda net, y: y * net.scale, scale=0.0)
     wrapped = scheduled(model)
@@ -358,6 +360,7 @@ def test_a_change_that_needs_another_plan_is_named() -> None:
 # What the backward reads, sets and draws ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hook, attribute", "hook, object", "hook, global"])
 def test_what_a_hook_reads_may_not_change_before_the_backward(kind: str) -> None:
     function, attributes, change = HOLDERS[kind]
@@ -553,6 +556,7 @@ def language_model(name: str) -> tuple[nn.Module, Any]:
     )[None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [resnet, rotary, lambda: language_model("GPT2"), lambda: language_model("Llama")])
 def test_real_models_are_captured_once(make: Callable[[], tuple[nn.Module, Any]]) -> None:
     model, x = make()

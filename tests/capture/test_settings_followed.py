@@ -83,6 +83,7 @@ def same(model: nn.Module, wrapped: ScheduleWrapper, x: torch.Tensor) -> bool:
     return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("case", CASES)
 def test_a_setting_that_changes_is_followed(case: str) -> None:
@@ -120,6 +121,7 @@ def test_a_capture_knows_whether_cudnn_was_on() -> None:
     assert NATIVE in without
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(build.missing()), reason=build.missing() or "there can be a fake GPU")
 def test_a_step_without_cudnn_does_not_run_its_batch_norm(tmp_path: Path) -> None:
     """On the fake GPU: the program without cuDNN is another one, so the schedule is refused."""

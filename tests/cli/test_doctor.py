@@ -96,6 +96,7 @@ def test_the_table_ends_with_what_is_broken(tmp_path: Path, monkeypatch: pytest.
     assert result.output.endswith("broken: cache\n")
 
 
+@pytest.mark.slow
 def test_a_machine_that_only_trains_is_not_broken(tmp_path: Path) -> None:
     """No solver, no cvxpy, no torchvision: nothing is broken, and it is said what is not possible."""
     lacking = {"cvxpy", "highspy", "cylp", "gurobipy", "pyscipopt", "scipy", "torchvision"}

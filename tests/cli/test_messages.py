@@ -677,6 +677,7 @@ def test_pictures_have_a_known_ending() -> None:
     assert error(result) == "--plot front.xyz must end in one of .png, .svg, .pdf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["compare", "net.py:make", "4", "100%"], ["pareto", "net.py:make", "4"]])
 def test_operators_that_take_no_time(command: list[str]) -> None:
     """Nothing is so many percent of a step of no seconds."""

@@ -28,6 +28,7 @@ PROBLEM = ["torchvision.models.resnet18()", "16", "0.14", "inplace_conv_multiway
 SMALL = ["--input-shape", "3,112,112"]
 
 
+@pytest.mark.slow
 def test_solve_check_and_inspect(tmp_path: Path) -> None:
     first = call(tmp_path, "solve.py", *PROBLEM, *SMALL, "--time-limit", "4")
     assert first.returncode == 0, first.stderr
@@ -66,6 +67,7 @@ def test_solve_check_and_inspect(tmp_path: Path) -> None:
     assert json.loads(shown.stdout)["mode"] == "inplace_conv_multiway_newnode"
 
 
+@pytest.mark.slow
 def test_a_smaller_profile_batch_is_scaled_and_said(tmp_path: Path) -> None:
     options = ("--profile-batch", "2", "--time-limit", "4", "--out", "small.pkl")
     done = call(tmp_path, "solve.py", *PROBLEM, *SMALL, *options)
@@ -74,6 +76,7 @@ def test_a_smaller_profile_batch_is_scaled_and_said(tmp_path: Path) -> None:
     assert (tmp_path / "small.pkl").exists()
 
 
+@pytest.mark.slow
 def test_ablation_recomputes_nothing(tmp_path: Path) -> None:
     problem = [*PROBLEM[:2], "0.16", *PROBLEM[3:]]
     done = call(
@@ -121,6 +124,7 @@ class Wide(torch.nn.Sequential):
         super().__init__(*layers, torch.nn.LazyLinear(5))
 
 
+@pytest.mark.slow
 def test_auto_schedule_without_inputs_plans_at_the_first_training_call() -> None:
     x = torch.randn(32, 3, 16, 16)
     model = Wide()
@@ -189,6 +193,7 @@ def test_eval_mode_is_refused() -> None:
         monet_like.auto_schedule(torch.nn.Linear(2, 2).eval(), torch.randn(2, 2))
 
 
+@pytest.mark.slow
 def test_a_wrapped_model_is_left_alone_by_torch_compile() -> None:
     """And trains as without, alone and in a compiled function."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 8)

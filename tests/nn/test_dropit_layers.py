@@ -160,6 +160,7 @@ def test_freed_bytes_are_told_by_layer() -> None:
     assert all(0 < freed < most for freed in freed_bytes(model).values())
 
 
+@pytest.mark.slow
 def test_a_pickled_model_trains_in_a_process_that_has_changed_none(tmp_path: Path) -> None:
     """Also a pickle of the first version, which names `monet_like.dropit`."""
     changed = monet_like.to_dropit(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 8)), gamma=0.5)

@@ -72,6 +72,7 @@ def _laid_out(shape: tuple[int, ...], layout: str) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1) if layout == "turned" else x
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize(("op", "tensors", "numbers"), CASES, ids=[f"{op}{n}" for op, _, n in CASES])
 def test_a_result_is_laid_out_as_the_operator_does(
     op: Callable[..., Tensor], tensors: int, numbers: tuple[float, ...]

@@ -197,12 +197,14 @@ print(monet_like.ops.status())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_bits_hold_at_every_vector_width(capability: str) -> None:
     """ATen fuses the multiplication with the addition only from AVX2 on; the kernels follow."""
     run_python(BITS_CODE, ATEN_CPU_CAPABILITY=capability)
 
 
+@pytest.mark.slow
 def test_without_the_library_the_twins_serve_under_the_same_names() -> None:
     assert "plain-torch twins in use" in run_python(BITS_CODE, MONET_LIKE_KERNELS="reference")
 
@@ -215,6 +217,7 @@ def test_status_says_what_runs() -> None:
         assert "python -m monet_like.build" in text
 
 
+@pytest.mark.slow
 def test_cuda_libraries_have_every_operator_for_both_architectures() -> None:
     library, cudnn = build.library_path("kernels_cuda"), build.library_path("kernels_cudnn")
     if not library.exists():

@@ -79,6 +79,7 @@ def test_the_name_of_the_group_is_no_part_of_the_fingerprint(captured: Captured)
     assert other.fingerprint == program.fingerprint
 
 
+@pytest.mark.slow
 def test_it_is_measured_and_planned_without_a_group() -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(Net())
     request = Request(model, ((images(),), {}), MODE, strategy="heuristic", profile_batch=4, processes=2)
@@ -96,6 +97,7 @@ def test_it_is_measured_and_planned_without_a_group() -> None:
         ScheduleWrapper(model, compiled.record)
 
 
+@pytest.mark.slow
 def test_alone_it_is_batch_norm() -> None:
     x, plain = images(), Net()
     plain.norms[1].momentum = 0.3  # a plain average cannot be captured alone: batch norm asks for a number
@@ -137,6 +139,7 @@ def _against_batch_norm(rank: int, records: list[ScheduleRecord]) -> None:
     torch.testing.assert_close(parallel(x), plain(x), rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_as_batch_norm_over_all_batches(tmp_path: Path) -> None:
     model, x = convert_sync_batchnorm(Net().double()), images(4, torch.float64)
     together(tmp_path, _against_batch_norm, made(model, x, modes=("normal", f"conv_{MODE}")))
@@ -187,6 +190,7 @@ def _against_itself(rank: int, records: list[ScheduleRecord], alone: ScheduleRec
         ScheduleWrapper(convert_sync_batchnorm(copy.deepcopy(base)), alone)
 
 
+@pytest.mark.slow
 def test_as_itself_unscheduled(tmp_path: Path) -> None:
     """In buckets of a kilobyte, whose reductions go between those of the statistics."""
     model, x = convert_sync_batchnorm(Net(0.2)), images()

@@ -61,6 +61,7 @@ def test_pareto_front_has_the_fastest_plan_at_every_budget() -> None:
         assert point.plan is None or point.plan.report.seconds == pytest.approx(best)
 
 
+@pytest.mark.slow
 def test_seconds_saved_per_gigabyte() -> None:
     program, costs = network(20)
     top = peak(program, costs)
@@ -105,6 +106,7 @@ def run(*arguments: str) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_pareto_command(tmp_path: Path) -> None:
     table, picture = tmp_path / "front.csv", tmp_path / "front.png"
     text = run("pareto", CHAIN, "16", *QUICK, "--points", "3", "--csv", str(table), "--plot", str(picture))
@@ -129,6 +131,7 @@ def test_compare_command(tmp_path: Path) -> None:
     assert "store_all" in text
 
 
+@pytest.mark.slow
 def test_smallest_and_largest_batch_agree() -> None:
     assert "proven minimum" in run("smallest", CHAIN, "16", *QUICK)
     text = run("largest-batch", CHAIN, "0.13", "--profile", "roofline:a100")

@@ -65,6 +65,7 @@ def test_cbc_and_highs_agree_and_the_gap_is_against_a_true_bound() -> None:
     assert loose.gap <= 0.2
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("solver", ["HIGHS", pytest.param("CBC", marks=needs_cbc)])
 def test_time_limit_counts_wall_seconds(solver: str) -> None:
     begin = time.monotonic()
@@ -178,6 +179,7 @@ def test_interrupt_stops_the_solver_process() -> None:
         os.kill(child, 0)
 
 
+@pytest.mark.slow
 def test_every_strategy_returns_a_plan_with_the_simulators_report() -> None:
     program, costs = network(25)
     plain = plan(program, costs, 10**9, strategy="store_all")

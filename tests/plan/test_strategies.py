@@ -129,6 +129,7 @@ def test_milp_saves_memory_on_nested_skips_where_ogc_saves_none() -> None:
     assert report("milp", program, costs, int(0.8 * plain.peak_bytes)).peak_bytes <= 0.8 * plain.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
 def test_milp_is_at_least_as_good_as_every_other(share: float) -> None:
     programs = [network(12), unet_of(4), *(random_program(random.Random(seed), 4) for seed in range(5))]
@@ -150,6 +151,7 @@ def test_milp_is_at_least_as_good_as_every_other(share: float) -> None:
     assert compared > 20
 
 
+@pytest.mark.slow
 def test_checkmate_is_the_best_without_variants() -> None:
     solved = 0
     for seed in range(20):

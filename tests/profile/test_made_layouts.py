@@ -36,6 +36,7 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_profiler_sees_the_layouts_of_a_step(on_gpu: list[dict[str, int]], place: int) -> None:
     found = on_gpu[place]

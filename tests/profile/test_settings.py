@@ -144,6 +144,7 @@ def test_variables_of_gpus_say_nothing_of_a_cpu(monkeypatch: pytest.MonkeyPatch)
     assert settings_of(CPU) == before
 
 
+@pytest.mark.slow
 def test_the_cache_keeps_profiles_and_plans_of_other_settings_apart() -> None:
     def plan() -> tuple[int, int]:
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))

@@ -30,11 +30,13 @@ def losses(command: list[str], folder: Path) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_training(tmp_path: Path) -> None:
     found = losses([sys.executable, f"{ROOT}/examples/training.py", "--steps", "6", *QUICK], tmp_path)
     assert len(found) == 6 and found[-1] < found[0]
 
 
+@pytest.mark.slow
 def test_distributed_training_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found = losses([*torchrun, f"{ROOT}/examples/dist_training.py", "--steps", "5", "--sync-bn", *QUICK], tmp_path)
@@ -67,6 +69,7 @@ def solve(folder: Path, batch: int, mode: str, *options: str, model: str = MODEL
     return "schedule.pkl"
 
 
+@pytest.mark.slow
 def test_imagenet_trains_as_without_a_schedule(tmp_path: Path, image_folder: Path) -> None:
     """69 images in batches of 16: the last has five. Equal to the bit with no word that changes an order of sums."""
     plain = [sys.executable, f"{ROOT}/examples/imagenet.py", str(image_folder), *SMALL, "-b", "16"]
@@ -78,6 +81,7 @@ def test_imagenet_trains_as_without_a_schedule(tmp_path: Path, image_folder: Pat
     assert losses([*plain, "--resume", "checkpoint.pth.tar", "-e"], tmp_path) == []
 
 
+@pytest.mark.slow
 def test_imagenet_in_two_processes(tmp_path: Path, image_folder: Path) -> None:
     """The schedule is one for SyncBatchNorm alone."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -101,6 +105,7 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **setting
     return list(notebook.cells)
 
 
+@pytest.mark.slow
 def test_notebook_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = executed("train_cifar10.ipynb", tmp_path, monkeypatch, EPOCHS=2, BATCH=32, IMAGES=235, PLANNING=2)
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
@@ -110,6 +115,7 @@ def test_notebook_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert int(last.partition("%")[0]) <= 50
 
 
+@pytest.mark.slow
 def test_notebook_on_granularity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = executed("custom_graph.ipynb", tmp_path, monkeypatch)
     outputs = [output for cell in cells for output in cell.get("outputs", [])]

@@ -83,6 +83,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return list(mine) == list(theirs) and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gpt2])
 @pytest.mark.parametrize("how", ["wrapper", "callback"])
 def test_trainer_saves_resumes_and_loads_as_without(make: Any, how: str, tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def test_trainer_saves_resumes_and_loads_as_without(make: Any, how: str, tmp_pat
     assert resumed.evaluate()["eval_loss"] == trainer(plain, tmp_path / "plain").evaluate()["eval_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"bf16": True}, {"torch_compile": True}], ids=["bf16", "torch_compile"])
 @pytest.mark.parametrize("how", ["wrapper", "callback"])
 def test_trainer_options(how: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -130,6 +132,7 @@ def test_trainer_options(how: str, options: dict[str, Any], tmp_path: Path) -> N
     assert same(model, plain)
 
 
+@pytest.mark.slow
 def test_a_wrapped_model_is_one_for_isinstance() -> None:
     model = llama()
     wrapper = wrapped(model)
@@ -141,6 +144,7 @@ def test_a_wrapped_model_is_one_for_isinstance() -> None:
         other(input_ids=TOKENS, labels=TOKENS).loss.backward()
 
 
+@pytest.mark.slow
 def test_embeddings_can_be_resized() -> None:
     model, plain = wrapped(llama()), llama()
     with warnings.catch_warnings():
@@ -165,6 +169,7 @@ def test_use_cache_needs_no_hand() -> None:
     assert model.eval()(input_ids=TOKENS).past_key_values is not None
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_is_said_not_to_count() -> None:
     model, plain = llama(), wrapped(llama())
     model.gradient_checkpointing_enable()

@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = ("accelerate_training", "huggingface_trainer", "lightning_training", "timm_training")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_trains_as_without(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[AutoSchedule] = []

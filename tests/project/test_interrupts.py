@@ -110,6 +110,7 @@ for number, (name, prepare) in enumerate(MOMENTS.items()):
 """
 
 
+@pytest.mark.slow
 def test_at_every_moment_of_a_solve(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET)
     script = tmp_path / "script.py"
@@ -163,6 +164,7 @@ def _command_of(process: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.1, 0.4, 0.8, 1.2])
 def test_while_a_command_is_imported(tmp_path: Path, seconds: float) -> None:
     (tmp_path / "net.py").write_text(NET)

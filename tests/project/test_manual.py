@@ -57,6 +57,7 @@ def masked(text: str) -> str:
 # The tutorial -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are written, its commands run in order, and every line that it shows after one is printed."""
     monkeypatch.chdir(tmp_path)
@@ -106,6 +107,7 @@ def described(heading: str, fields: set[str]) -> None:
 # Adding a variant ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_custom_variant_is_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random schedules take any way: to the bit, inputs at the threshold, infinities and channels-last included."""
@@ -201,6 +203,7 @@ def test_the_custom_strategy_is_replayed_exactly() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("dearest_first")
 def test_the_custom_strategys_example_runs() -> None:
     result = CliRunner().invoke(example("custom_strategy").main, ["--budgets", "70%"])

@@ -24,6 +24,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Mutations:
     return Mutations(1, tmp_path_factory.mktemp("mutations"))
 
 
+@pytest.mark.slow
 def test_some_hundreds_of_mutations(made: Mutations) -> None:
     """``python -m benchmarks.mutations`` makes 10,000, with another seed."""
     outcomes = list(made.run(0, COUNT))

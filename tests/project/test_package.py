@@ -44,6 +44,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, wheel
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_all_that_a_checkout_has(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -71,6 +72,7 @@ def test_the_wheel_has_what_is_used_and_nothing_else(built: tuple[Path, Path]) -
     assert len(required) > 8 and all("<" in line and ">=" in line for line in required)
 
 
+@pytest.mark.slow
 def test_the_wheel_works_where_there_is_no_checkout(built: tuple[Path, Path], tmp_path: Path) -> None:
     target = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(built[1])]

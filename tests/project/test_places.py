@@ -134,6 +134,7 @@ def step(model: nn.Module) -> None:
     model(torch.randn(2, 3, 16, 16)).sum().backward()
 
 
+@pytest.mark.slow
 def test_planning_goes_on_without_a_cache_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that cannot be written to: its name is a file's. (Root may write into a folder that is read-only.)"""
     (tmp_path / "cache").touch()
@@ -149,6 +150,7 @@ def test_planning_goes_on_without_a_cache_and_says_so_once(tmp_path: Path, monke
         step(monet_like.auto_schedule(chain(), memory_budget="2 GB", time_limit_seconds=2.0))
 
 
+@pytest.mark.slow
 def test_a_damaged_profile_in_the_cache_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
     step(monet_like.auto_schedule(chain(), memory_budget="1 GB", time_limit_seconds=2.0))
@@ -172,6 +174,7 @@ print(sum(float(p.grad.double().sum()) for p in model.parameters()))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_plan_the_same(tmp_path: Path) -> None:
     """Both succeed, and what they leave is whole: with auto_schedule, and with solve.py into one file."""
     environment = dict(

@@ -14,7 +14,7 @@ from torch import nn
 
 from monet_like.replay import training_step
 
-SEEDS = 200
+SEEDS = 100  # 5,000 take an hour: benchmarks/small_models.py
 #: Seconds of the whole search for a smaller case.
 PATIENCE = 40.0
 
@@ -64,6 +64,7 @@ def expected(case: Case, sentence: str) -> bool:
     )
 
 
+@pytest.mark.slow(every=10)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_small_model_is_trained_as_by_plain_pytorch(seed: int) -> None:
     case = draw(seed)
@@ -155,6 +156,7 @@ FOUND = {
 }
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("name", FOUND)
 def test_what_failed_once_is_right(name: str) -> None:
     verdict = judge(FOUND[name])
@@ -239,6 +241,7 @@ def _with_forward(wrapped: nn.Module, other: Callable[..., Any]) -> nn.Module:
     return wrapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "told", "left"),
     [

@@ -193,6 +193,7 @@ AUTOCAST: dict[str, Callable[[], Case]] = {
 }
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast_is_plain_pytorchs(name: str) -> None:
     assert not differing(AUTOCAST[name](), "bfloat16")
@@ -333,6 +334,7 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow(every=8)
 @pytest.mark.parametrize("layout", ["", "input", "all"])
 @pytest.mark.parametrize("size", [(5, 5), (1, 1), (1, 4)])
 @pytest.mark.parametrize("name", IMAGES)
@@ -373,6 +375,7 @@ RECURRENT: dict[str, Callable[[], Case]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers_are_bit_equal(name: str) -> None:
     assert not differing(RECURRENT[name]())

@@ -261,6 +261,7 @@ def steps(name: str) -> tuple[nn.Module, Example, Tensors, Tensors]:
     return model, example, mine, theirs
 
 
+@pytest.mark.slow(but=["unet with biases"])
 @pytest.mark.parametrize("name", NETS)
 def test_a_schedule_with_other_rounding_is_right(name: str) -> None:
     model, example, mine, theirs = steps(name)

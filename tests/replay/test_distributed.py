@@ -84,6 +84,7 @@ def _steps_and_accumulation(rank: int, record: ScheduleRecord, options: dict[str
     assert_same(plain, ours)
 
 
+@pytest.mark.slow(but=["static_graph"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_gradients_are_plain_ddps(options: dict[str, Any], tmp_path: Path) -> None:
     together(tmp_path, _steps_and_accumulation, made(Net()), options)
@@ -115,6 +116,7 @@ def _buckets(rank: int, record: ScheduleRecord) -> None:
     assert all(abs(one - other) <= 2 for one, other in zip(plain, ours, strict=True)), arrived
 
 
+@pytest.mark.slow
 def test_buckets_are_sent_while_the_backward_runs(tmp_path: Path) -> None:
     together(tmp_path, _buckets, made(Net()))
 
@@ -136,5 +138,6 @@ def _sharded(rank: int, record: ScheduleRecord) -> None:
         ScheduleWrapper(inside, record)
 
 
+@pytest.mark.slow
 def test_fully_shard_goes_around_the_schedule(tmp_path: Path) -> None:
     together(tmp_path, _sharded, made(Net()))

@@ -125,6 +125,7 @@ def planned() -> tuple[nn.Module, torch.Tensor, Captured, Schedule, int]:
     return model, x, captured, schedule, simulate(captured.program, schedule, costs).peak_bytes
 
 
+@pytest.mark.slow
 def test_reruns_run_again_and_the_measured_peak_is_within_the_predicted_one(planned: tuple) -> None:
     model, x, captured, schedule, peak = planned
     plain = run(twin(model), (x,), {}, measured=True)
@@ -140,6 +141,7 @@ def test_reruns_run_again_and_the_measured_peak_is_within_the_predicted_one(plan
     assert outcome.rise_bytes < 0.75 * run(keeping, (x,), {}, measured=True).rise_bytes
 
 
+@pytest.mark.slow
 def test_dropout_has_the_masks_of_plain_pytorch() -> None:
     model, x = layers(drop=0.3, count=2)
     model.append(nn.Dropout(0.5))  # whose mask can be seen in the output
@@ -187,6 +189,7 @@ class Parallel(nn.Module):
         return torch.stack([self.last(y) for y in scaled]).sum(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("roomy", [False, True])
 def test_pieces_are_cut_where_they_would_exceed_the_peak(roomy: bool) -> None:
     torch.manual_seed(0)

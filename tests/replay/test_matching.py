@@ -103,6 +103,7 @@ class Layers(nn.Module):
         return y - x if self.turned else x - y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [Layers(stride=2), Layers(window=3), Layers(approximate="tanh"), Layers(turned=True), Layers().bfloat16()],
@@ -169,6 +170,7 @@ def test_a_schedule_planned_for_a_gpu_runs_on_a_cpu_and_one_without_a_promise_ru
         ScheduleWrapper(model, replace(record, peak_bytes=record.optimizer_bytes + 1))
 
 
+@pytest.mark.slow
 def test_auto_schedule_plans_anew_for_larger_results(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
     model = Net().train()

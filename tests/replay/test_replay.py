@@ -23,6 +23,7 @@ from monet_like.runtime.operators import BINDINGS, overload
 from monet_like.variants import admitted
 
 
+@pytest.mark.slow(but=["activations", "decoder", "tied", "unet", "vit_b_16"])
 @pytest.mark.parametrize("name", list(zoo.ROOMY))
 def test_planned_schedules_are_exact_and_fit(name: str) -> None:
     """At 100, 60 and 35 % of the store-all peak, or as near as a search comes to that; bit-equal without `conv`."""
@@ -40,7 +41,7 @@ def test_planned_schedules_are_exact_and_fit(name: str) -> None:
         for share in (1.0, 0.6, 0.35) if mode == "normal" else (0.35,):  # or as near as the search comes
             steps = (share + 0.06 * k for k in range(12))
             found = (
-                (b, find_start(program, costs, b, evaluations=300)) for b in (int(s * store_all_peak) for s in steps)
+                (b, find_start(program, costs, b, evaluations=120)) for b in (int(s * store_all_peak) for s in steps)
             )
             budget, schedule = next((b, s) for b, s in found if s is not None)
             if budget in done:
@@ -55,6 +56,7 @@ def test_planned_schedules_are_exact_and_fit(name: str) -> None:
             assert abs(peak - report.peak_bytes) <= max(2 * MIB, 0.01 * report.peak_bytes), (mode, budget)
 
 
+@pytest.mark.slow(but=["0.9-two_in_two_out", "0.9-tied", "0.3-bert", "0.3-gpt2"])
 @pytest.mark.parametrize(
     "name", ["resnet50", "mobilenet_v2", "vgg16", "swin_t", "gpt2", "bert", "two_in_two_out", "tied", "deeplab"]
 )
@@ -71,6 +73,7 @@ def test_any_amount_of_recompute_is_bit_equal(name: str, drop: float) -> None:
     assert {name: d for name, d in differences.items() if d} == {}
 
 
+@pytest.mark.slow(but=["activations", "tied", "unet"])
 @pytest.mark.parametrize("name", ["resnet18", "unet", "activations", "vit_b_16", "decoder", "two_in_two_out", "tied"])
 def test_every_variant_agrees_in_float64(name: str) -> None:
     """Random schedules that take any producer and any way: within 1e-10 where arithmetic is what is tested."""
@@ -85,6 +88,7 @@ def test_every_variant_agrees_in_float64(name: str) -> None:
         assert worst(plain, outcome) <= 1e-10, seed
 
 
+@pytest.mark.slow(but=["tied", "vit_b_16", "unet"])
 @pytest.mark.parametrize("name", ["resnet18", "unet", "vit_b_16", "vgg16", "mobilenet_v2", "tied"])
 def test_plain_pytorchs_peak_is_predicted(name: str) -> None:
     example = zoo.ROOMY[name]()
@@ -96,6 +100,7 @@ def test_plain_pytorchs_peak_is_predicted(name: str) -> None:
     assert measured == predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "mobilenet_v2"])
 def test_predicted_peak_is_the_measured_one_for_any_schedule(name: str) -> None:
     example = zoo.MODELS[name]()

@@ -48,6 +48,7 @@ print(json.dumps([predicted, resident_peak(lambda: run(wrapped, example[1], {}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     ("name", "batch", "size"), [("resnet18", 32, 144), ("mobilenet_v2", 24, 128), ("unet", 8, 256)]

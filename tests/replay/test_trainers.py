@@ -69,6 +69,7 @@ def stepping_in_the_backward(model: nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(step)
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drop", [0.0, 0.7])
 @pytest.mark.parametrize(("build", "shape"), [(Tied, (5, 8)), (convolutional, (4, 3, 12, 12))])
@@ -111,13 +112,14 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error() -> None:
             loss.backward()
 
 
+@pytest.mark.slow
 def test_replaced_parts_are_never_taken_for_what_they_replaced() -> None:
     """A new head may get the address of the old one."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     model.add_module("head", nn.Linear(8, 8))
     x = torch.randn(4, 8)
     mine = wrapped(model, x)
-    for _ in range(40):
+    for _ in range(12):
         mine.head = nn.Linear(8, 8)
         gc.collect()
         outputs = mine(x)
@@ -127,6 +129,7 @@ def test_replaced_parts_are_never_taken_for_what_they_replaced() -> None:
     assert sum(map(len, mine._steps.values())) <= 2, "steps of heads that are gone are kept"
 
 
+@pytest.mark.slow
 def test_parameters_that_are_no_longer_tied_are_two() -> None:
     model, x = Tied(), torch.randn(3, 8)
     mine = auto_schedule(twin(model), x, memory_budget="120%")

@@ -88,6 +88,7 @@ def test_to_another_dtype_is_not_silently_wrong() -> None:
         wrapped(x.double())
 
 
+@pytest.mark.slow
 def test_two_forwards_before_the_backwards() -> None:
     model, record, (_, (x,), _) = made()
     wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
@@ -137,6 +138,7 @@ def test_eval_and_no_grad_run_the_plain_model() -> None:
     assert all(m.training for m in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [3, 2])
 def test_a_smaller_last_batch_is_replayed_exactly(batch: int) -> None:
     model, record, (_, (x,), _) = made()
@@ -146,6 +148,7 @@ def test_a_smaller_last_batch_is_replayed_exactly(batch: int) -> None:
     assert same(gradients(plain), gradients(wrapped))
 
 
+@pytest.mark.slow
 def test_a_larger_batch_another_size_or_another_model_is_refused() -> None:
     model, record, (_, (x,), _) = made()
     wrapped = ScheduleWrapper(model, record, (3, 64, 64))
@@ -172,6 +175,7 @@ def test_freezing_a_parameter_between_steps_is_an_error_that_says_so() -> None:
         wrapped(x)
 
 
+@pytest.mark.slow
 def test_a_second_backward_is_pytorchs_own_error_and_retain_graph_works() -> None:
     model, record, (_, (x,), _) = made()
     wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
@@ -193,6 +197,7 @@ def test_a_second_backward_is_pytorchs_own_error_and_retain_graph_works() -> Non
     )
 
 
+@pytest.mark.slow
 def test_outputs_may_be_changed_in_place() -> None:
     model, record, (_, (x,), _) = made()
     wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
@@ -203,6 +208,7 @@ def test_outputs_may_be_changed_in_place() -> None:
     assert same(gradients(plain), gradients(wrapped))
 
 
+@pytest.mark.slow
 def test_changing_a_weight_before_the_backward_is_pytorchs_own_error() -> None:
     model, record, (_, (x,), _) = made()
     loss = ScheduleWrapper(model, record)(x).square().mean()
@@ -212,6 +218,7 @@ def test_changing_a_weight_before_the_backward_is_pytorchs_own_error() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_deepcopy_and_pickle() -> None:
     model, record, (_, (x,), _) = made()
     wrapped = ScheduleWrapper(model, record)
@@ -253,6 +260,7 @@ def test_checkpoint_saved_and_resumed_to_equal_losses() -> None:
     assert train(2) == expected
 
 
+@pytest.mark.slow
 def test_outputs_that_take_no_part_in_the_loss_leave_no_gradients() -> None:
     model, record, (_, (x,), _) = made("googlenet")
     wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
@@ -296,6 +304,7 @@ def test_freezing_the_models_own_parameters_is_noticed() -> None:
         wrapped(x)
 
 
+@pytest.mark.slow
 def test_gradients_arrive_while_the_backward_runs() -> None:
     """Hooks fire in spread-out order, and accumulating into existing gradients needs no second full set."""
     model, record, (_, (x,), _) = made(drop=0.0)
@@ -332,6 +341,7 @@ def test_accumulating_needs_no_second_set_of_gradients() -> None:
     assert rises[1] - rises[0] < 0.25 * full
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_input_alone_as_in_adversarial_training() -> None:
     example = zoo.MODELS["resnet18"]()
     model, (x,), _ = example
@@ -349,6 +359,7 @@ def test_the_gradient_of_the_input_alone_as_in_adversarial_training() -> None:
     assert same(*moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -376,6 +387,7 @@ def test_optimizers_and_averaged_weights_end_where_plain_ones_do(make: Any) -> N
     assert same(*ends)
 
 
+@pytest.mark.slow
 def test_hooks_see_parameters_and_the_whole_model_but_no_submodules() -> None:
     model, record, (_, (x,), _) = made()
     wrapped = ScheduleWrapper(model, record)
@@ -393,6 +405,7 @@ def test_hooks_see_parameters_and_the_whole_model_but_no_submodules() -> None:
     assert torch.equal(doubled, plain.fc.weight.grad * 2)
 
 
+@pytest.mark.slow
 def test_a_schedule_that_breaks_the_programs_rules_is_refused() -> None:
     model, record, _ = made()
     schedule = record.schedule

@@ -27,7 +27,7 @@ from monet_like.models import is_registered
 from monet_like.plan import store_all
 from monet_like.plan.baseline import plain_step
 from monet_like.report.charts import memory_chart
-from monet_like.report.figures import KINDS, MODEL, Course, course, groups, layers_of, plain_course
+from monet_like.report.figures import KINDS, Course, course, groups, layers_of, plain_course
 from monet_like.report.live import live_step
 from monet_like.report.page import Figures, charts, page
 
@@ -103,6 +103,7 @@ def run(*arguments: str, exit_code: int = 0) -> Result:
 # Figures ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_kinds_and_layers_add_up_to_what_the_simulator_counts(solved: tuple[Compiled, Any, Any]) -> None:
     compiled = solved[0]
     plain, ours = both(compiled, extra_bytes=1000)
@@ -167,7 +168,7 @@ def test_values_belong_to_the_module_that_makes_them(solved: tuple[Compiled, Any
     assert {run.layer.split(".")[0] for run in ours.runs if run.again} <= {"0", "1", "2", "3"}
 
 
-def test_what_the_model_itself_makes_has_a_name() -> None:
+def test_what_the_model_itself_calls_has_the_functions_name() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -177,7 +178,11 @@ def test_what_the_model_itself_makes_has_a_name() -> None:
             return (x * self.weight).exp()
 
     captured = capture(Bare(), (torch.empty(2, 3),))
-    assert set(layers_of(captured, captured.program)) == {MODEL, "(inputs and loss)"}
+    program = captured.program
+    layers = layers_of(captured, program)
+    assert set(layers) == {"weight", "mul()", "exp()", "(inputs and loss)"}
+    assert [layers[v] for task in program.tasks for v in task.writes] == ["mul()", "exp()"]
+    assert layers[program.gradients[0]] == "weight"
 
 
 def test_groups_cut_names_where_few_remain() -> None:
@@ -222,6 +227,7 @@ def figures(compiled: Compiled, **changes: Any) -> Figures:
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=document.title='taken'>{{ 7 * 7 }}"
 
 
+@pytest.mark.slow
 def test_texts_of_a_file_are_never_obeyed(solved: tuple[Compiled, Any, Any]) -> None:
     found = figures(
         solved[0],
@@ -259,6 +265,7 @@ def browser_page() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.mark.slow
 def test_a_browser_shows_it(solved: tuple[Compiled, Any, Any], browser_page: Any, tmp_path: Path) -> None:
     """All pictures are drawn, the table can be searched and sorted, nothing is loaded, and no error is logged."""
     compiled, model, example = solved
@@ -290,6 +297,13 @@ def test_a_browser_shows_it(solved: tuple[Compiled, Any, Any], browser_page: Any
     browser_page.click("#schedule th button:has-text('memory')")
     assert int(rows.first.locator("td").first.inner_text()) == found.ours.runs.index(found.ours.peak)
 
+    browser_page.set_viewport_size({"width": 360, "height": 740})  # a phone: nothing is wider than the page
+    assert browser_page.evaluate("document.documentElement.scrollWidth") == 360
+    for name in specs:  # pictures can be read, and moved inside their cards
+        assert browser_page.locator(f"#{name} svg.marks").bounding_box()["width"] >= 700, name
+        assert browser_page.locator(f"#{name}").bounding_box()["width"] < 360, name
+
+    browser_page.set_viewport_size({"width": 1280, "height": 720})
     picture = browser_page.screenshot(full_page=True)
     assert picture.startswith(b"\x89PNG") and len(picture) > 50_000
     assert browser_page.trouble == []
@@ -298,6 +312,7 @@ def test_a_browser_shows_it(solved: tuple[Compiled, Any, Any], browser_page: Any
 # The command --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page_and_pictures(folder: Path) -> None:
     result = run("report", "net.pkl", "--model", MODEL_NAME, "--profile", "net.json", "--png", "--json")
     told = json.loads(result.stdout)
@@ -426,6 +441,7 @@ KEYS = {
 }
 
 
+@pytest.mark.slow(but=["compare", "smallest", "solve"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_speaks_to_people_to_programs_and_to_nobody(folder: Path, command: str) -> None:
     Path("tiny.py").write_text(TINY)

@@ -37,6 +37,7 @@ def mixed_problem(seed: int) -> MatrixProgram:
     return MatrixProgram(sp.csr_matrix(matrix), lower, upper, cost, integral, 100.0, 0.5)
 
 
+@pytest.mark.slow(but=["HIGHS", "CBC"])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_solver_finds_the_optimum_of_mixed_programs(solver: str) -> None:
     """cvxpy's CBC interface misplaces the bounds of boolean variables; `run_cvxpy` gives it integers with bounds."""
@@ -71,6 +72,7 @@ def test_no_bound_is_above_the_optimum_where_a_solver_stops_at_a_gap_of_the_whol
     assert found.bound_seconds <= 4000 + best.fun + 1e-6 <= found.objective_seconds + 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_solvers_have_an_incumbent_a_bound_and_progress_at_the_time_limit(solver: str) -> None:
     """cvxpy calls this ``user_limit`` or ``optimal_inaccurate``, hands out no bound of CBC's, and calls the same what
@@ -95,6 +97,7 @@ def test_solvers_have_an_incumbent_a_bound_and_progress_at_the_time_limit(solver
         assert max(bounds) <= found.objective_seconds + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path(worker.SCHEDSTAT).exists() or Path(worker.SCHEDSTAT).read_text().startswith("0 0 "),
     reason="the system does not tell",
@@ -127,6 +130,7 @@ def test_processor_share_is_one_where_the_system_does_not_report_it(
     assert worker.processor_share() == 1.0
 
 
+@pytest.mark.slow
 def test_planning_loads_no_solver_into_this_process() -> None:
     """HiGHS's package and OR-Tools' cannot both be loaded; cvxpy loads every solver's package that it finds."""
     script = (

@@ -195,6 +195,7 @@ def test_rates_know_no_algorithms() -> None:
     assert left is not None and left.program.fingerprint == without.program.fingerprint
 
 
+@pytest.mark.slow
 def test_what_fails_where_it_is_measured_is_refused() -> None:
     """Here that is all of it: no CPU has these operators. What is not of the word must not fail."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(2), nn.Linear(36, 16), Attends())
@@ -232,6 +233,7 @@ def refusing(program: Program, costs: dict[str, Cost], rng: random.Random) -> di
     return found
 
 
+@pytest.mark.slow
 def test_plans_without_what_is_refused_are_the_best() -> None:
     """Of all schedules, as tried one by one; they name tasks by their place in the whole program."""
     tried = 0

@@ -53,6 +53,7 @@ def with_ways(captured: Captured, variant: str, *others: str) -> Schedule:
     return replace(schedule, forward=tuple(sorted((*schedule.forward, *packs))), ways=ways)
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.97])
 def test_only_weight_gradients_change_and_they_are_the_definitions(name: str, share: float) -> None:
@@ -295,6 +296,7 @@ def test_no_forward_task_can_read_what_is_restored() -> None:
     assert not any(outputs & set(task.writes) for task in lossy)
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("name", ["attention", "batch_normed"])
 @pytest.mark.parametrize("word", ["dropit0.5", "lowp8", "lowp16_dropit0.5", "lowp8_dropit0.9"])
 def test_any_schedule_has_an_exact_forward(name: str, word: str) -> None:
@@ -353,6 +355,7 @@ def test_it_drops_where_that_pays() -> None:
     assert schedule.rerun_count == 0
 
 
+@pytest.mark.slow
 def test_copies_are_worth_more_than_running_again() -> None:
     """The search finds them beside reruns: a step that fits by either is faster with both."""
     made = batch_normed(), (torch.randn(64, 3, 24, 24),)
@@ -363,6 +366,7 @@ def test_copies_are_worth_more_than_running_again() -> None:
     assert seconds["lowp8"] < seconds["lowp16"] < seconds["normal"]
 
 
+@pytest.mark.slow
 def test_it_does_not_drop_what_is_held_anyhow() -> None:
     """ReLU's gradient reads what the next layer's weight gradient reads."""
     model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())))
@@ -374,6 +378,7 @@ def test_it_does_not_drop_what_is_held_anyhow() -> None:
     assert dropping(chosen(captured, schedule)) > 0
 
 
+@pytest.mark.slow(but=["lowp8-batch_normed-0.5", "dropit0.9-batch_normed-0.5"])
 @pytest.mark.parametrize(("kind", "share"), [("attention", 0.5), ("batch_normed", 0.5)])
 @pytest.mark.parametrize("word", ["dropit0.9", "dropit0.97", "lowp16", "lowp8", "lowp16_lowp8", "dropit0.9_lowp8"])
 def test_end_to_end(kind: str, share: float, word: str) -> None:
@@ -401,6 +406,7 @@ def test_end_to_end(kind: str, share: float, word: str) -> None:
     assert abs(measured - predicted) <= 0.002 * predicted
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """File names, schedule files, `inspect` and `--check_diff` know the words."""
     monkeypatch.chdir(tmp_path)

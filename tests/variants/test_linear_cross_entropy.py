@@ -71,6 +71,7 @@ def step(model: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[st
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow(every=5)
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize(
     ("dtype", "wide", "tolerance", "kind"),

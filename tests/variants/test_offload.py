@@ -69,6 +69,7 @@ def test_what_is_sent() -> None:
 # ---- replay ----
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_any_schedule_is_exact_and_takes_what_is_predicted(name: str) -> None:
     """Bits, and the peak to the byte; what is on the host is not in it."""
@@ -302,6 +303,7 @@ def test_hiding_keeps_the_budget_and_never_slows_down() -> None:
     assert moved > 4
 
 
+@pytest.mark.slow
 def test_fronts_and_the_smallest_budget() -> None:
     """With copies a front is nowhere slower, and goes further down."""
     model, args = layers(4, 64, 4096)
@@ -325,6 +327,7 @@ def test_fronts_and_the_smallest_budget() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
+@pytest.mark.slow
 def test_every_strategy_plans_with_the_word() -> None:
     """The integer program chooses copies and gives no bound; strategies of others keep and run again, as ever."""
     model, args = layers(6, 256, 1024)

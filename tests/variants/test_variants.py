@@ -38,6 +38,7 @@ def tasks_of(captured: Captured) -> tuple[Task, ...]:
     return captured.program.every_task()
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
@@ -235,6 +236,7 @@ class _Joined(nn.Module):
         return self.reader(joined) * (joined.mean() if self.again else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reader", "frozen", "layout", "parts"),
     [
@@ -296,6 +298,7 @@ class _Dense(nn.Module):
         return self.activation(self.last(torch.cat(found, 1))) * (found[1].mean() if self.seen else 1)
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(
     ("activation", "variant"),

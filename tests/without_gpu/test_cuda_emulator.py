@@ -27,14 +27,17 @@ def test_kernels_equal_their_twins(emulated: Path) -> None:
     assert_passes(emulated, str(session.HERE / "check_kernels.py"))
 
 
+@pytest.mark.slow
 def test_the_tests_for_a_gpu_pass(emulated: Path) -> None:
     assert_passes(emulated, "tests/gpu/test_kernels_cuda.py")
 
 
+@pytest.mark.slow
 def test_mistakes_in_the_kernels_are_noticed(emulated: Path) -> None:
     assert_passes(emulated, str(session.HERE / "check_mistakes.py"))
 
 
+@pytest.mark.slow
 def test_planted_mistakes_are_found() -> None:
     """By the emulator itself, in small kernels; it objects to none that are right."""
     assert_passes(build.build_single(session.HERE / "cases.cu"), str(session.HERE / "check_emulator.py"))

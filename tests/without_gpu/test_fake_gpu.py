@@ -49,6 +49,7 @@ def asked(fake_gpu: Run, *what: str, **environment: str) -> list[dict[str, Any]]
 SMALL_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
 
 
+@pytest.mark.slow(but=["unet"])
 @pytest.mark.parametrize(
     "name",
     ["resnet50", "mobilenet channels_last bfloat16", "vit bfloat16", "unet", "decoder", "decoder bfloat16"],
@@ -63,6 +64,7 @@ def test_the_allocator_sees_what_is_predicted(fake_gpu: Run, name: str) -> None:
     assert 0.9 * found["predicted"] < found["allocated"] <= found["predicted"] + found["unsplit"], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "large decoder"])
 def test_a_budget_has_room_for_what_cublas_keeps(fake_gpu: Run, name: str) -> None:
     """By default, 32 MiB for each of two threads: all that is allocated, from nothing on, is what was predicted."""
@@ -73,6 +75,7 @@ def test_a_budget_has_room_for_what_cublas_keeps(fake_gpu: Run, name: str) -> No
     assert found["predicted"] <= 0.8 * found["plain predicted"], found
 
 
+@pytest.mark.slow
 def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:
     """One process for all: on two GPUs, with copies on the host, in DistributedDataParallel, and its profile."""
     what = ("live:decoder", "two_devices:unet", "moved:ramp", "offload:unet", "distributed:unet", "workspaces:unet")
@@ -94,6 +97,7 @@ def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:
     assert 0 < found["convolution"] < 2**24, found
 
 
+@pytest.mark.slow
 def test_the_block_that_is_reserved_is_all_that_steps_take(fake_gpu: Run) -> None:
     """Also where cuBLAS has taken its workspaces before."""
     (found,) = asked(fake_gpu, "reserve:resnet50")
@@ -101,11 +105,13 @@ def test_the_block_that_is_reserved_is_all_that_steps_take(fake_gpu: Run) -> Non
     assert found["after"] == found["before"], found
 
 
+@pytest.mark.slow
 def test_workspaces_are_whole_units_of_the_allocator(fake_gpu: Run) -> None:
     (found,) = asked(fake_gpu, "workspaces:mobilenet channels_last bfloat16")
     assert not found["odd"], found
 
 
+@pytest.mark.slow
 def test_inputs_of_a_profile_are_made_on_the_device(fake_gpu: Run) -> None:
     """The stub tells of every copy of more than 1 MiB, as of the one that follows."""
     done = fake_gpu(str(HERE / "train.py"), "copies:resnet50", FAKE_GPU_TRACE="1")
@@ -116,6 +122,7 @@ def test_inputs_of_a_profile_are_made_on_the_device(fake_gpu: Run) -> None:
     assert "from=pinned" not in meanwhile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "expected_bytes"), [("80", 8519680), ("90", 2**25), ("103", 2**25), ("120", 2**25)]
 )
@@ -127,6 +134,7 @@ def test_what_cublas_keeps(fake_gpu: Run, capability: str, expected_bytes: int) 
     assert found["bytes"] == 2 * 16 * 2**10 * 8
 
 
+@pytest.mark.slow
 def test_time_is_taken_on_the_device_and_behind_a_lead(fake_gpu: Run) -> None:
     done = fake_gpu(str(HERE / "train.py"), "timed:unet", FAKE_GPU_DEVICES="2", FAKE_GPU_TRACE="1")
     lines = done.stderr.split("timed")[1].strip().splitlines()
@@ -135,6 +143,7 @@ def test_time_is_taken_on_the_device_and_behind_a_lead(fake_gpu: Run) -> None:
     assert json.loads(done.stdout)["seconds"] == pytest.approx(2.1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_gpu_check_runs_to_its_end(fake_gpu: Run, tmp_path: Path) -> None:
     """As where a GPU is lent; with kernels that are there, few tests and one small schedule."""
     found = tmp_path / "solutions" / "small.pkl"

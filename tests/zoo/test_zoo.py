@@ -45,6 +45,7 @@ def command(*arguments: str) -> Result:
 # What is in the repository ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=["torchvision.models.vgg16()-cuda"])
 @pytest.mark.parametrize(("model", "device"), sorted({(f.model, f.device) for f in ZOO.schedules}))
 def test_every_schedule_fits_its_budget_and_keeps_its_promises(model: str, device: str) -> None:
     files = [f for f in ZOO.schedules if (f.model, f.device) == (model, device)]
@@ -74,6 +75,7 @@ def test_the_registry_names_every_file_once_and_its_source() -> None:
     assert {f.profile for f in ZOO.schedules if f.kind == "roofline"} <= set(PROFILES)
 
 
+@pytest.mark.slow
 def test_a_small_batch_runs_by_a_schedule_of_the_zoo() -> None:
     model = build_model("torchvision.models.resnet50()").module
     wrapped = monet_like.ScheduleWrapper(model, "zoo:resnet50_184_10.00", (3, 224, 224))
@@ -207,6 +209,7 @@ def _chain() -> Entry:
     return Entry("chain", f"{ROOT / 'tests' / 'helpers' / 'chain.py'}:chain", 16, ("60%", "40%", "0.01"))
 
 
+@pytest.mark.slow
 def test_a_build_is_reproducible_resumable_and_honest(tmp_path: Path, chain: Entry) -> None:
     told: list[tuple[str, int, int]] = []
     options: dict[str, Any] = {"entries": [chain], "profiles": ["a100", "cpu"], "evaluations": 300}
@@ -241,6 +244,7 @@ def test_a_build_is_reproducible_resumable_and_honest(tmp_path: Path, chain: Ent
     assert Registry.load(tmp_path / "one") == now and file.read_bytes() == good
 
 
+@pytest.mark.slow
 def test_a_build_goes_on_where_it_stopped_and_several_processes_make_the_same(tmp_path: Path, chain: Entry) -> None:
     options: dict[str, Any] = {"entries": [chain], "profiles": ["cpu", "a100"], "evaluations": 300}
     build(tmp_path / "one", **options)
@@ -281,6 +285,7 @@ def test_verify_finds_what_does_not_hold(tmp_path: Path, chain: Entry) -> None:
     check()
 
 
+@pytest.mark.slow
 def test_a_replayed_schedule_of_a_build(tmp_path: Path, chain: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
     build(tmp_path / "zoo", entries=[dataclasses.replace(chain, budgets=("0.41",))], profiles=["a100", "cpu"], evaluations=100)  # fmt: skip
     monkeypatch.setenv("MONET_LIKE_ZOO", str(tmp_path / "zoo"))

@@ -56,6 +56,7 @@ def with_a_copy(rng: random.Random, program: Program, costs: dict[str, Cost]) ->
     return replace(program, values=values, tasks=tuple(tasks))
 
 
+@pytest.mark.slow
 def test_optimum_with_copies_that_only_the_backward_reads() -> None:
     used = 0
     for seed in range(128):

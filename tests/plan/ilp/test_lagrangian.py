@@ -72,6 +72,7 @@ def blocks_in_a_row(blocks: int, seed: int = 0, again: bool = False) -> tuple[Pr
     return Program(tuple(maker.values), (*tasks, *last), tuple(slots), (stream,), (tangent,)), maker.costs
 
 
+@pytest.mark.slow
 def test_lagrangian_bound_holds_for_every_schedule(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition, "LEAST_TASKS", 1)
     monkeypatch.setattr(partition, "SMALL_BYTES", 0)
@@ -99,6 +100,7 @@ def test_lagrangian_bound_holds_for_every_schedule(pool: Pool, monkeypatch: pyte
     assert tight > 0.4 * tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_deep_programs_are_planned_from_parts_alone(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monet_like.plan.ilp.search.MOST_WINDOWED", 0)
@@ -112,6 +114,7 @@ def test_deep_programs_are_planned_from_parts_alone(share: float, monkeypatch: p
     assert found.columns == 0  # no program for the whole
 
 
+@pytest.mark.slow
 def test_equal_blocks_are_solved_once(pool: Pool) -> None:
     solved = []
     for blocks in (20, 60):

@@ -50,6 +50,7 @@ def test_least_memory_helper_agrees_with_trying_all_schedules() -> None:
         assert best_seconds(program, costs, least - 1, anywhere=True) is None, seed
 
 
+@pytest.mark.slow
 def test_lowest_peak_is_found_and_proven_to_the_byte() -> None:
     lower = 0
     for seed in (*HARD, *range(6)):
@@ -64,6 +65,7 @@ def test_lowest_peak_is_found_and_proven_to_the_byte() -> None:
     assert lower >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", HARD[1:3])
 def test_plan_fits_pareto_and_smallest_budget_agree_on_the_lowest_peak(seed: int) -> None:
     program, costs = program_of(seed)
@@ -126,6 +128,7 @@ def prepared(name: str, mode: str) -> Prepared:
     return prepare(request, torch.device("cpu"), profile=DEVICES["cpu"])
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize(
     ("name", "mode"), [*((name, "inplace_conv_multiway_newnode") for name in NETS), ("noise", "normal")]
 )

@@ -1,0 +1,48 @@
+"""Which tests run: the essential ones, or all."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = """
+import pytest
+@pytest.mark.slow
+def test_slow(): ...
+@pytest.mark.slow(but=["two"])
+@pytest.mark.parametrize("x", ["one", "two"])
+def test_but(x): ...
+@pytest.mark.slow(every=3)
+@pytest.mark.parametrize("x", range(7))
+def test_every(x): ...
+def test_quick(): ...
+"""
+#: Each call prints the collected tests, then the line "end".
+CALLS = """
+import pytest
+for arguments in (["test_it.py"], ["test_it.py", "--all"], ["test_it.py", "-m", "slow"], ["test_it.py::test_slow"]):
+    pytest.main(["-n0", "--co", "-p", "no:cacheprovider", "--strict-markers", *arguments])
+    print("end")
+"""
+
+
+@pytest.mark.slow
+def test_slow_tests_run_where_they_are_asked_for(tmp_path: Path) -> None:
+    for name in ("conftest.py", "helpers"):
+        source = ROOT / "tests" / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "test_it.py").write_text(TESTS)
+    done = subprocess.run([sys.executable, "-c", CALLS], cwd=tmp_path, capture_output=True, text=True)
+    outputs = done.stdout.split("end\n")[:4]
+    found = [sorted(line.split("::")[1] for line in o.splitlines() if line.startswith("test_it.py::")) for o in outputs]
+    quick = ["test_but[two]", "test_every[0]", "test_every[3]", "test_every[6]", "test_quick"]
+    slow = ["test_but[one]", "test_every[1]", "test_every[2]", "test_every[4]", "test_every[5]", "test_slow"]
+    assert found == [quick, sorted(quick + slow), slow, ["test_slow"]], done.stderr[-2000:]
+    assert ["left out" in output for output in outputs] == [True, False, False, False]
