@@ -16,11 +16,13 @@ from . import (
     batch_norm,
     concatenation,
     convolution,
+    copy_slices,
     dense_block,
     dropit,
     dropout,
     group_norm,
     in_place,
+    instance_norm,
     linear,
     linear_cross_entropy,
     low_precision,
@@ -35,6 +37,7 @@ from .editor import Editor, Offer
 #: The functions are called in this order: gradients are split before other ways read them, in-place ways are made from
 #: the other ways, and slots are merged with all their ways.
 OFFERS: tuple[Offer, ...] = (
+    copy_slices.offer,
     concatenation.offer,
     dense_block.offer,
     relu.offer,
@@ -42,6 +45,7 @@ OFFERS: tuple[Offer, ...] = (
     dropout.offer,
     batch_norm.offer,
     group_norm.offer,
+    instance_norm.offer,
     rms_norm.offer,
     convolution.offer,
     convolution.offer_algorithms,
@@ -51,6 +55,7 @@ OFFERS: tuple[Offer, ...] = (
     in_place.offer,
     batch_norm.offer_backward,
     batch_norm.offer_without_reserve,
+    instance_norm.offer_backward,
     linear_cross_entropy.offer,
     low_precision.offer,
     offload.offer,

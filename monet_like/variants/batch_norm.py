@@ -154,7 +154,7 @@ def following(editor: Editor, value: int) -> Chain:
         if call.op == "aten.add.Tensor" and residual is None and not call.kwargs and _alike(editor, task):
             residual = call.args[1] if call.args[0] == Ref(value) else call.args[0]
             tasks.append(task)
-        elif (activation := _activation(call)) is not None:
+        elif (activation := activation_of(call)) is not None:
             return Chain((*tasks, task), residual, activation)
         else:
             break
@@ -162,7 +162,7 @@ def following(editor: Editor, value: int) -> Chain:
     return Chain(tuple(tasks), residual, NOTHING)
 
 
-def _activation(call: Call) -> Activation | None:
+def activation_of(call: Call) -> Activation | None:
     """The activation that a forward call applies to one tensor, if the fused operators know it."""
     numbers = [float(value) for value in call.args[1:] if isinstance(value, int | float)]
     if call.op == "aten.relu.default":
@@ -200,7 +200,7 @@ def offer_backward(editor: Editor) -> None:
     made_by = {call.outs[1]: call for _, call in editor.find(NATIVE, CUDNN) if call.args[5] and call.args[3]}
     for slot in reversed(range(len(editor.slots) - 1)):
         first, norm = editor.slots[slot][0], editor.slots[slot + 1][0]
-        activation = _activated_by(first.calls[-1])
+        activation = activated_by(first.calls[-1])
         call, *after = norm.calls
         backward = backward_of(call)
         if activation is None or backward is None or (after and not _adds(norm)):
@@ -243,7 +243,7 @@ def _by_aten(call: Call) -> Call:
     return replace(call, op=NATIVE_BACKWARD, args=backward.native) if backward and backward.cudnn else call
 
 
-def _activated_by(call: Call) -> Activation | None:
+def activated_by(call: Call) -> Activation | None:
     """The activation whose gradient this is."""
     if call.op == "aten.threshold_backward.default" and call.args[2] == 0:
         return _RELU

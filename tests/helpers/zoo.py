@@ -9,6 +9,8 @@ import torch
 import torchvision
 from torch import nn
 
+from monet_like.models.volumes import VolumeUNet
+
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
@@ -183,6 +185,16 @@ def activations() -> Built:
     return nn.Sequential(*layers, nn.Linear(24 * 12 * 12, 10)).train(), (image(4, 24),), {}
 
 
+def volumes(side: int = 16) -> Built:
+    """nnU-Net's shape in small: 3-D convolutions, instance norm, leaky ReLU in place, residual blocks, three results."""
+    volume = torch.randn(2, 1, side, side, side, generator=torch.Generator().manual_seed(8))
+    model = VolumeUNet(1, 2, (8, 12, 16, 20), (1, 2, 1, 1)).train()
+    for convolution in model.modules():
+        if isinstance(convolution, nn.Conv3d) and convolution.kernel_size == (3, 3, 3):
+            convolution.bias = None  # before a norm: its true gradient is 0, and would be nothing but rounding
+    return model, (volume.to(torch.get_default_dtype()),), {}
+
+
 def frozen_parameters() -> Built:
     model = torchvision.models.mobilenet_v2().train()
     for name, parameter in model.named_parameters():
@@ -216,6 +228,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     "vit_b_16": vit,
     "swin_t": _vision("swin_t", 4, 64),
     "unet": unet,
+    "volumes": volumes,
     "deeplab": deeplab,
     "gpt2": gpt2,
     "bert": bert,
@@ -242,6 +255,7 @@ ROOMY: dict[str, Callable[[], Built]] = MODELS | {
     "vit_b_16": lambda: vit(24),
     "swin_t": _vision("swin_t", 3, 160),
     "unet": lambda: unet(4, 128),
+    "volumes": lambda: volumes(48),
     "deeplab": lambda: deeplab(3, 96),
     "two_in_two_out": lambda: two_in_two_out(2000),
     "tied": lambda: tied(2000),

@@ -74,7 +74,9 @@ def test_any_amount_of_recompute_is_bit_equal(name: str, drop: float) -> None:
 
 
 @pytest.mark.slow(but=["activations", "tied", "unet"])
-@pytest.mark.parametrize("name", ["resnet18", "unet", "activations", "vit_b_16", "decoder", "two_in_two_out", "tied"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "unet", "activations", "vit_b_16", "decoder", "volumes", "two_in_two_out", "tied"]
+)
 def test_every_variant_agrees_in_float64(name: str) -> None:
     """Random schedules that take any producer and any way: within 1e-10 where arithmetic is what is tested."""
     torch.set_default_dtype(torch.float64)
@@ -89,7 +91,7 @@ def test_every_variant_agrees_in_float64(name: str) -> None:
 
 
 @pytest.mark.slow(but=["tied", "vit_b_16", "unet"])
-@pytest.mark.parametrize("name", ["resnet18", "unet", "vit_b_16", "vgg16", "mobilenet_v2", "tied"])
+@pytest.mark.parametrize("name", ["resnet18", "unet", "volumes", "vit_b_16", "vgg16", "mobilenet_v2", "tied"])
 def test_plain_pytorchs_peak_is_predicted(name: str) -> None:
     example = zoo.ROOMY[name]()
     model, args, kwargs = example

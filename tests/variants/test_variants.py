@@ -45,6 +45,15 @@ def tasks_of(captured: Captured) -> tuple[Task, ...]:
         ("resnet18", {"batch_norm_clamp.train": 9, "batch_norm_add_clamp.train": 8, "batch_norm.apply": 20}),
         ("mobilenet_v2", {"batch_norm_clamp.train": 35, "batch_norm_add.train": 10, "batch_norm.apply": 52}),
         ("unet", {"conv.in_parts": 4, "pool.offsets": 2 * 4, "pool.pack": 4, "pool.packed": 4, "relu.pack": 18}),
+        (
+            "volumes",
+            {
+                "instance_norm_leaky_relu.train": 9,
+                "instance_norm_add_leaky_relu.train": 5,
+                "instance_norm_leaky_relu.backward": 9,
+                "instance_norm.apply": 17,
+            },
+        ),
         ("decoder", {f"rms_norm.{what}": 4 for what in ("train", "apply", "backward")}),
         ("efficientnet_b0", {"batch_norm_silu.train": 33, "batch_norm.apply": 49, "batch_norm_silu.backward": 33}),
         (
