@@ -15,6 +15,7 @@ from torch import nn
 
 from monet_like.capture.example_inputs import Example
 from monet_like.models import UNet
+from monet_like.models.volumes import VolumeUNet, nnunet_large
 
 Inputs = Callable[[int], Example]
 
@@ -27,6 +28,11 @@ def images(batch: int, height: int, width: int | None = None) -> Example:
 def sized(height: int, width: int | None = None) -> Inputs:
     """Random images of one size, by batch."""
     return lambda batch: images(batch, height, width)
+
+
+def volumes(*sides: int) -> Inputs:
+    """Random volumes of one channel, by batch."""
+    return lambda batch: ((torch.randn(batch, 1, *sides),), {})
 
 
 class LanguageModel(nn.Module):
@@ -166,6 +172,16 @@ WORK: Mapping[str, Work] = MappingProxyType(
             Size(partial(UNet, width=32), sized(192), (2,), "width 32, 192 pixels"),
             Size(UNet, sized(416, 608), (11, 4), "416 x 608 pixels"),
             ("Sequential",),
+        ),
+        "nnunet": Work(
+            Size(
+                partial(VolumeUNet, widths=(16, 32, 64, 128), blocks=(1, 2, 2, 2)),
+                volumes(48, 64, 48),
+                (2,),
+                "4 levels from width 16, 48 x 64 x 48 voxels",
+            ),
+            Size(nnunet_large, volumes(160, 224, 192), (2,), "160 x 224 x 192 voxels"),
+            ("ResidualBlock", "ConvBlock"),
         ),
         # Not its layers: they read a list that grows before they run again.
         "densenet121": Work(

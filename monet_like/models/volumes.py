@@ -57,6 +57,7 @@ class VolumeUNet(nn.Module):
         blocks: blocks of every level of the encoder.
         residual: residual blocks in the encoder, as in the presets of 2024; else convolutions only.
         deep_supervision: in training, results at every resolution but the lowest.
+        patch: sides of the volumes that it is trained on, for `make_inputs`.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class VolumeUNet(nn.Module):
         *,
         residual: bool = True,
         deep_supervision: bool = True,
+        patch: Sequence[int] = (128, 128, 128),
     ) -> None:
         super().__init__()
+        self.channels, self.patch = channels, tuple(patch)
         block = ResidualBlock if residual else ConvBlock
         self.stem = ConvBlock(channels, widths[0])
         levels = []
@@ -100,11 +103,16 @@ class VolumeUNet(nn.Module):
         return tuple(reversed(results)) if supervised else results[0]
 
 
-def nnunet() -> VolumeUNet:
-    """The plain net: two convolutions at every level."""
-    return VolumeUNet(blocks=(2,) * 6, residual=False)
+    def make_inputs(self, batch: int) -> torch.Tensor:
+        """A batch of volumes, ``[batch, channels, *patch]``."""
+        return torch.randn(batch, self.channels, *self.patch)
 
 
-def nnunet_residual() -> VolumeUNet:
-    """The encoder of the presets of 2024 (ResEnc), 102 million parameters."""
-    return VolumeUNet()
+def nnunet(side: int = 128) -> VolumeUNet:
+    """The plain net, two convolutions at every level: 26 million parameters."""
+    return VolumeUNet(blocks=(2,) * 6, residual=False, patch=(side,) * 3)
+
+
+def nnunet_large(depth: int = 160, height: int = 224, width: int = 192) -> VolumeUNet:
+    """The residual encoder of the large presets of 2024, 102 million parameters, at the patch of KiTS by default."""
+    return VolumeUNet(patch=(depth, height, width))

@@ -37,6 +37,7 @@ CATALOGUE = (
     Entry("mobilenet_v2", "torchvision.models.mobilenet_v2()", 272, _GIGABYTES),
     Entry("vgg16", "torchvision.models.vgg16()", 176, ("10", "9", "8", "7", "6", "5.5", "5")),
     Entry("unet", "unet", 11, _GIGABYTES),
+    Entry("nnunet_large", "monet_like.models.volumes.nnunet_large()", 2, _SHARES),
     Entry("vit_b_16", "torchvision.models.vit_b_16()", 64, _SHARES),
     Entry("convnext_tiny", "torchvision.models.convnext_tiny()", 64, _SHARES),
     Entry("swin_t", "torchvision.models.swin_t()", 64, _SHARES),
