@@ -157,7 +157,10 @@ class Formulation:
         self._above: dict[tuple[int, int, int], Expr] = {}
         self._ways_reading: dict[int, dict[int, Expr]] = {}
         self._reading: dict[tuple[int, int], list[int]] = {}
+        self._between: dict[tuple[int, int, int], Expr] = {}
         self._run_rows: set[tuple[int, int]] = set()
+        #: Stage and group of every memory row, by the row's number; group -1: the row is the slot's (8).
+        self.memory_rows: dict[int, tuple[int, int]] = {}
         self._build()
 
     # ---- columns ------------------------------------------------------------------------------------------
@@ -336,6 +339,7 @@ class Formulation:
         for part in (self._incoming(v, t), condition):
             self.builder.at_most(part, result)
         self.builder.follows.append((result.terms[0][0], (self._incoming(v, t), condition)))
+        self._between[v, group, t] = result
         return result
 
     # ---- rows ---------------------------------------------------------------------------------------------
@@ -401,7 +405,7 @@ class Formulation:
             alive = self._alive_at_slot(v, t) if at_slot else self.K.get((v, t), ZERO)
             if not alive.is_zero:
                 parts.append(alive * self.program.values[v].bytes)
-        self._fits(parts)
+        self._fits(parts, t, -1)
 
     def add_run_row(self, t: int, group: int) -> bool:
         """Add row (9) for the tasks of a group in stage t; returns False if it is there already or no such task can run."""
@@ -429,11 +433,20 @@ class Formulation:
                 alive = self._alive_between(v, group, t)
             if not alive.is_zero:
                 parts.append(alive * values[v].bytes)
-        self._fits(parts)
+        self._fits(parts, t, group)
         return True
 
-    def _fits(self, parts: list[Expr]) -> None:
+    def add_all_run_rows(self) -> None:
+        """Add every row (9): then the program is no relaxation, but the whole."""
+        for t in self.stages:
+            for group in range(len(self.needs.groups)):
+                self.add_run_row(t, group)
+
+    def _fits(self, parts: list[Expr], t: int, group: int) -> None:
+        number = self.builder.rows
         self.builder.fits([*parts, self.over * -self.above_bytes], self.budget)
+        if self.builder.rows > number:  # else it always holds
+            self.memory_rows[number] = t, group
 
     def big_runs(self, share: float) -> list[tuple[int, int]]:
         """(stage, group) of the reruns that take at least ``share`` of the budget: their rows (9) bind most often."""
@@ -444,6 +457,14 @@ class Formulation:
             if t and size >= share * self.budget:
                 found.add((t, self.group_of[p]))
         return sorted(found)
+
+    def helper_columns(self) -> dict[int, tuple[int, int, int]]:
+        """For the number of every column Y or L, or of `_alive_between`: its value, stage and group."""
+        found: dict[int, tuple[int, int, int]] = {}
+        for (v, group, t), expr in (*self._above.items(), *self._between.items()):
+            if expr.terms:
+                found.setdefault(expr.terms[0][0], (v, t, group))
+        return found
 
     def matrix(self) -> MatrixProgram:
         """The matrix form of all rows so far."""
