@@ -218,7 +218,7 @@ def _solvers() -> Iterator[Finding]:
             yield Finding("solvers", name, "absent", "not installed", f"pip install {dialect.package}")
     if not installed:
         text = "no solver is installed: plans by --strategy heuristic only"
-        yield Finding("solvers", "any", "absent", text, "pip install highspy cylp")
+        yield Finding("solvers", "any", "absent", text, "pip install highspy pulp")
 
 
 def _compilers() -> Iterator[Finding]:

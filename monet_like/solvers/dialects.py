@@ -41,31 +41,19 @@ class Dialect:
 
     Attributes:
         package: the Python package that must be installed.
-        options: (wall seconds, relative gap, threads) -> arguments of `cvxpy.Problem.solve`.
-        bound: its ``extra_stats`` -> its bound of the objective; None if it does not report one (CBC's is read from its
-            log).
-        interruptible: whether it ends with its incumbent at SIGINT, unless it is in a search within its search. Needed
-            for CBC, whose own limit counts processor seconds: how many wall seconds these are can only be guessed.
+        options: (wall seconds, relative gap, threads) -> arguments of `cvxpy.Problem.solve`. None for HiGHS and CBC,
+            which worker.py calls otherwise: through cvxpy they take no start.
+        bound: its ``extra_stats`` -> its bound of the objective; None if it does not report one.
     """
 
     package: str
-    options: Callable[[float, float, int], dict[str, Any]]
+    options: Callable[[float, float, int], dict[str, Any]] | None = None
     bound: Callable[[Any], float | None] = _no_bound
-    interruptible: bool = False
-
-
-def _own_interface(seconds: float, gap: float, threads: int) -> dict[str, Any]:
-    raise AssertionError("HiGHS is not run through cvxpy, where it takes no start")
 
 
 DIALECTS: Mapping[str, Dialect] = {
-    "HIGHS": Dialect("highspy", _own_interface),
-    # CBC reports its bound only in its log.
-    "CBC": Dialect(
-        "cylp",
-        lambda seconds, gap, threads: {"maximumSeconds": seconds, "allowableFractionGap": gap, "logLevel": 1},
-        interruptible=True,
-    ),
+    "HIGHS": Dialect("highspy"),
+    "CBC": Dialect("pulp"),
     "GUROBI": Dialect(
         "gurobipy",
         lambda seconds, gap, threads: {"TimeLimit": seconds, "MIPGap": gap, "Threads": threads},

@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from ..errors import SolverError, UsageError
@@ -73,9 +74,14 @@ def installed_solvers() -> tuple[str, ...]:
     (cvxpy imports every solver's package, and HiGHS's and OR-Tools' cannot both be loaded into one process: a user's
     process must stay free of either.)
     """
-    if find_spec("cvxpy") is None:
-        return tuple(name for name in ("HIGHS",) if find_spec(DIALECTS[name].package) is not None)
-    return tuple(sorted(name for name, dialect in DIALECTS.items() if find_spec(dialect.package) is not None))
+    through_cvxpy = find_spec("cvxpy") is not None
+    return tuple(
+        sorted(
+            name
+            for name, dialect in DIALECTS.items()
+            if find_spec(dialect.package) is not None and (through_cvxpy or dialect.options is None)
+        )
+    )
 
 
 def check_solver(name: str) -> str:
@@ -115,7 +121,7 @@ def solve(
         solver: a name that `check_solver` accepts.
         time_limit_seconds: wall seconds in all; then the solver is stopped.
         gap: relative gap at which it may stop.
-        start: a feasible point. HiGHS starts from it; for all solvers it is the result where they find none.
+        start: a feasible point. HiGHS and CBC start from it; for all solvers it is the result where they find none.
         watch: called with news of the solver (CBC and HiGHS).
         threads: for solvers that use several.
         options: further options in the solver's own names.
@@ -132,16 +138,15 @@ def solve(
         return Solution("infeasible", None, float("inf"), float("inf"), float("inf"), 0.0, "a row cannot hold")
     if problem.columns == 0:
         return _judge(problem, {"status": "optimal", "x": np.zeros(0)}, problem.offset, started, gap)
-    share = 0.85 if name == "CBC" else 0.97  # CBC looks at the clock, and at signals, late
+    share = 0.85 if name == "CBC" else 0.97  # CBC looks at the clock only between two rounds of cuts
     limit = time_limit_seconds * share - 0.5 if time_limit_seconds > 2 else time_limit_seconds * 0.7
     job = job_for(problem, name, limit, gap, threads) | {"start": start, "options": options or {}}
     job["log"] = watch is not None
     log = _Log(problem, watch)
-    interrupted = started + limit if DIALECTS[name].interruptible else float("inf")
-    answer = _run_child(job, started + time_limit_seconds, log, stop, interrupted)
+    with TemporaryDirectory(prefix="monet_like_") if name == "CBC" else nullcontext("") as folder:
+        answer = _run_child(job | {"folder": folder}, started + time_limit_seconds, log, stop)
     bound = answer.get("bound")
-    if bound is None or not np.isfinite(bound):
-        bound = log.bound
+    bound = max(log.bound, bound if bound is not None and np.isfinite(bound) else -np.inf)
     if answer.get("x") is None and start is not None and MEANING.get(answer["status"]) == "limit":
         answer["x"] = start
     return _judge(problem, answer, bound + problem.offset, started, gap)
@@ -164,6 +169,7 @@ def job_for(problem: MatrixProgram, solver: str, limit: float, gap: float, threa
         "start": None,
         "options": {},
         "log": False,
+        "folder": "",
     }
 
 
@@ -212,12 +218,15 @@ class _Log:
     def line(self, line: str) -> None:
         """Read one line; its incumbent and bound count from here on."""
         before = self.incumbent, self.bound
-        offset = self.problem.offset if line.startswith("progress") else 0.0  # HiGHS knows it, CBC does not
+        offset = self.problem.offset  # CBC and HiGHS know it
         if match := self._INCUMBENT.search(line):
             value = float(match.group(1) or match.group(2)) - offset
             self.incumbent = min(self.incumbent, value if abs(value) < 1e40 else float("inf"))
         if match := self._BOUND.search(line):
-            value = float(match.group(1)) - offset
+            value = float(match.group(1))
+            if not line.startswith("progress"):  # CBC's, rounded up or down
+                value -= (5e-8 if "best possible" in line else 5e-6) * abs(value)
+            value -= offset
             self.bound = max(self.bound, value if abs(value) < 1e40 else float("-inf"))
         if self.watch is not None and before != (self.incumbent, self.bound):
             unit, offset = self.problem.seconds_per_unit, self.problem.offset
@@ -269,10 +278,8 @@ def stop_worker(child: subprocess.Popen[bytes]) -> bool:
     return running
 
 
-def _run_child(
-    job: dict[str, Any], deadline: float, log: _Log, stop: Callable[[], bool], interrupted: float
-) -> dict[str, Any]:
-    """Run the worker, from ``interrupted`` on with signals to end; never leaves it behind."""
+def _run_child(job: dict[str, Any], deadline: float, log: _Log, stop: Callable[[], bool]) -> dict[str, Any]:
+    """Run the worker until it answers, but no longer than to the deadline; never leaves it behind."""
     child, reading = start_worker(job["threads"], subprocess.PIPE)
     received: list[bytes] = []
     assert child.stdin is not None and child.stdout is not None
@@ -285,8 +292,6 @@ def _run_child(
         for thread in threads:
             thread.start()
         while child.poll() is None and time.monotonic() < deadline and not stop():
-            if time.monotonic() >= interrupted:
-                child.send_signal(signal.SIGINT)  # again and again: it may be between two searches
             with suppress(subprocess.TimeoutExpired):
                 child.wait(min(POLL_SECONDS, max(0.01, deadline - time.monotonic())))
     finally:

@@ -58,10 +58,18 @@ def pulp_problem(
     return result
 
 
+def pulp_values(solved: Any, count: int) -> NDArray[Any]:
+    """The values of the ``count`` columns of a solved `pulp_problem`, which has been made without names."""
+    import numpy as np
+
+    values = {name: variable.varValue for name, variable in solved.variablesDict().items()}
+    # PuLP leaves out columns without coefficients.
+    return np.array([values.get(name, 0.0) for name in numbered("x", count)])
+
+
 def numbered(letter: str, count: int) -> tuple[str, ...]:
-    """Names for columns or rows that sort in their order, as PuLP sorts them."""
-    width = len(str(count))
-    return tuple(f"{letter}{number:0{width}}" for number in range(count))
+    """Names for columns or rows."""
+    return tuple(f"{letter}{number}" for number in range(count))
 
 
 def cvxpy_problem(problem: MatrixProgram) -> tuple[Any, list[Any], NDArray[Any]]:

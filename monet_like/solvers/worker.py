@@ -1,7 +1,8 @@
 """The child process that runs solvers: reads problems from stdin, writes progress to stdout and answers to a pipe.
 
 Solvers do not reliably stop in time or on Ctrl-C, and print where they like. In a process of its own a solver can be
-stopped at a hard deadline, and its log, the only place where CBC reports its bound, can be read.
+stopped at a hard deadline, and its log, the only place where CBC reports its bound, can be read. CBC itself is one more
+process, in this one's group.
 
 This module imports little: it is started often, and most parts' programs are solved faster than `monet_like.plan` is
 imported.
@@ -15,17 +16,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
-
-#: Linux: nanoseconds that this process ran, and that it waited for a processor.
-SCHEDSTAT = "/proc/self/schedstat"
 
 
 def main(answer_fd: int) -> None:
     """Solve the problems on stdin, one after another; answer on ``answer_fd``."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # CBC installs its own handler while it searches, and ends with its incumbent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process stops it
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(answer_fd, "wb") as pipe:
         while True:
@@ -33,15 +31,16 @@ def main(answer_fd: int) -> None:
                 job: dict[str, Any] = pickle.load(sys.stdin.buffer)
             except EOFError:
                 return
-            pickle.dump(run_highs(job) if job["solver"] == "HIGHS" else run_cvxpy(job), pipe)
+            run = {"HIGHS": run_highs, "CBC": run_cbc}.get(job["solver"], run_cvxpy)
+            pickle.dump(run(job), pipe)
             pipe.flush()
 
 
 def _end_with(parent: int) -> None:
-    """End this process once its parent has gone, however that went."""
+    """End this process, and a solver that it has started, once its parent has gone, however that went."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    os._exit(1)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def run_highs(job: dict[str, Any]) -> dict[str, Any]:
@@ -96,14 +95,77 @@ def _left(job: dict[str, Any]) -> float:
     return float(max(0.1, job["limit"] - (time.time() - job["sent"])))
 
 
-def processor_share() -> float:
-    """The share of the time it could have run in which this process ran; 1 where the system does not report it."""
+def run_cbc(job: dict[str, Any]) -> dict[str, Any]:
+    """Solve with the CBC that comes with PuLP. It takes a start, and its limit is of wall seconds."""
+    import pulp
+
+    from .models import pulp_problem, pulp_values
+
+    os.chdir(job["folder"])  # PuLP leaves its files there; whoever started this process deletes them
+    model = pulp_problem(_matrix_program(job), start=job["start"])
+    solver = pulp.COIN_CMD(
+        path=pulp.PULP_CBC_CMD.pulp_cbc_path,
+        keepFiles=True,
+        warmStart=job["start"] is not None,
+        gapRel=job["gap"],
+        threads=job["threads"] if job["threads"] > 1 else None,  # one thread by itself, not one beside a waiting one
+        timeLimit=_left(job),
+        timeMode="elapsed",
+        options=[f"{name} {value}" for name, value in ({"randomSeed": 1, "randomCbcSeed": 1} | job["options"]).items()],
+    )
+    if not solver.available():
+        return {"status": "solver_error", "x": None, "bound": None, "message": f"cannot execute {solver.path}"}
     try:
-        with open(SCHEDSTAT) as file:
-            ran, waited = map(int, file.read().split()[:2])
-    except (OSError, ValueError):
-        return 1.0
-    return ran / (ran + waited) if ran else 1.0  # a kernel without these statistics writes zeros
+        with _terminal():
+            model.solve(solver)
+    except pulp.PulpSolverError:
+        # Version 2.10.3 may crash where its time is up before the first cuts. Its log has what it proved until then.
+        status = "solver_error" if job["start"] is None else "user_limit"
+        return {"status": status, "x": None, "bound": None, "message": "CBC ended with an error"}
+    meaning = {pulp.LpSolutionOptimal: "optimal", pulp.LpSolutionInfeasible: "infeasible"}
+    answer: dict[str, Any] = {"status": meaning.get(model.sol_status, "user_limit"), "x": None, "bound": None}
+    if model.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        answer["x"] = pulp_values(model, len(job["cost"]))
+    if model.sol_status == pulp.LpSolutionOptimal:  # to the gap, of the objective with or without its constant
+        value = float(job["cost"] @ answer["x"])
+        answer["bound"] = value - job["gap"] * max(abs(value), abs(value + job["offset"]))
+    return answer
+
+
+@contextmanager
+def _terminal() -> Iterator[None]:
+    """Give processes that are started a terminal as standard output, and copy what they write to this process's.
+
+    CBC writes line by line only to a terminal. To a pipe it writes when several kilobytes are full, so its log would come
+    late and, after a crash, never.
+    """
+    leader, follower = os.openpty()
+    output = os.dup(1)
+    os.dup2(follower, 1)
+    os.close(follower)
+    thread = threading.Thread(target=_copy, args=(leader, output), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.dup2(output, 1)  # closes the terminal, which ends the thread
+        thread.join()
+        os.close(leader)
+        os.close(output)
+
+
+def _copy(source: int, target: int) -> None:
+    """Copy until the source ends; a terminal that nobody has open any more ends with an error."""
+    with suppress(OSError):
+        while data := os.read(source, 1 << 16):
+            os.write(target, data)
+
+
+def _matrix_program(job: dict[str, Any]) -> Any:
+    from .matrix import MatrixProgram
+
+    fields = ("matrix", "lower", "upper", "cost", "integral", "offset")
+    return MatrixProgram(**{name: job[name] for name in fields}, seconds_per_unit=1.0)
 
 
 def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
@@ -112,44 +174,21 @@ def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
     from .dialects import DIALECTS
+    from .models import cvxpy_problem
 
     cp: Any = cvxpy  # its functions carry no types
-
-    matrix, integral = job["matrix"].tocsc(), job["integral"]
-    order = np.concatenate([np.flatnonzero(integral), np.flatnonzero(~integral)])
-    count = int(integral.sum())
-    parts = []
-    if count:
-        # bounds with integer=True: cvxpy's CBC interface misplaces the bounds of boolean variables.
-        parts.append(cp.Variable(count, integer=True, bounds=[0, 1]))
-    if count < len(order):
-        parts.append(cp.Variable(len(order) - count, bounds=[0, 1]))
-    x = cp.hstack(parts) if len(parts) > 1 else parts[0]
-    matrix, cost = matrix[:, order].tocsr(), job["cost"][order]
-    equal = job["lower"] == job["upper"]
-    constraints = [matrix[~equal] @ x <= job["upper"][~equal]] if (~equal).any() else []
-    if equal.any():
-        constraints.append(matrix[equal] @ x == job["upper"][equal])
-    problem = cp.Problem(cp.Minimize(cost @ x), constraints)
+    problem, variables, order = cvxpy_problem(_matrix_program(job | {"offset": 0.0}))
     dialect = DIALECTS[job["solver"]]
-    seconds = _left(job)
-    if job["solver"] == "CBC":
-        # Its limit is of processor seconds. (The signal that the parent sends when time is up does not reach a search
-        # within a search, as its heuristics are.)
-        seconds *= processor_share()
-        from cvxpy.reductions.solvers.conic_solvers.cbc_conif import CBC
-
-        # cvxpy reports an interrupted search as an error, and so loses its incumbent.
-        CBC.STATUS_MAP_MIP = CBC.STATUS_MAP_MIP | {"stopped on user event": cp.OPTIMAL_INACCURATE}
-    options = dialect.options(seconds, job["gap"], job["threads"]) | job["options"]
+    assert dialect.options is not None
+    options = dialect.options(_left(job), job["gap"], job["threads"]) | job["options"]
     try:
         problem.solve(solver=job["solver"], verbose=False, **options)
     except cp.error.SolverError as error:
         return {"status": "solver_error", "x": None, "bound": None, "message": str(error)}
     values = None
-    if x.value is not None and len(x.value) == len(order):
+    if all(variable.value is not None for variable in variables):
         values = np.zeros(len(order))
-        values[order] = x.value
+        values[order] = np.concatenate([variable.value for variable in variables])
     stats = getattr(problem.solver_stats, "extra_stats", None)
     bound = dialect.bound(stats) if stats is not None else None
     return {"status": str(problem.status), "x": values, "bound": bound}

@@ -24,7 +24,7 @@ from monet_like.plan.local_search.searcher import smallest_known
 from monet_like.solvers import interface
 from monet_like.solvers.interface import check_solver, installed_solvers, solve
 
-needs_cbc = pytest.mark.skipif("CBC" not in installed_solvers(), reason="CBC (cylp) is not installed")
+needs_cbc = pytest.mark.skipif("CBC" not in installed_solvers(), reason="CBC (PuLP) is not installed")
 
 
 @pytest.mark.parametrize("solver", ["HIGHS", pytest.param("cbc", marks=needs_cbc)])

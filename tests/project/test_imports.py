@@ -66,7 +66,7 @@ def test_pure_modules_import_neither_torch_nor_a_solver() -> None:
 def test_training_and_profiling_need_no_solver() -> None:
     found = imported_by([f"monet_like.{module}" for module in TORCH], "torch._functorch.aot_autograd")
     assert all("torch" in there for there in found.values())
-    assert unwanted_in(found, {"cvxpy", "highspy", "cylp"}) == {}
+    assert unwanted_in(found, {"cvxpy", "highspy", "pulp"}) == {}
 
 
 def test_the_package_itself_imports_nothing_heavy() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import scipy.sparse as sp
 from planning import ROOT, hard_problem
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from monet_like.solvers import interface, worker
+from monet_like.solvers import interface
 from monet_like.solvers.dialects import DIALECTS
 from monet_like.solvers.interface import installed_solvers, solve
 from monet_like.solvers.matrix import MatrixProgram
@@ -40,7 +38,7 @@ def mixed_problem(seed: int) -> MatrixProgram:
 @pytest.mark.slow(but=["HIGHS", "CBC"])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_solver_finds_the_optimum_of_mixed_programs(solver: str) -> None:
-    """cvxpy's CBC interface misplaces the bounds of boolean variables; `run_cvxpy` gives it integers with bounds."""
+    """Also with columns between 0 and 1, equalities and a constant in the objective."""
     for seed in range(4):
         problem = mixed_problem(seed)
         wanted = milp(
@@ -75,12 +73,12 @@ def test_no_bound_is_above_the_optimum_where_a_solver_stops_at_a_gap_of_the_whol
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_solvers_have_an_incumbent_a_bound_and_progress_at_the_time_limit(solver: str) -> None:
-    """cvxpy calls this ``user_limit`` or ``optimal_inaccurate``, hands out no bound of CBC's, and calls the same what
-    has no incumbent at all; CBC's own limit is of processor seconds, and it looks at it late."""
+    """cvxpy calls this ``user_limit`` or ``optimal_inaccurate``, and calls the same what has no incumbent at all; CBC's
+    bound stands in its log alone."""
     news: list[tuple[float, float]] = []
     problem = hard_problem()
     # They are slow to find a first plan on a busy machine.
-    limit = {"CBC": 30.0, "SCIP": 12.0}.get(solver, 8.0)
+    limit = {"SCIP": 12.0}.get(solver, 8.0)
     found = solve(problem, solver, time_limit_seconds=limit, gap=0.0, watch=lambda *pair: news.append(pair))
     assert found.wall_seconds < limit + 5  # not minutes
     assert found.status == "feasible"
@@ -93,44 +91,10 @@ def test_solvers_have_an_incumbent_a_bound_and_progress_at_the_time_limit(solver
         incumbents, bounds = zip(*news, strict=True)
         assert list(incumbents) == sorted(incumbents, reverse=True)
         assert list(bounds) == sorted(bounds)
-        assert min(incumbents) >= found.objective_seconds - 1e-6
+        assert min(incumbents) >= found.objective_seconds * (1 - 1e-8)  # CBC prints eight digits
         assert max(bounds) <= found.objective_seconds + 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not Path(worker.SCHEDSTAT).exists() or Path(worker.SCHEDSTAT).read_text().startswith("0 0 "),
-    reason="the system does not tell",
-)
-def test_processor_share_of_a_process_is_measured() -> None:
-    """CBC's limit is of processor seconds: beside other work it is told fewer of them, or it is stopped with its plan."""
-    script = (
-        "import os, sys, time\n"
-        "os.sched_setaffinity(0, {int(sys.argv[1])})\n"
-        "from monet_like.solvers.worker import processor_share\n"
-        "beside = os.fork() == 0\n"
-        "end = time.monotonic() + 2\n"
-        "while time.monotonic() < end: pass\n"
-        "if not beside: print(processor_share())\n"
-    )
-    arguments = [sys.executable, "-c", script, str(min(os.sched_getaffinity(0)))]
-    share = float(subprocess.run(arguments, capture_output=True, check=True).stdout)
-    assert 0 < share < 0.75
-
-
-@pytest.mark.parametrize("told", ["0 0 0\n", "", None])
-def test_processor_share_is_one_where_the_system_does_not_report_it(
-    told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel without these statistics has the file, with zeros."""
-    file = tmp_path / "schedstat"
-    if told is not None:
-        file.write_text(told)
-    monkeypatch.setattr(worker, "SCHEDSTAT", str(file))
-    assert worker.processor_share() == 1.0
-
-
-@pytest.mark.slow
 def test_planning_loads_no_solver_into_this_process() -> None:
     """HiGHS's package and OR-Tools' cannot both be loaded; cvxpy loads every solver's package that it finds."""
     script = (
@@ -150,26 +114,24 @@ def test_log_lines_of_cbc_and_highs_are_read() -> None:
     news: list[tuple[float, float]] = []
     log = interface._Log(hard_problem(), lambda *pair: news.append(pair))  # offset 1e6, a thousandth of a second a unit
     for line in (
-        "Continuous objective value is -11300.5 - 0.02 seconds",
-        "Cbc0012I Integer solution of -10000 found by rounding after 0 iterations and 0 nodes (0.01 seconds)",
-        "Cbc0010I After 100 nodes, 57 on tree, -10900 best solution, best possible -11200.25 (1.07 seconds)",
+        "Continuous objective value is 988699 - 0.02 seconds",  # six digits, which may have been rounded up
+        "Cbc0012I Integer solution of 990000 found by rounding after 0 iterations and 0 nodes (0.01 seconds)",
+        "Cbc0010I After 100 nodes, 57 on tree, 989100 best solution, best possible 988799.75 (1.07 seconds)\r",
         "progress 989000.0 988850.0",
         "progress inf -inf",
         "nothing of interest: -3",
     ):
         log.line(line)
-    assert news == [
-        (float("inf"), pytest.approx(988.6995)),
-        (pytest.approx(990.0), pytest.approx(988.6995)),
-        (pytest.approx(989.1), pytest.approx(988.79975)),
-        (pytest.approx(989.0), pytest.approx(988.85)),
-    ]
+    incumbents, bounds = zip(*news, strict=True)
+    assert incumbents == (float("inf"), *map(pytest.approx, (990.0, 989.1, 989.0)))
+    true_bounds = (988.6985, 988.6985, 988.799745, 988.85)
+    assert all(bound <= true < bound + 0.006 for bound, true in zip(bounds, true_bounds, strict=True))
 
 
 def test_every_dialect_passes_time_limit_gap_and_threads() -> None:
     for name, dialect in DIALECTS.items():
-        if name == "HIGHS":
+        if dialect.options is None:
             continue
         told = str(dialect.options(12.5, 0.0625, 3))
         assert "0.0625" in told, name
-        assert any(text in told for text in ("12.5", "12500", "13", str(0.85 * 12.5))), name
+        assert any(text in told for text in ("12.5", "12500", "13")), name

@@ -24,7 +24,7 @@ BIG_SHARE = 0.08
 NEAR_SHARE = 0.97
 #: Slots before a broken row whose columns are freed to repair a schedule, in the first of `REPAIRS` attempts.
 REPAIR_REACH, REPAIRS = 24, 4
-#: The chosen solver's share of the time before HiGHS, which takes a start, goes on from its plan.
+#: The chosen solver's share of the time before HiGHS goes on from its plan.
 FIRST_SHARE = 0.4
 
 
@@ -143,7 +143,7 @@ class RowGeneration:
 
 
 def _can_go_on(solver: str) -> bool:
-    """Whether HiGHS, which takes a start, can go on from this solver's plan."""
+    """Whether HiGHS can go on from this solver's plan."""
     from ...solvers.interface import installed_solvers
 
     return solver != "HIGHS" and "HIGHS" in installed_solvers()
