@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from random_schedules import random_schedule
 from replays import record_for
 from torch import nn
 from training import run, twin
@@ -16,6 +15,7 @@ from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
 from monet_like.errors import UsageError
 from monet_like.plan import store_all
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted

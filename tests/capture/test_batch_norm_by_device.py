@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from cudnn_setting import cudnn_enabled
-from random_schedules import random_schedule
 from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
@@ -26,6 +25,7 @@ from monet_like.ir.program import Cost, Program, Task
 from monet_like.ir.simulate import simulate
 from monet_like.plan.baseline import store_all
 from monet_like.plan.local_search.searcher import find_start
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 from monet_like.replay.wrapper import ScheduleWrapper

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from nets import Net, linear, rows
-from random_schedules import random_schedule
 from replays import record_for
 from torch import nn
 from training import run
@@ -21,6 +20,7 @@ from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture.captured import fake_mode
 from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError, ScheduleFileError
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted
 
 _GLOBAL = torch.linspace(0.5, 1.5, 8)

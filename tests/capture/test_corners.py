@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from nets import Net, linear, rows
-from random_schedules import random_schedule
 from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import nn
 from training import run, twin
@@ -29,6 +28,7 @@ from monet_like.errors import CaptureError, UsageError
 from monet_like.files import cache_folder
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.verify import step_peak
 from monet_like.variants import admitted
 

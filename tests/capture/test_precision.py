@@ -11,7 +11,6 @@ import pytest
 import torch
 import torchvision
 from click.testing import CliRunner
-from random_schedules import random_schedule
 from replays import record_for
 from torch import nn
 from training import run, twin
@@ -22,6 +21,7 @@ from monet_like.cli.group import main
 from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import ScheduleFileError
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper
 
 CPU = torch.device("cpu")

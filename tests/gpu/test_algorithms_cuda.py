@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from algorithm_cases import FORMATS, MODE, Attends, captured
-from random_schedules import random_schedule
 from replays import record_for
 from torch import nn
 from training import twin
@@ -21,6 +20,7 @@ from monet_like.compiler.request import Request
 from monet_like.ir.program import REFUSED
 from monet_like.ops import convolution
 from monet_like.plan import plan, store_all
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.plan.subprogram import without_refused
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.wrapper import ScheduleWrapper

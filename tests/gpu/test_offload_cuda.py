@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from offload_cases import MODELS, taken
-from random_schedules import random_schedule
 from replays import record_for
 from training import twin
 
 from monet_like.capture.lowering import capture
 from monet_like.plan import store_all
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime import offload
 from monet_like.variants import admitted

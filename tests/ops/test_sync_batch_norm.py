@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import assert_same, step, together
-from random_schedules import random_schedule
 from sync_batch_norm_cases import MODE, Net, images, made
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +25,7 @@ from monet_like.ir.program import Program, Task
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.nn.sync_batch_norm import convert_sync_batchnorm
 from monet_like.ops.sync_batch_norm import COMMUNICATING
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
 

@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 from random_programs import random_program
-from random_schedules import random_schedule
 
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.plan.subprogram import Subprogram, has_overlap, plain_operators, without_overlap, without_refused
 
 

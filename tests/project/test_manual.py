@@ -18,7 +18,6 @@ import torch
 from click.testing import CliRunner
 from planning import network, peak
 from random_programs import best_seconds, random_program
-from random_schedules import random_schedule
 from replays import replayed, worst
 from torch import nn
 from training import run, twin
@@ -32,6 +31,7 @@ from monet_like.ir.program import Cost
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import Free, simulate
 from monet_like.plan import plan
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.plan.strategies import STRATEGIES
 from monet_like.plan.subprogram import plain_operators
 from monet_like.variants import admitted

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from random_schedules import random_schedule
 from replays import record_for
 from torch import nn
 from torch.amp import custom_bwd, custom_fwd
@@ -22,6 +21,7 @@ from training import tensors, twin
 from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
 from monet_like.errors import ScheduleFileError
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torchvision
-from random_schedules import random_schedule
 from replays import record_for
 from rich.console import Console
 from torch import nn
@@ -23,6 +22,7 @@ from monet_like.capture.example_inputs import Example
 from monet_like.capture.precision import autocast_as
 from monet_like.compiler.request import Request, captured_for
 from monet_like.models.unet import UNet
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay import verify
 from monet_like.replay.comparison import MOST, Tensors, Verdict, compare, differences
 from monet_like.replay.verify import everything_after_a_step, judged, same_step, shaken

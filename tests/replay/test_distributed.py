@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import PROCESSES, assert_same, step, together
-from random_schedules import random_schedule
 from replays import record_for
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
 

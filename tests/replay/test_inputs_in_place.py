@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from nets import Net, linear, rows
-from random_schedules import random_schedule
 from replays import record_for
 from torch import nn
 
 from monet_like import ScheduleWrapper
 from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError, UsageError
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted
 
 

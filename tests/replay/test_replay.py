@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 import zoo
-from random_schedules import random_schedule
 from replays import FULL, LOSS_BYTES, costs_of, replayed, worst
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import run, twin
@@ -19,6 +18,7 @@ from monet_like.ir.units import MIB
 from monet_like.plan import store_all
 from monet_like.plan.baseline import plain_report
 from monet_like.plan.local_search.searcher import find_start
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.runtime.operators import BINDINGS, overload
 from monet_like.variants import admitted
 

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from random_schedules import random_schedule
 from replays import record_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper
 
 MODE = "inplace_multiway_newnode"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from random_schedules import random_schedule
 from replays import record_for
 from torch import nn
 from training import twin
@@ -17,6 +16,7 @@ from training import twin
 from monet_like.api import auto_schedule
 from monet_like.capture.lowering import capture
 from monet_like.plan import store_all
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torchvision
 import zoo
-from random_schedules import random_schedule
 from replays import record_for
 from torch import nn
 from training import run, tensors, twin
@@ -24,6 +23,7 @@ from monet_like.capture.lowering import capture
 from monet_like.errors import ScheduleFileError, UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan import store_all
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from random_schedules import random_schedule
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +29,7 @@ from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
 from monet_like.plan.baseline import plain_report
 from monet_like.plan.local_search.searcher import find_start, smallest_known
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import allocated_peak
 from monet_like.profile.roofline import roofline

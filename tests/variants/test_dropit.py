@@ -19,7 +19,6 @@ from dropped_models import (
     dropped,
     expected_weight_gradients,
 )
-from random_schedules import random_schedule
 from replays import costs_of, replayed
 from torch import Tensor, nn
 from training import Outcome, run, twin
@@ -36,6 +35,7 @@ from monet_like.ops import caches
 from monet_like.ops.caches import LARGEST_BLOCK, int8_bytes, kept_of_block, largest_bytes, largest_kept
 from monet_like.plan.baseline import store_all
 from monet_like.plan.local_search.searcher import find_start
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 from monet_like.variants import admitted, with_variants

@@ -12,7 +12,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from offload_cases import MODELS, layers, taken
-from random_schedules import random_schedule
 from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import Tensor
 from training import run, twin
@@ -29,6 +28,7 @@ from monet_like.plan import plan
 from monet_like.plan.baseline import store_all
 from monet_like.plan.budgets import pareto, smallest_budget
 from monet_like.plan.offload import hide
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.plan.subprogram import without_overlap
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
