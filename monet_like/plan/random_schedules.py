@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 
-from monet_like.errors import ScheduleError
-from monet_like.ir.program import Program
-from monet_like.ir.schedule import Schedule
-from monet_like.ir.simulate import simulate
+from ..errors import ScheduleError
+from ..ir.program import Program
+from ..ir.schedule import Schedule
+from ..ir.simulate import Free, simulate
 
 
 class _Draw:
+    """The choices of one schedule, and the values that are there so far."""
+
     def __init__(self, program: Program, rng: random.Random, drop: float, others: float) -> None:
         self.program, self.rng, self.drop, self.others = program, rng, drop, others
         self.have: set[int] = set()
@@ -44,26 +46,29 @@ class _Draw:
 
 
 def random_schedule(
-    program: Program, seed: int, *, drop: float = 0.5, others: float = 0.5, attempts: int = 200, zero_costs: bool = True
+    program: Program, seed: int, *, drop: float = 0.5, others: float = 0.5, attempts: int = 200
 ) -> Schedule:
-    """A schedule the simulator accepts.
+    """A schedule that the simulator accepts; it is the same for the same seed.
 
     Args:
         drop: share of values that are made again rather than kept.
         others: share of choices that take any producer or way rather than PyTorch's own.
+        attempts: how often to draw until a schedule is valid, with smaller shares each time.
+
+    Raises:
+        ScheduleError: none was.
     """
-    costs = _Zero()
     rng = random.Random(seed)
     for attempt in range(attempts):
         keep_plain = 1 - attempt / attempts  # ever tamer, so that one succeeds
         draw = _Draw(program, rng, drop * keep_plain, others * keep_plain)
         try:
             schedule = _one(program, draw, rng)
-            simulate(program, schedule, costs)
+            simulate(program, schedule, Free())
         except ScheduleError:
             continue
         return schedule
-    raise AssertionError("no valid schedule found")
+    raise ScheduleError(f"none of {attempts} random schedules was valid")
 
 
 def _one(program: Program, draw: _Draw, rng: random.Random) -> Schedule:
@@ -83,9 +88,9 @@ def _one(program: Program, draw: _Draw, rng: random.Random) -> Schedule:
         for value in slot[way].reads:
             draw.make(value, "again", chosen)
         again.append(tuple(sorted(chosen)))
-    for slot in range(1, len(again)):  # some of it earlier than needed
-        if again[slot] and not program.slot_reads[slot - 1] and not again[slot - 1] and draw.rng.random() < draw.others:
-            again[slot - 1], again[slot] = again[slot], ()
+    for t in range(1, len(again)):  # some of it earlier than needed
+        if again[t] and not program.slot_reads[t - 1] and not again[t - 1] and draw.rng.random() < draw.others:
+            again[t - 1], again[t] = again[t], ()
     return Schedule(tuple(sorted(forward)), tuple(again), ways)
 
 
@@ -106,10 +111,3 @@ def _kept_to_run_again(program: Program) -> list[int]:
 
 def _first(program: Program, value: int) -> bool:
     return any(program.tasks[i].runs in ("both", "first") for i in program.producers[value])
-
-
-class _Zero(dict):  # type: ignore[type-arg]
-    def __missing__(self, key: str):  # type: ignore[no-untyped-def]
-        from monet_like.ir.program import FREE
-
-        return FREE
