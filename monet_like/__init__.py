@@ -13,6 +13,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .api import auto_schedule
     from .capture.annotations import mark
+    from .job.start import problem
     from .nn.dropit import to_dropit
     from .nn.sync_batch_norm import convert_sync_batchnorm
     from .replay.allocator import reserve
@@ -24,6 +25,7 @@ __all__ = [
     "auto_schedule",
     "convert_sync_batchnorm",
     "mark",
+    "problem",
     "reserve",
     "to_dropit",
 ]
@@ -33,6 +35,7 @@ _LAZY = {
     "auto_schedule": "api",
     "convert_sync_batchnorm": "nn.sync_batch_norm",
     "mark": "capture.annotations",
+    "problem": "job.start",
     "reserve": "replay.allocator",
     "to_dropit": "nn.dropit",
 }

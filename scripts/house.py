@@ -27,7 +27,9 @@ ORDER = (
     ("compiler",),
     ("zoo",),
     ("replay",),
-    ("api", "dropit", "report"),
+    ("dropit", "report"),
+    ("job",),
+    ("api",),
     ("cli", "integrations"),
     ("__init__", "__main__"),
 )

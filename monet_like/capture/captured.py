@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..ir.display import short_repr
 from ..ir.program import Call, Program, Ref, Task, refs
 from ..ops.sync_batch_norm import COMMUNICATING
 from .annotations import Mark
@@ -102,7 +103,7 @@ class Tensor:
     calls: tuple[Call, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Captured:
     """A captured training step: the program, and how its values correspond to the module's tensors, inputs and results.
 
@@ -135,6 +136,8 @@ class Captured:
             their new contents are the last of ``outputs``.
         changed: residents whose contents are others when the forward has ended.
     """
+
+    __repr__ = short_repr
 
     program: Program
     metas: tuple[TensorMeta, ...]

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import CaptureError
+from ..ir.display import short_repr
 from .annotations import changes_its_first
 
 #: Containers nested deeper than this are not searched for constants.
@@ -144,7 +145,7 @@ def _outside(leaf: Any) -> bool:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Constants:
     """The constants that a program reads, by name.
 
@@ -154,6 +155,8 @@ class Constants:
         described: layout, dtype, device and whether it requires a gradient, of every tensor at capture.
         model: the model they are of.
     """
+
+    __repr__ = short_repr
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     places: tuple[Place, ...] = ()

@@ -28,13 +28,13 @@ from ..errors import UsageError
 from ..ir.program import Program
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import simulate
-from ..ir.units import format_bytes, format_seconds
+from ..ir.units import format_bytes, format_seconds, parse_budget
 from ..plan.baseline import plain_report
 from ..plan.strategies.checkpointing import NO_LIMIT
 from ..profile.measure import allocated_peak
 from ..replay.verify import real_example, same_step, step_peak, step_seconds, train_step
 from ..replay.wrapper import ScheduleWrapper
-from .prepare import CostSource, read_budgets
+from .prepare import job_of, source_of
 from .terminal import Terminal, aligned_table
 
 
@@ -99,11 +99,11 @@ def benchmark(
     problem = read_problem(
         model=net.model, batch=batch or str(net.batch), budget="1", input_shape=f"3,{side},{side}", **options
     )
-    source = CostSource.of(problem, profile_file)
+    source = source_of(problem, profile_file)
     terminal = terminal or Terminal()
     console = terminal.console
+    ready = job_of(terminal, problem, source).ready
     with terminal.progress() as progress:
-        ready = source.prepare(problem, progress)
         limit = _limit(ready, problem, budget)
         started = time.perf_counter()
         found = plan_for(ready, problem.request, limit, progress=progress.planning)
@@ -188,7 +188,7 @@ def _limit(ready: Prepared, problem: Problem, budget: str | None) -> int:
         if problem.request.strategy == "ogc":
             return NO_LIMIT
         return plan_for(ready, problem.request, NO_LIMIT, strategy="ogc").report.peak_bytes
-    return read_budgets(budget, ready.plain.peak_bytes)[0]
+    return parse_budget(budget).of(ready.plain.peak_bytes)
 
 
 def _change(ratio: float) -> str:

@@ -1,55 +1,24 @@
-"""Reads the problem, the profile and the budgets that a command was given."""
+"""Reads the problem, the source of costs and the files that a command was given, and makes a job of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
-from ..capture.captured import Captured
-from ..compiler.pipeline import Prepared, default_names, prepare
+from ..compiler.pipeline import default_names
 from ..compiler.problem import Problem, assumed_input, read_problem
-from ..compiler.progress import Progress
-from ..errors import UsageError
+from ..compiler.sources import Filed, Source, is_roofline
 from ..files import check_writable
 from ..ir.profile_file import Profile
-from ..ir.units import parse_bytes
-from ..profile.devices import DEVICES, DeviceLimits, device_slug
+from ..job.job import Job
+from ..profile.devices import device_slug
 from ..zoo.registry import check_not_registered, is_zoo_file
 from .terminal import Terminal
 
 #: Where profiles are written, and where the zoo's schedules are in a checkout.
 SOLUTIONS = Path("solutions")
-
-
-def read_budgets(text: str, plain_peak_bytes: int) -> list[int]:
-    """Read budgets such as ``10,8,6.5`` (GB) or ``80%,50%`` (of plain PyTorch's peak).
-
-    Raises:
-        UsageError: not such a list.
-    """
-    found = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        if part.endswith("%"):
-            try:
-                share = float(part[:-1])
-            except ValueError:
-                raise UsageError(f"budget {part!r} is no percentage; give such as 50%") from None
-            if not 0 < share <= 1000:
-                raise UsageError(f"budget {part!r} must be more than 0 %")
-            found.append(int(plain_peak_bytes * share / 100))
-        else:
-            found.append(parse_bytes(part))
-    if not found:
-        raise UsageError(f"budgets {text!r} must be a list such as 10,8,6 or 80%,50%")
-    return found
-
-
-def is_roofline(profile_file: Path | None) -> bool:
-    """Whether ``--profile`` asks for datasheet rates (``roofline:DEVICE``) instead of a file."""
-    return str(profile_file).startswith("roofline:")
 
 
 def is_for_another_machine(profile_file: Path | None) -> bool:
@@ -77,7 +46,7 @@ def say_input(terminal: Terminal, problem: Problem) -> None:
 
 def schedule_path(problem: Problem) -> Path:
     """The default name of a problem's schedule file, in the current folder."""
-    return default_names(problem.spec.name, problem.request, problem.budget_bytes, Path())
+    return default_names(problem.spec.name, problem.request, problem.budget, Path())
 
 
 def check_out(path: Path) -> None:
@@ -90,87 +59,35 @@ def check_out(path: Path) -> None:
     check_writable(path)
 
 
-@dataclass(frozen=True)
-class CostSource:
-    """The profile file or datasheet rates from which the costs of a model's operators come.
+def source_of(problem: Problem, profile_file: Path | None, label: str = "") -> Filed:
+    """The costs that ``--profile`` names; by default this model's own file on this device.
 
-    Attributes:
-        path: of the profile file to read; ``roofline:DEVICE`` for datasheet rates.
-        known: what is known before anything is measured: the file's costs, a device's rates, or None.
-        extended: the file to write what is measured into: the same, or, for a profile of the zoo, one of the same name in
-            the current folder.
-    """
+    A profile of the zoo is extended in a file of the same name in the current folder.
 
-    path: Path
-    known: Profile | DeviceLimits | None
-    extended: Path
-
-    @staticmethod
-    def of(problem: Problem, profile_file: Path | None, label: str = "") -> CostSource:
-        """The source that ``--profile`` names; by default this model's own file on this device.
-
-        Args:
-            label: of the file's name, instead of the batch.
-
-        Raises:
-            UsageError: an unknown device name, or a folder that cannot be written to.
-            ProfileError: the file is no profile.
-        """
-        path = profile_file or profile_path(problem, label)
-        extended = path
-        if not is_roofline(path) and is_zoo_file(path):
-            extended = Path(path.name)
-            check_out(extended)
-            path = extended if extended.exists() else path
-        return CostSource(path, read_profile(path), extended)
-
-    def save(self, profile: Profile) -> None:
-        """Write a profile into the file, for the next command."""
-        profile.save(self.extended)
-
-    @property
-    def latest(self) -> Path:
-        """The file that has the costs, as far as they are known: the one that was written, if there is one."""
-        return self.extended if self.extended.exists() else self.path
-
-    def prepare(self, problem: Problem, progress: Progress, captured: Captured | None = None) -> Prepared:
-        """Capture and profile; what is measured is saved.
-
-        Args:
-            captured: the program of this problem, if it is at hand.
-        """
-        return prepare(
-            problem.request,
-            problem.device,
-            profile=self.known,
-            save_profile=self.save,
-            progress=progress.profiling,
-            captured=captured,
-        )
-
-
-def read_and_prepare(
-    terminal: Terminal, profile_file: Path | None, options: dict[str, Any]
-) -> tuple[Problem, Prepared]:
-    """Read the problem of a command without one budget, capture and profile it."""
-    problem = read_problem(budget="1", **options)
-    say_input(terminal, problem)
-    source = CostSource.of(problem, profile_file)
-    with terminal.progress() as progress:
-        return problem, source.prepare(problem, progress)
-
-
-def read_profile(path: Path) -> Profile | DeviceLimits | None:
-    """Read costs: the rates of a device for ``roofline:a100``, else the profile in a file; None if there is no file.
+    Args:
+        label: of the file's name, instead of the batch.
 
     Raises:
         UsageError: an unknown device name, or a folder that cannot be written to.
-        ProfileError: the file is no profile.
+        ScheduleFileError: the file is no profile.
     """
-    if not is_roofline(path):
-        check_writable(path)
-        return Profile.load(path) if path.exists() else None
-    name = str(path).partition(":")[2]
-    if name not in DEVICES:
-        raise UsageError(f"there is no roofline for {name!r}; choose one of {', '.join(DEVICES)}")
-    return DEVICES[name]
+    path = profile_file or profile_path(problem, label)
+    if is_roofline(path) or not is_zoo_file(path):
+        return Filed.of(path)
+    extended = Path(path.name)
+    check_out(extended)
+    return Filed.of(extended if extended.exists() else path, extended)
+
+
+def job_of(terminal: Terminal, problem: Problem, source: Source) -> Job:
+    """The job of a problem, whose progress the terminal shows. Nothing is captured yet."""
+    return Job(problem.request, problem.device, source, progress=terminal.progress)
+
+
+def read_job(terminal: Terminal, profile_file: Path | None, options: dict[str, Any]) -> Job:
+    """The job of a command without one budget, captured and profiled."""
+    problem = read_problem(budget="1", **options, measured=not is_for_another_machine(profile_file))
+    say_input(terminal, problem)
+    job = job_of(terminal, problem, source_of(problem, profile_file))
+    _ = job.ready
+    return job

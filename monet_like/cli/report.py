@@ -4,35 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..capture.example_inputs import example_of
-from ..capture.precision import autocast_as
-from ..compiler.pipeline import Prepared, strategy_points, with_workspaces_of
 from ..compiler.problem import Problem, read_problem
-from ..compiler.request import captured_for
 from ..errors import UsageError
-from ..files import check_writable, write_atomically
+from ..files import check_writable
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..models import is_registered
-from ..plan import STRATEGIES
-from ..profile.cublas import multiplies
-from ..profile.devices import DEVICES, device_name
+from ..profile.devices import DEVICES
 from ..replay.compatibility import check_program
-from ..replay.verify import real_example
-from ..report.charts import Fronts
-from ..report.figures import course, plain_course
-from ..report.live import live_step
-from ..report.page import Figures, charts, numbers, page, pictures, vega
-from .prepare import CostSource
+from ..report.page import Figures, numbers, vega
+from ..report.write import figures_of, write_report
+from .prepare import job_of, source_of
 from .terminal import Terminal, aligned_table
-
-#: Budgets of the front, in parts of plain PyTorch's peak.
-_SHARES = (1.0, 0.75, 0.5, 0.3)
-#: What the quick front leaves out, and how little it searches.
-_SLOW = ("milp", "checkmate")
-_QUICK = {"heuristic": {"evaluations": 5000}}
 
 
 def report(
@@ -60,35 +45,14 @@ def report(
     record = ScheduleRecord.load(file)
     check_writable(path)
     problem = problem_of(record, model, device, time_limit)
-    source = CostSource.of(problem, profile_file or _rates_of(record))
+    job = job_of(terminal, problem, source_of(problem, profile_file or _rates_of(record)))
+    check_program(record, job.captured, problem.request.expression, problem.device)
+    ready = job.ready
     with terminal.progress() as progress:
-        captured = captured_for(problem.request, problem.request.example)
-        program = captured.program
-        check_program(record, captured, problem.request.expression, problem.device)
-        ready = with_workspaces_of(record, source.prepare(problem, progress, captured))
-        by_plain = record.cublas_bytes if multiplies(captured.plain.every_task()) else 0
-        figures = Figures(
-            record,
-            plain_course(captured, ready.costs, record.optimizer_bytes + by_plain, by_plain),
-            course(captured, program, record.schedule, ready.costs, ready.extra_bytes, ready.cublas_bytes),
-            ready.profile.device,
-            _fronts(ready, problem, record, front, progress.at) if front != "off" else {},
-        )
-        if live:
-            progress.at("step", "measured")
-            with autocast_as(record.autocast, problem.device):
-                found = live_step(
-                    problem.request.model, captured, record.schedule, real_example(problem.request.example, problem.device), ready.extra_bytes,
-                    device_name(problem.device),
-                )  # fmt: skip
-            figures = replace(figures, live=found)
+        figures = figures_of(record, ready, job.request, job.device, front=front, live=live, progress=progress.at)
         progress.at("draw")
-        specs = charts(figures)
-        write_atomically(path, page(figures, specs).encode())
-        drawn = {path.with_name(f"{path.stem}_{n}.png"): data for n, data in (pictures(specs) if png else {}).items()}
-        for picture, data in drawn.items():
-            write_atomically(picture, data)
-    _show(terminal, figures, path, list(drawn))
+        drawn = write_report(figures, path, png=png)
+    _show(terminal, figures, path, drawn)
     return figures
 
 
@@ -133,23 +97,6 @@ def _rates_of(record: ScheduleRecord) -> Path | None:
     """The datasheet rates that a schedule was planned with, if it was."""
     kind, _, name = record.device.partition(":")
     return Path(record.device) if kind == "roofline" and name in DEVICES else None
-
-
-def _fronts(ready: Prepared, problem: Problem, record: ScheduleRecord, kind: str, progress: Any) -> Fronts:
-    """Plans of the strategies at several budgets and at the schedule's own; ``store_all`` is plain PyTorch's point."""
-    names = [name for name in STRATEGIES if name != "store_all" and (kind == "full" or name not in _SLOW)]
-    limits = sorted({*(int(share * ready.plain.peak_bytes) for share in _SHARES), record.budget_bytes}, reverse=True)
-    points = strategy_points(
-        ready, problem.request, names, limits, progress, options=_QUICK if kind == "quick" else None
-    )
-    found: dict[str, list[tuple[int, float]]] = {}
-    for point in points:
-        if point.report is not None:
-            line = found.setdefault(point.strategy, [])
-            here = point.report.peak_bytes, point.report.seconds
-            if here not in line:
-                line.append(here)
-    return found
 
 
 def _show(terminal: Terminal, figures: Figures, path: Path, drawn: list[Path]) -> None:

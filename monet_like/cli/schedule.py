@@ -78,7 +78,7 @@ def _solved(problem: Problem) -> Path:
 
 def _measured_peak(console: Console, problem: Problem, record: ScheduleRecord, example: Example) -> tuple[int, bool]:
     """Measure the peak of a step in bytes; also whether it is within the given budget and the file's."""
-    limit = min(problem.budget_bytes, record.budget_bytes)
+    limit = min(problem.budget.of(record.plain_peak_bytes), record.budget_bytes)
     wrapped = ScheduleWrapper(copy.deepcopy(problem.spec.module), record)
     started = time.perf_counter()
     peak = step_peak(wrapped, example, problem.device) + record.extra_bytes

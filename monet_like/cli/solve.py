@@ -7,41 +7,33 @@ from typing import Any
 
 from rich.text import Text
 
-from ..compiler.pipeline import Compiled, compile_schedule
 from ..compiler.problem import Problem, read_problem
 from ..ir.units import format_bytes, format_seconds
+from ..job.solved import SolvedPlan
 from .inspect import add_counts, bound_in_words, summary
-from .prepare import CostSource, check_out, is_for_another_machine, say_input, schedule_path
+from .prepare import check_out, is_for_another_machine, job_of, say_input, schedule_path, source_of
 from .terminal import Terminal, aligned_table
 
 
-def solve(*, profile_file: Path | None, out: Path | None, terminal: Terminal | None = None, **options: Any) -> Compiled:
+def solve(
+    *, profile_file: Path | None, out: Path | None, terminal: Terminal | None = None, **options: Any
+) -> SolvedPlan:
     """Read the problem, compile it, print a summary and write the schedule and profile files."""
     terminal = terminal or Terminal()
     problem = read_problem(**options, measured=not is_for_another_machine(profile_file))
-    request = problem.request
     say_input(terminal, problem)
     path = out or schedule_path(problem)
     check_out(path)
-    source = CostSource.of(problem, profile_file)
-    with terminal.progress() as progress:
-        compiled = compile_schedule(
-            request,
-            problem.budget_bytes,
-            problem.device,
-            profile=source.known,
-            save_profile=source.save,
-            progress=progress.profiling,
-            plan_progress=progress.planning,
-        )
-    compiled.record.save(path)
-    show_compiled(terminal, problem, compiled, path, source.latest)
-    return compiled
+    source = source_of(problem, profile_file)
+    plan = job_of(terminal, problem, source).plan(problem.budget)
+    plan.save(path)
+    show_plan(terminal, problem, plan, path, source.latest)
+    return plan
 
 
-def show_compiled(terminal: Terminal, problem: Problem, compiled: Compiled, path: Path, profile: Path) -> None:
+def show_plan(terminal: Terminal, problem: Problem, plan: SolvedPlan, path: Path, profile: Path) -> None:
     """Print the short table at the end of a solve."""
-    console, record, found = terminal.console, compiled.record, compiled.plan
+    console, record, compiled, found = terminal.console, plan.record, plan.compiled, plan.compiled.plan
     terminal.result(
         {
             **summary(record),

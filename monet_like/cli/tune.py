@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +16,7 @@ from ..capture.precision import autocast_as
 from ..compiler.pipeline import make_record, plan_for
 from ..compiler.problem import Problem, parse_batch, read_problem
 from ..errors import MonetError, UsageError
+from ..ir.frames import frame
 from ..ir.profile_file import Profile
 from ..ir.units import format_bytes, format_seconds
 from ..plan import Plan
@@ -25,8 +26,11 @@ from ..replay.verify import real_example, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
 from .batch_search import Batches, Trial, Tuner, largest_power
 from .output import check_results, draw, write_table
-from .prepare import CostSource, check_out, is_for_another_machine, say_input, schedule_path
+from .prepare import check_out, is_for_another_machine, say_input, schedule_path, source_of
 from .terminal import Terminal, aligned_table
+
+if TYPE_CHECKING:
+    import pandas
 
 
 def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> int:
@@ -34,7 +38,7 @@ def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal 
     problem = read_problem(
         budget=budget, **{**options, "batch": "1"}, measured=not is_for_another_machine(profile_file)
     )
-    source = CostSource.of(problem, profile_file, "batches")
+    source = source_of(problem, profile_file, "batches")
     limits = source.known if isinstance(source.known, DeviceLimits) else None
     terminal = terminal or Terminal()
     say_input(terminal, problem)
@@ -100,7 +104,7 @@ def tune(
         raise UsageError(f"--best {best} must be at least 1 and --steps {steps} at least 0")
     check_results(plot, csv_file, out)
     problem = read_problem(budget=budget, batch=str(listed[-1]) if listed else "1", **options)
-    source = CostSource.of(problem, profile_file, "batches")
+    source = source_of(problem, profile_file, "batches")
     limits = source.known if isinstance(source.known, DeviceLimits) else None
     terminal = terminal or Terminal()
     say_input(terminal, problem)
@@ -277,23 +281,7 @@ def _write(
 ) -> None:
     """Write the figures as CSV and as a picture."""
     trials = sorted(tuner.trials.values(), key=lambda trial: trial.batch)
-    header = [
-        "batch",
-        "plain_peak_bytes",
-        "plain_seconds",
-        "peak_bytes",
-        "seconds",
-        "measured_bytes",
-        "measured_seconds",
-    ]
-    rows = []
-    for trial in trials:
-        candidate = full.get(trial.batch)
-        report = candidate.plan.report if candidate else trial.report
-        ours = [report.peak_bytes, repr(report.seconds)] if report else ["", ""]
-        measured = [candidate.measured_bytes or "", candidate.measured_seconds or ""] if candidate else ["", ""]
-        rows.append([trial.batch, trial.plain.peak_bytes, repr(trial.plain.seconds), *ours, *measured])
-    write_table(console, csv_file, header, rows)
+    write_table(console, csv_file, trials_to_frame(trials, full))
     if plot is None:
         return
     limit = problem.budget_bytes
@@ -306,3 +294,24 @@ def _write(
     stars = {} if plain_measured is None else {"plain PyTorch at its best, measured": plain_measured}
     title = f"{problem.request.expression} in {format_bytes(limit)}, {problem.request.mode}"
     draw(console, plot, title, lines, ("batch", "samples per second"), stars)
+
+
+def trials_to_frame(trials: Sequence[Trial], full: Mapping[int, Candidate]) -> pandas.DataFrame:
+    """One row per batch that was tried: predicted figures, and those that were measured.
+
+    Args:
+        full: the batches that were planned in full; of all others the figures are those of the local search.
+    """
+    rows = []
+    for trial in trials:
+        candidate = full.get(trial.batch)
+        report = candidate.plan.report if candidate else trial.report
+        rows.append(
+            (
+                trial.batch, trial.plain.peak_bytes, trial.plain.seconds, report.peak_bytes if report else None,
+                report.seconds if report else None, candidate.measured_bytes if candidate else None,
+                candidate.measured_seconds if candidate else None,
+            )
+        )  # fmt: skip
+    columns = {"batch": "int64", "plain_peak_bytes": "int64", "plain_seconds": "float64", "peak_bytes": "Int64"}
+    return frame(columns | {"seconds": "float64", "measured_bytes": "Int64", "measured_seconds": "float64"}, rows)

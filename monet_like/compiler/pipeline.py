@@ -17,25 +17,26 @@ from ..capture.captured import Captured
 from ..capture.example_inputs import input_spec
 from ..capture.precision import weights_layout
 from ..errors import InfeasibleError, MonetError
+from ..ir.display import short_repr
 from ..ir.profile_file import Profile
 from ..ir.program import FREE, REFUSED, Cost, Program
 from ..ir.schedule import kept_values
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import Report, simulate
-from ..ir.units import format_bytes
+from ..ir.units import GIB, Budget, format_bytes
 from ..nn.sync_batch_norm import among
 from ..plan import Plan, plan
 from ..plan.analysis import floor_bytes
 from ..plan.baseline import plain_report
 from ..profile.cublas import multiplies, schedule_multiplies
-from ..profile.devices import DeviceLimits
+from ..profile.devices import DeviceLimits, device_name
 from ..profile.profiler import Progress
-from ..profile.settings import versions
-from .costs import profiled
+from ..profile.settings import changed_settings, settings_of, versions
+from .costs import measured_costs, profiled, to_profile
 from .request import Request, captured_for, optimizer_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Compiled:
     """Result of `compile_schedule`: the program, its costs, the plan and the schedule record.
 
@@ -48,6 +49,8 @@ class Compiled:
         stage_seconds: wall seconds of capture, profile and the plan's stages.
     """
 
+    __repr__ = short_repr
+
     captured: Captured
     costs: Mapping[str, Cost]
     plan: Plan
@@ -56,7 +59,7 @@ class Compiled:
     stage_seconds: Mapping[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prepared:
     """Result of capture and profile: all that planning needs.
 
@@ -70,6 +73,8 @@ class Prepared:
         plain: the simulator's report on plain PyTorch's schedule.
         stage_seconds: wall seconds of capture and profile.
     """
+
+    __repr__ = short_repr
 
     captured: Captured
     profile: Profile
@@ -102,11 +107,22 @@ def compile_schedule(
         captured: `captured_for` this request, if that is at hand.
     """
     ready = prepare(
-        request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured,
-        budget_bytes=budget if isinstance(budget, int) else None,
-    )  # fmt: skip
+        request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured, budget=budget
+    )
+    return compile_prepared(request, ready, budget, plan_progress=plan_progress)
+
+
+def compile_prepared(
+    request: Request,
+    ready: Prepared,
+    budget: int | Callable[[int], int],
+    *,
+    plan_progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Compiled:
+    """The last part of `compile_schedule`: plan what is prepared; ``options`` are those of the strategy."""
     limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
-    found = plan_for(ready, request, limit, progress=plan_progress)
+    found = plan_for(ready, request, limit, progress=plan_progress, **options)
     record = make_record(request, ready, found, limit)
     return Compiled(
         ready.captured, ready.costs, found, ready.plain, record, {**ready.stage_seconds, **found.stage_seconds}
@@ -165,12 +181,12 @@ def prepare(
     save_profile: Callable[[Profile], None] | None = None,
     progress: Progress | None = None,
     captured: Captured | None = None,
-    budget_bytes: int | None = None,
+    budget: int | Callable[[int], int] | None = None,
 ) -> Prepared:
     """Capture and profile; see `compile_schedule`.
 
     Args:
-        budget_bytes: if it is known; what is proven not to fit is refused before anything is measured.
+        budget: if it is known; what is proven not to fit is refused before any time is measured.
 
     Raises:
         InfeasibleError: one task and what is resident need more, whatever their workspace.
@@ -179,26 +195,49 @@ def prepare(
     if captured is None:
         captured = captured_for(request, request.example)
     seconds = {"capture": time.perf_counter() - started}
-    if budget_bytes is not None and not isinstance(profile, DeviceLimits):
-        _check_floor(request, captured, budget_bytes)
+    if budget is not None and not isinstance(profile, DeviceLimits):
+        _check_floor(request, captured, budget, device, profile)
     started = time.perf_counter()
     found = profiled(request, captured, device, profile, save_profile, progress)
     seconds["profile"] = time.perf_counter() - started
     return prepared(request, captured, found, found.costs, seconds)
 
 
-def _check_floor(request: Request, captured: Captured, budget_bytes: int) -> None:
+def _check_floor(
+    request: Request,
+    captured: Captured,
+    budget: int | Callable[[int], int],
+    device: torch.device,
+    profile: Profile | None,
+) -> None:
     """Refuse a budget in which one task does not fit by itself, even without workspace.
+
+    A share of plain PyTorch's peak is known up to the workspaces. Where it would be too little without them, they are
+    measured, each by one run of the operator.
 
     Raises:
         InfeasibleError: proven.
     """
-    program = captured.program
-    free = {task.cost: FREE for task in program.every_task()}
-    least, step = floor_bytes(program, free, optimizer_bytes(request.model, request.optimizer))
-    if least > budget_bytes:
+    free = {task.cost: FREE for task in captured.every_task()}
+    optimizer = optimizer_bytes(request.model, request.optimizer)
+    least, step = floor_bytes(captured.program, free, optimizer)
+    told = "nothing was measured"
+    if isinstance(budget, int):
+        limit = budget
+    else:
+        limit = budget(plain_report(captured.plain, free, optimizer).peak_bytes)
+        if least > limit:
+            if profile and profile.device != device_name(device):
+                return  # of another machine: nothing will be measured
+            changed = profile and changed_settings(profile.settings, settings_of(device))
+            known = profile.costs if profile and not changed else None
+            costs, _ = measured_costs(request, captured, device, known=known, timed=False)
+            plain = prepared(request, captured, to_profile(costs, device, ""), costs, {}).plain
+            limit = budget(plain.peak_bytes)
+            told = f"of the {format_bytes(plain.peak_bytes)} of plain PyTorch, no time was measured"
+    if least > limit:
         raise InfeasibleError(
-            f"no schedule fits into {format_bytes(budget_bytes)} (proven, nothing was measured): "
+            f"no schedule fits into {format_bytes(limit)} (proven, {told}): "
             f"{step or 'what is resident'} alone needs {format_bytes(least)}, parameters, inputs and results included; give "
             "more memory or a smaller batch; monet-like smallest says what would do",
             step=step,
@@ -287,11 +326,15 @@ def summary_counts(program: Program, found: Plan) -> dict[str, int]:
     return counts
 
 
-def default_names(name: str, request: Request, budget_bytes: int, folder: Path) -> Path:
-    """Default path of a schedule file, such as ``solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl``."""
+def default_names(name: str, request: Request, budget: Budget, folder: Path) -> Path:
+    """Default path of a schedule file, such as ``solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl``.
+
+    A share of plain PyTorch's peak stands there as ``60percent``.
+    """
+    limit = f"{100 * budget.share:g}percent" if budget.bytes is None else f"{budget.bytes / GIB:.2f}"
     words = [weights_layout(request.model), f"autocast_{request.autocast}" if request.autocast else ""]
     suffix = "".join(f"_{word}" for word in (*words, "ablation" if request.ablation else "") if word)
-    return folder / f"solution_{name}_{request.batch}_{request.mode}_{budget_bytes / 2**30:.2f}{suffix}.pkl"
+    return folder / f"solution_{name}_{request.batch}_{request.mode}_{limit}{suffix}.pkl"
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,18 @@ from ..capture.checks import check_initialized
 from ..capture.example_inputs import Example
 from ..capture.precision import AUTOCASTS, LAYOUTS, in_layout
 from ..errors import UsageError
+from ..ir.display import short_repr
 from ..ir.mode import parse_mode
-from ..ir.units import MOST_SECONDS, parse_bytes
+from ..ir.units import MOST_SECONDS, Budget, parse_budget
 from ..models import ModelSpec, build_model, told
 from ..nn.sync_batch_norm import is_synchronised
-from .request import Request, optimizer_bytes
+from .request import Request, optimizer_bytes, solver_and_strategy
 
 #: Of a solver, and that share statistics: more than any machine has.
 MOST_THREADS, MOST_PROCESSES = 4096, 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Problem:
     """A model with example inputs, a budget and a device.
 
@@ -33,13 +34,29 @@ class Problem:
         layout: of inputs and weights; "": the default.
     """
 
+    __repr__ = short_repr
+
     spec: ModelSpec
     request: Request
-    budget_bytes: int
+    budget: Budget
     device: torch.device
     shape: tuple[int, ...] | None
     dtype: torch.dtype
     layout: str
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget, for commands that know no plain step of which it could be a share.
+
+        Raises:
+            UsageError: it is a share.
+        """
+        if self.budget.bytes is None:
+            raise UsageError(
+                f"budget {self.budget} is a share of plain PyTorch's peak, which differs from batch to batch; give GB as a "
+                'number (10, 5.5) or an amount with its unit ("565 MB")'
+            )
+        return self.budget.bytes
 
 
 def read_problem(
@@ -75,9 +92,8 @@ def read_problem(
     from ..plan.strategies import check_strategy
     from ..solvers.interface import check_solver
 
-    if solver.lower() == "heuristic":  # no solver at all
-        solver, strategy = "CBC", "heuristic"
-    size, limit, shape = parse_batch(batch), parse_bytes(budget), parse_shape(input_shape)
+    solver, strategy = solver_and_strategy(solver, strategy)
+    size, limit, shape = parse_batch(batch), parse_budget(budget), parse_shape(input_shape)
     parse_mode(mode)
     _check_numbers(profile_batch, time_limit, gap, threads, processes)
     check_solver(solver)

@@ -14,13 +14,15 @@ from ..capture.example_inputs import Example, device_of
 from ..capture.lowering import capture
 from ..capture.precision import autocast_as
 from ..errors import UsageError
+from ..ir.defaults import SOLVER
+from ..ir.display import short_repr
 from ..variants import admitted
 
 #: Optimizer state in units of the trainable parameters' bytes.
 OPTIMIZERS: Mapping[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Request:
     """A request to the compiler. The command line has options of the same names.
 
@@ -29,6 +31,8 @@ class Request:
     the parameters whose gradients are made last; None: those with which the step needs less memory.
     """
 
+    __repr__ = short_repr
+
     model: nn.Module
     example: Example
     mode: str
@@ -36,7 +40,7 @@ class Request:
     ablation: bool = False
     optimizer: str = "none"
     strategy: str = "milp"
-    solver: str = "CBC"
+    solver: str = SOLVER
     time_limit_seconds: float = 60.0
     gap: float = 0.01
     threads: int = 1
@@ -51,6 +55,11 @@ class Request:
         """The leading extent of the first tensor argument."""
         tensors = [t for t in pytree.tree_leaves(self.example) if isinstance(t, torch.Tensor)]
         return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
+
+
+def solver_and_strategy(solver: str, strategy: str) -> tuple[str, str]:
+    """What these words mean: "heuristic" in the solver's place is a strategy, which needs none."""
+    return (SOLVER, "heuristic") if solver.lower() == "heuristic" else (solver, strategy)
 
 
 def captured_for(request: Request, example: Example) -> Captured:

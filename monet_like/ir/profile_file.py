@@ -6,13 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleFileError
 from ..files import read_text, write_atomically
 from .display import html_table
+from .frames import frame
 from .program import REFUSED, Cost
 from .units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas
 
 FORMAT = "monet_like profile"
 VERSION = 1
@@ -50,6 +54,11 @@ class Profile:
         longest = sorted(known, key=lambda item: -item[1].seconds)
         rows = ((key, format_seconds(cost.seconds), format_bytes(cost.workspace_bytes)) for key, cost in longest)
         return html_table(repr(self), ("operator, the longest first", "time", "workspace"), rows, len(longest))
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per operator: its name as `Task.cost`, seconds and workspace; ``seconds`` is inf if it does not run there."""
+        rows = ((key, cost.seconds, cost.workspace_bytes) for key, cost in self.costs.items())
+        return frame({"cost": "object", "seconds": "float64", "workspace_bytes": "int64"}, rows)
 
     def save(self, path: Path) -> None:
         """Write the file; an interrupted write leaves the old one."""

@@ -16,15 +16,39 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import MonetError
 from .display import html_table
+from .frames import frame
 from .units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas
 
 ValueKind = Literal["parameter", "buffer", "input", "forward", "backward"]
 Runs = Literal["both", "first", "again"]
 Copies = Literal["", "whole", "start", "end"]
+
+_TASK_COLUMNS = {
+    **{
+        "stage": "object",
+        "slot": "Int64",
+        "way": "Int64",
+        "task": "object",
+        "variant": "object",
+        "mode_word": "object",
+    },
+    **{"runs": "object", "reads": "object", "writes": "object", "written_bytes": "int64", "cost": "object"},
+}
+_VALUE_COLUMNS = {
+    "value": "int64",
+    "name": "object",
+    "kind": "object",
+    "tensor": "object",
+    "bytes": "int64",
+    "host_bytes": "int64",
+}
 
 #: Kinds whose storage exists during the whole step, whatever the schedule does.
 RESIDENT_KINDS = frozenset({"parameter", "buffer", "input"})
@@ -175,6 +199,35 @@ class Program:
         rows = ((name, t.name, t.variant, t.word, sizes(t.reads), sizes(t.writes)) for name, s in stages for t in s)
         header = ("stage", "task", "variant", "mode word", "reads", "writes")
         return html_table(repr(self), header, rows, len(self.every_task()))
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per task: the forward's in order, then the ways of every backward slot.
+
+        ``slot`` and ``way`` are missing in the forward; ``reads`` and ``writes`` are names of values, ``written_bytes`` is
+        the memory of the latter, and ``cost`` the task's name in the profile.
+        """
+
+        def names(values: tuple[int, ...]) -> str:
+            return ", ".join(self.values[v].name for v in values)
+
+        tasks: list[tuple[str, int | None, int | None, Task]] = [("forward", None, None, task) for task in self.tasks]
+        tasks += [("backward", k, w, task) for k, slot in enumerate(self.slots) for w, task in enumerate(slot)]
+        rows = (
+            (
+                stage, slot, way, task.name, task.variant, task.word, task.runs, names(task.reads), names(task.writes),
+                sum(self.values[v].bytes for v in task.writes), task.cost,
+            )
+            for stage, slot, way, task in tasks
+        )  # fmt: skip
+        return frame(_TASK_COLUMNS, rows)
+
+    def values_to_frame(self) -> pandas.DataFrame:
+        """One row per value; ``value`` is the number by which tasks refer to it."""
+        rows = (
+            (v, value.name, value.kind, value.spec, value.bytes, value.host_bytes)
+            for v, value in enumerate(self.values)
+        )
+        return frame(_VALUE_COLUMNS, rows)
 
     @cached_property
     def resident_bytes(self) -> int:

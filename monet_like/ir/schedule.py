@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .display import html_table
+from .frames import frame
 from .program import Program
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,26 @@ class Schedule:
     def _repr_html_(self) -> str:
         rows = ((slot, ", ".join(map(str, self.again[slot])), way) for slot, way in enumerate(self.ways))
         return html_table(repr(self), ("slot", "tasks recomputed before it", "way"), rows, len(self.ways))
+
+    def to_frame(self, program: Program | None = None) -> pandas.DataFrame:
+        """One row per backward slot: the way it takes, and the forward tasks that are recomputed just before it.
+
+        Args:
+            program: what the schedule is of; with it tasks have names, else numbers.
+        """
+
+        def name(task: int) -> str:
+            return program.tasks[task].name if program else str(task)
+
+        columns = {"slot": "int64", "way": "int64", "recomputed": "int64", "recomputed_tasks": "object"}
+        rows = (
+            (slot, way, len(again), ", ".join(map(name, again)))
+            for slot, (way, again) in enumerate(zip(self.ways, self.again, strict=True))
+        )
+        found = frame(columns, rows)
+        if program:
+            found.insert(1, "task", [program.slots[slot][way].name for slot, way in enumerate(self.ways)])
+        return found
 
     @property
     def rerun_count(self) -> int:

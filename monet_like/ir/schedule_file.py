@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleFileError
 from ..files import read_bytes, write_atomically
 from .display import html_table
+from .frames import frame
 from .plain_pickle import dump_plain, load_plain
 from .schedule import Schedule
 from .units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas
 
 FORMAT = "monet_like schedule"
 #: 4: the fingerprint knows arguments, and no names but those of parameters, buffers and inputs.
@@ -123,9 +128,23 @@ class ScheduleRecord:
         """Resident memory beyond the program's: the optimizer's state and cuBLAS's workspaces."""
         return self.optimizer_bytes + self.cublas_bytes
 
+    def to_frame(self) -> pandas.DataFrame:
+        """One row: what the schedule was made for and what it promises. ``pandas.concat`` compares several."""
+        own = {name: getattr(self, name) for name, _ in _SCALARS if name not in ("versions", "counts")}
+        own["inputs"] = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.inputs)
+        dtypes = {"bound_seconds": "float64", "gap": "float64"}
+        kinds = {int: "int64", float: "float64", bool: "bool"}
+        columns = {name: dtypes.get(name) or kinds.get(type(value), "object") for name, value in own.items()}
+        return frame(columns, [tuple(own.values())])
+
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
         write_atomically(path, dump_plain(self.content()))
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the same content as JSON, one line per field. `load`, `ScheduleWrapper` and all commands read it, too."""
+        members = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.content().items())
+        write_atomically(Path(path), f"{{\n{members}\n}}\n".encode())
 
     def content(self) -> dict[str, Any]:
         """Everything that the file holds, as plain builtins."""
@@ -145,12 +164,14 @@ class ScheduleRecord:
 
     @staticmethod
     def load(path: Path) -> ScheduleRecord:
-        """Read a file without running anything in it.
+        """Read a file, a pickle or JSON, without running anything in it.
 
         Raises:
             ScheduleFileError: missing, truncated, hostile, of another format or version, or with a wrong field.
         """
-        return ScheduleRecord.of_content(load_plain(read_bytes(path, "schedule"), path), str(path))
+        found = read_bytes(path, "schedule")
+        content = _read_json(found, path) if found[:1] == b"{" else load_plain(found, path)  # no pickle begins so
+        return ScheduleRecord.of_content(content, str(path))
 
     @staticmethod
     def of_content(content: Any, path: str) -> ScheduleRecord:
@@ -195,6 +216,18 @@ class ScheduleRecord:
         except TypeError as error:
             raise ScheduleFileError(f"{path} is damaged: {error}; solve again") from None
         return ScheduleRecord(schedule=schedule, inputs=inputs, made_last=made_last, **scalars)
+
+
+def _read_json(text: bytes, path: Path) -> Any:
+    """The content of a schedule file that is JSON.
+
+    Raises:
+        ScheduleFileError: it is not whole.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+        raise ScheduleFileError(f"{path} is damaged (no JSON: {error}); solve again") from None
 
 
 #: Elements of an input: more, PyTorch cannot count the bytes of.

@@ -17,14 +17,19 @@ It shares no code with any planner and needs neither torch nor a solver. Its rul
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ProfileError, ScheduleError
+from .frames import frame
 from .program import FREE, Cost, Program, Task
 from .schedule import Schedule
 from .units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,24 @@ class Report:
 
     def __repr__(self) -> str:
         return f"Report(peak {format_bytes(self.peak_bytes)}, step {format_seconds(self.seconds)}, {len(self.steps)} tasks run)"
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The memory timeline: one row per task that runs, in order; ``bytes`` is all that the step holds meanwhile.
+
+        ``slot`` is missing in the forward; ``begins_seconds`` counts from the step's start.
+        """
+        begins = itertools.accumulate((step.seconds for step in self.steps), initial=0.0)
+        rows = (
+            (step.task, step.slot, step.again, since, step.seconds, step.bytes)
+            for step, since in zip(self.steps, begins, strict=False)
+        )
+        return frame(
+            {
+                **{"task": "object", "slot": "Int64", "again": "bool", "begins_seconds": "float64"},
+                **{"seconds": "float64", "bytes": "int64"},
+            },
+            rows,
+        )
 
     @property
     def peak_step(self) -> Step:

@@ -1,4 +1,4 @@
-"""Units. A budget of "10" means 10 GiB, as in MONeT; "8 GB" and "8 GiB" both mean 8 * 2**30 bytes.
+"""Units and budgets. A budget of "10" means 10 GiB, as in MONeT; "8 GB" and "8 GiB" both mean 8 * 2**30 bytes.
 
 The field writes GB for 2**30 bytes (CUDA tools, MONeT's tables), so this package does too.
 """
@@ -6,6 +6,7 @@ The field writes GB for 2**30 bytes (CUDA tools, MONeT's tables), so this packag
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from ..errors import UsageError
 
@@ -30,7 +31,75 @@ _FACTORS = {
     "tb": 2**40,
     "tib": 2**40,
 }
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+_NUMBER = r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)"
+_SIZE = re.compile(rf"\s*{_NUMBER}\s*([A-Za-z]*)\s*")
+_SHARE = re.compile(rf"\s*{_NUMBER}\s*%\s*")
+#: The largest share of plain PyTorch's peak that a budget may be.
+_MOST_PERCENT = 1000
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A memory budget: an amount, or a share of plain PyTorch's peak.
+
+    Attributes:
+        bytes: the amount; None: a share.
+        share: of plain PyTorch's predicted peak, 0.6 for "60%"; 0 beside an amount.
+    """
+
+    bytes: int | None = None
+    share: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:g} %" if self.bytes is None else format_bytes(self.bytes)
+
+    def of(self, plain_peak_bytes: int) -> int:
+        """The budget in bytes, where plain PyTorch's step has this peak."""
+        return int(self.share * plain_peak_bytes) if self.bytes is None else self.bytes
+
+
+def parse_budget(budget: str | int | Budget, name: str = "memory budget") -> Budget:
+    """Read a memory budget, in Python or from the command line.
+
+    Args:
+        budget: text: GB as a number (``"10"``), an amount with its unit (``"565 MB"``) or a share of plain PyTorch's peak
+            (``"60%"``); an int: bytes.
+        name: of the budget, for errors.
+
+    Raises:
+        UsageError: nothing of these, not more than 0, or more than any memory.
+    """
+    if isinstance(budget, Budget):
+        return budget
+    if isinstance(budget, bool) or not isinstance(budget, str | int):
+        raise UsageError(f'{name} {budget!r} must be like "8 GB", bytes as an int, or "60%"')
+    if isinstance(budget, int):
+        if budget < 1:
+            raise UsageError(f"{name} {budget} bytes must be more than 0")
+        if budget > MOST_BYTES:
+            raise UsageError(f"{name} must be at most {MOST_BYTES} bytes, which no memory has; give less")
+        return Budget(budget)
+    if not budget.strip().endswith("%"):
+        return Budget(parse_bytes(budget))
+    match = _SHARE.fullmatch(budget)
+    if match is None:
+        raise UsageError(f'{name} {budget[:40]!r} is no percentage of plain PyTorch\'s peak; give such as "60%"')
+    percent = float(match.group(1))
+    if not 0 < percent <= _MOST_PERCENT:
+        raise UsageError(f"{name} {budget[:40]!r} must be more than 0 % and at most {_MOST_PERCENT} %")
+    return Budget(share=percent / 100)
+
+
+def parse_budgets(text: str) -> list[Budget]:
+    """Read budgets such as ``10,8,6.5`` (GB) or ``80%,50%`` (of plain PyTorch's peak); see `parse_budget`.
+
+    Raises:
+        UsageError: not such a list.
+    """
+    found = [parse_budget(part) for part in filter(None, (part.strip() for part in text.split(",")))]
+    if not found:
+        raise UsageError(f"budgets {text!r} must be a list such as 10,8,6 or 80%,50%")
+    return found
 
 
 def parse_bytes(text: str | float) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UsageError
+from ..ir.display import short_repr
 from .nas import amoebanet, darts, nasnet
 from .unet import UNet
 
@@ -40,7 +41,7 @@ _OWN: Mapping[str, Callable[[], nn.Module]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelSpec:
     """A model built from a MODEL expression.
 
@@ -51,6 +52,8 @@ class ModelSpec:
         input_shape: without the batch.
         source: the module of the user's file, when MODEL is one; it may define ``make_inputs(batch)``.
     """
+
+    __repr__ = short_repr
 
     expression: str
     name: str

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import SolverError, UsageError
+from ..ir.defaults import SOLVER
 from ..ir.program import Cost, Program
 from ..ir.units import MOST_BYTES, MOST_SECONDS, format_bytes
 from .baseline import store_all
@@ -25,7 +26,7 @@ def plan(
     costs: Mapping[str, Cost],
     budget_bytes: int,
     *,
-    solver: str = "CBC",
+    solver: str = SOLVER,
     time_limit_seconds: float = 300.0,
     gap: float = 0.01,
     threads: int = 1,

@@ -141,6 +141,27 @@ def seconds_per_gigabyte(points: Sequence[Point]) -> tuple[float | None, ...]:
     return (*found, None)
 
 
+def percent_per_tenth(points: Sequence[Point]) -> tuple[float | None, ...]:
+    """For every point, by how many percent the step gets shorter with 10 % more memory.
+
+    Between two budgets the front is taken as a straight line, beyond the largest as level. None for the largest, and
+    without a plan.
+    """
+    import numpy
+
+    known = [(point.budget_bytes, point.plan.report.seconds) for point in points if point.plan is not None]
+    budgets, seconds = [budget for budget, _ in known], [step for _, step in known]
+    found: list[float | None] = []
+    for point in points:
+        here = point.plan.report.seconds if point.plan is not None else 0.0
+        if not here or point.budget_bytes == known[-1][0]:
+            found.append(None)
+            continue
+        there = numpy.interp(1.1 * point.budget_bytes, budgets, seconds)
+        found.append(float(100 * (1 - there / here)))
+    return tuple(found)
+
+
 @plans_without_refused
 def fits(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule | None:
     """A schedule within the budget, however slow its step, if one is found in seconds; see `find_quickly`."""

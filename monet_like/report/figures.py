@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..capture.captured import Captured
+from ..ir.frames import frame
 from ..ir.program import RESIDENT_KINDS, Cost, Program, Task
 from ..ir.schedule import Schedule, kept_values
 from ..ir.simulate import cost_of, moments
+from ..ir.units import format_bytes, format_seconds
 from ..plan.baseline import plain_step
+
+if TYPE_CHECKING:
+    import pandas
 
 #: Kinds of memory, from the bottom of a stack to its top, and what they are called.
 KINDS: Mapping[str, str] = {
@@ -59,7 +65,7 @@ class Run:
         return sum(self.bytes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Course:
     """A training step from its first run to its last.
 
@@ -70,6 +76,25 @@ class Course:
 
     runs: tuple[Run, ...]
     at_peak: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Course({len(self.runs)} runs, peak {format_bytes(self.peak.total_bytes)}, step {format_seconds(self.seconds)})"
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The memory timeline: one row per run, in order; ``bytes`` is all that the step holds, then by kind (`KINDS`).
+
+        ``slot`` is missing in the forward; ``begins_seconds`` counts from the step's start.
+        """
+        rows = (
+            (
+                run.task, run.operator, run.variant, run.layer, run.slot, run.again, run.begins, run.seconds,
+                run.made_bytes, run.total_bytes, *run.bytes,
+            )
+            for run in self.runs
+        )  # fmt: skip
+        columns = {"task": "object", "operator": "object", "variant": "object", "layer": "object", "slot": "Int64"}
+        columns |= {"again": "bool", "begins_seconds": "float64", "seconds": "float64", "written_bytes": "int64"}
+        return frame(columns | {"bytes": "int64"} | {f"{kind}_bytes": "int64" for kind in KINDS}, rows)
 
     @property
     def peak(self) -> Run:

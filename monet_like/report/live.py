@@ -12,13 +12,14 @@ from torch import nn
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import Example
+from ..ir.display import short_repr
 from ..ir.schedule import Schedule
 from ..profile.measure import allocated_peaks, have_workspaces
 from ..replay.training_step import Step, run_step
 from ..replay.verify import resident_bytes, train_step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Live:
     """Measurements of a real step.
 
@@ -27,6 +28,8 @@ class Live:
         loss_bytes: the most while the loss was computed, between forward and backward.
         device: where, in words.
     """
+
+    __repr__ = short_repr
 
     bytes: tuple[int, ...]
     loss_bytes: int

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..ir.display import short_repr
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from .charts import (
@@ -31,7 +32,7 @@ from .live import Live
 _TEMPLATE = Path(__file__).with_name("page.html")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Figures:
     """All data of a report.
 
@@ -42,6 +43,8 @@ class Figures:
         fronts: fronts of other strategies; empty if they were not asked for.
         live: a real step, if one was run.
     """
+
+    __repr__ = short_repr
 
     record: ScheduleRecord
     plain: Course

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import MonetError, ScheduleFileError, UsageError
 from ..files import read_bytes, read_text, shipped_folder, write_atomically
+from ..ir.display import short_repr
 from ..ir.schedule_file import ScheduleRecord
 from . import model_file
 from .catalogue import PROFILES
@@ -130,9 +131,11 @@ class Refused:
         return f"{self.name}@{self.profile}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Registry:
     """All schedules of a folder, by model, budget and profile."""
+
+    __repr__ = short_repr
 
     folder: Path
     schedules: tuple[Listed, ...] = ()

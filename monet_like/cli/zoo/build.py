@@ -31,7 +31,7 @@ from ...ir.profile_file import Profile
 from ...ir.program import Cost
 from ...ir.schedule_file import ScheduleRecord
 from ...ir.simulate import simulate
-from ...ir.units import GIB, parse_bytes
+from ...ir.units import GIB, parse_budget
 from ...plan.ilp.search import Search
 from ...profile.devices import DEVICES, DeviceLimits
 from ...profile.roofline import ROOFLINE_VERSION
@@ -150,9 +150,8 @@ def _plan(entry: Entry, profile: str, budget: str, evaluations: int) -> _Planned
 
 def _budget_bytes(budget: str, plain_peak_bytes: int) -> int:
     """A budget in bytes; a share of plain PyTorch's peak is rounded to hundredths of a GB, as names show it."""
-    if not budget.endswith("%"):
-        return parse_bytes(budget)
-    return int(round(float(budget[:-1]) / 100 * plain_peak_bytes / GIB, 2) * GIB)
+    wanted = parse_budget(budget)
+    return wanted.bytes or int(round(wanted.share * plain_peak_bytes / GIB, 2) * GIB)
 
 
 def roofline_source(profile: str) -> str:

@@ -1,0 +1,292 @@
+"""`Job`: a model with inputs on a device, captured at once and profiled when a cost is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..capture.captured import Captured
+from ..capture.example_inputs import input_specs
+from ..compiler.pipeline import Prepared, compile_prepared, prepare, strategy_points
+from ..compiler.progress import Progress
+from ..compiler.request import Request, captured_for, solver_and_strategy
+from ..compiler.sources import Source
+from ..errors import UsageError
+from ..ir.display import html_table
+from ..ir.profile_file import Profile
+from ..ir.program import Program
+from ..ir.schedule import Schedule
+from ..ir.simulate import Report
+from ..ir.units import Budget, format_bytes, format_seconds, parse_budget, parse_budgets
+from ..plan import STRATEGIES
+from ..plan.budgets import Smallest, pareto, smallest_budget
+from ..plan.strategies import check_strategy
+from ..profile.devices import DeviceLimits
+from ..report.fronts import Comparison, Front
+from ..solvers.interface import check_solver
+from .solved import SolvedPlan
+
+#: Budgets of a front, at most.
+MOST_POINTS = 1000
+
+
+class Job:
+    """A model with example inputs on a device: its training step as a program, what that costs, and plans for it.
+
+    Attributes:
+        request: the model, its inputs, mode and the settings of the planner.
+        device: where operators are measured.
+        source: known costs, and the place for what is measured.
+        progress: makes what shows progress during a ``with`` statement.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        device: torch.device,
+        source: Source,
+        *,
+        captured: Captured | None = None,
+        progress: Callable[[], AbstractContextManager[Progress]] = Progress,
+    ) -> None:
+        self.request, self.device, self.source = request, device, source
+        self.progress = progress
+        self._ready: Prepared | None = None
+        if captured is not None:
+            self.__dict__["captured"] = captured
+
+    @cached_property
+    def captured(self) -> Captured:
+        """The captured step, with the variants that the mode admits."""
+        with self.progress():
+            return captured_for(self.request, self.request.example)
+
+    @property
+    def program(self) -> Program:
+        """The step as values and tasks; ``to_frame()`` is a table of its tasks."""
+        return self.captured.program
+
+    @property
+    def ready(self) -> Prepared:
+        """Program and costs together. The first access measures what is not known."""
+        return self._prepare(None)
+
+    @property
+    def profile(self) -> Profile:
+        """Seconds and workspace of every operator; ``to_frame()`` is a table. The first access measures what is not known."""
+        return self.ready.profile
+
+    @property
+    def plain(self) -> Report:
+        """Plain PyTorch's step, predicted; ``to_frame()`` is its memory timeline."""
+        return self.ready.plain
+
+    def plan(
+        self,
+        budget: str | int | Budget,
+        *,
+        solver: str | None = None,
+        strategy: str | None = None,
+        time_limit_seconds: float | None = None,
+        gap: float | None = None,
+        threads: int | None = None,
+        **options: Any,
+    ) -> SolvedPlan:
+        """The fastest schedule within a memory budget.
+
+        Args:
+            budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak.
+            solver: of the integer program (default: HIGHS); ``"heuristic"``: the local search alone.
+            strategy: another way to plan, such as ``"checkmate"``; see `monet_like.plan.strategies`.
+            time_limit_seconds, gap, threads: of the solver (default: 60 s, 0.01, 1).
+            options: further ones of the strategy.
+
+        Raises:
+            UsageError: an argument is wrong.
+            InfeasibleError: no schedule fits; the message says what would.
+            SolverError: none was found in time.
+        """
+        given = {"solver": solver, "strategy": strategy, "time_limit_seconds": time_limit_seconds, "gap": gap}
+        request = self._request(**given, threads=threads)
+        wanted = parse_budget(budget)
+        limit = wanted.of if wanted.bytes is None else wanted.bytes
+        with self.progress() as progress:
+            ready = self._prepare(limit, progress)
+            found = compile_prepared(request, ready, limit, plan_progress=progress.planning, **options)
+        return SolvedPlan(found, ready, request, self.device, self.progress)
+
+    def pareto(
+        self,
+        budgets: str | Iterable[str | int | Budget] | None = None,
+        *,
+        points: int = 8,
+        solver: str | None = None,
+        time_limit_seconds: float | None = None,
+        gap: float | None = None,
+    ) -> Front:
+        """The time-memory front: plans for several budgets, each search starting from the plan before.
+
+        Args:
+            budgets: as for `plan`, in any order, or in one text (``"80%,60%"``); None: ``points`` budgets from the smallest
+                that is feasible to plain PyTorch's peak.
+            solver, time_limit_seconds, gap: of each plan.
+
+        Raises:
+            UsageError: an argument is wrong.
+        """
+        if not 2 <= points <= MOST_POINTS:
+            raise UsageError(f"points {points} must be at least 2 and at most {MOST_POINTS}")
+        request = self._request(solver=solver, time_limit_seconds=time_limit_seconds, gap=gap)
+        wanted = None if budgets is None else _read_budgets(budgets)
+        ready = self.ready
+        with self.progress() as progress:
+            limits, start = self._budgets_of_front(wanted, points, request.solver)
+            limits.sort()
+            found = pareto(
+                ready.captured.program,
+                ready.costs,
+                limits,
+                extra_bytes=ready.extra_bytes,
+                solver=request.solver,
+                time_limit_seconds=request.time_limit_seconds,
+                gap=request.gap,
+                start=start,
+                progress=lambda done, total: progress.at("plan", format_bytes(limits[done]), done, total),
+            )
+        return Front(found, ready.plain, self.title)
+
+    def _budgets_of_front(
+        self, wanted: Sequence[Budget] | None, points: int, solver: str
+    ) -> tuple[list[int], Schedule | None]:
+        """The budgets of a front in bytes, and a schedule for the smallest of them if one is known."""
+        most = self.ready.plain.peak_bytes
+        if wanted is not None:
+            return [budget.of(most) for budget in wanted], None
+        smallest = self._smallest(solver, 5.0)
+        least = smallest.report.peak_bytes
+        return [least + (most - least) * k // (points - 1) for k in range(points)], smallest.schedule
+
+    def compare(
+        self, budgets: str | Iterable[str | int | Budget], strategies: Iterable[str] | None = None
+    ) -> Comparison:
+        """Plan every budget with every strategy; one simulator judges all.
+
+        Args:
+            budgets: as for `pareto`; they are compared from the largest down.
+            strategies: names in `monet_like.plan.STRATEGIES`; None: all.
+
+        Raises:
+            UsageError: an argument is wrong. Where a strategy finds nothing, the comparison says why.
+        """
+        names = list(STRATEGIES) if strategies is None else list(strategies)
+        for name in names:
+            check_strategy(name)
+        wanted = _read_budgets(budgets)
+        limits = sorted((budget.of(self.ready.plain.peak_bytes) for budget in wanted), reverse=True)
+        with self.progress() as progress:
+            points = strategy_points(self.ready, self.request, names, limits, progress.at)
+        return Comparison(tuple(points), self.plain, self.title)
+
+    def smallest(self, *, solver: str | None = None, time_limit_seconds: float | None = None) -> Smallest:
+        """The smallest budget that is feasible: the lowest peak found, and what is proven.
+
+        Raises:
+            SolverError: not even one schedule was found.
+        """
+        request = self._request(solver=solver, time_limit_seconds=time_limit_seconds)
+        return self._smallest(request.solver, request.time_limit_seconds)
+
+    def _smallest(self, solver: str, time_limit_seconds: float) -> Smallest:
+        ready = self.ready
+        return smallest_budget(
+            ready.captured.program,
+            ready.costs,
+            extra_bytes=ready.extra_bytes,
+            solver=solver,
+            time_limit_seconds=time_limit_seconds,
+        )
+
+    def _request(self, **given: Any) -> Request:
+        """The request with the settings that are given; checked."""
+        request = replace(self.request, **{name: value for name, value in given.items() if value is not None})
+        solver, strategy = solver_and_strategy(request.solver, request.strategy)
+        check_solver(solver)
+        check_strategy(strategy)
+        return replace(request, solver=solver, strategy=strategy)
+
+    def _prepare(self, budget: int | Callable[[int], int] | None, progress: Progress | None = None) -> Prepared:
+        """Capture and profile, once; a budget that is proven not to fit is refused before that."""
+        if self._ready is not None:
+            return self._ready
+        if progress is None:
+            with self.progress() as shown:
+                return self._prepare(budget, shown)
+        self._ready = prepare(
+            self.request,
+            self.device,
+            profile=self.source.known,
+            save_profile=self.source.save,
+            progress=progress.profiling,
+            captured=self.__dict__.get("captured"),
+            budget=budget,
+        )
+        self.__dict__["captured"] = self._ready.captured
+        return self._ready
+
+    @property
+    def title(self) -> str:
+        """Model, batch, mode, plain PyTorch's step and whose costs these are, in one line."""
+        plain, request = self.plain, self.request
+        return (
+            f"{request.expression}, batch {request.batch}, {request.mode}; plain PyTorch: {format_bytes(plain.peak_bytes)}, "
+            f"{format_seconds(plain.seconds)} predicted ({self.profile.device})"
+        )
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """The model and the figures that are known, as (what, text)."""
+        request, program, known = self.request, self.program, self.source.known
+        inputs = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in input_specs(*request.example))
+        count, held = program.parameters
+        rows = [
+            ("model", f"{request.expression}, {inputs}, {request.mode}"),
+            (
+                "program",
+                f"{len(program.tasks)} forward tasks, {len(program.slots)} backward slots, "
+                f"{count} parameters in {format_bytes(held)}",
+            ),
+        ]
+        if self._ready is None and not isinstance(known, DeviceLimits):
+            return [*rows, ("costs", f"not measured yet, on {self.device}"), ("plain PyTorch", "not known yet")]
+        plain = self.plain  # of datasheet rates: nothing is measured
+        return [
+            *rows,
+            ("costs", repr(self.profile)),
+            (
+                "plain PyTorch",
+                f"peak {format_bytes(plain.peak_bytes)}, step {format_seconds(plain.seconds)} (predicted)",
+            ),
+        ]
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{what + ':':15}{text}" for what, text in self._rows())
+
+    def _repr_html_(self) -> str:
+        rows = self._rows()
+        return html_table("Job", ("", ""), rows, len(rows))
+
+
+def _read_budgets(budgets: str | Iterable[str | int | Budget]) -> list[Budget]:
+    """Budgets in one text, or one by one.
+
+    Raises:
+        UsageError: one of them is wrong, or there is none.
+    """
+    found = parse_budgets(budgets) if isinstance(budgets, str) else [parse_budget(budget) for budget in budgets]
+    if not found:
+        raise UsageError('no budget is given; give a list, such as ["80%", "60%"]')
+    return found

@@ -1,0 +1,298 @@
+"""A job and its plans: figures are the simulator's, tables have a row for each thing, and the plan trains as it says."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+import monet_like
+from monet_like.compiler import sources
+from monet_like.compiler.problem import read_problem
+from monet_like.errors import InfeasibleError, UsageError
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.simulate import simulate
+from monet_like.job.job import Job
+from monet_like.job.solved import SolvedPlan
+from monet_like.profile.devices import DEVICES
+from monet_like.report.fronts import Front
+from monet_like.zoo.registry import Registry, zoo_folder
+
+IMAGES = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+#: A terminal of usual size.
+LINES, COLUMNS = 24, 140
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (part for _ in range(3) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()))
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.Flatten(), nn.Linear(8 * 32 * 32, 4))
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return monet_like.problem(net(), IMAGES, device="roofline:cpu", mode="inplace_multiway_newnode")
+
+
+@pytest.fixture(scope="module")
+def plan(job: Job) -> SolvedPlan:
+    return job.plan("70%", gap=0.05, time_limit_seconds=5)
+
+
+def test_a_job_is_four_lines(job: Job) -> None:
+    lines = repr(job).splitlines()
+    assert len(lines) == 4
+    assert "Sequential, float32[8, 3, 32, 32], inplace_multiway_newnode" in lines[0]
+    assert "roofline:cpu" in lines[2] and lines[3].endswith("(predicted)")
+    assert job._repr_html_().count("<tr>") == 4 + 1  # the first is the empty header
+
+
+def test_a_plan_says_what_its_record_says(job: Job, plan: SolvedPlan) -> None:
+    judged = simulate(job.program, plan.schedule, job.ready.costs, extra_bytes=job.ready.extra_bytes)
+    assert (plan.peak_bytes, plan.seconds) == (judged.peak_bytes, judged.seconds)
+    assert plan.peak_bytes <= plan.budget_bytes == int(0.7 * job.plain.peak_bytes)
+    assert plan.status in ("optimal", "feasible")
+    assert plan.bound is not None and plan.gap is not None
+    assert plan.bound <= plan.seconds and plan.gap == pytest.approx(1 - plan.bound / plan.seconds, abs=1e-9)
+    assert len(repr(plan).splitlines()) == 4 and repr(plan).count("predicted") == 2
+
+
+def test_every_table_is_a_frame_with_a_row_for_each_thing(job: Job, plan: SolvedPlan) -> None:
+    tasks, values = job.program.to_frame(), job.program.values_to_frame()
+    assert list(tasks.task) == [task.name for task in job.program.every_task()]
+    assert tasks.slot.isna().sum() == len(job.program.tasks)
+    assert list(values.bytes) == [value.bytes for value in job.program.values]
+    costs = job.profile.to_frame().set_index("cost")
+    assert {key: (row.seconds, row.workspace_bytes) for key, row in costs.iterrows()} == {
+        key: (cost.seconds, cost.workspace_bytes) for key, cost in job.profile.costs.items()
+    }
+    slots = plan.schedule.to_frame(job.program)
+    assert list(slots.way) == list(plan.schedule.ways) and slots.recomputed.sum() == plan.schedule.rerun_count
+    assert list(plan.schedule.to_frame().columns) == [name for name in slots.columns if name != "task"]
+    (row,) = plan.record.to_frame().itertuples()
+    assert (row.peak_bytes, row.seconds, row.model) == (plan.peak_bytes, plan.seconds, "Sequential")
+
+
+def test_the_timeline_has_every_instant_and_every_byte(job: Job, plan: SolvedPlan) -> None:
+    whole, by_kind = plan.compiled.plan.report.to_frame(), plan.to_frame()
+    assert list(whole.bytes) == list(by_kind.bytes) and whole.bytes.max() == plan.peak_bytes
+    assert list(by_kind.filter(regex="^(?!written).+_bytes$").sum(axis=1)) == list(by_kind.bytes)
+    assert whole.seconds.sum() == pytest.approx(plan.seconds)
+    assert whole.begins_seconds.iloc[-1] + whole.seconds.iloc[-1] == pytest.approx(plan.seconds)
+    assert whole.again.sum() == plan.schedule.rerun_count
+    assert list(job.plain.to_frame().columns) == list(whole.columns)
+
+
+def test_a_front_and_a_comparison(job: Job, tmp_path: Path) -> None:
+    front = job.pareto(["90%", 10**6, "70%"], gap=0.1, time_limit_seconds=3)
+    table = front.to_frame()
+    assert list(table.budget_bytes) == [10**6, *(int(share * job.plain.peak_bytes) for share in (0.7, 0.9))]
+    assert table.peak_bytes.isna().tolist() == [True, False, False]
+    planned = table[table.peak_bytes.notna()]
+    assert (planned.peak_bytes <= planned.budget_bytes).all() and planned.seconds.is_monotonic_decreasing
+    compared = job.compare("90%,70%", ["store_all", "heuristic"])
+    table = compared.to_frame()
+    assert list(table.strategy) == ["store_all"] * 2 + ["heuristic"] * 2
+    assert table.seconds.isna().tolist() == [True, True, False, False]
+    assert all("needs" in reason for reason in table.reason[:2]) and not any(table.reason[2:])
+    for drawn in (front, compared):
+        axes = drawn.plot()
+        assert [line.get_label() for line in axes.get_lines()][-1] == "plain PyTorch"
+        axes.figure.savefig(tmp_path / "drawn.png")
+
+
+def test_ten_percent_more_memory_saves_what_the_front_says() -> None:
+    """Straight between budgets of 100 and 200: 110 lies a tenth of the way; and level beyond the last."""
+    from types import SimpleNamespace
+
+    from monet_like.plan.budgets import Point, percent_per_tenth
+
+    def point(budget: int, seconds: float | None) -> Point:
+        return Point(budget, None if seconds is None else SimpleNamespace(report=SimpleNamespace(seconds=seconds)))  # type: ignore[arg-type]
+
+    found = percent_per_tenth([point(50, None), point(100, 10.0), point(200, 5.0), point(210, 4.0), point(220, 4.0)])
+    assert found == (None, pytest.approx(5.0), pytest.approx(20.0), pytest.approx(0.0), None)
+
+
+def test_json_holds_what_the_file_holds_and_replays(plan: SolvedPlan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "s.pkl")
+    plan.to_json(tmp_path / "s.json")
+    assert ScheduleRecord.load(tmp_path / "s.json") == ScheduleRecord.load(tmp_path / "s.pkl") == plan.record
+    assert (tmp_path / "s.json").read_bytes()[:1] == b"{"
+    (tmp_path / "cut.json").write_bytes((tmp_path / "s.json").read_bytes()[:-40])
+    with pytest.raises(monet_like.errors.ScheduleFileError, match=r"cut.json is damaged \(no JSON: "):
+        ScheduleRecord.load(tmp_path / "cut.json")
+
+
+def test_a_wrapped_plan_trains_as_the_plain_model(tmp_path: Path) -> None:
+    model = net()
+    plain = copy.deepcopy(model)
+    plan = monet_like.problem(model, IMAGES, device="roofline:cpu", mode="inplace_multiway_newnode").plan(
+        "75%", solver="heuristic"
+    )
+    plan.to_json(tmp_path / "s.json")
+    wrapped = plan.wrap()
+    loaded = monet_like.ScheduleWrapper(copy.deepcopy(plain), tmp_path / "s.json", IMAGES.shape)
+    for each in (plain, wrapped, loaded):
+        each(IMAGES).square().mean().backward()
+    for one, other, third in zip(plain.parameters(), wrapped.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad) and torch.equal(one.grad, third.grad)  # type: ignore[arg-type]
+    assert next(wrapped.parameters()) is next(model.parameters())
+
+
+def test_a_report_has_the_figures_of_the_plan(plan: SolvedPlan, tmp_path: Path) -> None:
+    figures = plan.report(tmp_path / "s.html", front="off")
+    assert figures.ours.peak.total_bytes == plan.peak_bytes
+    assert (tmp_path / "s.html").read_text().startswith("<!doctype html>")
+    with pytest.raises(UsageError, match="front 'all' is unknown; give off, quick, full"):
+        plan.report(tmp_path / "t.html", front="all")
+
+
+def test_measured_costs_are_kept_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`problem` measures nothing; the first figure does; the second job finds it all in the cache, as `auto_schedule` does."""
+    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
+    model, rows = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(4, 8)
+    first = monet_like.problem(model, rows, mode="normal")
+    assert "not measured yet" in repr(first) and not list(tmp_path.iterdir())
+    assert first.plain.seconds > 0
+    (kept,) = tmp_path.glob("profile_*.json")
+    monkeypatch.setattr("monet_like.compiler.costs.measure", None)
+    second = monet_like.problem(model, rows, mode="normal")
+    assert second.plain == first.plain and Profile.load(kept).costs == first.profile.costs
+    given = monet_like.problem(model, rows, mode="normal", profile=kept)
+    assert given.plain == first.plain
+    monet_like.auto_schedule(model, rows, memory_budget="100%", mode="normal", solver="HIGHS", time_limit_seconds=1.0)
+
+
+def test_a_cache_that_cannot_be_written_to_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr(sources, "_unwritable", set())
+    job = monet_like.problem(nn.Linear(8, 4), torch.randn(4, 8), mode="normal")
+    with pytest.warns(UserWarning, match="plans are not kept"):
+        assert job.plain.peak_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"device": "roofline:abacus"}, "there is no roofline for 'abacus'; choose one of "),
+        ({"device": "roofline:a100", "profile": "mine.json"}, "says what operators cost, so leave profile out"),
+        ({"device": "tpu"}, "device 'tpu' is unknown; give auto, cpu, cuda or cuda:1"),
+        ({"device": "meta"}, "device 'meta' is not supported"),
+        ({"mode": "fast"}, "fast"),
+        ({"optimizer": "lion"}, "optimizer 'lion' is unknown"),
+    ],
+)
+def test_wrong_arguments(given: dict[str, str], expected: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        monet_like.problem(nn.Linear(8, 4), torch.randn(4, 8), **given)  # type: ignore[arg-type]
+    assert expected in str(caught.value)
+
+
+def test_a_model_in_eval_mode_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"in eval mode; call model.train\(\) before monet_like.problem"):
+        monet_like.problem(nn.Linear(8, 4).eval(), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        ("abc%", "no percentage of plain PyTorch's peak"),
+        ("0%", "must be more than 0 %"),
+        (0.6, "must be like"),
+        (True, "must be like"),
+        (0, "must be more than 0"),
+    ],
+)
+def test_wrong_budgets(job: Job, budget: str | int, expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
+        job.plan(budget)
+    with pytest.raises(UsageError):
+        job.pareto([budget])
+
+
+def test_one_grammar_of_budgets(job: Job) -> None:
+    plain = job.plain.peak_bytes
+    for budget in (plain, f"{plain} B", "100%", f"{plain / 2**30:.12f}", f"{plain / 2**30:.12f} GB"):
+        found = job.plan(budget, strategy="store_all")
+        assert abs(found.budget_bytes - plain) <= 1
+        assert found.peak_bytes <= plain
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_plan_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    job = monet_like.problem(net(), IMAGES, device="cuda", profile="roofline:a100", mode="normal")
+    plan = job.plan("100%", strategy="heuristic")
+    assert job.request.target == torch.device("cuda", 0) and "captured as on cuda" in plan.record.note
+    with pytest.raises(UsageError, match="for a GPU that is not here; save it, and wrap the model there"):
+        plan.wrap()
+
+
+@pytest.fixture(scope="module")
+def deep() -> tuple[Job, SolvedPlan]:
+    """Of ResNet-18: its program has hundreds of values."""
+    images = torch.randn(2, 3, 32, 32)
+    job = monet_like.problem(torchvision.models.resnet18(), images, device="roofline:cpu", mode="normal")
+    return job, job.plan("100%", strategy="heuristic", evaluations=100)
+
+
+def test_no_repr_is_longer_than_a_screen(deep: tuple[Job, SolvedPlan], tmp_path: Path) -> None:
+    """Of whatever a job and the command line lead to."""
+    job, plan = deep
+    problem = read_problem(
+        model="torchvision.models.resnet18()", batch="2", budget="90%", mode="normal", solver="HIGHS", device="cpu",
+        dtype="float32", input_shape="3,32,32",
+    )  # fmt: skip
+    registry = Registry.load(zoo_folder())
+    compared = job.compare("90%,40%", ["store_all"])
+    things = [
+        *(job, job.captured, job.program, job.ready, job.profile, job.plain, job.request, job.source, job.device),
+        *(plan, plan.compiled, plan.compiled.plan, plan.schedule, plan.record, plan.timeline, plan.ready, plan.request),
+        *(problem, problem.spec, problem.request, problem.budget, registry, registry.schedules[0], registry.rows[-1]),
+        *(compared, compared.points[0], compared.points[-1], Front((), job.plain, job.title)),
+        *(plan.report(tmp_path / "s.html", front="off", live=True), DEVICES["a100"], job.captured.constants),
+    ]
+    for thing in things:
+        text = repr(thing)
+        lines = sum(1 + len(line) // COLUMNS for line in text.splitlines())
+        assert lines <= LINES, f"{type(thing).__name__}: {len(text)} characters"
+
+
+def test_a_share_of_plain_pytorch_below_one_task_is_refused_before_any_time_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an amount is; workspaces decide what the share is of, so they alone are measured."""
+    from monet_like.compiler import costs
+
+    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
+    asked: list[bool] = []
+    whole = costs.measure
+
+    def measured(*given: object, timed: bool, **options: object) -> object:
+        asked.append(timed)
+        return whole(*given, timed=timed, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(costs, "measure", measured)
+    job = monet_like.problem(net(), IMAGES, mode="normal")
+    with pytest.raises(InfeasibleError, match=r"of the .* of plain PyTorch, no time was measured\): .* alone needs"):
+        job.plan("20%")
+    assert asked == [False]
+    assert job.plan("95%", strategy="heuristic").peak_bytes > 0
+    assert asked == [False, True]
+
+
+def test_a_frame_written_and_read_is_the_same(plan: SolvedPlan, tmp_path: Path) -> None:
+    from monet_like.ir.frames import write_csv
+
+    table = plan.to_frame()
+    write_csv(table, tmp_path / "timeline.csv")
+    read = pandas.read_csv(tmp_path / "timeline.csv", dtype={"slot": "Int64"}, keep_default_na=True)
+    assert list(read.bytes) == list(table.bytes) and list(read.seconds) == list(table.seconds)
+    assert read.slot.isna().tolist() == table.slot.isna().tolist()
