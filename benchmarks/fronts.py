@@ -19,6 +19,7 @@ from monet_like.cli.output import draw, write_table
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.problem import read_problem
 from monet_like.files import write_atomically
+from monet_like.ir.frames import frame
 from monet_like.ir.units import format_bytes, format_seconds
 from monet_like.plan.budgets import Point, pareto
 from monet_like.profile.devices import DEVICES
@@ -31,6 +32,14 @@ MODELS: Mapping[str, tuple[str, int, str, str]] = {
     "vgg16": ("torchvision.models.vgg16()", 176, "a100", ""),
     "unet": ("unet", 11, "a100", ""),
     "mlp": ("torchvision.ops.MLP(2048, [2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048])", 16384, "a100", "2048"),
+}
+#: Of the CSV file of a model.
+COLUMNS = {
+    "front": "object",
+    "budget_percent": "float64",
+    "peak_bytes": "int64",
+    "seconds": "float64",
+    "host_bytes": "int64",
 }
 EXACT = "inplace_conv_multiway_newnode"
 FRONTS: Mapping[str, str] = {
@@ -70,15 +79,13 @@ def main(models: str, shares: str) -> None:
             points, plain_seconds, plain_bytes = front(name, mode, wanted)
             found = [(p.budget_bytes / plain_bytes, p.plan.report) for p in points if p.plan is not None]
             lines[label] = [(100 * share, 100 * (r.seconds / plain_seconds - 1)) for share, r in found]
-            rows += [[label, round(100 * s, 1), r.peak_bytes, repr(r.seconds), r.host_bytes] for s, r in found]
+            rows += [[label, round(100 * s, 1), r.peak_bytes, r.seconds, r.host_bytes] for s, r in found]
             console.print(f"{name}, {label}: {len(found)} budgets in {time.monotonic() - started:.0f} s")
         _, batch, device, _ = MODELS[name]
         title = f"{name}, batch {batch}, {device} rates; plain PyTorch: {format_bytes(plain_bytes)}, {format_seconds(plain_seconds)}"
         labels = "budget, % of plain PyTorch's peak", "step against plain PyTorch, %"
         draw(console, FOLDER / f"{name}.png", title, lines, labels, {"plain PyTorch": (100.0, 0.0)})
-        write_table(
-            console, FOLDER / f"{name}.csv", ["front", "budget_percent", "peak_bytes", "seconds", "host_bytes"], rows
-        )
+        write_table(console, FOLDER / f"{name}.csv", frame(COLUMNS, rows))
         write_atomically(FOLDER / f"{name}.md", table(name, title, wanted, lines).encode())
     parts = [path.read_text() for path in sorted(FOLDER.glob("*.md")) if path.name != "fronts.md"]
     head = (

@@ -20,7 +20,6 @@ The command fails when a kernel leaves its `BOUNDS`, spills registers, or has no
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import re
 import shutil
@@ -39,6 +38,7 @@ from rich.table import Table
 
 from monet_like import build
 from monet_like.errors import MonetError
+from monet_like.ir.frames import csv_text, frame
 
 #: Bytes that an H100 SXM moves per cycle and multiprocessor: 3.35 TB/s, 132 of them at 1.755 GHz.
 BYTES_PER_CYCLE = 14.5
@@ -542,7 +542,7 @@ def main(names: Sequence[str], architectures: Sequence[str], built: bool, as_csv
     except MonetError as error:
         raise click.ClickException(str(error)) from error
     if as_csv:
-        csv.writer(sys.stdout).writerows([HEADER, *map(cells, rows)])
+        click.echo(csv_text(frame(dict.fromkeys(HEADER, "object"), map(cells, rows))), nl=False)
     else:
         table = Table(*HEADER)
         for row in rows:

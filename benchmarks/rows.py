@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from monet_like.files import write_atomically
+import pandas
+
+from monet_like.ir.frames import dtypes_of, frame_of, write_csv
 
 
 @dataclass(frozen=True)
@@ -123,25 +123,24 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
     """The rows of a file; none if there is no file. A column that an older file lacks has its default."""
     if not path.exists():
         return []
-    types: dict[str, Any] = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}
-    with path.open(newline="") as file:
-        return [
-            kind(**{f.name: types[str(f.type)](row[f.name]) for f in fields(kind) if f.name in row})
-            for row in csv.DictReader(file)
-        ]
+    table = pandas.read_csv(path, dtype=dtypes_of(kind), keep_default_na=False, float_precision="round_trip")
+    names = [name for name in dtypes_of(kind) if name in table.columns]
+    return [kind(**row) for row in table[names].to_dict("records")]
+
+
+def to_frame(rows: Sequence[Row]) -> pandas.DataFrame:
+    """A row for each, in order of their keys; numbers have six digits."""
+    found = sorted(rows, key=lambda row: row.key)
+    table = frame_of(type(found[0]), found)
+    for name in table.select_dtypes("float"):
+        table[name] = table[name].map(lambda value: float(f"{value:.6g}"))
+    return table
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Write all rows, in order of their keys, or nothing."""
-    found = sorted(rows, key=lambda row: row.key)
-    if not found:
-        return
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(found[0])], lineterminator="\n")
-    writer.writeheader()
-    for row in found:
-        writer.writerow({k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in asdict(row).items()})
-    write_atomically(path, text.getvalue().encode())
+    if found := list(rows):
+        write_csv(to_frame(found), path)
 
 
 def merged(rows: list[Row], more: Iterable[Row]) -> list[Row]:

@@ -25,6 +25,7 @@ from ..capture.example_inputs import Example
 from ..compiler.pipeline import Prepared, make_record, plan_for
 from ..compiler.problem import Problem, read_problem
 from ..errors import UsageError
+from ..ir.frames import frame_of
 from ..ir.program import Program
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import simulate
@@ -34,6 +35,7 @@ from ..plan.strategies.checkpointing import NO_LIMIT
 from ..profile.measure import allocated_peak
 from ..replay.verify import real_example, same_step, step_peak, step_seconds, train_step
 from ..replay.wrapper import ScheduleWrapper
+from .output import check_results, write_table
 from .prepare import job_of, source_of
 from .terminal import Terminal, aligned_table
 
@@ -83,6 +85,7 @@ def benchmark(
     budget: str | None,
     profile_file: Path | None,
     steps: int,
+    csv_file: Path | None = None,
     terminal: Terminal | None = None,
     **options: Any,
 ) -> None:
@@ -95,6 +98,7 @@ def benchmark(
     """
     net = find_arch(arch)
     _check_options(input_size, steps, budget)
+    check_results(None, csv_file)
     side = input_size or net.size
     problem = read_problem(
         model=net.model, batch=batch or str(net.batch), budget="1", input_shape=f"3,{side},{side}", **options
@@ -120,6 +124,8 @@ def benchmark(
     same = same_step(console.print, problem.request.model, record, example)
     measured = _measured(ready, problem, record, example, steps)
     console.print(_told(measured))
+    if csv_file is not None:
+        write_table(console, csv_file, frame_of(Measured, measured))
     terminal.result(
         {
             "arch": arch,

@@ -10,6 +10,7 @@ import click
 
 from .group import CONTEXT, Command, main
 from .options import (
+    csv_option,
     device_option,
     dtype_option,
     files_options,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Schedule file to write, such as mine.pkl.  [default: solution_NAME_BATCH_MODE_BUDGET.pkl, in this folder]",
 )
+@csv_option("the step's memory timeline")
 @with_terminal
 def solve_command(**options: Any) -> None:
     """Find the fastest training step of MODEL at BATCH that fits BUDGET (GB), and write a schedule file.
@@ -259,6 +261,7 @@ def tune_command(**options: Any) -> None:
 @time_limit_option(60.0, "the plan")
 @click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of each kind, such as 20.")
 @dtype_option
+@csv_option("the figures")
 @with_terminal
 def benchmark_command(**options: Any) -> None:
     """OGC's benchmark: plan a net, compare a step with plain PyTorch's, measure memory and time of both.
@@ -275,8 +278,9 @@ def benchmark_command(**options: Any) -> None:
 
 @main.command("inspect", cls=Command, context_settings=CONTEXT)
 @click.argument("file", type=click.Path(path_type=Path))
+@csv_option("a row for each backward slot")
 @with_terminal
-def inspect_command(file: Path, terminal: Terminal) -> None:
+def inspect_command(file: Path, csv_file: Path | None, terminal: Terminal) -> None:
     """Print what a schedule FILE was made for, what it promises and what it does.
 
     \b
@@ -285,8 +289,13 @@ def inspect_command(file: Path, terminal: Terminal) -> None:
     """
     from ..ir.schedule_file import ScheduleRecord
     from .inspect import show_record
+    from .output import check_results, write_table
 
-    show_record(terminal, ScheduleRecord.load(file))
+    record = ScheduleRecord.load(file)
+    check_results(None, csv_file)
+    show_record(terminal, record)
+    if csv_file is not None:
+        write_table(terminal.console, csv_file, record.schedule.to_frame())
 
 
 @main.command("report", cls=Command, context_settings=CONTEXT)
@@ -318,6 +327,7 @@ def inspect_command(file: Path, terminal: Terminal) -> None:
     help="Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or solve's own profile]",
 )
 @time_limit_option(30.0, "each plan of --front full")
+@csv_option("the step's memory timeline")
 @with_terminal
 def report_command(**options: Any) -> None:
     """Draw a schedule FILE: one page for a browser, with everything in it, that needs no network.

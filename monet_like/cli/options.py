@@ -109,7 +109,15 @@ planning_options = combined(
     precision_options,
     input_shape_option,
 )
+
+
+def csv_option(what: str) -> Callable[[Any], Any]:
+    return click.option(
+        "--csv", "csv_file", type=click.Path(path_type=Path), help=f"Also write {what}, such as out.csv.  [default: no]"
+    )
+
+
 files_options = combined(
-    click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Also write the figures, such as out.csv."),
+    csv_option("the figures"),
     click.option("--plot", type=click.Path(path_type=Path), help="Also draw them, such as out.png (matplotlib)."),
 )

@@ -16,6 +16,7 @@ from ..profile.devices import DEVICES
 from ..replay.compatibility import check_program
 from ..report.page import Figures, numbers, vega
 from ..report.write import figures_of, write_report
+from .output import check_results, write_table
 from .prepare import job_of, source_of
 from .terminal import Terminal, aligned_table
 
@@ -31,6 +32,7 @@ def report(
     device: str,
     profile_file: Path | None,
     time_limit: float,
+    csv_file: Path | None = None,
     terminal: Terminal | None = None,
 ) -> Figures:
     """Capture the model of a schedule file, compute plain PyTorch's and the schedule's step, and write the page.
@@ -44,6 +46,7 @@ def report(
     path = out or file.with_suffix(".html")
     record = ScheduleRecord.load(file)
     check_writable(path)
+    check_results(None, csv_file)
     problem = problem_of(record, model, device, time_limit)
     job = job_of(terminal, problem, source_of(problem, profile_file or _rates_of(record)))
     check_program(record, job.captured, problem.request.expression, problem.device)
@@ -53,6 +56,8 @@ def report(
         progress.at("draw")
         drawn = write_report(figures, path, png=png)
     _show(terminal, figures, path, drawn)
+    if csv_file is not None:
+        write_table(terminal.console, csv_file, figures.to_frame())
     return figures
 
 

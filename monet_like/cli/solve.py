@@ -11,12 +11,18 @@ from ..compiler.problem import Problem, read_problem
 from ..ir.units import format_bytes, format_seconds
 from ..job.solved import SolvedPlan
 from .inspect import add_counts, bound_in_words, summary
+from .output import check_results, write_table
 from .prepare import check_out, is_for_another_machine, job_of, say_input, schedule_path, source_of
 from .terminal import Terminal, aligned_table
 
 
 def solve(
-    *, profile_file: Path | None, out: Path | None, terminal: Terminal | None = None, **options: Any
+    *,
+    profile_file: Path | None,
+    out: Path | None,
+    csv_file: Path | None = None,
+    terminal: Terminal | None = None,
+    **options: Any,
 ) -> SolvedPlan:
     """Read the problem, compile it, print a summary and write the schedule and profile files."""
     terminal = terminal or Terminal()
@@ -24,10 +30,13 @@ def solve(
     say_input(terminal, problem)
     path = out or schedule_path(problem)
     check_out(path)
+    check_results(None, csv_file)
     source = source_of(problem, profile_file)
     plan = job_of(terminal, problem, source).plan(problem.budget)
     plan.save(path)
     show_plan(terminal, problem, plan, path, source.latest)
+    if csv_file is not None:
+        write_table(terminal.console, csv_file, plan.to_frame())
     return plan
 
 

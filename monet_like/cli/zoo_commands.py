@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from .group import CONTEXT, Command, Group, main
-from .options import json_option
+from .options import csv_option, json_option
 
 
 @main.group("zoo", cls=Group, context_settings=CONTEXT)
@@ -26,6 +26,7 @@ base_url_option = click.option(
 
 @zoo_group.command("list", cls=Command, context_settings=CONTEXT)
 @click.option("--profile", default="", help="Only this one's, such as h100.  [default: all]")
+@csv_option("the schedules")
 @json_option
 def zoo_list_command(**options: Any) -> None:
     """The schedules there are, what they promise, and budgets that cannot be met.

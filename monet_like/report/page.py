@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..ir.display import short_repr
@@ -28,6 +28,9 @@ from .charts import (
 )
 from .figures import KINDS, Course
 from .live import Live
+
+if TYPE_CHECKING:
+    import pandas
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -52,6 +55,13 @@ class Figures:
     device: str
     fronts: Fronts
     live: Live | None = None
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The schedule's memory timeline, as `Course.to_frame`; after a real step with ``measured_bytes``."""
+        found = self.ours.to_frame()
+        if self.live is not None:
+            found.insert(found.columns.get_loc("bytes") + 1, "measured_bytes", self.live.bytes)
+        return found
 
 
 def charts(figures: Figures) -> dict[str, Spec]:

@@ -15,14 +15,18 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MonetError, ScheduleFileError, UsageError
 from ..files import read_bytes, read_text, shipped_folder, write_atomically
 from ..ir.display import short_repr
+from ..ir.frames import frame_of
 from ..ir.schedule_file import ScheduleRecord
 from . import model_file
 from .catalogue import PROFILES
+
+if TYPE_CHECKING:
+    import pandas
 
 FORMAT = "monet_like zoo"
 #: 2: files hold all schedules of a model.
@@ -146,6 +150,10 @@ class Registry:
     def rows(self) -> list[Listed | Refused]:
         """All that is known of any budget."""
         return [*self.schedules, *self.refused]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per schedule, by the fields of `Listed`: for what it is, and what it promises."""
+        return frame_of(Listed, self.schedules)
 
     @staticmethod
     def load(folder: Path) -> Registry:

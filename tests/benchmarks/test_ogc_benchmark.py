@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from click.testing import CliRunner
@@ -66,9 +67,14 @@ def test_one_net_end_to_end(tmp_path: Path) -> None:
             "normal",
             "--steps",
             "1",
+            "--csv",
+            "figures.csv",
         ],
     )
     assert done.returncode == 0, done.stderr
+    figures = pandas.read_csv(tmp_path / "figures.csv").set_index("what")
+    ratios = figures.schedule / figures.plain
+    assert ratios["memory in all"] == pytest.approx(figures.predicted_ratio["memory in all"], abs=1e-3)
     assert "resnet18, batch 8, 64 x 64, ogc, normal, cpu; planned in " in done.stdout
     assert "123 of 123 tensors equal bit by bit" in done.stdout
     for name, least in (("memory without stationary", 20.0), ("memory in all", 1.0)):

@@ -344,6 +344,9 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     rows = [point("plain PyTorch", 500, 1.0), Point("unet", 2, "Rockmate", "x", "failed", 'a, "b"\nc', gap=0.25)]
     write_rows(tmp_path / "points.csv", rows)
     assert read_rows(tmp_path / "points.csv", Point) == rows
+    committed = ROOT / "benchmarks" / "results" / "cpu-amd-epyc-2-threads" / "points.csv"
+    write_rows(tmp_path / "again.csv", read_rows(committed, Point))
+    assert (tmp_path / "again.csv").read_bytes() == committed.read_bytes()
     changed = replace(rows[0], seconds=2.0)
     assert merged(rows, [changed]) == [changed, rows[1]]
 

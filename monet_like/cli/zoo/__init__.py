@@ -14,18 +14,23 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ...errors import MonetError, UsageError
+from ...ir.frames import frame_of
 from ...ir.units import format_bytes, format_seconds
 from ...zoo.download import cached_path, download, find_record
 from ...zoo.registry import Listed, Registry, zoo_folder
 from ..inspect import show_record
+from ..output import check_results, write_table
 from ..terminal import Terminal, aligned_table
 
 
-def list_files(*, profile: str, as_json: bool) -> None:
+def list_files(*, profile: str, as_json: bool, csv_file: Path | None = None) -> None:
     """List the registry as a table or as JSON."""
     registry = Registry.load(zoo_folder())
     _check_profile(registry, profile)
     wanted = [listed for listed in registry.schedules if profile in ("", listed.profile)]
+    check_results(None, csv_file)
+    if csv_file is not None:
+        write_table(Terminal(as_json=as_json).console, csv_file, frame_of(Listed, wanted))
     if as_json:
         schedules, refusals = [_all_of(registry, listed) for listed in wanted], [asdict(r) for r in registry.refused]
         click.echo(json.dumps({"schedules": schedules, "refused": refusals}))
