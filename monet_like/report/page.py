@@ -60,7 +60,7 @@ class Figures:
         """The schedule's memory timeline, as `Course.to_frame`; after a real step with ``measured_bytes``."""
         found = self.ours.to_frame()
         if self.live is not None:
-            found.insert(found.columns.get_loc("bytes") + 1, "measured_bytes", self.live.bytes)
+            found.insert(list(found.columns).index("bytes") + 1, "measured_bytes", self.live.bytes)
         return found
 
 
