@@ -49,7 +49,9 @@ class Refinement:
     def __init__(self, program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int = 0) -> None:
         self.program, self.costs = program, costs
         self.budget_bytes, self.extra_bytes = budget_bytes, extra_bytes
-        self.group_of = {p: g for g, group in enumerate(find_needs(program).groups) for p in group}
+        needs = find_needs(program)
+        self.group_of = {p: g for g, group in enumerate(needs.groups) for p in group}
+        self.stages = frozenset(needs.stages)  # a slot before which no rerun is of use cannot be a block of its own
         self.alone: set[int] = set()
         self.runs: set[tuple[int, int]] = set()
 
@@ -104,7 +106,7 @@ class Refinement:
             for step, (stage, p) in zip(report.steps, schedule.runs(), strict=True)
             if step.bytes > self.budget_bytes
         ]
-        fullest = [stage - 1 for _, stage, _ in sorted(over, reverse=True) if stage and stage - 1 not in self.alone]
+        fullest = [t - 1 for _, t, _ in sorted(over, reverse=True) if t in self.stages and t - 1 not in self.alone]
         known = len(self.alone), len(self.runs)
         self.alone.update(list(dict.fromkeys(fullest))[:SLOTS_A_STEP])
         self.runs |= {(t, self.group_of[p]) for _, t, p in over if p >= 0 and (t == 0 or t - 1 in self.alone)}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from planning import instance, optimum, solve_exactly
 from random_programs import random_program
+from random_schedules import random_schedule
 
+from monet_like.errors import ScheduleError
 from monet_like.ir.program import Cost, Program, Task, Value
-from monet_like.ir.schedule import prune
+from monet_like.ir.schedule import Schedule, prune
 from monet_like.ir.simulate import simulate
 from monet_like.plan.analysis import find_needs, fitting_runs
 from monet_like.plan.ilp import relaxation
@@ -148,3 +151,39 @@ def test_schedule_over_the_budget_is_no_start() -> None:
         if fine.point(roomy[0]) is None:
             return
     raise AssertionError("no row refused a schedule that is over the budget")
+
+
+def test_runs_in_a_stage_where_no_plan_reruns_get_no_row() -> None:
+    """A block's schedule may have them, at a cut that another slot made."""
+    tried = 0
+    for seed in range(400):
+        program, costs, _ = instance(seed, 4)
+        stages = find_needs(program).stages
+        for schedule in _moved_to_other_stages(program, costs, seed, stages):
+            report = simulate(program, schedule, costs)
+            refinement = Refinement(program, costs, 0)
+            refinement._refine(schedule, report)
+            assert refinement.runs <= {(stage, group) for stage in stages for group in range(len(program.tasks))}
+            block_program(program, costs, 0, refinement.alone, runs=sorted(refinement.runs))
+            tried += 1
+        if tried >= 2:
+            return
+    raise AssertionError(f"only {tried} schedules have runs in other stages")
+
+
+def _moved_to_other_stages(
+    program: Program, costs: dict[str, Cost], seed: int, stages: tuple[int, ...]
+) -> list[Schedule]:
+    """A random schedule with a run moved to an earlier stage that is not among ``stages``."""
+    schedule = random_schedule(program, seed, drop=0.9)
+    found = []
+    for slot, tasks in enumerate(schedule.again):
+        for other in range(slot if tasks else 0):
+            if other + 1 not in stages:
+                again = [list(each) for each in schedule.again]
+                again[other].append(again[slot].pop(0))
+                moved = replace(schedule, again=tuple(tuple(sorted(each)) for each in again))
+                with suppress(ScheduleError):
+                    simulate(program, moved, costs)
+                    found.append(moved)
+    return found
