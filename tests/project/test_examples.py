@@ -37,6 +37,13 @@ def test_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_volumes(tmp_path: Path) -> None:
+    script = [sys.executable, f"{ROOT}/examples/volumes.py", "--device", "cpu", "--side", "32", "--budget", "70%"]
+    found = losses([*script, "--steps", "6"], tmp_path)
+    assert len(found) == 6 and found[-1] < found[0]
+
+
+@pytest.mark.slow
 def test_distributed_training_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found = losses([*torchrun, f"{ROOT}/examples/dist_training.py", "--steps", "5", "--sync-bn", *QUICK], tmp_path)
