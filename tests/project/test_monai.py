@@ -1,0 +1,32 @@
+"""MONAI's volume nets train under a schedule as without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_schedules import random_schedule
+from replays import replayed
+from torch import nn
+from training import run, twin
+
+from monet_like.capture.lowering import capture
+from monet_like.variants import admitted
+
+nets = pytest.importorskip("monai.networks.nets", reason="MONAI is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SegResNet", "UNet"])
+def test_a_net_of_monai_is_trained_exactly(kind: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = (
+        nets.SegResNet(spatial_dims=3, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 2, 2), blocks_up=(1, 1))
+        if kind == "SegResNet"
+        else nets.UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(8, 16, 32), strides=(2, 2), num_res_units=2)
+    )  # fmt: skip
+    example = (model.train(), (torch.randn(1, 1, 32, 32, 32),), {})
+    captured = admitted(capture(*example), "inplace_multiway_newnode")
+    plain = run(twin(example[0]), *example[1:])
+    schedule = random_schedule(captured.program, seed=1, drop=0.6)
+    found = replayed(example, captured, schedule, "inplace_multiway_newnode", measured=False)
+    assert {name: d for name, d in plain.differences(found).items() if d} == {}
