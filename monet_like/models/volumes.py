@@ -102,7 +102,6 @@ class VolumeUNet(nn.Module):
                 results.append(head(x))
         return tuple(reversed(results)) if supervised else results[0]
 
-
     def make_inputs(self, batch: int) -> torch.Tensor:
         """A batch of volumes, ``[batch, channels, *patch]``."""
         return torch.randn(batch, self.channels, *self.patch)

@@ -17,9 +17,9 @@ from ..capture.captured import CUDA_GRANULARITY_BYTES, Captured
 from ..capture.example_inputs import device_of, input_specs, specs_in_words
 from ..capture.precision import autocast_name, weights_layout
 from ..errors import ScheduleError, ScheduleFileError
-from ..ir.schedule_file import ScheduleRecord
+from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.simulate import Free, simulate
-from ..ir.units import format_bytes
+from ..ir.units import format_bytes, format_seconds
 from ..nn.sync_batch_norm import among
 from ..profile.devices import Machine, machine_at, planned_for
 from .twins import workspaces_of_twins
@@ -95,18 +95,15 @@ def check_shapes(record: ScheduleRecord, given: Sequence[Any]) -> None:
 def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why a call does not match the inputs that a schedule was solved for, and what to do; "" if it does.
 
-    A smaller batch runs with the same decisions; anything else must be as solved for. Under another autocast and with
-    weights in another layout other operators run, or others than were priced.
+    Inputs that are no larger in any dimension, such as a last batch or shorter sequences, run with the same decisions.
+    Anything else must be as solved for. Under another autocast and with weights in another layout other operators run, or
+    others than were priced.
     """
     found = input_specs(args, kwargs)
-    same = len(found) == len(record.inputs)
-    for mine, other in zip(found, record.inputs, strict=False):
-        same &= replace(mine, shape=mine.shape[1:]) == replace(other, shape=other.shape[1:])
-        same &= mine.shape[:1] <= other.shape[:1] and len(mine.shape) == len(other.shape)
-    if not same:
+    if not fits_within(found, record.inputs):
         return (
             f"the schedule was solved for {specs_in_words(record.inputs)}, the model was called with {specs_in_words(found)}; "
-            "a smaller batch is fine, anything else needs a schedule of its own"
+            "smaller inputs (a batch, a length) are fine, anything else needs a schedule of its own"
         )
     autocast = autocast_name(device_of(model))
     if autocast != record.autocast:
@@ -122,6 +119,25 @@ def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kw
             "use model.to(memory_format=...), or solve again"
         )
     return ""
+
+
+def fits_within(inputs: tuple[InputSpec, ...], largest: tuple[InputSpec, ...]) -> bool:
+    """Whether inputs equal those of a plan but for extents that are smaller or the same."""
+    return len(inputs) == len(largest) and all(
+        replace(mine, shape=other.shape) == other
+        and len(mine.shape) == len(other.shape)
+        and all(extent <= most for extent, most in zip(mine.shape, other.shape, strict=True))
+        for mine, other in zip(inputs, largest, strict=True)
+    )
+
+
+def replayed_in_words(record: ScheduleRecord, captured: Captured, inputs: tuple[InputSpec, ...], seconds: float) -> str:
+    """For the log: that a schedule for larger inputs serves these, and what that takes."""
+    needed = simulate(captured.program, record.schedule, Free()).peak_bytes + record.extra_bytes
+    return (
+        f"{record.model}: {specs_in_words(inputs)} by the schedule for {specs_in_words(record.inputs)}, captured in "
+        f"{format_seconds(seconds)}; at least {format_bytes(needed)} of the {format_bytes(record.peak_bytes)} that it promises"
+    )
 
 
 def _under(autocast: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,11 +29,13 @@ from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import is_synchronised, world
 from ..profile.devices import known_limits, machine_at
 from ..variants import admitted
-from .compatibility import check_program, check_shapes, mismatch, warn_elsewhere
+from .compatibility import check_program, check_shapes, mismatch, replayed_in_words, warn_elsewhere
 from .inductor import check_inductor
 from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
 from .training_step import Step, run_step
 from .twins import warn_of_twins
+
+_log = logging.getLogger("monet_like")
 
 #: How the operators of a schedule run: one by one as PyTorch calls them, or in pieces that TorchInductor compiles.
 BACKENDS = ("eager", "inductor")
@@ -55,13 +59,14 @@ class ScheduleWrapper(StandIn):
         model: the model the schedule was solved for; it is shared, not copied.
         solution_file: a schedule file, a loaded `ScheduleRecord`, or a schedule of the zoo: ``zoo:resnet50_184_10.00``
             is the one for the device that the model is on, ``zoo:resnet50_184_10.00@h100`` that for a H100.
-        input_shape: shape of the input, with or without the batch; a list of shapes for several inputs. It is
-            compared with what the schedule was solved for. None takes the file's word.
+        input_shape: shape of the input, with or without the batch; a list of shapes for several inputs. It must be the
+            shape that the schedule was solved for. None takes the file's word. Calls may have smaller inputs: a last batch,
+            shorter sequences. They are captured once for each shape and follow the same decisions.
         example: arguments to capture the model with, as (args, kwargs); default: fake ones of the file's shapes.
         captured: the model as captured with ``example`` and the schedule's mode, if that is at hand: it takes seconds.
         backend: ``eager``, or ``inductor``: runs of elementwise operators, normalisations and reductions are compiled,
             in the schedule's order and within its peak (minutes, once); results agree to rounding, random masks are
-            the same. A smaller batch is replayed by ``eager``.
+            the same. Smaller inputs are replayed by ``eager``.
 
     Raises:
         UsageError: an unknown backend, or one that lacks its compiler.
@@ -159,11 +164,14 @@ class ScheduleWrapper(StandIn):
             captured = None  # the model has been changed since
         earlier = self._steps.get(key)
         change = earlier[-1].change() if earlier else None
+        started, inputs = time.monotonic(), input_specs(args, kwargs)
         record, captured = self._planned(args, kwargs, captured, change)
+        if inputs != record.inputs:
+            _log.info(replayed_in_words(record, captured, inputs, time.monotonic() - started))
         warn_of_twins(captured, device_of(self), stacklevel=3)
         warn_of_checkpointing(self._model)
         within = None
-        if self.backend == "inductor" and input_specs(args, kwargs) == record.inputs:
+        if self.backend == "inductor" and inputs == record.inputs:
             within = record.peak_bytes - record.extra_bytes
         step = Step(captured, record.schedule, within)
         if within is None and not captured.gradients_in_rows:

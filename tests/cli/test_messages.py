@@ -476,7 +476,7 @@ def test_a_schedule_of_another_shape() -> None:
     message = error(schedule("--run-bs", "--solution-file", "solution_net_make_4_normal_1.00.pkl", batch="5"))
     assert message == (
         "the schedule was solved for float32[4, 3, 8, 8], the model was called with float32[5, 3, 8, 8]; "
-        "a smaller batch is fine, anything else needs a schedule of its own"
+        "smaller inputs (a batch, a length) are fine, anything else needs a schedule of its own"
     )
 
 

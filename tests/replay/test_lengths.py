@@ -1,0 +1,95 @@
+"""One plan serves inputs that are smaller in any dimension: the same decisions, after a capture of their own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from random_schedules import random_schedule
+from replays import record_for
+from torch import nn
+from training import run, twin
+
+from monet_like import ScheduleWrapper
+from monet_like.capture.lowering import capture
+from monet_like.errors import ScheduleFileError
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.simulate import Free, simulate
+from monet_like.variants import admitted
+
+
+def decoder() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).train()
+
+
+def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(length))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[nn.Module, ScheduleRecord]:
+    model = decoder()
+    example = (model, (), batch(3, 16))
+    captured = admitted(capture(*example), "normal")
+    return model, record_for(
+        captured, random_schedule(captured.program, seed=1, drop=0.8, others=0.0), "normal", example
+    )
+
+
+@pytest.mark.parametrize(("rows", "length"), [(3, 16), (3, 9), (2, 16), (2, 5)])
+def test_shorter_sequences_follow_the_same_decisions_exactly(
+    planned: tuple[nn.Module, ScheduleRecord], rows: int, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, record = planned
+    wrapped = ScheduleWrapper(twin(model), record, example=((), batch(3, 16)))
+    with caplog.at_level(logging.INFO, logger="monet_like"):
+        found = run(wrapped, (), batch(rows, length))
+    differences = run(twin(model), (), batch(rows, length)).differences(found)
+    assert {name: d for name, d in differences.items() if d} == {}
+    told = [line for line in caplog.messages if "by the schedule for" in line]
+    assert len(told) == ((rows, length) != (3, 16))
+    for line in told:
+        assert line.startswith(f"test: int64[{rows}, {length}], int64[{rows}, {length}] by the ")
+
+
+def test_longer_sequences_and_other_ranks_are_refused(planned: tuple[nn.Module, ScheduleRecord]) -> None:
+    model, record = planned
+    wrapped = ScheduleWrapper(twin(model), record, example=((), batch(3, 16)))
+    for rows, length in ((3, 17), (4, 5)):
+        with pytest.raises(ScheduleFileError, match=r"smaller inputs \(a batch, a length\) are fine"):
+            wrapped(**batch(rows, length))
+    with pytest.raises(ScheduleFileError, match="the model was called with"):
+        wrapped(**{name: tensor[0] for name, tensor in batch(3, 16).items()})
+
+
+class Sizes(nn.Module):
+    """Upsamples a short input more: its step needs more memory than the schedule promises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).repeat(1, 8192 // x.shape[1] ** 2, 1).sin().sum()
+
+
+def test_smaller_inputs_that_need_more_memory_are_refused() -> None:
+    example = (Sizes().train(), (torch.randn(2, 32, 4),), {})
+    captured = admitted(capture(*example), "normal")
+    schedule = random_schedule(captured.program, seed=0, drop=0.0, others=0.0)
+    peak_bytes = simulate(captured.program, schedule, Free()).peak_bytes
+    record = replace(record_for(captured, schedule, "normal", example), peak_bytes=peak_bytes)
+    wrapped = ScheduleWrapper(example[0], record, example=example[1:])
+    wrapped(torch.randn(2, 32, 4)).backward()
+    with pytest.raises(ScheduleFileError, match="whose results are larger"):
+        wrapped(torch.randn(2, 4, 4))
