@@ -9,13 +9,14 @@ from collections.abc import Mapping
 
 import click
 
+import monet_like
 from monet_like.cli.group import main as command_line
 from monet_like.ir.program import Cost, Program
 from monet_like.ir.schedule import Schedule
-from monet_like.plan.strategies import STRATEGIES, from_schedule
 from monet_like.plan.strategies.checkpointing import Keeping
 
 
+@monet_like.register_strategy
 def dearest_first(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule:
     """Keep the results with the most seconds for each byte, as many as fit; run the rest again.
 
@@ -34,18 +35,12 @@ def dearest_first(program: Program, costs: Mapping[str, Cost], budget_bytes: int
     return keeping.whole(keeping.fastest([keeping.forward.schedule, *tried], budget_bytes))
 
 
-def plug_in() -> None:
-    """From here on the name is one like any other, for `plan` and for the command line's functions."""
-    STRATEGIES["dearest_first"] = from_schedule("dearest_first", dearest_first)
-
-
 @click.command()
 @click.option("--model", default="torchvision.models.resnet18()", show_default=True)
 @click.option("--batch", default="32", show_default=True)
 @click.option("--budgets", default="90%,70%,50%", show_default=True, help="Of plain PyTorch's peak.")
 def main(model: str, batch: str, budgets: str) -> None:
     """Compare it with others that use plain PyTorch's operators only, at A100 rates: `monet-like compare`."""
-    plug_in()
     names = "dearest_first,chen_greedy,chen_sqrt,store_all"
     rates = ["--profile", "roofline:a100"]
     command_line(["compare", model, batch, budgets, "normal", "HIGHS", *rates, "--strategies", names])

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import monet_like
-from monet_like import variants
 from monet_like.ir.program import Call, Ref
+from monet_like.variants import unregister_variant
 from monet_like.variants.editor import Editor, like
 
 
-def offer(editor: Editor) -> None:
+@monet_like.register_variant(before="in_place")
+def offer_softshrink(editor: Editor) -> None:
     """PyTorch keeps softshrink's input x for ``grad where |x| > lambda, else 0``: exactly where its output is not 0."""
     makers = {call.args[0]: (task, call) for task, call in editor.find("aten.softshrink.default")}
     for slot, way, call in list(editor.find_slots("aten.softshrink_backward.default")):
@@ -47,12 +48,6 @@ def offer(editor: Editor) -> None:
             editor.add_way(slot, (*views, unpack), "softshrink.packed", word="newnode")
 
 
-def plug_in() -> None:
-    """Before the in-place forms, which look for what they can replace among all ways."""
-    place = variants.OFFERS.index(variants.in_place.offer)
-    variants.OFFERS = (*variants.OFFERS[:place], offer, *variants.OFFERS[place:])
-
-
 def make_model() -> nn.Module:
     """A sparse encoder: convolutions and soft thresholds."""
     layers = [
@@ -66,13 +61,13 @@ def make_model() -> nn.Module:
 @click.command()
 @click.option("--budget", default="60%", show_default=True, help="Of plain PyTorch's peak, or such as 20 MB.")
 def main(budget: str) -> None:
-    """Plan the encoder with and without the variant, and compare its gradients with plain PyTorch's."""
+    """Plan the encoder with the variant and without it, and compare its gradients with plain PyTorch's."""
     torch.manual_seed(0)
     plain, images = make_model(), torch.randn(32, 3, 32, 32)
     plain(images).square().sum().backward()
-    for name in ("without", "with"):
-        if name == "with":
-            plug_in()
+    for name in ("with", "without"):
+        if name == "without":
+            unregister_variant("softshrink")
         model = copy.deepcopy(plain)
         model.zero_grad()
         mode = "inplace_multiway_newnode"  # conv would round differently

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from .job.start import problem
     from .nn.dropit import to_dropit
     from .nn.sync_batch_norm import convert_sync_batchnorm
+    from .plan.strategies import register_strategy
     from .replay.allocator import reserve
     from .replay.wrapper import ScheduleWrapper
+    from .variants import register_variant
 
 __all__ = [
     "ScheduleWrapper",
@@ -26,6 +28,8 @@ __all__ = [
     "convert_sync_batchnorm",
     "mark",
     "problem",
+    "register_strategy",
+    "register_variant",
     "reserve",
     "to_dropit",
 ]
@@ -36,6 +40,8 @@ _LAZY = {
     "convert_sync_batchnorm": "nn.sync_batch_norm",
     "mark": "capture.annotations",
     "problem": "job.start",
+    "register_strategy": "plan.strategies",
+    "register_variant": "variants",
     "reserve": "replay.allocator",
     "to_dropit": "nn.dropit",
 }
@@ -47,6 +53,10 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    if name == "testing":  # a module, which has PyTorch imported
+        import importlib
+
+        return importlib.import_module(".testing", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

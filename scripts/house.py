@@ -27,7 +27,7 @@ ORDER = (
     ("compiler",),
     ("zoo",),
     ("replay",),
-    ("dropit", "report"),
+    ("dropit", "report", "testing"),
     ("job",),
     ("api",),
     ("cli", "integrations"),

@@ -13,6 +13,8 @@ input, ``lowp16`` and ``lowp8`` values kept for the backward in 16 and 8 bits.
 
 ``algorithms`` admits, on CUDA, what only measuring tells apart: cuDNN's convolution algorithms and the kinds of
 attention. They agree to rounding, as with ``conv``.
+
+Registered variants (`monet_like.register_variant`) may bring words of their own, which no mode has of itself.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ OFFLOAD = "offload"
 #: Nor this: datasheet rates know no algorithms, and measuring all of them takes several times as long.
 ALGORITHMS = "algorithms"
 _NEUTRAL = "normal"
+#: Words of registered variants (`monet_like.register_variant`), and whether they admit inexact gradients.
+_registered: dict[str, bool] = {}
 _SHARE = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
 
@@ -52,18 +56,42 @@ def parse_mode(text: str) -> frozenset[str]:
                     f"mode {text!r} drops {share!r} of the elements; give a share of at least 0 and below 1 after "
                     f"{DROPIT}, such as dropit0.9"
                 )
-        elif word not in (*known, *LOSSY_WORDS, OFFLOAD, ALGORITHMS):
+        elif word not in (*known_words(), _NEUTRAL):
+            own = f"; registered variants have {', '.join(_registered)}" if _registered else ""
             raise UsageError(
                 f"mode {text!r} has an unknown word {word!r}; a mode is some of {', '.join(known)} joined by '_', "
                 "such as inplace_conv_multiway_newnode or normal; lossy caches are "
                 f"{', '.join(LOSSY_WORDS)} and dropit0.9; {OFFLOAD} admits copies on the host, "
-                f"{ALGORITHMS} those of cuDNN"
+                f"{ALGORITHMS} those of cuDNN{own}; a word of register_variant is known once that has run"
             )
     names = [DROPIT if word.startswith(DROPIT) else word for word in words]
     if len(set(names)) != len(names):
         every = ", ".join((*known, *LOSSY_WORDS, DROPIT, OFFLOAD, ALGORITHMS))
         raise UsageError(f"mode {text!r} repeats a word; give each of {every} at most once")
     return frozenset(words) - {_NEUTRAL}
+
+
+def known_words() -> tuple[str, ...]:
+    """The words that a mode may have, but for ``dropit...`` and ``normal``."""
+    return (*WORDS, *LOSSY_WORDS, OFFLOAD, ALGORITHMS, *_registered)
+
+
+def register_word(word: str, *, lossy: bool = False) -> None:
+    """Make a mode word known, for a registered variant.
+
+    Raises:
+        UsageError: it is known already, or cannot be a word of a mode.
+    """
+    if word in (*known_words(), _NEUTRAL) or word.startswith(DROPIT):
+        raise UsageError(f"mode word {word!r} is taken; give another one")
+    if not re.fullmatch("[a-z][a-z0-9]*", word):
+        raise UsageError(f"mode word {word!r} must be of small letters and digits: words are joined by '_'")
+    _registered[word] = lossy
+
+
+def forget_word(word: str) -> None:
+    """Take a word of `register_word` out again."""
+    del _registered[word]
 
 
 def dropit_word(words: Iterable[str]) -> str | None:
@@ -79,4 +107,5 @@ def dropit_share(word: str) -> float:
 def is_lossy(mode: str) -> bool:
     """Whether a mode admits gradients that differ by more than rounding."""
     words = parse_mode(mode)
-    return dropit_word(words) is not None or not words.isdisjoint(LOSSY_WORDS)
+    lossy = {*LOSSY_WORDS, *(word for word, inexact in _registered.items() if inexact)}
+    return dropit_word(words) is not None or not words.isdisjoint(lossy)

@@ -17,6 +17,7 @@ from ..capture.captured import CUDA_GRANULARITY_BYTES, Captured
 from ..capture.example_inputs import device_of, input_specs, specs_in_words
 from ..capture.precision import autocast_name, weights_layout
 from ..errors import ScheduleError, ScheduleFileError
+from ..ir.program import Program
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.simulate import Free, simulate
 from ..ir.units import format_bytes, format_seconds
@@ -168,11 +169,24 @@ def check_program(record: ScheduleRecord, captured: Captured, name: str, device:
             f"this schedule does not match the model: it was planned for {record.model}{_counted(record)}, {name} has "
             f"{_sized(*program.parameters, len(program.slots))}; use the model that it was planned for, with the same frozen "
             f"parameters, train/eval flags, precision and versions (planned with {made} for {record.device}; this is torch "
-            f"{torch.__version__}), or plan again with monet-like solve"
+            f"{torch.__version__}), or plan again with monet-like solve{_about_variants(record, program)}"
             f"{_about_processes(record.counts.get('processes', 1), among(program))}"
         )
     if reason := exceeds(record, captured, name, device):
         raise ScheduleFileError(reason)
+
+
+def _about_variants(record: ScheduleRecord, program: Program) -> str:
+    """For a message: the variants that a schedule takes and nothing offers for this program; "" if there are none."""
+    offered = {task.variant for task in program.every_task()}
+    taken = (key.removeprefix("variant ") for key in record.counts if key.startswith("variant "))
+    missing = [name for name in taken if name not in offered]
+    if not missing:
+        return ""
+    return (
+        f"; the schedule takes the variants {', '.join(missing)}, which nothing offers here: if they are from outside the "
+        "package, import the module that registers them (monet_like.register_variant) first"
+    )
 
 
 def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> str:

@@ -1,7 +1,7 @@
 """Operator variants: other ways to compute the same values, with less memory or time than PyTorch's own operators.
 
 One module per family of operators. Each has a function ``offer`` that adds its variants to a captured program; the
-planner then chooses among them.
+planner then chooses among them. `register_variant` adds functions from outside the package.
 """
 
 from __future__ import annotations
@@ -11,55 +11,11 @@ from dataclasses import replace
 
 from ..capture.captured import Captured
 from ..ir.mode import WORDS, parse_mode
-from . import (
-    attention,
-    batch_norm,
-    concatenation,
-    convolution,
-    copy_slices,
-    dense_block,
-    dropit,
-    dropout,
-    group_norm,
-    in_place,
-    instance_norm,
-    linear,
-    linear_cross_entropy,
-    low_precision,
-    offload,
-    pooling,
-    relu,
-    rms_norm,
-)
 from .constraints import bitwise_where_compared, obeying_marks, reading_once
-from .editor import Editor, Offer
+from .editor import Editor
+from .plugins import in_order, register_variant, unregister_variant
 
-#: The functions are called in this order: gradients are split before other ways read them, in-place ways are made from
-#: the other ways, and slots are merged with all their ways.
-OFFERS: tuple[Offer, ...] = (
-    copy_slices.offer,
-    concatenation.offer,
-    dense_block.offer,
-    relu.offer,
-    pooling.offer,
-    dropout.offer,
-    batch_norm.offer,
-    group_norm.offer,
-    instance_norm.offer,
-    rms_norm.offer,
-    convolution.offer,
-    convolution.offer_algorithms,
-    attention.offer,
-    linear.offer,
-    dropit.offer,
-    in_place.offer,
-    batch_norm.offer_backward,
-    batch_norm.offer_without_reserve,
-    instance_norm.offer_backward,
-    linear_cross_entropy.offer,
-    low_precision.offer,
-    offload.offer,
-)
+__all__ = ["admitted", "register_variant", "unregister_variant", "with_variants"]
 
 
 def with_variants(captured: Captured, words: Iterable[str] = WORDS) -> Captured:
@@ -70,7 +26,7 @@ def with_variants(captured: Captured, words: Iterable[str] = WORDS) -> Captured:
             offered only if it names them.
     """
     editor = Editor(captured, frozenset(words))
-    for offer in OFFERS:
+    for offer in in_order().values():
         offer(editor)
     return editor.finish()
 

@@ -42,6 +42,12 @@ class Editor:
         """The device that the program runs on."""
         return self.captured.device
 
+    def every_task(self) -> Iterator[Task]:
+        """All forward tasks and ways so far, in no particular order."""
+        yield from self.tasks
+        for group in (*self.slots, *self._after.values(), *self._before.values()):
+            yield from group
+
     def find(self, *ops: str) -> Iterator[tuple[Task, Call]]:
         """Find PyTorch's own forward tasks that consist of a single call, to one of ``ops``."""
         for task in self.tasks:

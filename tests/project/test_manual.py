@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +23,6 @@ from replays import replayed, worst
 from torch import nn
 from training import run, twin
 
-from monet_like import variants
 from monet_like.capture.lowering import capture
 from monet_like.cli.group import main
 from monet_like.ir.plain_pickle import load_plain
@@ -32,9 +32,11 @@ from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import Free, simulate
 from monet_like.plan import plan
 from monet_like.plan.random_schedules import random_schedule
-from monet_like.plan.strategies import STRATEGIES
+from monet_like.plan.strategies import unregister_strategy
 from monet_like.plan.subprogram import plain_operators
-from monet_like.variants import admitted
+from monet_like.testing import check_variant
+from monet_like.variants import admitted, unregister_variant
+from monet_like.variants.plugins import names
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -107,13 +109,18 @@ def described(heading: str, fields: set[str]) -> None:
 # Adding a variant ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def softshrink() -> Iterator[ModuleType]:
+    yield example("custom_variant")
+    if "softshrink" in names():  # the example takes it out again
+        unregister_variant("softshrink")
+
+
 @pytest.mark.slow(every=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_custom_variant_is_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("softshrink")
+def test_the_custom_variant_is_exact(dtype: torch.dtype) -> None:
     """Random schedules take any way: to the bit, inputs at the threshold, infinities and channels-last included."""
-    custom = example("custom_variant")
-    monkeypatch.setattr(variants, "OFFERS", variants.OFFERS)
-    custom.plug_in()
     threshold = float(torch.tensor(0.25, dtype=dtype))
     layers = (
         nn.Softshrink(threshold),
@@ -143,14 +150,19 @@ def test_the_custom_variant_is_exact(dtype: torch.dtype, monkeypatch: pytest.Mon
         assert taken >= {"softshrink.from_output", "softshrink.packed"}
 
 
-def test_the_custom_variant_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_custom_variant_passes_its_check(softshrink: ModuleType) -> None:
+    page = (DOCS / "adding_a_variant.md").read_text()
+    code, said = re.search(r"^>>> (check_variant\(.*\))\n(.*)$", page, re.MULTILINE).groups()  # type: ignore[union-attr]
+    scope = {"check_variant": check_variant, "make_model": softshrink.make_model, "torch": torch}
+    assert repr(eval(code, scope)) == said == "exact"
+
+
+def test_the_custom_variant_is_chosen(softshrink: ModuleType) -> None:
     """And spares what running softshrink again would cost."""
-    custom = example("custom_variant")
-    monkeypatch.setattr(variants, "OFFERS", variants.OFFERS)
-    result = CliRunner().invoke(custom.main, [])
+    result = CliRunner().invoke(softshrink.main, [])
     assert result.exit_code == 0, result.output
     pattern = r"(\w+): peak (\d+)% .*?, (\d+) operators run again, variant used (\d+) times, gradients equal: True"
-    without, with_it = re.findall(pattern, result.output)
+    with_it, without = re.findall(pattern, result.output)
     assert without[0] == "without" and int(without[3]) == 0
     assert with_it[0] == "with" and int(with_it[3]) > 0
     assert int(with_it[2]) < int(without[2])
@@ -161,12 +173,9 @@ def test_the_custom_variant_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def dearest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    custom = example("custom_strategy")
-    for name in list(STRATEGIES):  # the registry as it was, afterwards
-        monkeypatch.setitem(STRATEGIES, name, STRATEGIES[name])
-    monkeypatch.setitem(STRATEGIES, "dearest_first", lambda *_, **__: None)  # so that it is taken out again
-    custom.plug_in()
+def dearest_first() -> Iterator[ModuleType]:
+    yield example("custom_strategy")
+    unregister_strategy("dearest_first")
 
 
 @pytest.mark.usefixtures("dearest_first")
@@ -204,9 +213,8 @@ def test_the_custom_strategy_is_replayed_exactly() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("dearest_first")
-def test_the_custom_strategys_example_runs() -> None:
-    result = CliRunner().invoke(example("custom_strategy").main, ["--budgets", "70%"])
+def test_the_custom_strategys_example_runs(dearest_first: ModuleType) -> None:
+    result = CliRunner().invoke(dearest_first.main, ["--budgets", "70%"])
     assert result.exit_code == 0, result.output
     found = dict(re.findall(r"^(\w+) +(\+\d+\.\d|-)", result.output, re.MULTILINE))
     assert set(found) == {"dearest_first", "chen_greedy", "chen_sqrt", "store_all"}

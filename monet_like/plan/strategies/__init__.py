@@ -1,14 +1,16 @@
 """Planning strategies by name: each turns a program, its costs and a memory budget into a `Plan`.
 
 ``milp``, ``heuristic``, ``checkmate``, ``chen_greedy``, ``griewank`` and ``torch_budget`` plan for the budget. The
-others make one schedule, whatever the budget. A strategy uses only what `Program` says; `simulate` judges its schedule.
+others make one schedule, whatever the budget. `register_strategy` adds strategies from outside the package. A strategy
+uses only what `Program` says; `simulate` judges its schedule.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, overload
 
 from ...errors import InfeasibleError, SolverError, UsageError
 from ...ir.program import Cost, Program
@@ -26,6 +28,9 @@ from .chen import chen_greedy, chen_sqrt
 from .griewank import griewank
 from .ogc import ogc
 from .torch_budget import torch_budget
+
+#: Settings of `monet_like.plan.plan` that a strategy may have no use for.
+_SETTINGS = frozenset({"solver", "time_limit_seconds", "gap", "threads", "progress"})
 
 
 class Strategy(Protocol):
@@ -150,6 +155,81 @@ STRATEGIES: dict[str, Strategy] = {
     "ogc": from_schedule("ogc", ogc),
     "torch_budget": from_schedule("torch_budget", torch_budget),
 }
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+#: The package's own strategies.
+_BUILT_IN = frozenset(STRATEGIES)
+
+
+@overload
+def register_strategy(name: Function, /) -> Function: ...
+@overload
+def register_strategy(name: str = "", /) -> Callable[[Function], Function]: ...
+def register_strategy(name: Any = "", /) -> Any:
+    """Decorator: adds a strategy to `STRATEGIES`, so that `plan`, ``--strategy`` and ``monet-like compare`` know it.
+
+    The function is called as ``make(program, costs, budget_bytes, extra_bytes=...)``, with those of ``solver``,
+    ``time_limit_seconds``, ``gap``, ``threads`` and ``progress`` that it has, and further options of `plan`. It returns a
+    `Schedule`, which the simulator judges, or a `Plan`.
+
+    Args:
+        name: of the strategy; default: the function's.
+
+    Raises:
+        UsageError: the name is taken, or the function does not take these arguments.
+    """
+    if callable(name):
+        return register_strategy()(name)
+
+    def register(make: Function) -> Function:
+        chosen = name or make.__name__
+        if chosen in STRATEGIES:
+            advice = "" if chosen in _BUILT_IN else f", or unregister_strategy({chosen!r}) first"
+            raise UsageError(f"there is a strategy {chosen!r} already; give another name{advice}")
+        STRATEGIES[chosen] = _registered(chosen, make)
+        return make
+
+    return register
+
+
+def unregister_strategy(name: str) -> None:
+    """Take a registered strategy out again.
+
+    Raises:
+        UsageError: no strategy of this name has been registered.
+    """
+    if name in _BUILT_IN or name not in STRATEGIES:
+        registered = ", ".join(sorted(STRATEGIES.keys() - _BUILT_IN)) or "none"
+        raise UsageError(f"no strategy {name!r} has been registered; registered: {registered}")
+    del STRATEGIES[name]
+
+
+def _registered(name: str, make: Callable[..., Any]) -> Strategy:
+    """The strategy of a function that returns a schedule or a plan, and takes the settings that it names."""
+    parameters = inspect.signature(make).parameters
+    try:
+        inspect.signature(make).bind(None, None, 0, extra_bytes=0)
+    except TypeError as error:
+        raise UsageError(
+            f"strategy {name} must be a function (program, costs, budget_bytes, *, extra_bytes=0): {error}"
+        ) from None
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    def strategy(
+        program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0, **settings: Any
+    ) -> Plan:
+        started = time.monotonic()
+        if not takes_all:
+            settings = {key: value for key, value in settings.items() if key in parameters or key not in _SETTINGS}
+        found = make(program, costs, budget_bytes, extra_bytes=extra_bytes, **settings)
+        if isinstance(found, Plan):
+            return found
+        if not isinstance(found, Schedule):
+            raise UsageError(f"strategy {name} returned {type(found).__name__}, not a Schedule or a Plan")
+        return _judged(name, program, costs, found, extra_bytes, time.monotonic() - started)
+
+    return strategy
 
 
 def check_strategy(name: str) -> None:
