@@ -57,12 +57,12 @@ def parse_mode(text: str) -> frozenset[str]:
                     f"{DROPIT}, such as dropit0.9"
                 )
         elif word not in (*known_words(), _NEUTRAL):
-            own = f"; registered variants have {', '.join(_registered)}" if _registered else ""
             raise UsageError(
                 f"mode {text!r} has an unknown word {word!r}; a mode is some of {', '.join(known)} joined by '_', "
                 "such as inplace_conv_multiway_newnode or normal; lossy caches are "
                 f"{', '.join(LOSSY_WORDS)} and dropit0.9; {OFFLOAD} admits copies on the host, "
-                f"{ALGORITHMS} those of cuDNN{own}; a word of register_variant is known once that has run"
+                f"{ALGORITHMS} those of cuDNN; registered variants may have words of their own (here: "
+                f"{', '.join(_registered) or 'none'})"
             )
     names = [DROPIT if word.startswith(DROPIT) else word for word in words]
     if len(set(names)) != len(names):

@@ -198,7 +198,8 @@ def test_mode() -> None:
     assert error(solve(mode="inplace_conv_multiwya_newnode")) == (
         "mode 'inplace_conv_multiwya_newnode' has an unknown word 'multiwya'; a mode is some of inplace, conv, "
         "multiway, newnode, normal joined by '_', such as inplace_conv_multiway_newnode or normal; lossy caches are lowp16, "
-        "lowp8 and dropit0.9; offload admits copies on the host, algorithms those of cuDNN"
+        "lowp8 and dropit0.9; offload admits copies on the host, algorithms those of cuDNN; registered variants may have "
+        "words of their own (here: none)"
     )
     assert error(solve(mode="conv_conv")) == (
         "mode 'conv_conv' repeats a word; give each of inplace, conv, multiway, newnode, normal, lowp16, lowp8, dropit, "
