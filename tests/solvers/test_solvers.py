@@ -77,8 +77,8 @@ def test_solvers_have_an_incumbent_a_bound_and_progress_at_the_time_limit(solver
     bound stands in its log alone."""
     news: list[tuple[float, float]] = []
     problem = hard_problem()
-    # They are slow to find a first plan on a busy machine.
-    limit = {"SCIP": 12.0}.get(solver, 8.0)
+    # On a busy machine SCIP is slow to find a first plan, and CBC late to look at the clock.
+    limit = {"SCIP": 12.0, "CBC": 20.0}.get(solver, 8.0)
     found = solve(problem, solver, time_limit_seconds=limit, gap=0.0, watch=lambda *pair: news.append(pair))
     assert found.wall_seconds < limit + 5  # not minutes
     assert found.status == "feasible"
