@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from random_schedules import random_schedule
 from replays import replayed
 from torch import nn
 from training import run, twin
 
 from monet_like.capture.lowering import capture
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted
 
 nets = pytest.importorskip("monai.networks.nets", reason="MONAI is not installed")

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_schedules import random_schedule
 from replays import record_for
 from torch import nn
 from training import run, twin
@@ -17,6 +16,7 @@ from monet_like.capture.lowering import capture
 from monet_like.errors import ScheduleFileError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import Free, simulate
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted
 
 

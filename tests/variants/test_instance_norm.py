@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
-from random_schedules import random_schedule
 from replays import replayed
 from torch import nn
 from training import run, twin
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted
 
 

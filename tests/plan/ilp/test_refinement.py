@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from planning import instance, optimum, solve_exactly
 from random_programs import random_program
-from random_schedules import random_schedule
 
 from monet_like.errors import ScheduleError
 from monet_like.ir.program import Cost, Program, Task, Value
@@ -21,6 +20,7 @@ from monet_like.plan.ilp import relaxation
 from monet_like.plan.ilp.formulation import Formulation
 from monet_like.plan.ilp.refinement import Refinement
 from monet_like.plan.ilp.relaxation import block_program
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.solvers.matrix import ONE, total
 
 
