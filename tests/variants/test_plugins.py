@@ -131,7 +131,7 @@ def test_a_word_of_its_own_admits_it_and_nothing_else_does() -> None:
     ("register", "words"),
     [
         (lambda: register_variant("relu")(offering()), r"there is a variant 'relu' already, in this package; give another"),
-        (lambda: register_variant(before="inplace")(offering()), r"no variant 'inplace' to stand before; there are: conc.*end"),
+        (lambda: register_variant(before="inplace")(offering()), r"no variant 'inplace' to stand before; there are: copy_slices, conc.*end"),
         (lambda: register_variant("two")(lambda: None), r"must be a function of one argument, the editor: too many"),
         (lambda: register_variant("two")(lambda editor, other: None), "two must be a function of one argument"),
         (lambda: register_variant("a.b")(offering()), r"letters, digits and _ only, 'a\.b' has others"),
@@ -219,7 +219,7 @@ def test_registered_and_built_in_variants_are_checked_by_name() -> None:
     found = check_variant("relu", convolutions, torch.randn(2, 3, 8, 8))
     assert repr(found).startswith("exact")
     assert any(found.taken.values())
-    with pytest.raises(UsageError, match="there is no variant 'selu'; there are: concatenation"):
+    with pytest.raises(UsageError, match="there is no variant 'selu'; there are: copy_slices, concatenation"):
         check_variant("selu", model, x)
 
 
