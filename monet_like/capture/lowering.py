@@ -46,6 +46,7 @@ from .lowering_rules import (
     rule_of,
     with_own_memory,
 )
+from .released_gradients import with_releases
 from .tracing import trace_joint
 from .updates import add_update, forbid_rereading_changed
 from .values import NodeResult, Values, args_of, map_nodes, storage_of, tensors_in
@@ -66,6 +67,7 @@ def capture(
     processes: int | None = None,
     made_last: Collection[str] | None = (),
     row_major_gradients: bool = False,
+    optimizer_in_backward: bool = False,
 ) -> Captured:
     """Trace one training step of ``model(*args, **kwargs)`` into a `Captured` program.
 
@@ -81,6 +83,8 @@ def capture(
         made_last: names of the parameters whose gradients are delayed to the end of the backward, where that is possible;
             None: those for which it saves memory.
         row_major_gradients: incoming gradients have row-major layout, as most losses make them, not the results' layout.
+        optimizer_in_backward: gradients of parameters are freed when they are handed over, by hooks that step. None is
+            delayed then.
 
     Raises:
         CaptureError: the step cannot be captured; the message names the operator or the line.
@@ -104,7 +108,7 @@ def capture(
     if target is not None:
         move_graph(graph, mode, target)
     with convolutions(target or torch.device("cpu")):
-        return _without_dropit(Lowering(flat, graph, made_last).lower(mode), model)
+        return _without_dropit(Lowering(flat, graph, made_last, optimizer_in_backward).lower(mode), model)
 
 
 def _without_dropit(captured: Captured, model: nn.Module) -> Captured:
@@ -121,12 +125,14 @@ class Lowering(Values):
     """Lowers the joint graph to values and tasks, node by node in the order of execution.
 
     Args:
-        made_last: as of `capture`.
+        made_last, optimizer_in_backward: as of `capture`.
     """
 
-    def __init__(self, flat: FlatModule, graph: fx.Graph, made_last: Collection[str] | None) -> None:
+    def __init__(
+        self, flat: FlatModule, graph: fx.Graph, made_last: Collection[str] | None, optimizer_in_backward: bool
+    ) -> None:
         super().__init__(flat, graph)
-        self.made_last = made_last
+        self.made_last, self.optimizer_in_backward = made_last, optimizer_in_backward
 
     def lower(self, mode: FakeTensorMode) -> Captured:
         """The program of the graph, whose fake tensors belong to ``mode``.
@@ -270,8 +276,8 @@ class Lowering(Values):
         outputs += (written[position] for position in sorted(written))
         parameter_gradients, input_gradients = collect_gradients(self, gradients)
         forbid_rereading_changed(self)
-        program = plain = self._program(outputs, [t.value for _, t in (*parameter_gradients, *input_gradients)])
-        movable = movable_slots(self, parameter_gradients)
+        program = plain = self._program(outputs, parameter_gradients, input_gradients)
+        movable = {} if self.optimizer_in_backward else movable_slots(self, parameter_gradients)
         if self.made_last is None:
             late = find_delayed_gradients(program, movable)
         else:
@@ -280,7 +286,7 @@ class Lowering(Values):
             self.slots = move_to_end(self.slots, late)
             parameter_gradients = in_slot_order(self, parameter_gradients)
             input_gradients = in_slot_order(self, input_gradients)
-            program = self._program(outputs, [t.value for _, t in (*parameter_gradients, *input_gradients)])
+            program = self._program(outputs, parameter_gradients, input_gradients)
         assert self.flat.out_spec is not None
         return Captured(
             program=program,
@@ -300,15 +306,25 @@ class Lowering(Values):
             layers=self.layers,
             as_called=with_in_place_calls(self, plain) or (plain if late else None),
             made_last=tuple(movable[slot] for slot in late),
+            optimizer_in_backward=self.optimizer_in_backward,
             reads=self.flat.reads,
             constants=Constants.of(self.constants, self.flat.model, self.flat.leaves),
             written=tuple(sorted(self.written, key=self.written.__getitem__)),
             changed=frozenset(self.changed),
         )
 
-    def _program(self, outputs: Sequence[Tensor], gradients: Sequence[int]) -> Program:
+    def _program(
+        self,
+        outputs: Sequence[Tensor],
+        parameter_gradients: Sequence[tuple[int, Tensor]],
+        input_gradients: Sequence[tuple[int, Tensor]],
+    ) -> Program:
         """The program, with the slots in their present order."""
+        gradients = [tensor.value for _, tensor in (*parameter_gradients, *input_gradients)]
         slots = accumulate_in_place(self, {*gradients})
+        if self.optimizer_in_backward:
+            slots = with_releases(self, slots, parameter_gradients)
+            gradients = [tensor.value for _, tensor in input_gradients]
         read = {value for slot in slots for value in slot.reads}
         held = {t.value for t in outputs if self.values[t.value].kind == "forward"}
         program = Program(

@@ -295,6 +295,7 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         autocast=request.autocast,
         layout=weights_layout(request.model),
         made_last=captured.made_last,
+        optimizer_in_backward=captured.optimizer_in_backward,
         note=profile.note + (f"; captured as on {request.target.type}, without one" if request.target else ""),
         counts=summary_counts(captured.program, found),
     )

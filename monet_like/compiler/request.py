@@ -28,7 +28,8 @@ class Request:
 
     ``target`` is the device to plan for where the model itself is on another; it need not be here, but then nothing can
     be measured. ``processes`` share SyncBatchNorm's statistics; None: those of this process's group. ``made_last`` are
-    the parameters whose gradients are made last; None: those with which the step needs less memory.
+    the parameters whose gradients are made last; None: those with which the step needs less memory. With
+    ``optimizer_in_backward`` hooks on the parameters step and free each gradient as soon as it is there.
     """
 
     __repr__ = short_repr
@@ -49,6 +50,7 @@ class Request:
     target: torch.device | None = None
     processes: int | None = None
     made_last: tuple[str, ...] | None = None
+    optimizer_in_backward: bool = False
 
     @property
     def batch(self) -> int:
@@ -66,8 +68,9 @@ def captured_for(request: Request, example: Example) -> Captured:
     """Capture a request's model on these inputs, with the variants that its mode admits."""
     with autocast_as(request.autocast, device_of(request.model)):
         captured = capture(
-            request.model, *example, target=request.target, processes=request.processes, made_last=request.made_last
-        )
+            request.model, *example, target=request.target, processes=request.processes, made_last=request.made_last,
+            optimizer_in_backward=request.optimizer_in_backward,
+        )  # fmt: skip
         return admitted(captured, request.mode, ablation=request.ablation)
 
 

@@ -59,6 +59,7 @@ class ScheduleRecord:
         fingerprint: of the program (`Program.fingerprint`).
         autocast: the autocast dtype the model was captured under, or "".
         layout: of the model's weights, as `InputSpec.layout`.
+        optimizer_in_backward: hooks step and free each gradient in the backward.
         made_last: names of the parameters whose gradients are made after all others.
         peak_bytes, seconds: predicted for this schedule; no ``peak_bytes``: nothing is promised.
         plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
@@ -96,6 +97,7 @@ class ScheduleRecord:
     note: str = ""
     counts: dict[str, int] = field(default_factory=dict)
     cublas_bytes: int = 0
+    optimizer_in_backward: bool = False
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.inputs)
@@ -160,7 +162,10 @@ class ScheduleRecord:
                 for i in self.inputs
             ],
         }
-        return content | {name: getattr(self, name) for name, _ in _SCALARS}
+        named = {name: getattr(self, name) for name, _ in _SCALARS}
+        if not self.optimizer_in_backward:  # files without it read the same
+            del named["optimizer_in_backward"]
+        return content | named
 
     @staticmethod
     def load(path: Path) -> ScheduleRecord:
@@ -260,9 +265,10 @@ _SCALARS: tuple[tuple[str, Any], ...] = (
     ("note", str),
     ("counts", dict),
     ("cublas_bytes", int),
+    ("optimizer_in_backward", bool),
 )
 #: Fields that files of this format did not always have.
-_LATER = {"cublas_bytes": 0}
+_LATER = {"cublas_bytes": 0, "optimizer_in_backward": False}
 
 
 def _typed(value: Any, kinds: Any) -> Any:

@@ -173,7 +173,7 @@ class Step:
                 slot = max(last[tensor.value], last.get(of[index], 0))
                 ready.setdefault(slot, []).append((kind, index, tensor))
         sizes = {slot: sum(captured.metas[t.value].storage_bytes for _, _, t in g) for slot, g in ready.items()}
-        enough = sum(sizes.values()) / SEGMENTS
+        enough = 0.0 if captured.optimizer_in_backward else sum(sizes.values()) / SEGMENTS
         stretches: list[_Stretch] = []
         gathered: list[tuple[str, int, Tensor]] = []
         start, stop, size = 0, 0, 0

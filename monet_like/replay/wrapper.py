@@ -204,7 +204,14 @@ class ScheduleWrapper(StandIn):
         self, record: ScheduleRecord, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Step | None:
         """The step with the same decisions for incoming gradients in row-major order; None if its program differs."""
-        captured = capture(self._model, args, kwargs, made_last=record.made_last, row_major_gradients=True)
+        captured = capture(
+            self._model,
+            args,
+            kwargs,
+            made_last=record.made_last,
+            row_major_gradients=True,
+            optimizer_in_backward=record.optimizer_in_backward,
+        )
         captured = admitted(captured, record.mode, ablation=record.ablation)
         schedule = _carried_over(record.schedule, step.captured.program, captured.program)
         other = None if schedule is None else Step(captured, schedule)
@@ -219,7 +226,13 @@ class ScheduleWrapper(StandIn):
         if reason := mismatch(record, self._model, args, kwargs):
             raise ScheduleFileError(reason)
         if captured is None or not captured.constants.are_of(self._model):
-            captured = capture(self._model, args, kwargs, made_last=record.made_last)
+            captured = capture(
+                self._model,
+                args,
+                kwargs,
+                made_last=record.made_last,
+                optimizer_in_backward=record.optimizer_in_backward,
+            )
             captured = admitted(captured, record.mode, ablation=record.ablation)
         try:
             check_program(record, captured, type(self._model).__name__, device_of(self._model))
