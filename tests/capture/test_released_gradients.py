@@ -21,7 +21,7 @@ from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.measure import allocated_peak
 from monet_like.variants import admitted
 
-WIDTH, LAYERS, ROWS = 256, 10, 2
+WIDTH, LAYERS, ROWS = 128, 60, 1
 
 
 class Deep(nn.Module):
