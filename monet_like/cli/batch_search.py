@@ -17,7 +17,7 @@ from ..capture.captured import Captured
 from ..compiler.costs import measured_costs, profile_batch, to_profile
 from ..compiler.pipeline import Prepared, prepared
 from ..compiler.problem import Problem, example_for
-from ..compiler.request import Request, captured_for, optimizer_bytes
+from ..compiler.request import Request, captured_for
 from ..errors import ProfileError, UsageError
 from ..ir.profile_file import Profile
 from ..ir.program import Cost
@@ -65,7 +65,7 @@ class Batches:
     def extra_bytes(self, batch: int) -> int:
         """Resident memory beyond the program's: the optimizer's state, and cuBLAS's workspaces."""
         request, plain = self.problem.request, self.captured(batch).plain
-        return optimizer_bytes(request.model, request.optimizer) + self._cublas_bytes * multiplies(plain.every_task())
+        return request.optimizer_bytes + self._cublas_bytes * multiplies(plain.every_task())
 
     @cached_property
     def _cublas_bytes(self) -> int:

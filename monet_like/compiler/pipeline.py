@@ -33,7 +33,7 @@ from ..profile.devices import DeviceLimits, device_name
 from ..profile.profiler import Progress
 from ..profile.settings import changed_settings, settings_of, versions
 from .costs import measured_costs, profiled, to_profile
-from .request import Request, captured_for, optimizer_bytes
+from .request import Request, captured_for
 
 
 @dataclass(frozen=True, repr=False)
@@ -219,7 +219,7 @@ def _check_floor(
         InfeasibleError: proven.
     """
     free = {task.cost: FREE for task in captured.every_task()}
-    optimizer = optimizer_bytes(request.model, request.optimizer)
+    optimizer = request.optimizer_bytes
     least, step = floor_bytes(captured.program, free, optimizer)
     told = "nothing was measured"
     if isinstance(budget, int):
@@ -251,7 +251,7 @@ def prepared(
     """Combine a captured program and its costs into what planning needs."""
     plain, every = multiplies(captured.plain.every_task()), multiplies(captured.every_task())
     cublas, by_variants = (profile.cublas_bytes * counts for counts in (plain, every and not plain))
-    extra = optimizer_bytes(request.model, request.optimizer) + cublas
+    extra = request.optimizer_bytes + cublas
     report = plain_report(captured.plain, costs, extra)
     return Prepared(captured, profile, costs, extra, report, seconds, cublas, by_variants)
 

@@ -18,8 +18,43 @@ from ..ir.defaults import SOLVER
 from ..ir.display import short_repr
 from ..variants import admitted
 
-#: Optimizer state in units of the trainable parameters' bytes.
-OPTIMIZERS: Mapping[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2}
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What an optimizer keeps and takes, in units of a parameter's bytes.
+
+    Attributes:
+        states: tensors like the parameter that it keeps.
+        temporaries: tensors like the parameter that its step allocates, one parameter at a time.
+        quantised: the states are 8-bit, as bitsandbytes keeps them (Dettmers et al., 8-bit Optimizers via Block-wise
+            Quantization, ICLR 2022): one byte for an element and a float32 for each block of 256; float32 for parameters
+            of fewer than 4,096 elements.
+    """
+
+    states: int
+    temporaries: int
+    quantised: bool = False
+
+    def state_bytes(self, parameter: torch.Tensor) -> int:
+        """Bytes of the state of one parameter."""
+        count = parameter.numel()
+        if not self.quantised:
+            return self.states * count * parameter.element_size()
+        return self.states * (4 * count if count < 4096 else count + 4 * -(-count // 256))
+
+
+#: By name. ``_fused`` ones are PyTorch's with ``fused=True``.
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "none": Optimizer(0, 0),
+    "sgd": Optimizer(0, 0),
+    "momentum": Optimizer(1, 0),
+    "adam": Optimizer(2, 2),
+    "adamw": Optimizer(2, 2),
+    "adam_fused": Optimizer(2, 0),
+    "adamw_fused": Optimizer(2, 0),
+    "adam8bit": Optimizer(2, 0, quantised=True),
+    "adamw8bit": Optimizer(2, 0, quantised=True),
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,6 +93,11 @@ class Request:
         tensors = [t for t in pytree.tree_leaves(self.example) if isinstance(t, torch.Tensor)]
         return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """See the function of that name."""
+        return optimizer_bytes(self.model, self.optimizer, in_backward=self.optimizer_in_backward)
+
 
 def solver_and_strategy(solver: str, strategy: str) -> tuple[str, str]:
     """What these words mean: "heuristic" in the solver's place is a strategy, which needs none."""
@@ -74,12 +114,17 @@ def captured_for(request: Request, example: Example) -> Captured:
         return admitted(captured, request.mode, ablation=request.ablation)
 
 
-def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
+def optimizer_bytes(model: nn.Module, optimizer: str, *, in_backward: bool = False) -> int:
     """Bytes of the optimizer's state for the model's trainable parameters.
+
+    Args:
+        in_backward: it steps in the backward; then the temporaries of its largest step count, too.
 
     Raises:
         UsageError: an unknown optimizer.
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[optimizer] * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    kind, trained = OPTIMIZERS[optimizer], [p for p in model.parameters() if p.requires_grad]
+    largest = max((p.numel() * p.element_size() for p in trained), default=0)
+    return sum(map(kind.state_bytes, trained)) + kind.temporaries * largest * in_backward
