@@ -181,7 +181,7 @@ def _measured(
 
 def _told(measured: list[Measured]) -> Table:
     """Print the measurements as a table."""
-    table = aligned_table("", "plain PyTorch", "this schedule", "change", "predicted")
+    table = aligned_table("measured", "plain PyTorch", "this schedule", "change", "predicted change")
     for line in measured:
         amount = format_bytes if line.what.startswith("memory") else format_seconds
         change = _change(line.schedule / line.plain), _change(line.predicted_ratio)

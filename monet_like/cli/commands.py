@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..ir.defaults import MODE, SOLVER
 from .group import CONTEXT, Command, main
 from .options import (
     csv_option,
@@ -72,16 +73,18 @@ if TYPE_CHECKING:
 @csv_option("the step's memory timeline")
 @with_terminal
 def solve_command(**options: Any) -> None:
-    """Find the fastest training step of MODEL at BATCH that fits BUDGET (GB), and write a schedule file.
+    """Find the fastest training step of MODEL at BATCH that fits BUDGET, and write a schedule file.
 
+    BUDGET is a number of GB (10), an amount with its unit (565MB) or a share of plain PyTorch's peak (60%).
     MODEL is a dotted call with literal arguments ("torchvision.models.resnet18(num_classes=10)"), unet, nasnet,
-    amoebanet, darts, or path/to/file.py:make_model. MODE is some of the words inplace, conv, multiway, newnode, normal,
+    amoebanet, darts, or path/to/file.py:make_model (or the class of a module). MODE is some of the words inplace, conv, multiway, newnode, normal,
     joined by "_"; dropit0.9, lowp16 and lowp8 admit inexact gradients, offload copies on the host,
-    algorithms those of cuDNN.
-    SOLVER is CBC (the default), HIGHS, GUROBI or another that cvxpy finds.
+    algorithms those of cuDNN; by default it has all that are exact, inplace_conv_multiway_newnode.
+    SOLVER is HIGHS (the default), CBC, GUROBI or another that cvxpy finds, or heuristic, which needs none.
 
     \b
     Examples:
+      monet-like solve net.py:Net 8 60%
       python solve.py "torchvision.models.resnet50()" 184 10 inplace_conv_multiway_newnode CBC
       python solve.py unet 11 6 inplace_conv_multiway_newnode HIGHS --time-limit 120 --gap 0.02
       python solve.py model.py:make_model 64 5.5 normal CBC --input-shape 3,32,32 --optimizer adam
@@ -144,7 +147,7 @@ def schedule_command(**options: Any) -> None:
 @files_options
 @with_terminal
 def compare_command(**options: Any) -> None:
-    """Step time of every strategy at every one of BUDGETS (GB, or % of plain PyTorch's peak), by one simulator.
+    """Step time of every strategy at every one of BUDGETS (10,8 in GB, 565MB or 80%,60%), predicted by one simulator.
 
     \b
     Example:
@@ -160,11 +163,11 @@ def compare_command(**options: Any) -> None:
 @click.argument("batch")
 @planning_options
 @click.option("--points", type=int, default=8, show_default=True, help="How many budgets, evenly spread.")
-@click.option("--budgets", default="", help="These instead, such as 10,8,6 or 80%,60%.")
+@click.option("--budgets", default="", help="These instead, such as 10,8,6 or 80%,60%; as for solve.")
 @files_options
 @with_terminal
 def pareto_command(**options: Any) -> None:
-    """The time-memory front of a model, and what each further GB would buy.
+    """The time-memory front of a model, predicted: how much of the step 10 % more memory saves.
 
     \b
     Example:
@@ -198,7 +201,7 @@ def smallest_command(**options: Any) -> None:
 @planning_options
 @with_terminal
 def largest_batch_command(**options: Any) -> None:
-    """The largest batch for which a schedule within BUDGET (GB) is found.
+    """The largest batch for which a schedule within BUDGET (GB, or an amount such as 565MB) is found.
 
     Operators are measured at two batches and scaled to the others; with --profile roofline:DEVICE nothing is measured.
 
@@ -228,7 +231,7 @@ def largest_batch_command(**options: Any) -> None:
 @click.option("--out", type=click.Path(path_type=Path), help="Schedule file to write.  [default: as for solve]")
 @with_terminal
 def tune_command(**options: Any) -> None:
-    """The batch and schedule with the highest throughput (samples/s) within BUDGET (GB); writes the schedule.
+    """The batch and schedule with the highest throughput (samples/s) within BUDGET (GB, or such as 565MB); writes the schedule.
 
     Every batch tried is planned by the local search; the best few are planned in full and run, beside plain PyTorch
     at its best batch (with --profile roofline:DEVICE nothing is run).
@@ -249,14 +252,12 @@ def tune_command(**options: Any) -> None:
 @click.option("--strategy", default="ogc", show_default=True, help="How to plan, such as milp; as for solve.")
 @click.option(
     "--budget",
-    help="Of the whole step in GB, such as 8, or % of plain PyTorch's peak.  [default: what the ogc strategy needs]",
+    help="Of the whole step, such as 8 (GB), 565MB or 60%; as for solve.  [default: what the ogc strategy needs]",
 )
 @click.option("--batch", help="Such as 8.  [default: as in OGC's table]")
 @click.option("--input-size", type=int, help="Side of the images, such as 64.  [default: as in OGC's table]")
-@click.option(
-    "--mode", default="inplace_conv_multiway_newnode", show_default=True, help="Such as normal; as for solve."
-)
-@click.option("--solver", default="HIGHS", show_default=True, help="Such as CBC; as for solve.")
+@click.option("--mode", default=MODE, show_default=True, help="Such as normal; as for solve.")
+@click.option("--solver", default=SOLVER, show_default=True, help="Such as CBC; as for solve.")
 @profile_option
 @time_limit_option(60.0, "the plan")
 @click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of each kind, such as 20.")
@@ -317,7 +318,9 @@ def inspect_command(file: Path, csv_file: Path | None, terminal: Terminal) -> No
     help="The time-memory front: none, by the strategies that need no solver, or by all of them.",
 )
 @click.option(
-    "--live", is_flag=True, help="Run a real step, and draw its memory beside what was predicted.  [default: off]"
+    "--live",
+    is_flag=True,
+    help="Run real steps; what is measured stands first, beside what was predicted.  [default: off]",
 )
 @device_option("Where to measure and to run")
 @click.option(

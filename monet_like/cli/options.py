@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from ..ir.defaults import MODE, SOLVER
+
 
 def combined(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """One decorator that applies several, the first outermost."""
@@ -94,12 +96,12 @@ problem_arguments = combined(
     click.argument("model"),
     click.argument("batch"),
     click.argument("budget"),
-    click.argument("mode"),
-    click.argument("solver", default="CBC"),
+    click.argument("mode", default=MODE),
+    click.argument("solver", default=SOLVER),
 )
 planning_options = combined(
-    click.argument("mode", default="inplace_conv_multiway_newnode"),
-    click.argument("solver", default="HIGHS"),
+    click.argument("mode", default=MODE),
+    click.argument("solver", default=SOLVER),
     device_option("Where to measure"),
     profile_option,
     time_limit_option(30.0, "each plan"),

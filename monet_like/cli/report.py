@@ -109,7 +109,9 @@ def _show(terminal: Terminal, figures: Figures, path: Path, drawn: list[Path]) -
     console, plain, ours = terminal.console, figures.plain, figures.ours
     console.print(f"{figures.record.model}, budget {format_bytes(figures.record.budget_bytes)} ({figures.device})")
     table = aligned_table("", "peak", "kept", "step", "of that again")
-    for name, found in (("plain PyTorch", plain), ("this schedule", ours)):
+    if (live := figures.live) is not None:
+        table.add_row("this schedule (measured)", format_bytes(max(live.bytes)), "", format_seconds(live.seconds), "")
+    for name, found in (("this schedule (predicted)", ours), ("plain PyTorch (predicted)", plain)):
         again = sum(run.seconds for run in found.runs if run.again)
         table.add_row(
             name,
@@ -118,8 +120,6 @@ def _show(terminal: Terminal, figures: Figures, path: Path, drawn: list[Path]) -
             format_seconds(found.seconds),
             format_seconds(again) if again else "",
         )
-    if figures.live is not None:
-        table.add_row("this schedule, measured", format_bytes(max(figures.live.bytes)), "", "", "")
     console.print(table)
     if ours.peak.total_bytes != figures.record.peak_bytes:
         console.print(

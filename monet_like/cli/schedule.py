@@ -84,7 +84,7 @@ def _measured_peak(console: Console, problem: Problem, record: ScheduleRecord, e
     peak = step_peak(wrapped, example, problem.device) + record.extra_bytes
     seconds = time.perf_counter() - started
     console.print(
-        f"one step: peak {format_bytes(peak)} ({peak} bytes), predicted {format_bytes(record.peak_bytes)}, "
+        f"one step: measured peak {format_bytes(peak)} ({peak} bytes), predicted {format_bytes(record.peak_bytes)}, "
         f"budget {format_bytes(limit)}, {format_seconds(seconds)} with memory measured"
     )
     fitted = peak <= limit

@@ -38,6 +38,7 @@ def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal 
     problem = read_problem(
         budget=budget, **{**options, "batch": "1"}, measured=not is_for_another_machine(profile_file)
     )
+    limit = problem.budget_bytes
     source = source_of(problem, profile_file, "batches")
     limits = source.known if isinstance(source.known, DeviceLimits) else None
     terminal = terminal or Terminal()
@@ -53,20 +54,20 @@ def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal 
     def fitting(batch: int) -> bool:
         if batch not in tried:
             ready = batches.prepared(batch)
-            found = fits(ready.captured.program, ready.costs, problem.budget_bytes, extra_bytes=ready.extra_bytes)
+            found = fits(ready.captured.program, ready.costs, limit, extra_bytes=ready.extra_bytes)
             tried[batch] = found is not None
-            plain = "fits" if ready.plain.peak_bytes <= problem.budget_bytes else "does not"
+            plain = "fits" if ready.plain.peak_bytes <= limit else "does not"
             console.print(f"batch {batch}: {'fits' if found else 'does not fit'} (plain PyTorch {plain})")
         return tried[batch]
 
-    low = largest_power(fitting, problem.budget_bytes)
+    low = largest_power(fitting, limit)
     step = low // 2
     while step:
         if fitting(low + step):
             low += step
         step //= 2
     console.print(f"largest batch found: {low}")
-    terminal.result({"model": problem.request.expression, "budget_bytes": problem.budget_bytes, "batch": low})
+    terminal.result({"model": problem.request.expression, "budget_bytes": limit, "batch": low})
     return low
 
 
@@ -104,6 +105,7 @@ def tune(
         raise UsageError(f"--best {best} must be at least 1 and --steps {steps} at least 0")
     check_results(plot, csv_file, out)
     problem = read_problem(budget=budget, batch=str(listed[-1]) if listed else "1", **options)
+    _ = problem.budget_bytes  # a share is refused before any work
     source = source_of(problem, profile_file, "batches")
     limits = source.known if isinstance(source.known, DeviceLimits) else None
     terminal = terminal or Terminal()
@@ -237,12 +239,17 @@ def _show(
     device = family.prepared(winner.batch).profile.device
     title = f"{problem.request.expression} in {format_bytes(limit)}, {problem.request.mode} ({device})"
     console.print(title, soft_wrap=True)
-    table = aligned_table("batch", "plain peak", "peak", "overhead", "samples/s", "in full", "measured", "peak")
+    table = aligned_table(
+        "batch", "plain peak", "peak", "overhead", "samples/s", "in full", "measured samples/s", "measured peak"
+    )
     full = {candidate.batch: candidate for candidate in candidates}
     for trial in sorted(tuner.trials.values(), key=lambda t: t.batch):
         _add_trial(table, trial, full.get(trial.batch), trial.batch == winner.batch)
     console.print(table)
-    console.print("-: no schedule fits; samples/s as predicted for the quick plan, for the full one, and as measured")
+    console.print(
+        "-: no schedule fits; peaks, overhead and samples/s are predicted, for the quick plan and the one in full, where "
+        "the column does not say measured"
+    )
     if plain is None:
         console.print("plain PyTorch fits at none of these batches")
     else:
@@ -252,7 +259,8 @@ def _show(
     how = "measured" if winner.measured_seconds else "predicted"
     console.print(
         f"best: batch {winner.batch}, {winner.throughput:.4g} samples/s {how}, a step of "
-        f"{format_seconds(winner.measured_seconds or winner.plan.report.seconds)} in {format_bytes(winner.plan.report.peak_bytes)}"
+        f"{format_seconds(winner.measured_seconds or winner.plan.report.seconds)} in "
+        f"{format_bytes(winner.measured_bytes or winner.plan.report.peak_bytes)}"
     )
 
 

@@ -249,4 +249,5 @@ def numbers(figures: Figures) -> dict[str, Any]:
         "rerun_seconds": sum(run.seconds for run in again),
         "fronts": {name: [list(point) for point in line] for name, line in figures.fronts.items()},
         "measured_bytes": list(figures.live.bytes) if figures.live else None,
+        "measured_seconds": figures.live.seconds if figures.live else None,
     }

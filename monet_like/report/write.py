@@ -76,6 +76,8 @@ def figures_of(
     if not live:
         return figures
     progress("step", "measured")
+    if request.target is not None:
+        raise UsageError("a real step needs the device that was planned for, and that is not here; leave live out")
     with autocast_as(record.autocast, device):
         found = live_step(
             request.model, captured, record.schedule, real_example(request.example, device), ready.extra_bytes,

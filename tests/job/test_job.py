@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pandas
@@ -18,6 +19,7 @@ from monet_like.errors import InfeasibleError, UsageError
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
+from monet_like.ir.units import format_bytes
 from monet_like.job.job import Job
 from monet_like.job.solved import SolvedPlan
 from monet_like.profile.devices import DEVICES
@@ -152,6 +154,28 @@ def test_a_report_has_the_figures_of_the_plan(plan: SolvedPlan, tmp_path: Path) 
     assert (tmp_path / "s.html").read_text().startswith("<!doctype html>")
     with pytest.raises(UsageError, match="front 'all' is unknown; give off, quick, full"):
         plan.report(tmp_path / "t.html", front="all")
+
+
+def test_a_real_step_stands_first_and_leaves_the_model_alone(tmp_path: Path) -> None:
+    """Its gradients, buffers and random numbers, too."""
+    model = net()
+    model(IMAGES).mean().backward()
+    held = [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]  # type: ignore[union-attr]
+    plan = monet_like.problem(model, IMAGES, device="roofline:cpu", mode="normal").plan("90%", strategy="heuristic")
+    state = torch.get_rng_state()
+    figures = plan.report(tmp_path / "s.html", front="off", live=True)
+    after = [*(p.grad for p in model.parameters()), *model.buffers()]
+    assert all(torch.equal(one, other) for one, other in zip(held, after, strict=True))  # type: ignore[arg-type]
+    assert torch.equal(state, torch.get_rng_state())
+    assert figures.live is not None and figures.live.seconds > 0
+    text = (tmp_path / "s.html").read_text()
+    tiles = re.findall(r'<div class="tile"><span>(.*?)</span><b>(.*?)</b><span>(.*?)</span></div>', text)
+    assert [name for name, *_ in tiles][:2] == ["peak memory, measured", "time of a step, measured"]
+    assert tiles[0][1] == format_bytes(max(figures.live.bytes))
+    assert tiles[0][2].startswith(f"predicted {format_bytes(plan.peak_bytes)}; plain PyTorch ")
+    assert all("predicted" in " ".join(tile) or "measured" in " ".join(tile) for tile in tiles)
+    plan.report(tmp_path / "s.html", front="off")
+    assert "measured" not in " ".join(re.findall(r'<div class="tile">.*', (tmp_path / "s.html").read_text()))
 
 
 def test_measured_costs_are_kept_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import random
@@ -86,6 +88,23 @@ def test_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (profile,) = (tmp_path / "solutions" / "profiles").iterdir()
     described("Profiles", set(json.loads(profile.read_text())))
     assert isinstance(Profile.load(profile).costs, dict) and ScheduleRecord.load(tmp_path / "net.pkl").gap is not None
+
+
+def test_plans_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines run in order and print what the page shows; an empty place between words is as wide as it may be."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path / "cache"))
+    space: dict[str, object] = {}
+    printed, compared = "", 0
+    for kind, body in re.findall(r"^```(python|text)\n(.*?)^```", (DOCS / "python_api.md").read_text(), re.M | re.S):
+        if kind == "text":
+            assert [line.split() for line in body.splitlines()] == [line.split() for line in printed.splitlines()]
+            compared += 1
+            continue
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(body, space)
+        printed = output.getvalue()
+    assert compared == 6 and (tmp_path / "s.html").exists()
 
 
 def typed(words: list[str]) -> str:

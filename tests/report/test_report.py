@@ -339,7 +339,7 @@ def test_the_command_for_people_and_for_nobody(folder: Path) -> None:
     lines = told.splitlines()
     assert lines[0].startswith("net.py:make_model, budget ")
     assert [line.split("  ")[0].strip() for line in lines[2:5]] == [
-        "plain PyTorch", "this schedule", "this schedule, measured"
+        "this schedule (measured)", "this schedule (predicted)", "plain PyTorch (predicted)"
     ]  # fmt: skip
     assert lines[-1] == "wrote here/page.html"
     assert "\x1b" not in told

@@ -49,7 +49,7 @@ def list_files(*, profile: str, as_json: bool, csv_file: Path | None = None) -> 
 
 def _table(wanted: Sequence[Listed]) -> Table:
     """A row for each schedule."""
-    table = aligned_table("name", "profile", "peak", "plain peak", "step", "overhead", "gap")
+    table = aligned_table("name", "profile", "predicted peak", "plain peak", "predicted step", "overhead", "gap")
     for listed in wanted:
         table.add_row(
             listed.name,
