@@ -19,6 +19,7 @@ from ..ir.display import html_table
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
+from ..plan.ilp.export import Milp, milp
 from ..replay.wrapper import ScheduleWrapper
 from ..report.figures import Course
 from ..report.page import Figures, vega
@@ -97,6 +98,16 @@ class SolvedPlan:
     def timeline(self) -> Course:
         """The step run by run, with its memory by kind and by layer."""
         return schedule_course(self.record, with_workspaces_of(self.record, self.ready))
+
+    @cached_property
+    def milp(self) -> Milp:
+        """The integer program whose optimum is the fastest schedule within the budget, starting from this one.
+
+        ``plan.milp.write("p.mps")`` writes it to a file; see `Milp`. Large models have millions of coefficients.
+        """
+        ready = with_workspaces_of(self.record, self.ready)
+        program = ready.captured.program
+        return milp(program, ready.costs, self.budget_bytes, extra_bytes=ready.extra_bytes, start=self.schedule)
 
     def to_frame(self) -> pandas.DataFrame:
         """The memory timeline: one row per task that runs, in order; see `Course.to_frame`."""

@@ -6,6 +6,7 @@ import copy
 import re
 from pathlib import Path
 
+import highspy
 import pandas
 import pytest
 import torch
@@ -120,6 +121,20 @@ def test_ten_percent_more_memory_saves_what_the_front_says() -> None:
 
     found = percent_per_tenth([point(50, None), point(100, 10.0), point(200, 5.0), point(210, 4.0), point(220, 4.0)])
     assert found == (None, pytest.approx(5.0), pytest.approx(20.0), pytest.approx(0.0), None)
+
+
+def test_the_integer_program_of_a_plan_is_written_and_bounds_it(plan: SolvedPlan, tmp_path: Path) -> None:
+    plan.milp.write(tmp_path / "p.mps")
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    assert solver.readModel(str(tmp_path / "p.mps")) == highspy.HighsStatus.kOk
+    assert solver.getNumCol() == len(plan.milp.columns) + 1  # the constant
+    problem = plan.milp.to_cvxpy()
+    problem.solve(solver="HIGHS")
+    assert plan.milp.seconds(problem) <= plan.seconds * (1 + 1e-6)
+    best = plan.milp.schedule(problem)
+    judged = simulate(plan.ready.captured.program, best, plan.ready.costs, extra_bytes=plan.record.extra_bytes)
+    assert judged.peak_bytes <= plan.budget_bytes and judged.seconds <= plan.seconds * (1 + 1e-6)
 
 
 def test_json_holds_what_the_file_holds_and_replays(plan: SolvedPlan, tmp_path: Path) -> None:
