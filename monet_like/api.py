@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import re
 import sys
 import time
 from collections.abc import Mapping
@@ -26,9 +25,10 @@ from .compiler.progress import Progress, is_watched
 from .compiler.request import Request, captured_for
 from .errors import ScheduleFileError, UsageError, warn_caller
 from .files import cache_folder
+from .ir.defaults import MODE, SOLVER
 from .ir.profile_file import Profile
 from .ir.schedule_file import ScheduleRecord
-from .ir.units import MOST_BYTES, format_bytes, format_seconds, parse_bytes
+from .ir.units import format_bytes, format_seconds, parse_budget
 from .profile.devices import device_name, device_slug
 from .profile.settings import settings_digest
 from .replay.compatibility import exceeds, mismatch
@@ -37,7 +37,7 @@ from .replay.wrapper import ScheduleWrapper
 _log = logging.getLogger("monet_like")
 
 #: Everything that is exact.
-ALL_VARIANTS = "inplace_conv_multiway_newnode"
+ALL_VARIANTS = MODE
 
 
 def auto_schedule(
@@ -47,7 +47,7 @@ def auto_schedule(
     *,
     memory_budget: str | int = "8 GB",
     mode: str = ALL_VARIANTS,
-    solver: str = "HIGHS",
+    solver: str = SOLVER,
     time_limit_seconds: float = 60.0,
     gap: float = 0.01,
     optimizer: str = "none",
@@ -225,21 +225,8 @@ def _keep(found: Profile | ScheduleRecord, path: Path) -> None:
 
 def _budget(memory_budget: str | int) -> int | float:
     """Read a budget: bytes, or a share of plain PyTorch's peak."""
-    if isinstance(memory_budget, bool) or not isinstance(memory_budget, str | int):
-        raise UsageError(f'memory_budget {memory_budget!r} must be like "8 GB", bytes as an int, or "60%"')
-    if isinstance(memory_budget, int):
-        if memory_budget < 1:
-            raise UsageError(f"memory_budget {memory_budget} bytes must be more than 0")
-        if memory_budget > MOST_BYTES:
-            raise UsageError(f"memory_budget must be at most {MOST_BYTES} bytes, which no memory has; give less")
-        return memory_budget
-    percent = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", memory_budget)
-    if percent is None:
-        return parse_bytes(memory_budget)
-    share = float(percent.group(1)) / 100
-    if not 0 < share <= 10:
-        raise UsageError(f"memory_budget {memory_budget[:40]!r} must be more than 0 % and at most 1000 %")
-    return share
+    found = parse_budget(memory_budget, "memory_budget")
+    return found.share if found.bytes is None else found.bytes
 
 
 def _digest(request: Request, budget: int | float, device: torch.device) -> str:
