@@ -324,7 +324,7 @@ def test_flipped_bits_are_refused_or_harmless(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"# text", b"{}", b"\x00" * 100, b"PK\x03\x04" + b"\x01" * 50, b"\x80\x04.", b"0."]
+    "data", [b"", b"# text", b"[]", b"\x00" * 100, b"PK\x03\x04" + b"\x01" * 50, b"\x80\x04.", b"0."]
 )
 def test_not_a_pickle(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "file.pkl"
@@ -332,6 +332,27 @@ def test_not_a_pickle(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(ScheduleFileError) as caught:
         ScheduleRecord.load(path)
     assert str(caught.value).startswith(f"{path} is not a schedule file")
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"{}", "is not a schedule file of monet_like; make one with solve.py"),
+        (b'{"format": 1}', "is not a schedule file of monet_like; make one with solve.py"),
+        (b'{"format": "monet_like schedule", "version": 3}', "was made by an earlier version of monet_like"),
+        (b'{"format": "monet_like schedule", "version": 4}', "is damaged: it has no field 'forward'"),
+        (b"{", "is damaged (no JSON: "),
+        (b'{"a": ' + b"[" * 10**5, "is damaged (no JSON: "),
+        (b'{"a": "\xff"}', "is damaged (no JSON: "),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is damaged (no JSON: "),
+    ],
+)
+def test_json_that_is_no_schedule(tmp_path: Path, data: bytes, expected: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(data)
+    with pytest.raises(ScheduleFileError) as caught:
+        ScheduleRecord.load(path)
+    assert str(caught.value).startswith(f"{path} {expected}")
 
 
 @pytest.mark.parametrize(
