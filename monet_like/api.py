@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -23,14 +24,15 @@ from .capture.precision import autocast_name
 from .compiler.pipeline import compile_schedule
 from .compiler.progress import Progress, is_watched
 from .compiler.request import Request, captured_for
-from .errors import ScheduleFileError, UsageError, warn_caller
+from .errors import ScheduleFileError, SolverError, UsageError, warn_caller
 from .files import cache_folder
 from .ir.defaults import MODE, SOLVER
 from .ir.profile_file import Profile
 from .ir.schedule_file import ScheduleRecord
 from .ir.units import format_bytes, format_seconds, parse_budget
-from .profile.devices import device_name, device_slug
+from .profile.devices import device_name
 from .profile.settings import settings_digest
+from .profile.store import keep, store_path
 from .replay.compatibility import exceeds, mismatch
 from .replay.wrapper import ScheduleWrapper
 
@@ -38,6 +40,10 @@ _log = logging.getLogger("monet_like")
 
 #: Everything that is exact.
 ALL_VARIANTS = MODE
+#: How much time a plan may take; see `auto_schedule`.
+EFFORTS = ("auto", "quick", "full")
+#: Of the integer program.
+TIME_LIMIT_SECONDS = 60.0
 
 
 def auto_schedule(
@@ -48,11 +54,12 @@ def auto_schedule(
     memory_budget: str | int = "8 GB",
     mode: str = ALL_VARIANTS,
     solver: str = SOLVER,
-    time_limit_seconds: float = 60.0,
+    time_limit_seconds: float | None = None,
     gap: float = 0.01,
     optimizer: str = "none",
     backend: str = "eager",
     verbose: bool | None = None,
+    effort: str = "auto",
 ) -> AutoSchedule:
     """Capture, profile, plan and wrap ``model`` so that its training step fits ``memory_budget``.
 
@@ -62,11 +69,14 @@ def auto_schedule(
             for, which takes longer for that.
         memory_budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak.
         mode: which variants may be used; see `monet_like.ir.mode`.
-        solver, time_limit_seconds, gap: for the integer program.
+        solver, time_limit_seconds, gap: for the integer program; None: 60 seconds.
         optimizer: whose state to count: none, sgd, momentum or adam.
         backend: eager or inductor; see `ScheduleWrapper`.
         verbose: show progress and a line at the end on stderr; None: if that is a terminal or a notebook. The logger
             ``monet_like`` gets that line in any case (level INFO).
+        effort: ``full``: measure every operator and solve the integer program, in minutes. ``quick``: in about ten seconds,
+            times that are partly estimated and the local search; memory is as exact. ``auto``: ``full`` if a time limit is
+            given; else quick the first time, and full at the next start, in one process of each machine.
 
     Returns:
         The wrapped module, with the same arguments, results and gradients. Plans and profiles are cached, so a
@@ -77,7 +87,12 @@ def auto_schedule(
         InfeasibleError: no schedule fits; the message says what would.
         CaptureError: the model cannot be captured.
     """
-    settings = _Settings(_budget(memory_budget), mode, solver, time_limit_seconds, gap, optimizer)
+    if effort not in EFFORTS:
+        raise UsageError(f"effort {effort!r} is unknown; choose one of {', '.join(EFFORTS)}")
+    if effort == "auto" and time_limit_seconds is not None:
+        effort = "full"
+    seconds = TIME_LIMIT_SECONDS if time_limit_seconds is None else time_limit_seconds
+    settings = _Settings(_budget(memory_budget), mode, solver, seconds, gap, optimizer, effort)
     wrapped = AutoSchedule(model, settings, backend, verbose=verbose)
     if args is not None or kwargs is not None:
         if not model.training:
@@ -96,6 +111,7 @@ class _Settings:
     time_limit_seconds: float
     gap: float
     optimizer: str
+    effort: str = "full"
 
 
 class AutoSchedule(ScheduleWrapper):
@@ -169,32 +185,89 @@ def _record(
 ) -> ScheduleRecord:
     """Load the schedule from the cache, or plan it."""
     started = time.monotonic()
-    folder = cache_folder()
-    place = folder / f"schedule_{_digest(request, settings.budget, device)}.pkl"
+    digest = _digest(request, settings.budget, device)
+    whole, first = (cache_folder() / f"schedule_{digest}{suffix}.pkl" for suffix in ("", "_quick"))
+    found, place = _kept(whole, captured, device), whole
+    began = _kept(first, captured, device) if settings.effort != "full" else None
+    if found is None and not _refines(first, settings):
+        found, place = began, first
+    if found is not None:
+        _tell(found, f"from {place}", verbose)
+        return found
+    quick = settings.effort == "quick" or (settings.effort == "auto" and began is None)
+    try:
+        record = _compiled(request, settings, device, captured, verbose, quick=quick)
+    except SolverError:
+        if not quick:
+            raise
+        quick = False  # the local search finds nothing; the integer program may
+        record = _compiled(request, settings, device, captured, verbose, quick=False)
+    place = first if quick else whole
+    _keep(record, place)
+    if quick:
+        _planned_here.add(place)
+    how = f"{format_seconds(time.monotonic() - started)}{_REFINED if quick and settings.effort == 'auto' else ''}"
+    _tell(record, f"planned in {how}, kept in {place}", verbose)
+    return record
+
+
+def _kept(path: Path, captured: Captured, device: torch.device) -> ScheduleRecord | None:
+    """The schedule in a file of the cache, if there is one that fits this program."""
     with contextlib.suppress(ScheduleFileError):  # none is there, or a damaged one
-        record = ScheduleRecord.load(place)
-        if _is_of(record, captured, device):
-            _tell(record, f"from {place}", verbose)
-            return record
-    store = folder / f"profile_{device_slug(device)}_{settings_digest(device)}.json"
-    profile = None
+        record = ScheduleRecord.load(path)
+        return record if _is_of(record, captured, device) else None
+    return None
+
+
+#: What is said of a quick plan.
+_REFINED = " (quickly; all is measured and refined at the next start, or now with effort='full')"
+#: Quick plans that this process has made: to call again is no new start.
+_planned_here: set[Path] = set()
+
+
+def _refines(first: Path, settings: _Settings) -> bool:
+    """Whether this process replaces a quick plan by a full one: at a new start, and on each machine only one process.
+
+    The others take what is there: where they wait for the first, as in ``examples/dist_training.py``, its plan.
+    """
+    return settings.effort == "auto" and first not in _planned_here and _local_rank() == 0
+
+
+def _local_rank() -> int:
+    """The rank among the processes on this machine, by ``torchrun``; else that in the group; 0 without either."""
+    for name in ("LOCAL_RANK", "RANK"):
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _compiled(
+    request: Request,
+    settings: _Settings,
+    device: torch.device,
+    captured: Captured,
+    verbose: bool | None,
+    *,
+    quick: bool,
+) -> ScheduleRecord:
+    """Plan, with what the store of this device knows; what is measured completely is kept there."""
+    store, profile = store_path(device), None
     with contextlib.suppress(ScheduleFileError):
         profile = Profile.load(store)
     budget = settings.budget
     with Progress(quiet=verbose is False) as progress:
-        compiled = compile_schedule(
+        return compile_schedule(
             request,
             budget if isinstance(budget, int) else lambda plain_peak_bytes: int(budget * plain_peak_bytes),
             device,
             profile=profile,
-            save_profile=lambda found: _keep(found, store),
+            save_profile=lambda found: _keep(replace(found, note=""), store),
             progress=progress.profiling,
             plan_progress=progress.planning,
             captured=captured,
-        )
-    _keep(compiled.record, place)
-    _tell(compiled.record, f"planned in {format_seconds(time.monotonic() - started)}, kept in {place}", verbose)
-    return compiled.record
+            quick=quick,
+        ).record
 
 
 def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
@@ -202,7 +275,8 @@ def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
     gap = "" if record.gap is None else f", within {100 * record.gap:.1f} % of the best possible"
     line = (
         f"{record.model}: peak {format_bytes(record.peak_bytes)} instead of {format_bytes(record.plain_peak_bytes)}, step "
-        f"{format_seconds(record.seconds)} instead of {format_seconds(record.plain_seconds)} (predicted){gap}; {source}"
+        f"{format_seconds(record.seconds)} instead of {format_seconds(record.plain_seconds)} (predicted){gap}; {source}; "
+        f"costs: {record.note}"
     )
     _log.info(line)
     if verbose or (verbose is None and is_watched()):
@@ -216,7 +290,10 @@ _unwritable: set[Path] = set()
 def _keep(found: Profile | ScheduleRecord, path: Path) -> None:
     """Write a schedule into the cache. If that fails, warn; training goes on."""
     try:
-        found.save(path)
+        if isinstance(found, Profile):
+            keep(found, path)
+        else:
+            found.save(path)
     except UsageError as error:
         if path.parent not in _unwritable:
             _unwritable.add(path.parent)

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from ..capture.captured import Captured
-from ..compiler.costs import measured_costs, profile_batch, to_profile
+from ..compiler.costs import extended, measured_costs, profile_batch, to_profile, usable
 from ..compiler.pipeline import Prepared, prepared
 from ..compiler.problem import Problem, example_for
 from ..compiler.request import Request, captured_for
@@ -105,15 +105,19 @@ class Batches:
         far = min(most, cap)
         if far < 4:  # so few batches are each measured themselves
             return
-        known = dict(profile.costs) if profile else {}
-        found = []
+        base = usable(profile, problem.device) or to_profile({}, problem.device, "")
+        known, found = dict(base.costs), []
+
+        def keep(costs: dict[str, Cost], note: str) -> None:
+            save_profile(
+                extended(base, {**known, **costs}, problem.device, f"measured at batches {far // 2} and {far}")
+            )
+
         for batch in (far, far // 2):
             request = replace(self.request(batch), profile_batch=batch)
             captured = self.captured(batch)
-            costs, note = measured_costs(request, captured, problem.device, known=known, progress=progress)
+            costs, _ = measured_costs(request, captured, problem.device, known=known, progress=progress, keep=keep)
             known.update(costs)
-            if note:
-                save_profile(to_profile(known, problem.device, f"measured at batches {far // 2} and {far}"))
             found.append(Measured(batch, captured, costs))
         self.measured = tuple(found)
 

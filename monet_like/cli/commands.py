@@ -50,6 +50,11 @@ if TYPE_CHECKING:
 @time_limit_option(60.0, "the plan")
 @gap_option
 @threads_option
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="In about 10 seconds: times partly estimated, local search; memory is as exact.  [default: off]",
+)
 @click.option("--ablation", is_flag=True, help="Operator choice only: nothing is recomputed.  [default: off]")
 @optimizer_option
 @click.option(

@@ -57,7 +57,7 @@ profile_option = click.option(
     "profile_file",
     type=click.Path(path_type=Path),
     help="Profile file to reuse and extend, or roofline:DEVICE (roofline:h100) to plan without measuring.  "
-    "[default: solutions/profiles/profile_NAME_BATCH_DEVICE.json]",
+    "[default: the store of this device in ~/.cache/monet_like]",
 )
 gap_option = click.option(
     "--gap",

@@ -13,11 +13,11 @@ from ..compiler.sources import Filed, Source, is_roofline
 from ..files import check_writable
 from ..ir.profile_file import Profile
 from ..job.job import Job
-from ..profile.devices import device_slug
+from ..profile.store import store_path
 from ..zoo.registry import check_not_registered, is_zoo_file
 from .terminal import Terminal
 
-#: Where profiles are written, and where the zoo's schedules are in a checkout.
+#: Where the zoo's schedules are in a checkout.
 SOLUTIONS = Path("solutions")
 
 
@@ -26,16 +26,6 @@ def is_for_another_machine(profile_file: Path | None) -> bool:
     if profile_file is None or is_roofline(profile_file) or not profile_file.is_file():
         return is_roofline(profile_file)
     return Profile.load(profile_file).device.startswith("cuda")
-
-
-def profile_path(problem: Problem, label: str = "") -> Path:
-    """The file that keeps this model's profile on this device; ``label`` replaces the batch in its name."""
-    device = device_slug(problem.device)
-    dtype = next((str(p.dtype).removeprefix("torch.") for p in problem.request.model.parameters()), "float32")
-    suffix = "" if dtype == "float32" else f"_{dtype}"
-    return (
-        SOLUTIONS / "profiles" / f"profile_{problem.spec.name}_{label or problem.request.batch}{suffix}_{device}.json"
-    )
 
 
 def say_input(terminal: Terminal, problem: Problem) -> None:
@@ -59,24 +49,22 @@ def check_out(path: Path) -> None:
     check_writable(path)
 
 
-def source_of(problem: Problem, profile_file: Path | None, label: str = "") -> Filed:
-    """The costs that ``--profile`` names; by default this model's own file on this device.
+def source_of(problem: Problem, profile_file: Path | None) -> Filed:
+    """The costs that ``--profile`` names; by default the store of this device, which `auto_schedule` uses, too.
 
     A profile of the zoo is extended in a file of the same name in the current folder.
-
-    Args:
-        label: of the file's name, instead of the batch.
 
     Raises:
         UsageError: an unknown device name, or a folder that cannot be written to.
         ScheduleFileError: the file is no profile.
     """
-    path = profile_file or profile_path(problem, label)
-    if is_roofline(path) or not is_zoo_file(path):
-        return Filed.of(path)
-    extended = Path(path.name)
+    if profile_file is None:
+        return Filed.of(store_path(problem.device), shared=True)
+    if is_roofline(profile_file) or not is_zoo_file(profile_file):
+        return Filed.of(profile_file)
+    extended = Path(profile_file.name)
     check_out(extended)
-    return Filed.of(extended if extended.exists() else path, extended)
+    return Filed.of(extended if extended.exists() else profile_file, extended)
 
 
 def job_of(terminal: Terminal, problem: Problem, source: Source) -> Job:

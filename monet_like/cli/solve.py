@@ -8,6 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from ..compiler.problem import Problem, read_problem
+from ..errors import UsageError
 from ..ir.units import format_bytes, format_seconds
 from ..job.solved import SolvedPlan
 from .inspect import add_counts, bound_in_words, summary
@@ -21,18 +22,23 @@ def solve(
     profile_file: Path | None,
     out: Path | None,
     csv_file: Path | None = None,
+    quick: bool = False,
     terminal: Terminal | None = None,
     **options: Any,
 ) -> SolvedPlan:
     """Read the problem, compile it, print a summary and write the schedule and profile files."""
     terminal = terminal or Terminal()
     problem = read_problem(**options, measured=not is_for_another_machine(profile_file))
+    if quick and problem.request.strategy != "milp":
+        raise UsageError(
+            f"--quick plans by the local search; leave out --quick or --strategy {problem.request.strategy}"
+        )
     say_input(terminal, problem)
     path = out or schedule_path(problem)
     check_out(path)
     check_results(None, csv_file)
     source = source_of(problem, profile_file)
-    plan = job_of(terminal, problem, source).plan(problem.budget)
+    plan = job_of(terminal, problem, source).plan(problem.budget, quick=quick)
     plan.save(path)
     show_plan(terminal, problem, plan, path, source.latest)
     if csv_file is not None:

@@ -39,7 +39,7 @@ def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal 
         budget=budget, **{**options, "batch": "1"}, measured=not is_for_another_machine(profile_file)
     )
     limit = problem.budget_bytes
-    source = source_of(problem, profile_file, "batches")
+    source = source_of(problem, profile_file)
     limits = source.known if isinstance(source.known, DeviceLimits) else None
     terminal = terminal or Terminal()
     say_input(terminal, problem)
@@ -106,7 +106,7 @@ def tune(
     check_results(plot, csv_file, out)
     problem = read_problem(budget=budget, batch=str(listed[-1]) if listed else "1", **options)
     _ = problem.budget_bytes  # a share is refused before any work
-    source = source_of(problem, profile_file, "batches")
+    source = source_of(problem, profile_file)
     limits = source.known if isinstance(source.known, DeviceLimits) else None
     terminal = terminal or Terminal()
     say_input(terminal, problem)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from ..capture.captured import Captured
+from ..capture.captured import Captured, distinct_tasks
 from ..capture.example_inputs import with_batch
 from ..errors import ProfileError
 from ..ir.profile_file import Profile
@@ -19,10 +19,13 @@ from ..profile.cublas import measured_bytes
 from ..profile.devices import DEVICES, DeviceLimits, device_name
 from ..profile.made_layouts import as_made
 from ..profile.profiler import Progress, measure
+from ..profile.rates import limits_like
 from ..profile.roofline import roofline
 from ..profile.scaling import Scaling, matched
 from ..profile.settings import changed_settings, settings_of, versions
+from ..profile.store import today
 from ..profile.task_inputs import Inputs
+from .influence import by_influence, in_parts
 from .request import Request, captured_for
 
 #: Measuring every operator should not be estimated to take longer than this (it takes several times that); else it is done at a smaller batch.
@@ -37,33 +40,49 @@ def measured_costs(
     known: Mapping[str, Cost] | None = None,
     timed: bool = True,
     progress: Progress | None = None,
+    keep: Callable[[dict[str, Cost], str], None] | None = None,
 ) -> tuple[dict[str, Cost], str]:
     """Measure the costs of every task of ``captured`` on ``device``. Returns them and a note on how they were measured.
+
+    The costs that plans depend on most are measured first.
 
     Args:
         known: costs from an earlier profile; only what is missing is measured.
         timed: measure seconds as well as workspace; else they are 0.
+        keep: called after every part with all costs so far, and the note.
     """
     costs = dict(known or {})
     missing = [t for t in captured.every_task() if t.cost and t.cost not in costs]
     if not missing:
         return costs, ""
     batch, small = request.batch, request.profile_batch or profile_batch(request, captured, device)
+    note = f"measured at batch {batch}" if small >= batch else f"measured at batch {small}, scaled to {batch}"
+
+    def found(part: dict[str, Cost]) -> None:
+        costs.update(part)
+        if keep:
+            keep(costs, note)
+
+    distinct = {task.cost: task for task in missing if task.copies != "start"}  # its begin shows no time
     if small >= batch:
-        _measure(inputs_on(captured, device), [(t, t) for t in missing], costs, progress, "", timed)
-        return costs, f"measured at batch {batch}"
+        _measure(inputs_on(captured, device), captured, distinct, found, progress, timed)
+        return costs, note
     scaling = Scaling(batch, small, min(2 * small, batch))
-    keys = {task.cost for task in missing}
-    found: list[dict[str, Cost]] = []
-    for count, label in ((scaling.measured, ""), (scaling.second, "workspace at twice the batch: ")):
-        example = with_batch(request.example, count)
-        other = captured_for(replace(request, made_last=captured.made_last), example)
-        pairs = [(mine, theirs) for mine, theirs in matched(captured, other) if mine.cost in keys]
-        got: dict[str, Cost] = {}
-        _measure(inputs_on(other, device, batch / count), pairs, got, progress, label, timed and not label)
-        found.append(got)
-    costs.update((key, scaling.scale(found[0][key], found[1][key])) for key in keys)
-    return costs, f"measured at batch {small}, scaled to {batch}"
+    makers, tasks = [], []
+    for count in (scaling.measured, scaling.second):
+        other = captured_for(replace(request, made_last=captured.made_last), with_batch(request.example, count))
+        pairs = matched(captured, other)
+        tasks.append({mine.cost: theirs for mine, theirs in pairs if mine.cost in distinct and mine.copies != "start"})
+        makers.append(inputs_on(other, device, batch / count))
+    large: dict[str, Cost] = {}
+    twice = (lambda what, *counts: progress(f"workspace at twice the batch: {what}", *counts)) if progress else None
+    _measure(makers[1], captured, tasks[1], large.update, twice, False)
+
+    def scaled(part: dict[str, Cost]) -> None:
+        found({key: scaling.scale(cost, large[key]) for key, cost in part.items()})
+
+    _measure(makers[0], captured, tasks[0], scaled, progress, timed)
+    return costs, note
 
 
 def inputs_on(captured: Captured, device: torch.device, batches: float = 1.0) -> Inputs:
@@ -73,17 +92,24 @@ def inputs_on(captured: Captured, device: torch.device, batches: float = 1.0) ->
 
 def _measure(
     maker: Inputs,
-    pairs: list[tuple[Task, Task]],
-    costs: dict[str, Cost],
+    captured: Captured,
+    tasks: Mapping[str, Task],
+    found: Callable[[dict[str, Cost]], None],
     progress: Progress | None,
-    label: str,
     timed: bool,
 ) -> None:
-    """Measure the second task of every pair for the cost key of the first; ``label`` is shown with the progress."""
-    whole = (pair for pair in pairs if pair[0].copies != "start")  # what is only begun shows no time
-    distinct = {mine.cost: theirs for mine, theirs in whole if mine.cost not in costs}
-    labelled = (lambda what, done, total: progress(f"{label}{what}", done, total)) if progress else None
-    costs.update(measure(distinct, maker, timed=timed, progress=labelled))
+    """Measure tasks, by the cost keys of ``captured``; every part that is complete is given to ``found``."""
+    estimated = roofline(captured, limits_like(maker.device)) if timed else {}
+    parts = in_parts(by_influence(tasks, captured, estimated), captured, estimated) if timed else [list(tasks)]
+    before = 0
+    for part in parts:
+
+        def among(what: str, done: int, total: int, before: int = before, count: int = len(part)) -> None:
+            if progress:
+                progress(what, done + before * total // count, total * len(tasks) // count)
+
+        found(measure({key: tasks[key] for key in part}, maker, timed=timed, progress=among))
+        before += len(part)
 
 
 def profile_batch(request: Request, captured: Captured, device: torch.device) -> int:
@@ -130,24 +156,49 @@ def profiled(
         if completed is not profile and save_profile:
             save_profile(completed)
         return completed
+    known = usable(profile, device)
+    base = known or to_profile({}, device, "")
+    if device.type == "cuda" and not base.cublas_bytes:  # files of before do not say
+        base = replace(base, cublas_bytes=measured_bytes(device))
+
+    def keep(costs: dict[str, Cost], note: str) -> None:
+        if save_profile:
+            save_profile(extended(base, costs, device, note))
+
+    costs, note = measured_costs(request, captured, device, known=base.costs, progress=progress, keep=keep)
+    made = extended(base, costs, device, note) if note else base
+    if save_profile and known and not note and made.cublas_bytes != known.cublas_bytes:
+        save_profile(made)
+    return replace(made, note=sources(captured, base, note))
+
+
+def usable(profile: Profile | None, device: torch.device) -> Profile | None:
+    """A profile of this device, if its costs were measured under the present settings and versions; else None, and a warning."""
     if profile and (changed := changed_settings(profile.settings, settings_of(device))):
         warnings.warn(
             f"the profile was measured with other settings, and costs differ with them: {changed}. All is measured anew "
             "and replaces it; to keep it, give another --profile",
-            stacklevel=2,
+            stacklevel=3,
         )
-        profile = None
-    known = profile.costs if profile else {}
-    costs, note = measured_costs(request, captured, device, known=known, progress=progress)
-    if profile is None or note:
-        made = to_profile(costs, device, note)
-    elif device.type == "cuda" and not profile.cublas_bytes:  # files of before do not say
-        made = replace(profile, cublas_bytes=measured_bytes(device))
-    else:
-        return profile
-    if save_profile:
-        save_profile(made)
-    return made
+        return None
+    return profile
+
+
+def extended(base: Profile, costs: Mapping[str, Cost], device: torch.device, note: str) -> Profile:
+    """A profile with costs that were measured just now, under the present settings; ``costs`` has those of before, too."""
+    days = {**base.days, **{key: today() for key in costs if key not in base.costs}}
+    return replace(base, costs=dict(costs), note=note, days=days, versions=versions(), settings=settings_of(device))
+
+
+def sources(captured: Captured, known: Profile, note: str) -> str:
+    """Where a program's costs come from: how they were measured, how many are from earlier, and from which day."""
+    keys = distinct_tasks(captured).keys()
+    reused = keys & known.costs.keys()
+    if not reused:
+        return note
+    day = known.measured_on(reused)
+    said = f"{len(reused)} of {len(keys)} operators reused" + (f", measured on {day}" if day else "")
+    return "; ".join(filter(None, (note or known.note, said)))
 
 
 def _completed(profile: Profile, captured: Captured, device: torch.device) -> Profile:

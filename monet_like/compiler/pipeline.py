@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,25 @@ import torch.utils._pytree as pytree
 from ..capture.captured import Captured
 from ..capture.example_inputs import input_spec
 from ..capture.precision import weights_layout
-from ..errors import InfeasibleError, MonetError
+from ..errors import InfeasibleError, SolverError
 from ..ir.display import short_repr
 from ..ir.profile_file import Profile
 from ..ir.program import FREE, REFUSED, Cost, Program
 from ..ir.schedule import kept_values
 from ..ir.schedule_file import ScheduleRecord
-from ..ir.simulate import Report, simulate
+from ..ir.simulate import Moment, Report, moments, simulate
 from ..ir.units import GIB, Budget, format_bytes
 from ..nn.sync_batch_norm import among
 from ..plan import Plan, plan
 from ..plan.analysis import floor_bytes
-from ..plan.baseline import plain_report
+from ..plan.baseline import plain_report, plain_step
+from ..plan.local_search.searcher import quick_evaluations
 from ..profile.cublas import multiplies, schedule_multiplies
 from ..profile.devices import DeviceLimits, device_name
 from ..profile.profiler import Progress
 from ..profile.settings import changed_settings, settings_of, versions
 from .costs import measured_costs, profiled, to_profile
+from .quick import Steps, quick_costs, settled
 from .request import Request, captured_for
 
 
@@ -72,6 +74,7 @@ class Prepared:
         variants_cublas_bytes: the workspaces where only variants multiply: for schedules that take one.
         plain: the simulator's report on plain PyTorch's schedule.
         stage_seconds: wall seconds of capture and profile.
+        guessed: keys of costs whose workspace was not measured at this batch, with the most bytes it may be (`QuickCosts`).
     """
 
     __repr__ = short_repr
@@ -84,6 +87,7 @@ class Prepared:
     stage_seconds: Mapping[str, float]
     cublas_bytes: int = 0
     variants_cublas_bytes: int = 0
+    guessed: Mapping[str, int] = field(default_factory=dict)
 
 
 def compile_schedule(
@@ -96,6 +100,7 @@ def compile_schedule(
     progress: Progress | None = None,
     plan_progress: Callable[[str], None] | None = None,
     captured: Captured | None = None,
+    quick: bool = False,
 ) -> Compiled:
     """Capture, profile and plan a request, and return the schedule record.
 
@@ -105,7 +110,13 @@ def compile_schedule(
         profile: an earlier profile, what it lacks being measured; or a device's rates, nothing being measured.
         save_profile: called with the profile as soon as something was measured.
         captured: `captured_for` this request, if that is at hand.
+        quick: plan in about ten seconds, from costs that are partly estimated (`monet_like.compiler.quick`) and by the local
+            search. Memory is as exact as otherwise. Nothing is saved.
     """
+    if quick:
+        return compile_quickly(
+            request, budget, device, profile=profile, progress=progress, plan_progress=plan_progress, captured=captured
+        )[1]
     ready = prepare(
         request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured, budget=budget
     )
@@ -123,6 +134,27 @@ def compile_prepared(
     """The last part of `compile_schedule`: plan what is prepared; ``options`` are those of the strategy."""
     limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
     found = plan_for(ready, request, limit, progress=plan_progress, **options)
+    return _compiled(request, ready, found, limit)
+
+
+def compile_quickly(
+    request: Request,
+    budget: int | Callable[[int], int],
+    device: torch.device,
+    *,
+    profile: Profile | DeviceLimits | None = None,
+    progress: Progress | None = None,
+    plan_progress: Callable[[str], None] | None = None,
+    captured: Captured | None = None,
+) -> tuple[Prepared, Compiled]:
+    """`compile_schedule` with ``quick``; also the program with the costs that it was planned with."""
+    ready = prepare(request, device, profile=profile, progress=progress, captured=captured, budget=budget, quick=True)
+    limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
+    ready, found = plan_quickly(ready, request, limit, device, progress, plan_progress)
+    return ready, _compiled(request, ready, found, limit)
+
+
+def _compiled(request: Request, ready: Prepared, found: Plan, limit: int) -> Compiled:
     record = make_record(request, ready, found, limit)
     return Compiled(
         ready.captured, ready.costs, found, ready.plain, record, {**ready.stage_seconds, **found.stage_seconds}
@@ -173,6 +205,67 @@ def plan_for(
     )
 
 
+#: How often the local search is asked again after a workspace turned out larger; then all of them are measured.
+MOST_QUICK_PLANS = 4
+
+
+def plan_quickly(
+    ready: Prepared,
+    request: Request,
+    budget_bytes: int,
+    device: torch.device,
+    progress: Progress | None = None,
+    plan_progress: Callable[[str], None] | None = None,
+) -> tuple[Prepared, Plan]:
+    """Plan by the local search, with workspaces that are measured at the whole batch where the peak depends on them.
+
+    Returns:
+        The program with these workspaces, and the plan, whose peak is exact.
+    """
+    program = ready.captured.program
+    for number in range(1, 1 + MOST_QUICK_PLANS):
+        try:
+            found = plan_for(
+                ready,
+                request,
+                budget_bytes,
+                strategy="heuristic",
+                evaluations=quick_evaluations(),
+                progress=plan_progress,
+            )
+        except (InfeasibleError, SolverError):
+            if not ready.guessed:
+                raise
+            ready = settled_for(ready, request, device, lambda _: (), progress, everything=True)
+            continue
+        extra = found.report.peak_bytes - simulate(program, found.schedule, ready.costs).peak_bytes
+        steps = partial(moments, program, found.schedule, extra_bytes=extra)
+        last = number == MOST_QUICK_PLANS - 1
+        ready = settled_for(ready, request, device, steps, progress, everything=last)
+        report = simulate(program, found.schedule, ready.costs, extra_bytes=extra)
+        if report.peak_bytes <= budget_bytes:
+            break
+    return ready, replace(found, report=report)
+
+
+def settled_for(
+    ready: Prepared,
+    request: Request,
+    device: torch.device,
+    steps: Steps,
+    progress: Progress | None = None,
+    *,
+    everything: bool = False,
+) -> Prepared:
+    """Measure the workspaces on which a schedule's peak depends, or all that are guessed (`settled`)."""
+    if not ready.guessed:
+        return ready
+    costs, guessed = settled(ready.captured, device, ready.costs, ready.guessed, steps, progress, everything=everything)
+    profile = replace(ready.profile, costs=costs)
+    newer = prepared(request, ready.captured, profile, costs, ready.stage_seconds)
+    return replace(newer, guessed=guessed)
+
+
 def prepare(
     request: Request,
     device: torch.device,
@@ -182,11 +275,13 @@ def prepare(
     progress: Progress | None = None,
     captured: Captured | None = None,
     budget: int | Callable[[int], int] | None = None,
+    quick: bool = False,
 ) -> Prepared:
     """Capture and profile; see `compile_schedule`.
 
     Args:
         budget: if it is known; what is proven not to fit is refused before any time is measured.
+        quick: costs as of `quick_costs`; plain PyTorch's peak is exact. Rates of a device are quick anyway.
 
     Raises:
         InfeasibleError: one task and what is resident need more, whatever their workspace.
@@ -198,9 +293,20 @@ def prepare(
     if budget is not None and not isinstance(profile, DeviceLimits):
         _check_floor(request, captured, budget, device, profile)
     started = time.perf_counter()
-    found = profiled(request, captured, device, profile, save_profile, progress)
+    if quick and not isinstance(profile, DeviceLimits) and (profile is None or profile.device == device_name(device)):
+        partly = quick_costs(request, captured, device, profile, progress)
+        ready = prepared(request, captured, partly.profile, partly.profile.costs, seconds)
+        extra = ready.extra_bytes
+
+        def plain_steps(costs: Mapping[str, Cost]) -> Iterable[Moment]:
+            return moments(*plain_step(captured.plain, costs), extra_bytes=extra)
+
+        ready = settled_for(replace(ready, guessed=partly.guessed), request, device, plain_steps, progress)
+    else:
+        found = profiled(request, captured, device, profile, save_profile, progress)
+        ready = prepared(request, captured, found, found.costs, seconds)
     seconds["profile"] = time.perf_counter() - started
-    return prepared(request, captured, found, found.costs, seconds)
+    return ready
 
 
 def _check_floor(
@@ -336,43 +442,3 @@ def default_names(name: str, request: Request, budget: Budget, folder: Path) -> 
     words = [weights_layout(request.model), f"autocast_{request.autocast}" if request.autocast else ""]
     suffix = "".join(f"_{word}" for word in (*words, "ablation" if request.ablation else "") if word)
     return folder / f"solution_{name}_{request.batch}_{request.mode}_{limit}{suffix}.pkl"
-
-
-@dataclass(frozen=True)
-class StrategyPoint:
-    """Result of a strategy at one budget; ``report`` is None if it found no schedule that fits, for ``reason``."""
-
-    strategy: str
-    budget_bytes: int
-    report: Report | None
-    planning_seconds: float
-    reason: str = ""
-
-
-def strategy_points(
-    ready: Prepared,
-    request: Request,
-    names: Sequence[str],
-    budgets_bytes: Sequence[int],
-    progress: Callable[[str, str, int, int], None],
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-) -> list[StrategyPoint]:
-    """Plan every budget with every strategy; one simulator judges all.
-
-    Args:
-        progress: called with a stage's name, what is done, how many are done and how many there are.
-        options: for some strategies, further options.
-    """
-    found = []
-    for done, (name, limit) in enumerate(itertools.product(names, budgets_bytes)):
-        progress("plan", f"{name} at {format_bytes(limit)}", done, len(names) * len(budgets_bytes))
-        started = time.monotonic()
-        report, reason = None, ""
-        try:
-            report = plan_for(ready, request, limit, strategy=name, **(options or {}).get(name, {})).report
-        except MonetError as error:
-            reason = str(error)
-        except Exception as error:  # of a strategy of the user's own; the other strategies are still compared
-            reason = f"it raised {type(error).__name__}: {error}"
-        found.append(StrategyPoint(name, limit, report, time.monotonic() - started, reason))
-    return found

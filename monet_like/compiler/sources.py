@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from ..errors import ScheduleFileError, UsageError, warn_caller
-from ..files import cache_folder, check_writable
+from ..files import check_writable
 from ..ir.profile_file import Profile
-from ..ir.schedule_file import ScheduleRecord
-from ..profile.devices import DEVICES, DeviceLimits, device_slug
-from ..profile.settings import settings_digest
+from ..profile.devices import DEVICES, DeviceLimits
+from ..profile.store import keep, store_path
 
 _ROOFLINE = "roofline:"
 
@@ -55,15 +55,16 @@ class Cached:
     @staticmethod
     def of(device: torch.device) -> Cached:
         """That of this device with its present settings."""
-        path = cache_folder() / f"profile_{device_slug(device)}_{settings_digest(device)}.json"
+        path = store_path(device)
         known = None
         with contextlib.suppress(ScheduleFileError):
             known = Profile.load(path)
         return Cached(path, known)
 
     def save(self, profile: Profile) -> None:
-        """Write the file; where that fails, say so and go on."""
-        keep(profile, self.path)
+        """Write the file, with what others have added meanwhile; where that fails, say so and go on."""
+        with warns_where_not_kept(self.path):
+            keep(replace(profile, note=""), self.path)
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,16 @@ class Filed:
         path: of the file to read.
         known: its costs, or the device's rates; None if there is no file yet.
         extended: the file to write what is measured into.
+        shared: it is the store of this device: notes on how one model was measured are not of all.
     """
 
     path: Path
     known: Profile | DeviceLimits | None
     extended: Path
+    shared: bool = False
 
     @staticmethod
-    def of(path: Path, extended: Path | None = None) -> Filed:
+    def of(path: Path, extended: Path | None = None, *, shared: bool = False) -> Filed:
         """The source of this name.
 
         Args:
@@ -90,11 +93,11 @@ class Filed:
         Raises:
             UsageError, ScheduleFileError: as `read_costs`.
         """
-        return Filed(path, read_costs(path), extended or path)
+        return Filed(path, read_costs(path), extended or path, shared)
 
     def save(self, profile: Profile) -> None:
-        """Write a profile into the file, for the next command."""
-        profile.save(self.extended)
+        """Write a profile into the file, for the next command, with what others have added meanwhile."""
+        keep(replace(profile, note="") if self.shared else profile, self.extended)
 
     @property
     def latest(self) -> Path:
@@ -127,10 +130,11 @@ def read_costs(path: Path) -> Profile | DeviceLimits | None:
 _unwritable: set[Path] = set()
 
 
-def keep(found: Profile | ScheduleRecord, path: Path) -> None:
-    """Write a profile or a schedule into the cache. If that fails, warn; work goes on."""
+@contextlib.contextmanager
+def warns_where_not_kept(path: Path) -> Iterator[None]:
+    """Around what writes into the cache: if that fails, a warning, and work goes on."""
     try:
-        found.save(path)
+        yield
     except UsageError as error:
         if path.parent not in _unwritable:
             _unwritable.add(path.parent)

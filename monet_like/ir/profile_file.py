@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     import pandas
 
 FORMAT = "monet_like profile"
-VERSION = 1
+#: 2: a cost says on which day it was measured. Files of version 1 are read, too.
+VERSION = 2
 
 
 _AGAIN = "give another, or, if it was one, delete it to measure again"
@@ -36,6 +38,7 @@ class Profile:
         versions: of the libraries that ran.
         settings: of PyTorch and the environment that they ran with (`monet_like.profile.settings`); empty: not known.
         cublas_bytes: size of cuBLAS's workspaces there (`monet_like.profile.cublas`); 0 in files that do not say.
+        days: when each operator was measured, as ``2026-11-25``; none for estimated costs and those of old files.
     """
 
     device: str
@@ -44,6 +47,7 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     cublas_bytes: int = 0
+    days: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         note = f", {self.note.partition(' (')[0]}" if self.note else ""
@@ -60,14 +64,29 @@ class Profile:
         rows = ((key, cost.seconds, cost.workspace_bytes) for key, cost in self.costs.items())
         return frame({"cost": "object", "seconds": "float64", "workspace_bytes": "int64"}, rows)
 
+    def merged(self, older: Profile) -> Profile:
+        """Add the costs that only an older profile has; an unlike one, of another device or other settings, adds none."""
+        if (older.device, older.settings) != (self.device, self.settings):
+            return self
+        return replace(self, costs={**older.costs, **self.costs}, days={**older.days, **self.days})
+
+    def measured_on(self, keys: Iterable[str]) -> str:
+        """The day on which these operators were measured, or the first and the last; "" where no file says."""
+        days = sorted({self.days[key] for key in keys if key in self.days})
+        return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
+
     def save(self, path: Path) -> None:
         """Write the file; an interrupted write leaves the old one."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["costs"] = {
-            key: [None if cost == REFUSED else cost.seconds, cost.workspace_bytes]
+            key: [None if cost == REFUSED else cost.seconds, cost.workspace_bytes, *self._day(key)]
             for key, cost in sorted(self.costs.items())
         }
+        del content["days"]
         write_atomically(path, json.dumps(content, indent=0).encode())
+
+    def _day(self, key: str) -> list[str]:
+        return [self.days[key]] if key in self.days else []
 
     @staticmethod
     def load(path: Path) -> Profile:
@@ -84,12 +103,13 @@ class Profile:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ScheduleFileError(f"{path} is not a profile of monet_like; {_AGAIN}")
         version = content.get("version")
-        if type(version) is not int or version != VERSION:
+        if type(version) is not int or version not in (1, VERSION):
             raise ScheduleFileError(
-                f"{path} is a profile of format version {version}, this package reads {VERSION}; {_AGAIN}"
+                f"{path} is a profile of format version {version}, this package reads 1 and {VERSION}; {_AGAIN}"
             )
         try:
-            costs = {key: _cost(key, *pair) for key, pair in content["costs"].items()}
+            costs = {key: _cost(key, *entry[:2]) for key, entry in content["costs"].items()}
+            days = {key: _day(*entry[2:]) for key, entry in content["costs"].items() if len(entry) > 2}
             device, note, versions = content["device"], content["note"], dict(content["versions"])
             settings = dict(content.get("settings", {}))
             if not all(isinstance(text, str) for text in (device, note, *versions.values(), *settings.values())):
@@ -97,7 +117,7 @@ class Profile:
             cublas_bytes = content.get("cublas_bytes", 0)
             if type(cublas_bytes) is not int or not 0 <= cublas_bytes < 2**63:
                 raise ValueError(f"cublas_bytes is no number of bytes: {str(cublas_bytes)[:40]}")
-            return Profile(device, costs, note, versions, settings, cublas_bytes)
+            return Profile(device, costs, note, versions, settings, cublas_bytes, days)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ScheduleFileError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
 
@@ -111,3 +131,8 @@ def _cost(key: str, seconds: Any, workspace_bytes: Any) -> Cost:
     if not 0 <= seconds < float("inf") or not 0 <= workspace_bytes < 2**63:
         raise ValueError(f"the cost of {key} is {seconds} s, {workspace_bytes} bytes")
     return Cost(float(seconds), workspace_bytes)
+
+
+def _day(text: Any) -> str:
+    """A day such as ``2026-11-25``."""
+    return date.fromisoformat(text).isoformat()

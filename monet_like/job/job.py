@@ -12,7 +12,8 @@ import torch
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import input_specs
-from ..compiler.pipeline import Prepared, compile_prepared, prepare, strategy_points
+from ..compiler.comparison import strategy_points
+from ..compiler.pipeline import Prepared, compile_prepared, compile_quickly, prepare
 from ..compiler.progress import Progress
 from ..compiler.request import Request, captured_for, solver_and_strategy
 from ..compiler.sources import Source
@@ -95,6 +96,7 @@ class Job:
         time_limit_seconds: float | None = None,
         gap: float | None = None,
         threads: int | None = None,
+        quick: bool = False,
         **options: Any,
     ) -> SolvedPlan:
         """The fastest schedule within a memory budget.
@@ -104,6 +106,8 @@ class Job:
             solver: of the integer program (default: HIGHS); ``"heuristic"``: the local search alone.
             strategy: another way to plan, such as ``"checkmate"``; see `monet_like.plan.strategies`.
             time_limit_seconds, gap, threads: of the solver (default: 60 s, 0.01, 1).
+            quick: plan in about ten seconds, by the local search, where costs are not known yet: times are partly estimated,
+                memory is as exact. Nothing of it is kept.
             options: further ones of the strategy.
 
         Raises:
@@ -116,6 +120,19 @@ class Job:
         wanted = parse_budget(budget)
         limit = wanted.of if wanted.bytes is None else wanted.bytes
         with self.progress() as progress:
+            if quick and self._ready is None:
+                ready, found = compile_quickly(
+                    request,
+                    limit,
+                    self.device,
+                    profile=self.source.known,
+                    progress=progress.profiling,
+                    plan_progress=progress.planning,
+                    captured=self.__dict__.get("captured"),
+                )
+                return SolvedPlan(found, ready, request, self.device, self.progress)
+            if quick:  # all costs are there
+                request = replace(request, strategy="heuristic")
             ready = self._prepare(limit, progress)
             found = compile_prepared(request, ready, limit, plan_progress=progress.planning, **options)
         return SolvedPlan(found, ready, request, self.device, self.progress)

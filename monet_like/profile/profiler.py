@@ -62,17 +62,8 @@ def measure(
             `REFUSED` instead: libraries do not say before which they have.
     """
     passes = PASSES if timed else 0
-    trials, seconds, total = dict[str, _Trial](), dict[str, float](), (1 + passes) * len(tasks)
-
-    def report(done: int, task: Task | None = None) -> None:
-        if progress:
-            progress(task.calls[-1].op.split(".")[1] if task else "done", done, total)
-
-    for done, (key, task) in enumerate(tasks.items()):
-        report(done, task)
-        trial = _unless_refused(task, partial(_Trial, task, maker))
-        if trial is not None:
-            trials[key] = trial
+    seconds, report = dict[str, float](), _reporter(progress, (1 + passes) * len(tasks))
+    trials = _tried(tasks, maker, report)
     for number in range(1, 1 + passes):
         for done, (key, trial) in enumerate(list(trials.items()), number * len(tasks)):
             report(done, trial.task)
@@ -81,10 +72,61 @@ def measure(
                 del trials[key]
             else:
                 seconds[key] = min(took, seconds.get(key, math.inf))
-    report(total)
+    report((1 + passes) * len(tasks))
     return {
         key: Cost(seconds.get(key, 0.0), trials[key].workspace_bytes) if key in trials else REFUSED for key in tasks
     }
+
+
+def measure_partly(
+    tasks: Mapping[str, Task], maker: Inputs, enough: Callable[[], bool], *, progress: Progress | None = None
+) -> tuple[dict[str, Cost], set[str]]:
+    """Workspace of all tasks, then seconds of as many as there is time for, in the given order and each in one pass.
+
+    Args:
+        enough: whether time is up; asked before every task that is to be timed.
+
+    Returns:
+        Costs, with 0 seconds for tasks that were not timed, and the keys of those that were.
+
+    Raises:
+        ProfileError: as of `measure`.
+    """
+    report = _reporter(progress, 2 * len(tasks))
+    trials, seconds = _tried(tasks, maker, report), dict[str, float]()
+    for done, (key, trial) in enumerate(list(trials.items()), len(tasks)):
+        if enough():
+            break
+        report(done, trial.task)
+        took = _unless_refused(trial.task, trial.seconds)
+        if took is None:
+            del trials[key]
+        else:
+            seconds[key] = took
+    report(2 * len(tasks))
+    costs = {
+        key: Cost(seconds.get(key, 0.0), trials[key].workspace_bytes) if key in trials else REFUSED for key in tasks
+    }
+    return costs, set(seconds)
+
+
+def _reporter(progress: Progress | None, total: int) -> Callable[..., None]:
+    def report(done: int, task: Task | None = None) -> None:
+        if progress:
+            progress(task.calls[-1].op.split(".")[1] if task else "done", done, total)
+
+    return report
+
+
+def _tried(tasks: Mapping[str, Task], maker: Inputs, report: Callable[..., None]) -> dict[str, _Trial]:
+    """Run every task once for its workspace; those that do not run here are left out."""
+    trials = dict[str, _Trial]()
+    for done, (key, task) in enumerate(tasks.items()):
+        report(done, task)
+        trial = _unless_refused(task, partial(_Trial, task, maker))
+        if trial is not None:
+            trials[key] = trial
+    return trials
 
 
 def _unless_refused(task: Task, what: Callable[[], _Found]) -> _Found | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..compiler.pipeline import StrategyPoint
+from ..compiler.comparison import StrategyPoint
 from ..ir.display import html_table
 from ..ir.frames import frame
 from ..ir.simulate import Report

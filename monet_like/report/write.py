@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..capture.precision import autocast_as
-from ..compiler.pipeline import Prepared, strategy_points, with_workspaces_of
+from ..compiler.comparison import strategy_points
+from ..compiler.pipeline import Prepared, with_workspaces_of
 from ..compiler.request import Request
 from ..errors import UsageError
 from ..files import write_atomically

@@ -32,6 +32,7 @@ from monet_like.cli.commands import (
 from monet_like.cli.group import main
 from monet_like.compiler.problem import parse_batch, parse_shape
 from monet_like.errors import MonetError, UsageError
+from monet_like.files import cache_folder
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.schedule_file import ScheduleRecord
@@ -789,7 +790,7 @@ def test_the_largest_batch_from_measured_costs() -> None:
     assert result.exit_code == 0, result.output
     batch = json.loads(result.stdout)["batch"]
     assert batch >= 4
-    (profile,) = Path("solutions/profiles").iterdir()
+    (profile,) = cache_folder().glob("profile_*.json")
     before = profile.read_bytes()
     assert json.loads(CliRunner().invoke(main, words).stdout)["batch"] == batch
     assert profile.read_bytes() == before  # nothing is measured again

@@ -38,7 +38,7 @@ def test_solve_check_and_inspect(tmp_path: Path) -> None:
     record = ScheduleRecord.load(path)
     assert record.peak_bytes <= record.budget_bytes == int(0.14 * 2**30)
     assert record.peak_bytes < record.plain_peak_bytes
-    (profile,) = (tmp_path / "solutions" / "profiles").iterdir()
+    (profile,) = (tmp_path / "cache").glob("profile_*.json")
     content = profile.read_bytes()
 
     again = call(tmp_path, "solve.py", *PROBLEM, *SMALL, "--time-limit", "4")

@@ -541,9 +541,16 @@ def test_the_file_holds_builtins_only(tmp_path: Path) -> None:
 
 
 def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
-    for profile in (PROFILE, Profile("roofline: h100", {})):
+    dated = replace(PROFILE, days={"aten.mm": "2026-11-25"})
+    for profile in (PROFILE, dated, Profile("roofline: h100", {})):
         profile.save(tmp_path / "profile.json")
         assert Profile.load(tmp_path / "profile.json") == profile
+
+
+def test_a_profile_of_the_first_version_is_read(tmp_path: Path) -> None:
+    """Its costs are pairs, and nothing says when they were measured."""
+    path = changed_profile(tmp_path / "profile.json", lambda content: content.update(version=1))
+    assert Profile.load(path) == PROFILE and Profile.load(path).measured_on(PROFILE.costs) == ""
 
 
 # Damaged profiles ---------------------------------------------------------------------------------------------
@@ -577,13 +584,13 @@ def test_another_json(tmp_path: Path, text: str) -> None:
         Profile.load(tmp_path / "profile.json")
 
 
-@pytest.mark.parametrize("version", [2, 0, True, "1", None, 1.0])
+@pytest.mark.parametrize("version", [3, 0, True, "1", None, 1.0])
 def test_another_profile_version(tmp_path: Path, version: Any) -> None:
     path = changed_profile(tmp_path / "profile.json", lambda content: content.update(version=version))
     with pytest.raises(ScheduleFileError) as caught:
         Profile.load(path)
     assert str(caught.value) == (
-        f"{path} is a profile of format version {version}, this package reads 1; give another, or, if it was one, delete it to measure again"
+        f"{path} is a profile of format version {version}, this package reads 1 and 2; give another, or, if it was one, delete it to measure again"
     )
 
 
@@ -604,6 +611,8 @@ def test_a_profile_without_a_field(tmp_path: Path, name: str) -> None:
         ("costs", {"a": 1}),
         ("costs", {"a": [1.0]}),
         ("costs", {"a": [1.0, 2, 3]}),
+        ("costs", {"a": [1.0, 2, "yesterday"]}),
+        ("costs", {"a": [1.0, 2, "2026-11-25", 4]}),
         ("costs", {"a": ["1.0", 2]}),
         ("costs", {"a": [1.0, 2.5]}),
         ("costs", {"a": [1.0, True]}),

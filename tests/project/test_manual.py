@@ -27,6 +27,7 @@ from training import run, twin
 
 from monet_like.capture.lowering import capture
 from monet_like.cli.group import main
+from monet_like.files import cache_folder
 from monet_like.ir.plain_pickle import load_plain
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
@@ -85,7 +86,7 @@ def test_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 shown += 1
     assert (ran, shown) == (6, 10)
     described("Schedule files", set(load_plain((tmp_path / "net.pkl").read_bytes(), tmp_path / "net.pkl")))
-    (profile,) = (tmp_path / "solutions" / "profiles").iterdir()
+    (profile,) = cache_folder().glob("profile_*.json")
     described("Profiles", set(json.loads(profile.read_text())))
     assert isinstance(Profile.load(profile).costs, dict) and ScheduleRecord.load(tmp_path / "net.pkl").gap is not None
 

@@ -1,0 +1,43 @@
+"""The rates of this device, from two measurements of some milliseconds: a matrix product, and a copy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from .devices import DEVICES, DeviceLimits, known_limits
+from .measure import seconds_of
+
+#: Rows and columns of the product, and elements of the copy (float32).
+_ROWS, _ELEMENTS = 768, 2**23
+
+
+def limits_like(device: torch.device) -> DeviceLimits:
+    """Rates like the device's, to tell the longer of two operators: its datasheet's, or those of another of its kind."""
+    if device.type != "cuda":
+        return DEVICES["cpu"]
+    return known_limits(torch.cuda.get_device_name(device)) or DEVICES["a100"]
+
+
+def measured_limits(device: torch.device) -> DeviceLimits:
+    """`limits_like`, with the arithmetic and the memory traffic that are measured here.
+
+    Convolutions and 16-bit products keep their ratio to products of float32.
+    """
+    like = limits_like(device)
+    with torch.no_grad(), torch._C._DisableAutocast():
+        square = torch.ones(_ROWS, _ROWS, device=device)
+        source = torch.ones(_ELEMENTS, device=device)
+        target = torch.empty_like(source)
+        product = seconds_of(lambda: square @ square, device, repeats=4)
+        copy = seconds_of(lambda: target.copy_(source), device, repeats=4)
+    arithmetic = 2 * _ROWS**3 / product / like.flops_per_second
+    return replace(
+        like,
+        flops_per_second=like.flops_per_second * arithmetic,
+        convolution_flops_per_second=like.convolution_flops_per_second * arithmetic,
+        half_flops_per_second=like.half_flops_per_second * arithmetic,
+        bytes_per_second=2 * source.nbytes / copy,
+        source="measured here: a product and a copy",
+    )

@@ -1,0 +1,275 @@
+"""A first plan in seconds: what is timed and what is estimated, exact memory, and when it is replaced by a full one."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import call
+from torch import nn
+from training import run, twin
+
+import monet_like
+from monet_like import api
+from monet_like.capture.captured import Captured, distinct_tasks
+from monet_like.compiler import pipeline, quick
+from monet_like.compiler.costs import inputs_on, measured_costs
+from monet_like.compiler.influence import by_influence
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.quick import one_of_each_name_first, quick_costs
+from monet_like.compiler.request import Request, captured_for
+from monet_like.errors import SolverError, UsageError
+from monet_like.files import cache_folder
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.program import Cost
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.simulate import simulate
+from monet_like.plan.baseline import plain_report
+from monet_like.profile.profiler import measure, measure_partly
+from monet_like.profile.rates import measured_limits
+from monet_like.profile.roofline import roofline
+
+CPU = torch.device("cpu")
+MODE = "inplace_conv_multiway_newnode"
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Conv2d(c, 2 * c, 3, padding=1), nn.BatchNorm2d(2 * c), nn.ReLU(), nn.Conv2d(2 * c, c, 1))
+        for c in (16, 16, 16)
+    ]
+    return nn.Sequential(nn.Conv2d(3, 16, 3, 2), *layers, nn.Flatten(), nn.Linear(16 * 121, 4)).train()
+
+
+def problem(batch: int = 16) -> tuple[Request, Captured]:
+    request = Request(net(), ((torch.randn(batch, 3, 23, 23),), {}), MODE)
+    return request, captured_for(request, request.example)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _called_once() -> None:
+    """The first batch norm of a process tries its kernel on a few kilobytes, which would count as its workspace."""
+    _, captured = problem()
+    measure(distinct_tasks(captured), inputs_on(captured, CPU), timed=False)
+
+
+def ticking(times: int) -> Callable[[], float]:
+    """A clock that stands for so many questions, and is then past everything."""
+    questions = itertools.count()
+    return lambda: 0.0 if next(questions) < times else 1e9
+
+
+def test_workspace_of_all_and_time_of_the_first_ones() -> None:
+    _, captured = problem()
+    tasks = distinct_tasks(captured)
+    turns = iter([False, False, False, True])
+    costs, timed = measure_partly(tasks, inputs_on(captured, CPU), lambda: next(turns))
+    assert timed == set([*tasks][:3])
+    assert all((cost.seconds > 0) == (key in timed) for key, cost in costs.items())
+    exact = measure(tasks, inputs_on(captured, CPU), timed=False)
+    assert {key: cost.workspace_bytes for key, cost in costs.items()} == {
+        key: cost.workspace_bytes for key, cost in exact.items()
+    }
+
+
+def test_the_most_influential_operators_are_timed_within_the_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, captured = problem()
+    request = replace(request, profile_batch=16)
+    monkeypatch.setattr(quick, "measured_limits", lambda device: measured)
+    measured = measured_limits(CPU)
+    ordered = one_of_each_name_first(by_influence(distinct_tasks(captured), captured, roofline(captured, measured)))
+    timed: list[str] = []
+
+    def noting(tasks: object, maker: object, enough: Callable[[], bool], **options: object) -> object:
+        found, names = measure_partly(tasks, maker, enough, **options)
+        timed.extend(sorted(names))
+        return found, names
+
+    monkeypatch.setattr(quick, "measure_partly", noting)
+    monkeypatch.setattr(quick.time, "monotonic", ticking(6))  # one question as it begins, one before each operator
+    found = quick_costs(request, captured, CPU)
+    assert timed == sorted(ordered[:5])
+    assert found.profile.note == f"5 of {len(ordered)} operators timed quickly at batch 16, the others estimated"
+    assert found.guessed == {}
+    exact = measured_costs(request, captured, CPU, timed=False)[0]
+    assert {k: c.workspace_bytes for k, c in found.profile.costs.items()} == {
+        k: c.workspace_bytes for k, c in exact.items()
+    }
+
+
+def test_what_the_store_knows_is_not_measured() -> None:
+    request, captured = problem()
+    saved: list[Profile] = []
+    full = pipeline.prepare(request, CPU, save_profile=saved.append, captured=captured)
+    dated = replace(saved[-1], days=dict.fromkeys(saved[-1].costs, "2026-11-24"), note="")
+    found = quick_costs(request, captured, CPU, dated)
+    assert found.profile.costs == full.costs
+    count = len(distinct_tasks(captured))
+    assert found.profile.note == f"{count} of {count} operators reused, measured on 2026-11-24"
+
+
+def test_times_grow_with_the_time_for_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspaces are always measured; where they took the allowance, some time is left to time."""
+    now = iter([100.0, 101.4, 101.6])
+    monkeypatch.setattr(quick.time, "monotonic", lambda: next(now))
+    allowance = quick._Allowance(10.0)
+    assert [allowance(), allowance(), allowance()] == [False, False, True]
+
+
+def test_estimates_are_corrected_by_operators_of_the_same_name() -> None:
+    estimated = {"aten.mm(a)": 1.0, "x; aten.mm(b)": 2.0, "aten.mm(c)": 4.0, "aten.relu(a)": 8.0, "aten.add(a)": 16.0}
+    measured = {"aten.mm(a)": 3.0, "x; aten.mm(b)": 6.0, "aten.relu(a)": 16.0}
+    filled = quick._filled(estimated, measured)
+    assert filled == pytest.approx({**measured, "aten.mm(c)": 12.0, "aten.add(a)": 48.0})
+    assert quick._filled(estimated, {}) == estimated
+
+
+def test_one_operator_of_each_name_is_timed_before_a_second_one() -> None:
+    keys = ["aten.mm(a)", "aten.mm(b)", "x; aten.relu(a)", "aten.mm(c)", "aten.relu(b)", "aten.add(a)"]
+    assert one_of_each_name_first(keys) == [keys[0], keys[2], keys[5], keys[1], keys[3], keys[4]]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_peaks_are_exact_though_a_small_batch_was_measured(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where every workspace at the small batch says nothing about the whole one, so that the first plan does not fit."""
+    request, captured = problem()
+    request = replace(request, profile_batch=2)
+    plans: list[int] = []
+    plan_for, at_whole_batch = pipeline.plan_for, quick._at_whole_batch
+
+    def counting(*args: object, **options: object) -> object:
+        plans.append(1)
+        return plan_for(*args, **options)
+
+    def nothing(*args: object) -> tuple[dict[str, int], dict[str, int]]:
+        guesses, most = at_whole_batch(*args)
+        return dict.fromkeys(guesses, 0), most
+
+    monkeypatch.setattr(pipeline, "plan_for", counting)
+    if wrong:
+        monkeypatch.setattr(quick, "_at_whole_batch", nothing)
+    exact = measured_costs(replace(request, profile_batch=16), captured, CPU, timed=False)[0]
+    plain = plain_report(captured.plain, exact, 0).peak_bytes
+    for share in (90, 60):
+        compiled = compile_schedule(request, lambda peak, share=share: peak * share // 100, CPU, quick=True)
+        record = compiled.record
+        assert record.plain_peak_bytes == plain
+        assert record.peak_bytes == simulate(captured.program, record.schedule, exact).peak_bytes
+        assert record.peak_bytes <= record.budget_bytes == plain * share // 100
+    assert len(plans) > 2 or not wrong  # one or both did not fit at first
+
+
+def test_nothing_that_could_reach_the_peak_is_left_a_guess() -> None:
+    request, captured = problem()
+    request = replace(request, profile_batch=2)
+    compiled = compile_schedule(request, lambda peak: peak * 60 // 100, CPU, quick=True)
+    costs = compiled.costs
+    exact = measured_costs(replace(request, profile_batch=16), captured, CPU, timed=False)[0]
+    wrong = {key for key in exact if costs[key].workspace_bytes != exact[key].workspace_bytes}
+    assert wrong  # guesses are left, so most is not measured twice
+    larger = {key: Cost(cost.seconds, cost.workspace_bytes) for key, cost in costs.items()} | {
+        k: exact[k] for k in wrong
+    }
+    peak = simulate(captured.program, compiled.record.schedule, larger).peak_bytes
+    assert peak == compiled.record.peak_bytes
+
+
+def planned(capsys: pytest.CaptureFixture[str], **options: object) -> tuple[ScheduleRecord, str]:
+    model = net()
+    wrapped = monet_like.auto_schedule(
+        model, torch.randn(8, 3, 23, 23), memory_budget="80%", solver="HIGHS", verbose=True, **options
+    )
+    assert wrapped.record is not None
+    return wrapped.record, capsys.readouterr().err
+
+
+def files() -> list[str]:
+    return sorted("quick" if "quick" in path.name else path.name[:8] for path in cache_folder().iterdir())
+
+
+def test_quick_first_and_full_at_the_next_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 3.0)
+    first, said = planned(capsys)
+    assert first.solver == "heuristic" and files() == ["quick"]  # what is measured quickly is not kept
+    assert "s (quickly; all is measured and refined at the next start, or now with effort='full'), kept in " in said
+    assert "operators timed quickly at batch 8" in said
+    same, said = planned(capsys)  # no new start
+    assert same == first and "_quick.pkl" in said and files() == ["quick"]
+
+    monkeypatch.setattr(api, "_planned_here", set())  # a new start
+    for name, value in (("LOCAL_RANK", "1"), ("RANK", "3")):  # in another process than the first of this machine
+        with monkeypatch.context() as process:
+            process.setenv(name, value)
+            assert planned(capsys)[0] == first and files() == ["quick"]
+    kept, said = planned(capsys, effort="quick")
+    assert kept == first and files() == ["quick"]
+
+    full, said = planned(capsys)
+    assert full.solver == "HIGHS" and files() == ["profile_", "quick", "schedule"]
+    assert "quickly" not in said and "; costs: measured at batch 8" in said
+    with monkeypatch.context() as process:
+        process.setenv("LOCAL_RANK", "1")
+        assert planned(capsys)[0] == full  # all ranks have one plan
+    assert planned(capsys, effort="quick")[0] == full
+
+
+def test_the_full_plan_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 3.0)
+    full, _ = planned(capsys, effort="full")
+    assert full.solver == "HIGHS" and files() == ["profile_", "schedule"]
+    assert planned(capsys)[0] == full
+    limited, said = planned(capsys, time_limit_seconds=2.5)  # who gives a limit wants the solver
+    assert limited.solver == "HIGHS" and "operators reused, measured on 20" in said
+    quickly, _ = planned(capsys, effort="quick", time_limit_seconds=2.0)
+    assert quickly.solver == "heuristic"
+    with pytest.raises(UsageError, match="effort 'slow' is unknown; choose one of auto, quick, full"):
+        planned(capsys, effort="slow")
+
+
+def test_where_the_local_search_finds_nothing_the_solver_is_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(*_: object) -> None:
+        raise SolverError("nothing found")
+
+    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 3.0)
+    monkeypatch.setattr(pipeline, "plan_quickly", nothing)
+    assert planned(capsys)[0].solver == "HIGHS" and files() == ["profile_", "schedule"]
+
+
+def test_a_quick_plan_trains_as_plain_pytorch() -> None:
+    model, x = net(), torch.randn(8, 3, 23, 23)
+    mine = monet_like.auto_schedule(twin(model), x, memory_budget="70%", mode="inplace_multiway_newnode")
+    assert mine.record is not None and mine.record.solver == "heuristic"
+    plain, scheduled = (run(module, (x,), {}) for module in (model, mine))
+    assert max(plain.differences(scheduled).values()) == 0.0
+
+
+def test_the_command_line_and_auto_schedule_have_one_store(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\ndef make(): return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))\n"
+    )
+    words = ("solve.py", "net.py:make", "8", "1", "normal", "HIGHS", "--input-shape", "16")
+    first = call(tmp_path, *words, "--quick")
+    assert first.returncode == 0, first.stderr
+    assert "timed quickly at batch 8" in first.stdout and not [*cache_folder().glob("profile_*.json")]
+    done = call(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    (store,) = cache_folder().glob("profile_*.json")
+    count = len(Profile.load(store).costs)
+    record = monet_like.auto_schedule(
+        copy.deepcopy(model), torch.randn(8, 16), memory_budget="100%", mode="normal", effort="full"
+    ).record
+    assert record is not None
+    assert record.note.startswith(f"{count} of {count} operators reused, measured on 20")
+    refused = call(tmp_path, *words, "--quick", "--strategy", "ogc")
+    assert refused.returncode == 2 and "leave out --quick or --strategy ogc" in refused.stderr
