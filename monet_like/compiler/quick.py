@@ -1,8 +1,8 @@
 """Costs in seconds instead of minutes: workspaces measured, times measured as far as an allowance goes, and else estimated.
 
-Every operator runs once for its workspace, at a small batch where a step is long. Then one operator of each name is timed,
+Every operator runs once for its workspace, at a small batch where a step is long. Then one operator of each kind is timed,
 and after these those on which plans depend most, one pass, until the allowance is spent. The others have the time that the device's rates give, times the ratio of
-measured to estimated time of the timed operators of the same name.
+measured to estimated time of the timed operators of the same kind.
 
 Workspaces do not grow in proportion to the batch: libraries take other algorithms. So what was measured at a small batch is
 only a guess, for the search. Before a peak is promised, `settled` measures at the whole batch the workspace of every task
@@ -74,7 +74,8 @@ def quick_costs(
     possible = {key: cost.seconds for key, cost in estimated.items() if cost != REFUSED}
     tasks = distinct_tasks(captured)
     distinct = {key: tasks[key] for key in possible if key not in known.costs and tasks[key].copies != "start"}
-    ordered = one_of_each_name_first(by_influence(distinct, captured, estimated))
+    kinds = {key: kind_of(task) for key, task in tasks.items()}
+    ordered = one_of_each_kind_first(by_influence(distinct, captured, estimated), kinds)
     batch, small = request.batch, request.profile_batch or quick_batch(request, captured, device, possible)
     ratio, other, tasks = 1.0, captured, distinct
     if ordered and small < batch:
@@ -90,7 +91,7 @@ def quick_costs(
     guesses, most = _at_whole_batch(captured, other, distinct, tasks, found, ratio)
     seconds = {key: found[key].seconds * ratio for key in timed}
     seconds |= {key: cost.seconds for key, cost in known.costs.items() if key in possible and cost != REFUSED}
-    filled = _filled(possible, seconds)
+    filled = _filled(possible, seconds, kinds)
     costs = {key: Cost(filled[key], guesses.get(key, 0)) for key in possible if found.get(key) != REFUSED}
     costs = {**dict.fromkeys(estimated, REFUSED), **costs, **known.costs}
     note = f"{len(timed)} of {len(ordered)} operators timed quickly at batch {small}" if ordered else ""
@@ -140,31 +141,35 @@ def _at_whole_batch(
     return guesses, most
 
 
-def _filled(estimated: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-    """Measured seconds; for other operators estimates, corrected by how measured ones of the same name compare to theirs."""
+def _filled(
+    estimated: Mapping[str, float], measured: Mapping[str, float], kinds: Mapping[str, str]
+) -> dict[str, float]:
+    """Measured seconds; for other operators estimates, corrected by how measured ones of the same kind compare to theirs."""
     ratios: dict[str, list[float]] = defaultdict(list)
     for key, seconds in measured.items():
         if estimated[key] > 0 and seconds > 0:
-            ratios[_name(key)].append(math.log(seconds / estimated[key]))
+            ratios[kinds[key]].append(math.log(seconds / estimated[key]))
     overall = statistics.median([ratio for some in ratios.values() for ratio in some] or [0.0])
-    factors = {name: math.exp(statistics.median(some)) for name, some in ratios.items()}
+    factors = {kind: math.exp(statistics.median(some)) for kind, some in ratios.items()}
     return {
-        key: measured.get(key, seconds * factors.get(_name(key), math.exp(overall)))
+        key: measured.get(key, seconds * factors.get(kinds[key], math.exp(overall)))
         for key, seconds in estimated.items()
     }
 
 
-def one_of_each_name_first(ordered: Sequence[str]) -> list[str]:
-    """The first key of every operator's name, then the others: what is timed of an operator corrects all estimates of it."""
+def one_of_each_kind_first(ordered: Sequence[str], kinds: Mapping[str, str]) -> list[str]:
+    """The first key of every kind, then the others: what is timed of a kind corrects all estimates of it."""
     first: dict[str, str] = {}
     for key in ordered:
-        first.setdefault(_name(key), key)
+        first.setdefault(kinds[key], key)
     return list(dict.fromkeys((*first.values(), *ordered)))
 
 
-def _name(key: str) -> str:
-    """Of the last operator of a cost key."""
-    return key.rpartition("; ")[2].partition("(")[0]
+def kind_of(task: Task) -> str:
+    """The name of a task's last operator, and whether it is a grouped convolution: rates of these are far from others'."""
+    call = task.calls[-1]
+    place = {"aten.convolution.default": 8, "aten.convolution_backward.default": 9}.get(call.op)
+    return f"{call.op} in groups" if place is not None and call.args[place] > 1 else call.op
 
 
 #: The simulator's steps of a schedule, given costs.

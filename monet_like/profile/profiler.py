@@ -81,7 +81,7 @@ def measure(
 def measure_partly(
     tasks: Mapping[str, Task], maker: Inputs, enough: Callable[[], bool], *, progress: Progress | None = None
 ) -> tuple[dict[str, Cost], set[str]]:
-    """Workspace of all tasks, then seconds of as many as there is time for, in the given order and each in one pass.
+    """Workspace of all tasks, then seconds of as many as there is time for, in the given order and each in one run.
 
     Args:
         enough: whether time is up; asked before every task that is to be timed.
@@ -98,7 +98,7 @@ def measure_partly(
         if enough():
             break
         report(done, trial.task)
-        took = _unless_refused(trial.task, trial.seconds)
+        took = _unless_refused(trial.task, partial(trial.seconds, 1))
         if took is None:
             del trials[key]
         else:
@@ -169,9 +169,9 @@ class _Trial:
         beside = allocated - sum(maker.captured.metas[v].storage_bytes for v in writes)
         self.workspace_bytes = allocated_bytes(max(0, beside), maker.device)
 
-    def seconds(self) -> float:
+    def seconds(self, repeats: int = 2) -> float:
         """Least wall seconds of a few runs."""
-        found = self._by_itself(self._seconds)
+        found = self._by_itself(partial(self._seconds, repeats=repeats))
         self._is_short = found < _SHORT
         return found
 
@@ -186,7 +186,7 @@ class _Trial:
             call()  # libraries keep what their first call allocates: cuBLAS a workspace, cuDNN's trials memory
         return allocated_peak(call, self._maker.device)
 
-    def _seconds(self, inputs: Mapping[int, Any]) -> float:
+    def _seconds(self, inputs: Mapping[int, Any], repeats: int) -> float:
         def run(inputs: Mapping[int, Any]) -> None:
             self._run([inputs[v] for v in self.task.reads])
 
@@ -195,7 +195,7 @@ class _Trial:
                 run(self._maker.of(self.task, twin=True))
 
         before = self._maker.caches_before(self.task, inputs, run_twins)
-        return seconds_of(partial(run, inputs), self._maker.device, before=before)
+        return seconds_of(partial(run, inputs), self._maker.device, before=before, repeats=repeats)
 
     def _by_itself(self, what: Callable[[Mapping[int, Any]], _Found]) -> _Found:
         """``what`` of the task's inputs; where that fails, a `ProfileError` instead."""

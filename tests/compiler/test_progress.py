@@ -25,10 +25,13 @@ def test_one_line_says_what_was_planned_and_where_it_is_kept(
     promise = r"Sequential: peak [\d.]+ KB instead of [\d.]+ KB, step \S+ \S+ instead of \S+ \S+ \(predicted\).*; "
     monet_like.auto_schedule(net(), x, memory_budget="100%", mode="normal", verbose=True)
     line = capsys.readouterr().err
-    assert re.search(rf"^monet_like: {promise}planned in \S+ \S+, kept in \S+schedule_\w+\.pkl$", line, re.M), line
+    quickly = r"\(quickly; all is measured and refined at the next start, or now with effort='full'\)"
+    costs = r"costs: \d+ of \d+ operators timed quickly at batch 16(, the others estimated)?"
+    kept = rf"planned in \S+ \S+ {quickly}, kept in \S+schedule_\w+_quick\.pkl; {costs}"
+    assert re.search(f"^monet_like: {promise}{kept}$", line, re.M), line
     monet_like.auto_schedule(net(), x, memory_budget="100%", mode="normal", verbose=True)
     line = capsys.readouterr().err
-    assert re.search(rf"^monet_like: {promise}from \S+schedule_\w+\.pkl$", line, re.M), line
+    assert re.search(rf"^monet_like: {promise}from \S+schedule_\w+_quick\.pkl; {costs}$", line, re.M), line
     assert [record.levelname for record in caplog.records if record.name == "monet_like"] == ["INFO", "INFO"]
 
 

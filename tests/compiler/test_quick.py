@@ -21,7 +21,7 @@ from monet_like.compiler import pipeline, quick
 from monet_like.compiler.costs import inputs_on, measured_costs
 from monet_like.compiler.influence import by_influence
 from monet_like.compiler.pipeline import compile_schedule
-from monet_like.compiler.quick import one_of_each_name_first, quick_costs
+from monet_like.compiler.quick import kind_of, one_of_each_kind_first, quick_costs
 from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import SolverError, UsageError
 from monet_like.files import cache_folder
@@ -83,7 +83,8 @@ def test_the_most_influential_operators_are_timed_within_the_allowance(monkeypat
     request = replace(request, profile_batch=16)
     monkeypatch.setattr(quick, "measured_limits", lambda device: measured)
     measured = measured_limits(CPU)
-    ordered = one_of_each_name_first(by_influence(distinct_tasks(captured), captured, roofline(captured, measured)))
+    kinds = {key: kind_of(task) for key, task in distinct_tasks(captured).items()}
+    ordered = one_of_each_kind_first(by_influence(kinds, captured, roofline(captured, measured)), kinds)
     timed: list[str] = []
 
     def noting(tasks: object, maker: object, enough: Callable[[], bool], **options: object) -> object:
@@ -122,17 +123,26 @@ def test_times_grow_with_the_time_for_workspaces(monkeypatch: pytest.MonkeyPatch
     assert [allowance(), allowance(), allowance()] == [False, False, True]
 
 
-def test_estimates_are_corrected_by_operators_of_the_same_name() -> None:
-    estimated = {"aten.mm(a)": 1.0, "x; aten.mm(b)": 2.0, "aten.mm(c)": 4.0, "aten.relu(a)": 8.0, "aten.add(a)": 16.0}
-    measured = {"aten.mm(a)": 3.0, "x; aten.mm(b)": 6.0, "aten.relu(a)": 16.0}
-    filled = quick._filled(estimated, measured)
-    assert filled == pytest.approx({**measured, "aten.mm(c)": 12.0, "aten.add(a)": 48.0})
-    assert quick._filled(estimated, {}) == estimated
+def test_estimates_are_corrected_by_operators_of_the_same_kind() -> None:
+    estimated = {"mm 1": 1.0, "mm 2": 2.0, "mm 3": 4.0, "relu 1": 8.0, "add 1": 16.0}
+    kinds = {key: key[:-2] for key in estimated}
+    measured = {"mm 1": 3.0, "mm 2": 6.0, "relu 1": 16.0}
+    assert quick._filled(estimated, measured, kinds) == pytest.approx({**measured, "mm 3": 12.0, "add 1": 48.0})
+    assert quick._filled(estimated, {}, kinds) == estimated
 
 
-def test_one_operator_of_each_name_is_timed_before_a_second_one() -> None:
-    keys = ["aten.mm(a)", "aten.mm(b)", "x; aten.relu(a)", "aten.mm(c)", "aten.relu(b)", "aten.add(a)"]
-    assert one_of_each_name_first(keys) == [keys[0], keys[2], keys[5], keys[1], keys[3], keys[4]]
+def test_one_operator_of_each_kind_is_timed_before_a_second_one() -> None:
+    keys = ["mm 1", "mm 2", "relu 1", "mm 3", "relu 2", "add 1"]
+    found = one_of_each_kind_first(keys, {key: key[:-2] for key in keys})
+    assert found == ["mm 1", "relu 1", "add 1", "mm 2", "mm 3", "relu 2"]
+
+
+def test_grouped_convolutions_are_a_kind_of_their_own() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, groups=4)).train()
+    request = Request(model, ((torch.randn(2, 3, 8, 8),), {}), "normal")
+    kinds = [kind_of(task) for task in captured_for(request, request.example).every_task() if task.cost]
+    for name in ("aten.convolution.default", "aten.convolution_backward.default"):
+        assert {kind for kind in kinds if kind.startswith(name)} == {name, f"{name} in groups"}
 
 
 @pytest.mark.parametrize("wrong", [False, True])
