@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture.captured import Captured
-from .capture.example_inputs import device_of
+from .capture.example_inputs import device_of, with_length
 from .capture.guards.reads import Change
 from .capture.precision import autocast_name
 from .compiler.pipeline import compile_schedule
@@ -60,6 +61,7 @@ def auto_schedule(
     backend: str = "eager",
     verbose: bool | None = None,
     effort: str = "auto",
+    lengths: Sequence[int] = (),
 ) -> AutoSchedule:
     """Capture, profile, plan and wrap ``model`` so that its training step fits ``memory_budget``.
 
@@ -77,6 +79,9 @@ def auto_schedule(
         effort: ``full``: measure every operator and solve the integer program, in minutes. ``quick``: in about ten seconds,
             times that are partly estimated and the local search; memory is as exact. ``auto``: ``full`` if a time limit is
             given; else quick the first time, and full at the next start, in one process of each machine.
+        lengths: plan at the first call for inputs of each of these lengths (second dimension), such as ``[512, 1024,
+            2048]``. Later inputs follow the plan for the next larger length, so nothing is planned in between. A share of
+            plain PyTorch's peak is of that at the largest length.
 
     Returns:
         The wrapped module, with the same arguments, results and gradients. Plans and profiles are cached, so a
@@ -92,7 +97,9 @@ def auto_schedule(
     if effort == "auto" and time_limit_seconds is not None:
         effort = "full"
     seconds = TIME_LIMIT_SECONDS if time_limit_seconds is None else time_limit_seconds
-    settings = _Settings(_budget(memory_budget), mode, solver, seconds, gap, optimizer, effort)
+    if any(not isinstance(length, int) or length < 1 for length in lengths):
+        raise UsageError(f"lengths {list(lengths)!r} must be whole numbers of at least 1")
+    settings = _Settings(_budget(memory_budget), mode, solver, seconds, gap, optimizer, effort, tuple(lengths))
     wrapped = AutoSchedule(model, settings, backend, verbose=verbose)
     if args is not None or kwargs is not None:
         if not model.training:
@@ -112,6 +119,7 @@ class _Settings:
     gap: float
     optimizer: str
     effort: str = "full"
+    lengths: tuple[int, ...] = ()
 
 
 class AutoSchedule(ScheduleWrapper):
@@ -152,9 +160,11 @@ class AutoSchedule(ScheduleWrapper):
             self._model, (args, kwargs), settings.mode, type(self._model).__qualname__, False, settings.optimizer,
             "milp", settings.solver, settings.time_limit_seconds, settings.gap, autocast=autocast_name(device),
         )  # fmt: skip
+        if settings.lengths and not self.records:
+            self._plan_lengths(request, device)
         captured = captured_for(request, request.example)
         reason = ""
-        for record in self.records:
+        for record in sorted(self.records, key=_elements):  # the next larger one
             reason = mismatch(record, self._model, args, kwargs)
             if reason:
                 continue
@@ -168,11 +178,27 @@ class AutoSchedule(ScheduleWrapper):
                 str(change) if change else "other parameters are frozen, other parts in eval mode, or results larger"
             )
             warn_caller(f"planning {type(self._model).__name__} anew: {reason}")
+        return self._plan(request, settings, device, captured), captured
+
+    def _plan_lengths(self, request: Request, device: torch.device) -> None:
+        """Plan for every length that is expected, the largest first."""
+        settings = self.settings
+        for length in sorted(settings.lengths, reverse=True):
+            there = replace(request, example=with_length(request.example, length))
+            record = self._plan(there, settings, device, captured_for(there, there.example))
+            settings = replace(settings, budget=record.budget_bytes)  # a share is of the peak at the largest length
+
+    def _plan(self, request: Request, settings: _Settings, device: torch.device, captured: Captured) -> ScheduleRecord:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             record = _record(request, settings, device, captured, self.verbose)
         self.records.append(record)
         self.record = record
-        return record, captured
+        return record
+
+
+def _elements(record: ScheduleRecord) -> int:
+    """How many elements the inputs of a plan have."""
+    return sum(math.prod(spec.shape) for spec in record.inputs)
 
 
 def _is_of(record: ScheduleRecord, captured: Captured, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ..errors import ScheduleFileError
+from ..errors import ScheduleFileError, UsageError
 from ..ir.schedule_file import InputSpec
 from .captured import fake_mode
 from .precision import LAYOUTS, in_layout, layout_of
@@ -26,6 +26,31 @@ def with_batch(example: Example, wanted: int) -> Example:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
             return leaf
         made = torch.empty((wanted, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+        return in_layout(made, layout_of(leaf)).requires_grad_(leaf.requires_grad)
+
+    with fake_mode():
+        args, kwargs = pytree.tree_map(resized, example)
+    return args, kwargs
+
+
+def with_length(example: Example, wanted: int) -> Example:
+    """The example at another length: ``wanted`` replaces that extent in every dimension but the first of every tensor.
+
+    The length is the second extent of the first tensor that has one.
+
+    Raises:
+        UsageError: no tensor has a second dimension.
+    """
+    tensors = [t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim() > 1]
+    if not tensors:
+        raise UsageError("lengths are of the second dimension of the inputs, and no input has one; leave lengths out")
+    length = tensors[0].shape[1]
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or length not in leaf.shape[1:]:
+            return leaf
+        extents = (wanted if extent == length else extent for extent in leaf.shape[1:])
+        made = torch.empty((*leaf.shape[:1], *extents), dtype=leaf.dtype, device=leaf.device)
         return in_layout(made, layout_of(leaf)).requires_grad_(leaf.requires_grad)
 
     with fake_mode():

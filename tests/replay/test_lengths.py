@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,9 @@ from replays import record_for
 from torch import nn
 from training import run, twin
 
-from monet_like import ScheduleWrapper
+from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture.lowering import capture
-from monet_like.errors import ScheduleFileError
+from monet_like.errors import ScheduleFileError, UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import Free, simulate
 from monet_like.plan.random_schedules import random_schedule
@@ -93,3 +94,30 @@ def test_smaller_inputs_that_need_more_memory_are_refused() -> None:
     wrapped(torch.randn(2, 32, 4)).backward()
     with pytest.raises(ScheduleFileError, match="whose results are larger"):
         wrapped(torch.randn(2, 4, 4))
+
+
+@pytest.mark.slow
+def test_lengths_are_planned_ahead_and_each_batch_follows_the_next_larger_one(caplog: pytest.LogCaptureFixture) -> None:
+    plain = decoder()
+    mine = auto_schedule(twin(plain), memory_budget="70%", mode="normal", effort="quick", lengths=[8, 16])
+    with caplog.at_level(logging.INFO, logger="monet_like"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows, length in ((3, 5), (3, 8), (2, 12), (3, 16)):
+            differences = run(plain, (), batch(rows, length)).differences(run(mine, (), batch(rows, length)))
+            assert {name: d for name, d in differences.items() if d} == {}
+    assert [record.inputs[0].shape for record in mine.records] == [(3, 16), (3, 8)]
+    assert len({record.budget_bytes for record in mine.records}) == 1
+    told = [line.partition(", captured")[0] for line in caplog.messages if "by the schedule for" in line]
+    assert [line.replace("LlamaForCausalLM: ", "") for line in told] == [
+        "int64[3, 5], int64[3, 5] by the schedule for int64[3, 8], int64[3, 8]",
+        "int64[2, 12], int64[2, 12] by the schedule for int64[3, 16], int64[3, 16]",
+    ]
+    with pytest.warns(UserWarning, match=r"planning LlamaForCausalLM anew: .*int64\[3, 17\]"):
+        mine(**batch(3, 17))
+
+
+def test_lengths_that_are_none_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"lengths \[8, 0\] must be whole numbers of at least 1"):
+        auto_schedule(nn.Linear(2, 2), lengths=[8, 0])
+    with pytest.raises(UsageError, match="no input has one; leave lengths out"):
+        auto_schedule(nn.Linear(2, 2).train(), torch.randn(2), lengths=[8])
