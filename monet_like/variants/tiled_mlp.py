@@ -1,0 +1,348 @@
+"""A decoder's MLP for some of the rows at a time, so that its wide activations never exist at once.
+
+Between the first products and the last one an MLP has several tensors of its full width, and a gradient of each. In tiles
+along the rows only those of one tile exist: the forward keeps none of them, and the backward computes each tile's again,
+either from the MLP's input or from the results of its first products. (Sequence tiling: Luo et al., Mini-Sequence
+Transformer, NeurIPS 2024; Bekman et al., Arctic Long Sequence Training, 2025. There the number of tiles is fixed.)
+
+``conv`` admits it: products of fewer rows, and sums over rows tile by tile, agree up to rounding. 16-bit gradients of
+weights are summed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..capture.captured import make_task
+from ..ir.program import Call, Ref, Task
+from . import linear
+from .editor import Editor, root_of
+
+#: Into how many tiles the rows are cut; each is a variant of its own.
+TILES = (1, 4, 16)
+_VIEW, _TURN = "aten.view.default", "aten.t.default"
+_PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default"})
+_ACTIVATIONS = ("silu", "gelu", "relu", "sigmoid", "tanh")
+_ROWWISE = frozenset(
+    {f"aten.{name}.default" for name in _ACTIVATIONS}
+    | {f"aten.{name}_backward.default" for name in (*_ACTIVATIONS, "threshold")}
+    | {"aten.mul.Tensor", "aten.add.Tensor", "aten.add_.Tensor"}
+)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Mlp:
+    """An MLP and its gradients.
+
+    Attributes:
+        tasks: of the forward, in order; the last one is the last product.
+        slots: numbers of the first slot and the one after the last.
+        x, grad: the input, and the incoming gradient, as values.
+        inner: values of the forward between its tasks.
+        products: of these the results of products.
+        between: values of the backward that only these slots read.
+        of_x: the gradient of ``x`` as a value; None: not wanted.
+        rows: how many there are.
+    """
+
+    tasks: tuple[Task, ...]
+    slots: tuple[int, int]
+    x: int
+    grad: int
+    inner: frozenset[int]
+    products: frozenset[int]
+    between: frozenset[int]
+    of_x: int | None
+    rows: int
+
+
+def offer(editor: Editor) -> None:
+    """Offer, for ``conv``, forward and gradients in tiles; gradients become one slot, by PyTorch or in tiles."""
+    if "conv" not in editor.words:
+        return  # apart, PyTorch's operators need less memory: something may be run again between them
+    makers = {value: task for task in editor.tasks if task.variant == "aten" for value in task.writes}
+    for last in editor.tasks:
+        mlp = _find(editor, makers, last) if last.variant == "aten" else None
+        if mlp is None:
+            continue
+        first, end = mlp.slots
+        plain = editor.in_turn([ways[0] for ways in editor.slots[first:end]], mlp.between)
+        ways = [plain]
+        others = [_by_onednn(each) for each in editor.slots[first:end]]
+        if any(way.variant != "aten" for way in others):
+            options = {"name": f"{plain.name}.{linear.VARIANT}", "variant": linear.VARIANT, "word": "conv"}
+            ways.append(editor.in_turn(others, mlp.between, **options))
+        for tiles in TILES:
+            if tiles > 1:
+                calls = _Tiles(editor, mlp, tiles).forward()
+                editor.add(last, calls, last.writes, f"tiled_mlp.{tiles}", word="conv", runs=last.runs)
+            for kept, name in ((frozenset[int](), "tiled_mlp"), (mlp.products, "tiled_mlp_from_products")):
+                calls = _Tiles(editor, mlp, tiles).backward(kept)
+                variant = f"{name}.{tiles}"
+                way = make_task(
+                    f"{plain.name}.{variant}", calls, plain.writes, editor.metas, variant=variant, word="conv"
+                )
+                ways.append(way)
+        editor.merge(first, ways, end - first)
+
+
+def _by_onednn(ways: list[Task]) -> Task:
+    """The way of a slot by oneDNN, if there is one."""
+    return next((way for way in ways if way.variant == linear.VARIANT), ways[0])
+
+
+def _find(editor: Editor, makers: dict[int, Task], last: Task) -> _Mlp | None:
+    """The MLP whose last product is ``last``, if nothing outside of it reads the values between its operators."""
+    if last.calls[-1].op not in _PRODUCTS or len(last.writes) != 1:
+        return None
+    tasks: dict[str, Task] = {}
+    inputs: dict[int, None] = {}
+    waiting = [last]
+    while waiting:
+        task = waiting.pop()
+        if task.name in tasks:
+            continue
+        tasks[task.name] = task
+        for value in _row_inputs(editor, task):
+            maker = makers.get(value)
+            inside = maker is not None and _is_rowwise(editor, maker) and value not in editor.captured.program.outputs
+            if maker is not None and inside and all(t.name in tasks for t in editor.forward_readers(value)):
+                waiting.append(maker)
+                inputs.pop(value, None)
+            else:
+                inputs[value] = None
+    for value in list(inputs):  # readers that were found later
+        maker = makers.get(value)
+        if maker is not None and maker.name in tasks:
+            del inputs[value]
+    found = tuple(task for task in editor.tasks if task.name in tasks)
+    products = frozenset(t.writes[0] for t in found[:-1] if t.calls[-1].op in _PRODUCTS)
+    inner = frozenset(t.writes[0] for t in found[:-1])
+    if len(inputs) != 1 or not products or found[-1] is not last or products == inner:
+        return None
+    (x,) = inputs
+    size = [sum(editor.metas[v].storage_bytes for v in values) for values in (inner, (x,))]
+    if size[0] < 2 * size[1]:
+        return None
+    return _with_slots(editor, found, x, inner, products)
+
+
+def _row_inputs(editor: Editor, task: Task) -> list[int]:
+    """The values that a task reads which are no parameters or buffers."""
+    return [v for v in task.reads if editor.values[v].kind not in ("parameter", "buffer")]
+
+
+def _is_rowwise(editor: Editor, task: Task) -> bool:
+    """Whether a task computes every row of its result from the same row of its inputs, by operators that are known here."""
+    *views, call = task.calls
+    if len(task.writes) != 1 or any(view.op not in (_VIEW, _TURN) for view in views):
+        return False
+    if call.op in _PRODUCTS:
+        return root_of(views, call.args[-1]) not in _row_inputs(editor, task)
+    shape = _elements(editor, task.writes[0])
+    return call.op in _ROWWISE and all(_elements(editor, v) == shape for v in task.reads)
+
+
+def _elements(editor: Editor, value: int) -> int:
+    return math.prod(editor.metas[value].shape)
+
+
+def _with_slots(
+    editor: Editor, tasks: tuple[Task, ...], x: int, inner: frozenset[int], products: frozenset[int]
+) -> _Mlp | None:
+    """The MLP with the slots of its gradients, which must be adjacent."""
+    first = next((k for k, ways in enumerate(editor.slots) if not inner.isdisjoint(ways[0].reads)), None)
+    if first is None:
+        return None
+    gradients = [v for v in editor.slots[first][0].reads if editor.values[v].kind == "backward"]
+    if len(gradients) != 1:
+        return None
+    (grad,) = gradients
+    while first and _belongs(editor, editor.slots[first - 1][0], {grad}, set()):
+        first -= 1  # the last product's gradients that read nothing of the forward
+    known, end = {grad}, first
+    while end < len(editor.slots) and _belongs(editor, editor.slots[end][0], known, {x, *inner}):
+        known.update(editor.slots[end][0].writes)
+        end += 1
+    made = known - {grad}
+    outside = [way for k, ways in enumerate(editor.slots) if not first <= k < end for way in ways]
+    others = [task for task in editor.tasks if task not in tasks]
+    read = {v for task in (*outside, *others) for v in task.reads} | {*editor.captured.program.gradients}
+    rows = math.prod(editor.metas[x].shape[:-1])
+    leaving = made & read
+    of_x = [
+        v for v in leaving if _elements(editor, v) == _elements(editor, x) and v not in _of_weights(editor, first, end)
+    ]
+    if not inner.isdisjoint(read) or not made or len(of_x) > 1 or rows < max(TILES):
+        return None
+    if any(not editor.metas[v].contiguous for v in (x, grad, *inner, *made)):
+        return None
+    if leaving - {*of_x} - _of_weights(editor, first, end):
+        return None
+    return _Mlp(tasks, (first, end), x, grad, inner, products, frozenset(made - read), of_x[0] if of_x else None, rows)
+
+
+def _of_weights(editor: Editor, first: int, end: int) -> set[int]:
+    """The gradients of weights and biases that some slots make: sums over all rows."""
+    ways = [ways[0] for ways in editor.slots[first:end]]
+    return {v for way in ways if _sums_rows(way) for v in way.writes}
+
+
+def _sums_rows(way: Task) -> bool:
+    call = way.calls[-1]
+    turned = {view.outs[0] for view in way.calls[:-1] if view.op == _TURN}
+    return call.op == "aten.sum.dim_IntList" or (call.op == "aten.mm.default" and call.args[0] in turned)
+
+
+def _belongs(editor: Editor, way: Task, known: set[int], forward: set[int]) -> bool:
+    """Whether a slot works on the gradients that are ``known`` so far, by operators that are known here."""
+    *views, call = way.calls
+    if len(way.writes) != 1 or any(view.op not in (_VIEW, _TURN) for view in views):
+        return False
+    residents = [v for v in way.reads if editor.values[v].kind in ("parameter", "buffer")]
+    if not {*way.reads} <= {*known, *forward, *residents} or known.isdisjoint(way.reads):
+        return False
+    if call.op == "aten.sum.dim_IntList":
+        return call.args[1:] == ([0], True)
+    if call.op == "aten.mm.default":
+        return _sums_rows(way) != bool(residents)
+    return call.op in _ROWWISE and not residents
+
+
+@dataclass
+class _Tiles:
+    """Writes the calls of one variant."""
+
+    editor: Editor
+    mlp: _Mlp
+    tiles: int
+    calls: list[Call] = field(default_factory=list)
+
+    def forward(self) -> list[Call]:
+        """The calls that compute the result in tiles."""
+        (out,) = self.mlp.tasks[-1].writes
+        self._empty(out)
+        self._rows_of(out, self.mlp.x)
+        for begin, end in self._cuts():
+            known = self._sliced(begin, end, self.mlp.x)
+            for task in self.mlp.tasks[:-1]:
+                self._run(task, known, begin)
+            self._run(self.mlp.tasks[-1], known, begin, into=self._part(out, begin, end))
+        return self.calls
+
+    def backward(self, kept: frozenset[int]) -> list[Call]:
+        """The calls that compute all gradients in tiles, with the values ``kept`` at hand."""
+        mlp, editor = self.mlp, self.editor
+        ways = [ways[0] for ways in editor.slots[mlp.slots[0] : mlp.slots[1]]]
+        needed = {v for way in ways for v in way.reads} & mlp.inner
+        tasks: list[Task] = []
+        for task in reversed(mlp.tasks[:-1]):
+            if task.writes[0] in needed and task.writes[0] not in kept:
+                tasks.insert(0, task)
+                needed.update({*task.reads} & mlp.inner)
+        at_hand = sorted(kept & needed)
+        if mlp.of_x is not None:
+            self._empty(mlp.of_x)
+        self._rows_of(mlp.x, mlp.grad, *at_hand, *([] if mlp.of_x is None else [mlp.of_x]))
+        for begin, end in self._cuts():
+            known = self._sliced(begin, end, mlp.x, mlp.grad, *at_hand)
+            for task in tasks:
+                self._run(task, known, begin)
+            for way in ways:
+                if _sums_rows(way):
+                    self._add_up(way, known, begin, end)
+                else:
+                    into = self._part(mlp.of_x, begin, end) if way.writes[0] == mlp.of_x else None
+                    self._run(way, known, begin, into=into)
+        for way in ways:
+            if _sums_rows(way) and self._wide(way):
+                value = way.writes[0]
+                place = (("dtype", editor.metas[value].dtype),)
+                self.calls.append(Call("aten._to_copy.default", (Ref(f"wide_{value}"),), place, (Ref(value),)))
+        return self.calls
+
+    def _cuts(self) -> Iterator[tuple[int, int]]:
+        size = -(-self.mlp.rows // self.tiles)
+        return ((begin, min(begin + size, self.mlp.rows)) for begin in range(0, self.mlp.rows, size))
+
+    def _empty(self, value: int) -> None:
+        meta = self.editor.metas[value]
+        place = (("dtype", meta.dtype), ("device", meta.device))
+        self.calls.append(Call("aten.empty_strided.default", (meta.shape, meta.stride), place, (Ref(value),)))
+
+    def _rows_of(self, *values: int) -> None:
+        """Views of whole values as matrices."""
+        for value in values:
+            shape = (self.mlp.rows, _elements(self.editor, value) // self.mlp.rows)
+            self.calls.append(Call(_VIEW, (Ref(value), shape), (), (Ref(f"rows_{value}"),)))
+
+    def _part(self, value: int | None, begin: int, end: int) -> Ref:
+        part = Ref(f"part_{value}_{begin}")
+        self.calls.append(Call("aten.slice.Tensor", (Ref(f"rows_{value}"), 0, begin, end), (), (part,)))
+        return part
+
+    def _sliced(self, begin: int, end: int, *values: int) -> dict[Ref, Ref]:
+        return {Ref(value): self._part(value, begin, end) for value in values}
+
+    def _operands(self, task: Task, known: dict[Ref, Ref], begin: int) -> dict[Any, Any]:
+        """What the operands of a task's last call are in this tile: its views of rows are the rows themselves."""
+        local: dict[Any, Any] = {}
+        for view in task.calls[:-1]:
+            (out,), source = view.outs, view.args[0]
+            assert out is not None
+            of = local.get(source) or known.get(source)
+            if view.op == _VIEW:
+                local[out] = of or source
+            else:
+                name = Ref(f"{out.name}_{begin}" if of else f"{out.name}_turned")
+                call = Call(_TURN, (of or source,), (), (name,))
+                if call not in self.calls:
+                    self.calls.append(call)
+                local[out] = name
+        return {**known, **local}
+
+    def _run(self, task: Task, known: dict[Ref, Ref], begin: int, *, into: Ref | None = None) -> None:
+        """One operator on one tile; its result is known from then on."""
+        call, (value,) = task.calls[-1], task.writes
+        operands = self._operands(task, known, begin)
+        args = tuple(operands.get(arg, arg) if isinstance(arg, Ref) else arg for arg in call.args)
+        op = call.op.replace("add_.", "add.")
+        if into is None:
+            out = Ref(f"made_{value}_{begin}")
+            self.calls.append(replace(call, op=op, args=args, outs=(out,)))
+            known[Ref(value)] = out
+        elif op in ("aten.mm.default", "aten.addmm.default", "aten.add.Tensor", "aten.mul.Tensor"):
+            form = op.rsplit(".", 1)[0] + ".out"
+            self.calls.append(Call(form, args, (*call.kwargs, ("out", into)), (into,)))
+        else:
+            out = Ref(f"made_{value}_{begin}")
+            self.calls.append(replace(call, op=op, args=args, outs=(out,)))
+            self.calls.append(Call("aten.copy_.default", (into, out), (), (into,)))
+
+    def _wide(self, way: Task) -> bool:
+        """Whether tiles of this gradient are added in float32."""
+        return self.tiles > 1 and self.editor.metas[way.writes[0]].dtype in _HALF
+
+    def _add_up(self, way: Task, known: dict[Ref, Ref], begin: int, end: int) -> None:
+        """Add a tile's part to the gradient of a weight or bias."""
+        call, value = way.calls[-1], way.writes[0]
+        operands = self._operands(way, known, begin)
+        args = tuple(operands.get(arg, arg) if isinstance(arg, Ref) else arg for arg in call.args)
+        wide, sums = self._wide(way), call.op == "aten.sum.dim_IntList"
+        total = Ref(f"wide_{value}") if wide else Ref(value)
+        part = total if not begin and (sums or not wide) else Ref(f"sum_{value}_{begin}")
+        if begin and not wide and not sums:
+            self.calls.append(Call("aten.addmm.out", (total, *args), (("out", total),), (total,)))
+            return
+        options = (("dtype", torch.float32),) if wide and sums else call.kwargs
+        self.calls.append(replace(call, args=args, kwargs=options, outs=(part,)))
+        if begin:
+            self.calls.append(Call("aten.add_.Tensor", (total, part), (), (total,)))
+        elif part != total:
+            self.calls.append(Call("aten._to_copy.default", (part,), (("dtype", torch.float32),), (total,)))
