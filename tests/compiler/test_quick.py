@@ -206,7 +206,7 @@ def files() -> list[str]:
 def test_quick_first_and_full_at_the_next_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 3.0)
+    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 1.0)
     first, said = planned(capsys)
     assert first.solver == "heuristic" and files() == ["quick"]  # what is measured quickly is not kept
     assert "s (quickly; all is measured and refined at the next start, or now with effort='full'), kept in " in said
@@ -231,26 +231,28 @@ def test_quick_first_and_full_at_the_next_start(
     assert planned(capsys, effort="quick")[0] == full
 
 
+@pytest.mark.slow
 def test_the_full_plan_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 3.0)
+    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 1.0)
     full, _ = planned(capsys, effort="full")
     assert full.solver == "HIGHS" and files() == ["profile_", "schedule"]
     assert planned(capsys)[0] == full
-    limited, said = planned(capsys, time_limit_seconds=2.5)  # who gives a limit wants the solver
+    limited, said = planned(capsys, time_limit_seconds=1.5)  # who gives a limit wants the solver
     assert limited.solver == "HIGHS" and "operators reused, measured on 20" in said
-    quickly, _ = planned(capsys, effort="quick", time_limit_seconds=2.0)
+    quickly, _ = planned(capsys, effort="quick", time_limit_seconds=1.2)
     assert quickly.solver == "heuristic"
     with pytest.raises(UsageError, match="effort 'slow' is unknown; choose one of auto, quick, full"):
         planned(capsys, effort="slow")
 
 
+@pytest.mark.slow
 def test_where_the_local_search_finds_nothing_the_solver_is_asked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nothing(*_: object) -> None:
         raise SolverError("nothing found")
 
-    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 3.0)
+    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 1.0)
     monkeypatch.setattr(pipeline, "plan_quickly", nothing)
     assert planned(capsys)[0].solver == "HIGHS" and files() == ["profile_", "schedule"]
 
@@ -263,6 +265,7 @@ def test_a_quick_plan_trains_as_plain_pytorch() -> None:
     assert max(plain.differences(scheduled).values()) == 0.0
 
 
+@pytest.mark.slow
 def test_the_command_line_and_auto_schedule_have_one_store(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "from torch import nn\ndef make(): return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import highspy
@@ -15,8 +16,10 @@ from torch import nn
 
 import monet_like
 from monet_like.compiler import sources
+from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.problem import read_problem
 from monet_like.errors import InfeasibleError, UsageError
+from monet_like.files import cache_folder
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
@@ -207,6 +210,31 @@ def test_measured_costs_are_kept_and_measured_once(tmp_path: Path, monkeypatch: 
     given = monet_like.problem(model, rows, mode="normal", profile=kept)
     assert given.plain == first.plain
     monet_like.auto_schedule(model, rows, memory_budget="100%", mode="normal", solver="HIGHS", time_limit_seconds=1.0)
+
+
+@pytest.mark.slow
+def test_a_quick_plan_and_then_a_full_one() -> None:
+    """The second measures all; a quick one after it has its costs. Workspaces once measured serve the next quick plan."""
+    job = monet_like.problem(net().train(), IMAGES, mode="inplace_multiway_newnode")
+    job.request = replace(job.request, profile_batch=2)
+    first = job.plan("70%", quick=True)
+    assert first.record.solver == "heuristic" and "timed quickly at batch 2" in first.record.note
+    assert first.peak_bytes <= first.budget_bytes == int(0.7 * first.record.plain_peak_bytes)
+    assert "not measured yet" in repr(job) and not [*cache_folder().glob("profile_*.json")]
+    exact, _ = measured_costs(replace(job.request, profile_batch=8), job.captured, job.device, timed=False)
+    assert first.peak_bytes == simulate(job.program, first.schedule, exact).peak_bytes
+    wide = job.plan("90%", quick=True)
+    assert {*wide.ready.guessed} <= {*first.ready.guessed} and first.ready.guessed
+
+    full = job.plan("70%", time_limit_seconds=1)
+    assert full.record.solver == "HIGHS" and full.record.note == "measured at batch 2, scaled to 8"
+    (kept,) = cache_folder().glob("profile_*.json")
+    assert Profile.load(kept).costs == job.profile.costs and Profile.load(kept).note == ""
+    again = job.plan("70%", quick=True)
+    assert again.record.solver == "heuristic" and again.ready is job.ready
+    for wrong in ({"strategy": "ogc"}, {"evaluations": 10}):
+        with pytest.raises(UsageError, match="quick plans are made by the local search"):
+            job.plan("70%", quick=True, **wrong)
 
 
 def test_a_cache_that_cannot_be_written_to_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
