@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from ..compiler.pipeline import default_names
+from ..compiler.labels import default_names
 from ..compiler.problem import Problem, assumed_input, read_problem
 from ..compiler.sources import Filed, Source, is_roofline
 from ..files import check_writable

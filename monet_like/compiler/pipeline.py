@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +17,10 @@ from ..capture.precision import weights_layout
 from ..errors import InfeasibleError, SolverError
 from ..ir.display import short_repr
 from ..ir.profile_file import Profile
-from ..ir.program import FREE, REFUSED, Cost, Program
-from ..ir.schedule import kept_values
+from ..ir.program import FREE, REFUSED, Cost
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import Moment, Report, moments, simulate
-from ..ir.units import GIB, Budget, format_bytes
-from ..nn.sync_batch_norm import among
+from ..ir.units import format_bytes
 from ..plan import Plan, plan
 from ..plan.analysis import floor_bytes
 from ..plan.baseline import plain_report, plain_step
@@ -34,6 +30,7 @@ from ..profile.devices import DeviceLimits, device_name
 from ..profile.profiler import Progress
 from ..profile.settings import changed_settings, settings_of, versions
 from .costs import measured_costs, profiled, to_profile
+from .labels import summary_counts
 from .quick import Steps, quick_costs, settled
 from .request import Request, captured_for
 
@@ -405,40 +402,3 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         note=profile.note + (f"; captured as on {request.target.type}, without one" if request.target else ""),
         counts=summary_counts(captured.program, found),
     )
-
-
-def summary_counts(program: Program, found: Plan) -> dict[str, int]:
-    """Counts that describe a schedule: parameters, values kept for the backward, recomputed tasks, variants chosen."""
-    schedule = found.schedule
-    again = Counter(index for tasks in schedule.again for index in tasks)
-    made = {v for i in schedule.forward for v in program.tasks[i].writes if program.values[v].bytes}
-    kept = kept_values(program, schedule)
-    parameters, parameter_bytes = program.parameters
-    counts = {
-        "parameters": parameters,
-        "parameter_bytes": parameter_bytes,
-        "slots": len(program.slots),
-        "kept": len(kept),
-        "dropped": len(made - kept),
-        "recomputed": len(again),
-        "reruns": sum(again.values()),
-    }
-    chosen = [program.tasks[i].variant for i in (*schedule.forward, *again.elements())]
-    chosen += [program.slots[s][w].variant for s, w in enumerate(schedule.ways)]
-    if (processes := among(program)) > 1:
-        counts["processes"] = processes
-    if found.report.host_bytes:
-        counts["host_bytes"] = found.report.host_bytes
-    counts.update({f"variant {name}": n for name, n in sorted(Counter(chosen).items()) if name != "aten"})
-    return counts
-
-
-def default_names(name: str, request: Request, budget: Budget, folder: Path) -> Path:
-    """Default path of a schedule file, such as ``solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl``.
-
-    A share of plain PyTorch's peak stands there as ``60percent``.
-    """
-    limit = f"{100 * budget.share:g}percent" if budget.bytes is None else f"{budget.bytes / GIB:.2f}"
-    words = [weights_layout(request.model), f"autocast_{request.autocast}" if request.autocast else ""]
-    suffix = "".join(f"_{word}" for word in (*words, "ablation" if request.ablation else "") if word)
-    return folder / f"solution_{name}_{request.batch}_{request.mode}_{limit}{suffix}.pkl"
