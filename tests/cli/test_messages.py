@@ -276,7 +276,11 @@ def test_missing_arguments(count: int, missing: str) -> None:
         (("--gap", "2"), "--gap 2.0 must be at least 0 and less than 1, such as 0.01 for 1 %"),
         (("--gap", "-0.1"), "--gap -0.1 must be at least 0 and less than 1, such as 0.01 for 1 %"),
         (("--gap", "nan"), "--gap nan must be at least 0 and less than 1, such as 0.01 for 1 %"),
-        (("--optimizer", "adma"), "optimizer 'adma' is unknown; choose one of none, sgd, momentum, adam"),
+        (
+            ("--optimizer", "adma"),
+            "optimizer 'adma' is unknown; choose one of none, sgd, momentum, adam, adamw, adam_fused, adamw_fused, adam8bit, "
+            "adamw8bit",
+        ),
         (
             ("--profile", "roofline:h900"),
             "there is no roofline for 'h900'; choose one of cpu, p100, a100, a100-80gb-pcie, a100-80gb-sxm, h100, "
