@@ -104,6 +104,22 @@ def test_the_most_influential_operators_are_timed_within_the_allowance(monkeypat
     }
 
 
+def test_measured_times_are_used_at_the_wanted_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three operators; the others of their kinds are estimated, corrected by these."""
+    request, captured = problem()
+    first: list[str] = []
+
+    def three(tasks: dict[str, object], *_: object, **options: object) -> tuple[dict[str, Cost], set[str]]:
+        first.extend([*tasks][:3])
+        return {key: Cost(3.0 if key in first else 0.0) for key in tasks}, set(first)
+
+    monkeypatch.setattr(quick, "measure_partly", three)
+    for batch, seconds in ((16, 3.0), (4, 12.0)):
+        first.clear()
+        costs = quick_costs(replace(request, profile_batch=batch), captured, CPU).profile.costs
+        assert [costs[key].seconds for key in first] == [seconds] * 3
+
+
 def test_what_the_store_knows_is_not_measured() -> None:
     request, captured = problem()
     saved: list[Profile] = []
