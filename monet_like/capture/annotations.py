@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.fx.traceback
+import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +32,7 @@ _LAYER_KEY = "monet_like_layer"
 _IN_PLACE_KEY = "monet_like_in_place"
 _LAYOUTS_KEY = "monet_like_layouts"
 _NOISE_KEY = "monet_like_noise"
+_HELD_KEY = "monet_like_held"
 _ATTRIBUTE = "_monet_like_mark"
 _numbers = itertools.count()
 
@@ -134,8 +137,14 @@ class InPlaceCalls(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func == _SET_DATA:
+            if (
+                args[0] is args[1]
+            ):  # it has the memory that it is given, as a layer of bitsandbytes gives it in every call
+                return None
+            layer = (torch.fx.traceback.current_meta.get("custom") or {}).get(_LAYER_KEY)
             raise CaptureError(
-                "the forward assigns a tensor's .data, and a schedule cannot; write into it: tensor.copy_(...)"
+                f"the forward{f' of {layer}' if layer else ''} assigns a tensor's .data, and a schedule cannot; write into it: "
+                "tensor.copy_(...), or if a layer does so in its first call alone, call the model once before"
             )
         if func is torch.bilinear and torch.is_autocast_enabled(args[0].device.type):
             raise CaptureError(
@@ -178,6 +187,26 @@ def eager_layouts(node: fx.Node) -> dict[int, tuple[int, ...]]:
     """The strides that some arguments of a node have in plain PyTorch and not in the trace, by position."""
     found = (node.meta.get("custom") or {}).get(_LAYOUTS_KEY, {})
     return found if str(node.target).split(".")[1] not in _EXACT else {}
+
+
+def note_held(context: Any) -> None:
+    """Note on traced nodes that the context of a custom function holds their tensors as attributes.
+
+    Plain PyTorch frees them with autograd's graph, which lives as long as the loss: not when the function's backward has run.
+    """
+    mode = get_proxy_mode()
+    for tensor in pytree.tree_leaves(getattr(context, "__dict__", {})):
+        if mode is None or not isinstance(tensor, FunctionalTensor):
+            continue
+        torch._sync(tensor)
+        slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
+        if slot is not None:
+            slot.proxy.node.meta[_HELD_KEY] = True
+
+
+def is_held(node: fx.Node) -> bool:
+    """Whether the context of a custom function holds the tensor that a node makes until the step has ended."""
+    return bool(node.meta.get(_HELD_KEY))
 
 
 def changes_its_first(func: Any, kwargs: Mapping[str, Any]) -> bool:

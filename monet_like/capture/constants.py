@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,12 +21,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import CaptureError
 from ..ir.display import short_repr
-from .annotations import changes_its_first
+from .annotations import changes_its_first, note_held
 
 #: Containers nested deeper than this are not searched for constants.
 _DEPTH = 4
@@ -63,12 +63,19 @@ class HeldTensors(TorchFunctionMode):
 
     Attributes:
         found: the new ones.
+        aliases: those that are a frozen parameter in another object.
     """
 
     def __init__(self, replacements: WeakTensorKeyDictionary, *, looking: bool) -> None:
         super().__init__()
         self.replacements, self.looking = replacements, looking
         self.found: list[torch.Tensor] = []
+        self.aliases: list[torch.Tensor] = []
+        self._frozen = {
+            _memory_of(own): traced
+            for own, traced in replacements.items()
+            if isinstance(own, nn.Parameter) and not own.requires_grad and not is_traceable_wrapper_subclass(own)
+        }
         self._depth = 0
 
     def __enter__(self) -> HeldTensors:
@@ -97,11 +104,15 @@ class HeldTensors(TorchFunctionMode):
         # Below that depth the tracer's own code calls functions, on tensors that are none of the forward's.
         if not any(map(_outside, pytree.tree_leaves(tree))) or _dispatch_depth() < self._depth:
             return tree
-        return pytree.tree_map(self._replacement, tree)
+        return pytree.tree_map(self.replacement, tree)
 
-    def _replacement(self, leaf: Any) -> Any:
+    def replacement(self, leaf: Any) -> Any:
+        """The tracer's tensor for one from outside; all else is returned as it is."""
         if not _outside(leaf):
             return leaf
+        if leaf not in self.replacements and not leaf.requires_grad and _memory_of(leaf) in self._frozen:
+            self.replacements[leaf] = self._frozen[_memory_of(leaf)]
+            self.aliases.append(leaf)
         if leaf not in self.replacements and self.looking:
             like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
             self.replacements[leaf] = like.requires_grad_(leaf.requires_grad)
@@ -109,13 +120,17 @@ class HeldTensors(TorchFunctionMode):
         return self.replacements.get(leaf, leaf)
 
     @contextlib.contextmanager
-    def in_custom_functions(self) -> Iterator[None]:
+    def in_custom_functions(self, replaced: Callable[[Any], Any]) -> Iterator[None]:
         """Replace the arguments of ``torch.autograd.Function.apply``, which is no function that modes see."""
         own = torch.autograd.Function.__dict__["apply"]
 
         def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.replaced((args, kwargs))
-            return own.__get__(None, function)(*args, **kwargs)
+            if _dispatch_depth() >= self._depth:
+                args, kwargs = replaced((args, kwargs))
+            result = own.__get__(None, function)(*args, **kwargs)
+            for leaf in pytree.tree_leaves(result):
+                note_held(getattr(leaf, "grad_fn", None))
+            return result
 
         torch.autograd.Function.apply = classmethod(apply)
         try:
@@ -134,6 +149,12 @@ def foreign_memory() -> CaptureError:
 
 def _dispatch_depth() -> int:
     return len(_get_current_dispatch_mode_stack())
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The identity of a tensor's memory and how it lies there."""
+    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return *place, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _outside(leaf: Any) -> bool:
@@ -164,11 +185,20 @@ class Constants:
     model: weakref.ref[nn.Module] | None = None
 
     @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor], model: nn.Module, arguments: Iterable[Any]) -> Constants:
-        """The constants of a program that was just captured from ``model``, called with ``arguments``."""
+    def of(
+        tensors: Mapping[str, torch.Tensor],
+        model: nn.Module,
+        arguments: Iterable[Any],
+        aliases: Sequence[torch.Tensor] = (),
+    ) -> Constants:
+        """The constants of a program that was just captured from ``model``, called with ``arguments``.
+
+        Args:
+            aliases: frozen parameters as other objects hold them.
+        """
         if not tensors:
             return Constants()
-        places = tuple(_places(model, arguments, tensors.values()))
+        places = tuple(_places(model, arguments, (*tensors.values(), *aliases)))
         return Constants(dict(tensors), places, _described(tensors.values()), weakref.ref(model))
 
     def are_of(self, model: nn.Module) -> bool:
@@ -241,6 +271,10 @@ def _places(model: nn.Module, arguments: Iterable[Any], tensors: Iterable[torch.
     search = _Search(tensors)
     for module in model.modules():
         search.within(module.__dict__, without=_REGISTERED)
+        for name, parameter in module._parameters.items():  # the scales of a quantised one
+            parts = getattr(parameter, "__dict__", {})
+            if search.within(parts):
+                search.places.append((module._parameters, name, parameter))
     for argument in arguments:
         if (inner := members_of(argument)) is not None:
             search.within(inner)

@@ -20,6 +20,7 @@ from .guards.reads import Reads
 from .guards.recorder import Recorder
 from .guards.side_effects import keeping_generators, keeping_tensors
 from .results import without_dataclasses
+from .state_objects import StateObjects, keep_attributes
 from .traced_autocast import TracedAutocast
 
 #: Where a `FlatModule` keeps the tensors that the model has not registered.
@@ -47,6 +48,8 @@ class FlatModule(nn.Module):
         self.reads: Reads | None = None
         self.recorder: Recorder | None = None
         self.held, self.tries = nn.Module(), _TRIES
+        self.state_objects: StateObjects | None = None  # of the last forward
+        self.aliases: list[torch.Tensor] = []  # frozen parameters as other objects hold them
         self.before: dict[str, torch.Tensor] = {}
         self.changed_without_gradient: set[int | str] = set()  # inputs and names of what is changed under no_grad alone
         self.tracing_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -131,9 +134,11 @@ class FlatModule(nn.Module):
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if (before := self.before.get(name)) is not None:
                 own[before] = tensor
+                keep_attributes(tensor, before)
         mode = HeldTensors(own, looking=self.tries > 0)
+        self.state_objects = StateObjects(mode.replacement)
         try:
-            with mode, mode.in_custom_functions():
+            with mode, mode.in_custom_functions(self.state_objects.replaced):
                 result = mode.replaced(without_dataclasses(self.model(*args, **kwargs)))
         except Exception:
             if mode.found:
@@ -141,6 +146,7 @@ class FlatModule(nn.Module):
             raise
         if mode.found:
             raise ConstantsFound(mode.found, 0)
+        self.aliases = mode.aliases
         keyed: list[tuple[int | str, torch.Tensor]] = [
             *enumerate(tensors),
             *self.named_parameters(),
@@ -153,6 +159,15 @@ class FlatModule(nn.Module):
             and torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(tensor.elem)
         }
         return result
+
+    def check_state_objects(self) -> None:
+        """Whether custom functions have left the objects alone that they were given.
+
+        Raises:
+            CaptureError: they set attributes of them.
+        """
+        if self.state_objects is not None:
+            self.state_objects.check(type(self.model).__name__)
 
     def _apart(self, results: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results, with a copy of every result with a gradient that shares its storage with another tensor.

@@ -28,6 +28,8 @@ def add_placeholder(lowering: Values, node: fx.Node) -> None:
         raise CaptureError(f"input {node.name} is a {type(fake).__name__}; only tensors may vary between steps")
     if kind in ("ParamAOTInput", "BufferAOTInput"):
         lowering.nodes[node] = _resident(lowering, desc.target, kind == "ParamAOTInput", fake)
+    elif kind == "SubclassGetAttrAOTInput":
+        lowering.nodes[node] = _part(lowering, desc, fake)
     elif kind == "PlainAOTInput":
         value = lowering.new_value(f"input{desc.idx}", "input", fake)
         lowering.inputs[desc.idx] = value
@@ -112,6 +114,32 @@ def _resident(lowering: Values, target: str, parameter: bool, fake: torch.Tensor
         (lowering.parameters if parameter else lowering.buffers).append((name, known.value))
         if target.startswith(HELD):
             lowering.constants[name] = tensor
+    return known
+
+
+def _part(lowering: Values, desc: Any, fake: torch.Tensor) -> NodeResult:
+    """The node of a tensor that a parameter or buffer of a tensor subclass consists of, such as the scales of int8 weights.
+
+    Raises:
+        CaptureError: it is part of an input of the model.
+    """
+    path: list[str] = []
+    while type(desc).__name__ == "SubclassGetAttrAOTInput":
+        path.insert(0, desc.attr)
+        desc = desc.base
+    if type(desc).__name__ not in ("ParamAOTInput", "BufferAOTInput"):
+        raise CaptureError(
+            f"{desc.expr()} is of a tensor subclass, and a schedule takes plain tensors; pass the tensors that it consists of"
+        )
+    name, tensor = lowering.flat.tensor(desc.target)
+    for attribute in path:
+        tensor = getattr(tensor, attribute)
+    name = ".".join((name, *path))
+    first, known = lowering.named.setdefault(id(tensor), (name, NodeResult(fake, False)))
+    if first == name:
+        known.value = lowering.new_value(name, "parameter", fake)
+        lowering.parameters.append((name, known.value))
+        lowering.constants[name] = tensor
     return known
 
 

@@ -71,6 +71,13 @@ def with_in_place_calls(lowering: Values, program: Program) -> Program | None:
     return replace(program, tasks=tuple(tasks)) if tasks != list(program.tasks) else None
 
 
+def with_held(program: Program, held: Set[int]) -> Program:
+    """``program`` with values that the contexts of custom functions hold to the end of the step, see `note_held`."""
+    overwritten = {task.overwrites for task in program.every_task()}
+    kept = {v for v in held if program.values[v].kind == "forward" and program.producers[v]} - overwritten
+    return replace(program, outputs=tuple(sorted({*program.outputs, *kept}))) if kept else program
+
+
 def accumulate_in_place(lowering: Values, gradients: set[int]) -> list[Task]:
     """The slots, with sums of gradients added in place where nothing reads one summand later, as the autograd engine does.
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import CaptureError
 from ..ir.program import Call, Program, Ref, Runs
 from .absent_gpu import convolutions
-from .annotations import called_in_place, layer_of, mark_of
+from .annotations import called_in_place, is_held, layer_of, mark_of
 from .captured import Captured, Tensor, TensorMeta
 from .checks import check_initialized, check_momentum, check_unsharded
 from .constants import Constants
@@ -34,7 +34,7 @@ from .flat_module import FlatModule
 from .gradients import adds_up_per_name, collect_gradients, in_slot_order, movable_slots
 from .graph_edits import move_graph
 from .graph_inputs import add_attribute, add_placeholder, lay_out_tangent
-from .in_place import accumulate_in_place, with_in_place_calls
+from .in_place import accumulate_in_place, with_held, with_in_place_calls
 from .lowering_rules import (
     add_reserve,
     as_cudnn_call,
@@ -46,6 +46,7 @@ from .lowering_rules import (
     rule_of,
     with_own_memory,
 )
+from .quantised import check_quantised, settle
 from .released_gradients import with_releases
 from .tracing import trace_joint
 from .updates import add_update, forbid_rereading_changed
@@ -92,6 +93,8 @@ def capture(
     check_unsharded(model)
     check_initialized(model)
     check_momentum(model)
+    settle(model)
+    check_quantised(model, target)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     flat = FlatModule(model, leaves, spec)
@@ -164,6 +167,8 @@ class Lowering(Values):
             self.in_place.update(range(known, len(self.values)))
             if self.is_needless_clone(node):
                 self.saved.add(self.storages[storage_of(self.nodes[node].result)])
+        if is_held(node) and isinstance(self.nodes[node].result, torch.Tensor):
+            self.held.add(self.storages[storage_of(self.nodes[node].result)])
         mark = mark_of(node)
         if mark is not None and not self.in_backward:
             self.marks.update((value, mark) for value in range(known, len(self.values)))
@@ -200,6 +205,9 @@ class Lowering(Values):
             node.target = torch.ops.aten.reshape.default
         result = eager_result(self, node, args, kwargs)
         self.nodes[node] = info = NodeResult(result, backward)
+        if self.is_scaled_in_place(node):  # made by the task that scales it
+            self.storages[storage_of(result)] = self.storages[storage_of(args[0])]
+            self.owners.append(result)
         if any(storage_of(t) not in self.storages for t in tensors_in(result)):
             self._task(node, info)
 
@@ -287,6 +295,7 @@ class Lowering(Values):
             parameter_gradients = in_slot_order(self, parameter_gradients)
             input_gradients = in_slot_order(self, input_gradients)
             program = self._program(outputs, parameter_gradients, input_gradients)
+        as_called = with_held(with_in_place_calls(self, plain) or plain, self.held)
         assert self.flat.out_spec is not None
         return Captured(
             program=program,
@@ -304,11 +313,11 @@ class Lowering(Values):
             device=self.metas[self.parameters[0][1]].device if self.parameters else torch.device("cpu"),
             marks=self.marks,
             layers=self.layers,
-            as_called=with_in_place_calls(self, plain) or (plain if late else None),
+            as_called=None if as_called == program else as_called,
             made_last=tuple(movable[slot] for slot in late),
             optimizer_in_backward=self.optimizer_in_backward,
             reads=self.flat.reads,
-            constants=Constants.of(self.constants, self.flat.model, self.flat.leaves),
+            constants=Constants.of(self.constants, self.flat.model, self.flat.leaves, self.flat.aliases),
             written=tuple(sorted(self.written, key=self.written.__getitem__)),
             changed=frozenset(self.changed),
         )

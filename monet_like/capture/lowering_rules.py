@@ -45,6 +45,10 @@ def with_own_memory(lowering: Values, node: fx.Node, calls: list[Call], call: Ca
     A copy into a part of a storage takes no more than that part: ``aten.copy``'s own result would have all of it.
     """
     made = call.outs[0]
+    first = args_of(node)[0] if args_of(node) else None
+    if call.op == "aten.mul.Tensor" and isinstance(first, fx.Node) and lowering.is_scaled_in_place(first):
+        calls = [replace(each, outs=(made,)) if each.outs == (call.args[0],) else each for each in calls]
+        return calls, Call("aten.mul_.Tensor", (made, *call.args[1:]), (), ())
     if call.op == "aten.copy.default" and made is not None and _is_part(lowering.result_of(args_of(node)[0])):
         calls = []
         source = lowering.emit(args_of(node)[1], calls)

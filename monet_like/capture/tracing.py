@@ -123,6 +123,7 @@ def _recorded(stack: contextlib.ExitStack, flat: FlatModule, fakes: tuple[torch.
     with Recorder(flat.model, leaves, flat.told) as flat.recorder:
         joint = aot_export_joint_with_descriptors(stack, flat, fakes)
         flat.recorder.check_backward()
+        flat.check_state_objects()
     flat.reads = flat.recorder.reads()
     return joint
 

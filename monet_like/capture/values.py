@@ -18,6 +18,7 @@ from .annotations import Mark, eager_layouts
 from .captured import Tensor, TensorMeta, make_task
 from .flat_module import FlatModule
 from .graph_edits import reaches_output
+from .quantised import int8_weights
 
 _SKIPPED_VIEWS = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
 
@@ -76,11 +77,13 @@ class Values:
         self.noises: dict[
             fx.Node, int
         ] = {}  # dropout on a CPU: node of the mask -> value of the noise that replaces it
+        self.int8_weights = int8_weights(flat.model)
         self.by_cudnn: dict[fx.Node, Ref | None] = {}  # batch norm that cuDNN computes -> its reserve
         self.in_backward = False
         self.marks: dict[int, Mark] = {}
         self.layers: dict[int, str] = {}
         self.in_place: set[int] = set()  # values that the model's own calls write into what they read
+        self.held: set[int] = set()  # values that plain PyTorch keeps to the end of the step
         self.saved: set[int] = set()  # values that these calls copy first, for the backward
 
     def new_value(self, name: str, kind: Any, tensor: torch.Tensor) -> int:
@@ -139,6 +142,14 @@ class Values:
             return False
         into, source = (self.nodes[arg].result for arg in args_of(node)[:2])
         return self.is_buffer_tensor(into) and self.is_buffer_tensor(source) and storage_of(into) == storage_of(source)
+
+    def is_scaled_in_place(self, node: fx.Node) -> bool:
+        """Whether a node casts an int8 weight that bitsandbytes scales in place then: the weight is dequantised at once."""
+        if node.target is not torch.ops.aten._to_copy.default or len(node.users) != 1:
+            return False
+        weight, (user,) = self.storages[storage_of(self.result_of(args_of(node)[0]))], node.users
+        scaled = user.target is torch.ops.aten.mul.Tensor and args_of(user)[0] is node
+        return scaled and self.values[weight].name in self.int8_weights
 
     @cached_property
     def output(self) -> fx.Node:

@@ -21,6 +21,7 @@ from ..capture.example_inputs import device_of, example_of, input_specs
 from ..capture.guards.reads import Change
 from ..capture.lowering import capture
 from ..capture.precision import AUTOCASTS, autocast_as, autocast_name
+from ..capture.quantised import settle
 from ..errors import ScheduleFileError, UsageError, warn_caller
 from ..ir.program import Program, Task
 from ..ir.schedule import Schedule
@@ -111,6 +112,7 @@ class ScheduleWrapper(StandIn):
         if isinstance(model, ScheduleWrapper):
             raise UsageError("the model is already wrapped in a ScheduleWrapper")
         check_initialized(model)
+        settle(model)
         check_backend(backend, device_of(model))
         self.__dict__["_model"] = model
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules

@@ -1,0 +1,67 @@
+"""Small nets with frozen quantised weights and adapters on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import bitsandbytes
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torchao.quantization import quantize_
+from transformers import LlamaConfig, LlamaForCausalLM
+
+#: From the sizes of a layer to a layer whose frozen weight is quantised.
+Make = Callable[[int, int], nn.Module]
+
+
+class Adapted(nn.Module):
+    """A frozen layer and an adapter of rank 4."""
+
+    def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 4, bias=False), nn.Linear(4, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted(make: Make, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A plain layer, two adapted ones, and a plain layer."""
+    torch.manual_seed(0)
+    first, second = Adapted(make(64, 256), 64, 256), Adapted(make(256, 128), 256, 128)
+    net = nn.Sequential(nn.Linear(64, 64), first, nn.GELU(), second, nn.GELU(), nn.Linear(128, 8))
+    return net.to(dtype).to("cpu")  # where bitsandbytes quantises
+
+
+def four_bit(quant_type: str = "nf4", dtype: torch.dtype = torch.float32, **options: Any) -> Make:
+    return lambda i, o: bitsandbytes.nn.Linear4bit(i, o, quant_type=quant_type, compute_dtype=dtype, **options)
+
+
+def eight_bit(**options: Any) -> Make:
+    return lambda i, o: bitsandbytes.nn.Linear8bitLt(i, o, has_fp16_weights=False, **options)
+
+
+def by_torchao(config: Any, dtype: torch.dtype = torch.float32) -> Make:
+    def make(inputs: int, outputs: int) -> nn.Module:
+        layer = nn.Linear(inputs, outputs, dtype=dtype)
+        quantize_(layer, config)
+        return layer
+
+    return make
+
+
+def four_bit_llama(**options: Any) -> nn.Module:
+    """A Llama of two blocks with 4-bit projections and PEFT's LoRA on two of them, as `from_pretrained` makes it."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, use_cache=False, **sizes))
+    for owner in [module for name, module in model.named_modules() if name.endswith(("self_attn", "mlp"))]:
+        for name, layer in [pair for pair in owner.named_children() if isinstance(pair[1], nn.Linear)]:
+            other = four_bit(bias=False, **options)(layer.in_features, layer.out_features)
+            other.load_state_dict(layer.state_dict())
+            setattr(owner, name, other)
+    model.to("cpu")
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)).train()
