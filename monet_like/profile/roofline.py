@@ -42,8 +42,9 @@ from .devices import DeviceLimits
 ROOFLINE_VERSION = 3
 
 
-#: Operators that read dropped caches.
-_UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.default")
+_GEMM_4BIT = "bitsandbytes.gemm_4bit.default"
+#: Operators that read dropped caches, or a quantised weight.
+_UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.default", _GEMM_4BIT)
 #: As many elements as mm_largest makes dense at a time (csrc/cpu/mm_largest.cpp, csrc/cuda/caches.cu).
 _DENSE = 1 << 22
 _IM2COL = "aten._slow_conv2d_forward.default"
@@ -58,9 +59,10 @@ WORKSPACE_LIMIT_BYTES = 512 * 2**20
 def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     """The cost of every distinct task of ``captured`` on a device with ``limits``.
 
-    Workspace is taken to be 0, with three exceptions. Convolutions on a GPU have the one that is estimated above. What a
+    Workspace is taken to be 0, with four exceptions. Convolutions on a GPU have the one that is estimated above. What a
     dropped cache is unpacked into is a tensor as large as the one dropped, or, for a product with it, a copy of what is
-    kept or of some rows. cuDNN makes the gradient of batch norm's input even where nobody wants it. Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
+    kept or of some rows. A product with a 4-bit weight dequantises it. cuDNN makes the gradient of batch norm's input even
+    where nobody wants it. Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
     """
     priced = {task.cost for task in captured.every_task() if task.word != ALGORITHMS}
     tasks, works = distinct_tasks(captured), _works(captured)
@@ -82,7 +84,7 @@ class _Work:
         channels: of one group of these convolutions, the fewer of input and output; 1 if they are depthwise, `TILE` or
             more if they fill tensor cores.
         touched_bytes: that operators read and write.
-        unpacked_bytes: that dropped caches are unpacked into.
+        unpacked_bytes: that dropped caches, or 4-bit weights, are unpacked into.
         unwanted_bytes: of gradients that are made and not wanted.
         convolution_workspace_bytes: that convolutions are estimated to need on a GPU.
     """
@@ -198,6 +200,9 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
     found: dict[Any, Callable[..., int]] = {}
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         found[torch.ops.mkldnn._linear_pointwise] = lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)
+    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        found[torch.ops.bitsandbytes.gemm_4bit] = lambda x, _, weight, *__, **___: 2 * prod(x[:-1]) * prod(weight)
+        found[torch.ops.bitsandbytes.int8_scaled_mm] = lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)
     if hasattr(torch.ops.monet_like, "mm_largest"):  # as if it were dense, which it is on a GPU
         found[torch.ops.monet_like.mm_largest] = lambda grad, _, __, columns, *___, **____: 2 * prod(grad) * columns
     return found
@@ -273,7 +278,7 @@ class _TouchedBytes(TorchDispatchMode):
 
 
 class _UnpackedBytes(TorchDispatchMode):
-    """Sums what dropped caches are unpacked into."""
+    """Sums what dropped caches and 4-bit weights are unpacked into."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,6 +288,8 @@ class _UnpackedBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if str(func) == "monet_like.unpack_largest.default":
             self.bytes += result.untyped_storage().nbytes()
+        elif str(func) == _GEMM_4BIT:
+            self.bytes += prod(args[2]) * result.element_size()
         elif str(func) == "monet_like.mm_largest.default":
             grad, _, keep, columns = args[:4]
             elements, size = grad.shape[0] * columns, grad.element_size()

@@ -22,6 +22,8 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.baseline import plain_report
 from monet_like.plan.random_schedules import random_schedule
+from monet_like.profile.devices import DEVICES
+from monet_like.profile.roofline import flops, roofline
 from monet_like.variants import admitted
 
 BFLOAT = torch.bfloat16
@@ -176,6 +178,15 @@ def test_copies_and_state_dicts(name: str) -> None:
     scales(other._model).mul_(2)
     assert worst(step(twin(net), x), step(wrapper, x)) == 0.0
     assert worst(step(other._model, x), step(other, x)) == 0.0
+
+
+def test_datasheet_costs_of_four_bit_products() -> None:
+    """The arithmetic of the product with the dequantised weight, and its memory."""
+    captured = capture(*example("nf4")[:2])
+    costs = roofline(captured, DEVICES["a100"])
+    tasks = [task for task in captured.program.tasks if "gemm_4bit" in task.cost]
+    assert [flops(captured, task) for task in tasks] == [2 * 64 * 64 * 256, 2 * 64 * 256 * 128]
+    assert [costs[task.cost].workspace_bytes for task in tasks] == [4 * 64 * 256, 4 * 256 * 128]
 
 
 @pytest.mark.slow
