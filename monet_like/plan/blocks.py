@@ -1,0 +1,219 @@
+"""One budget over many blocks: a schedule for each block, chosen so that the whole step of a model fits.
+
+A step is a row of **moments**: the forward or the backward of one block, or what the rest of the model does between two of
+them. Block ``b`` has a menu of points ``p`` (`block_points`), of which it takes one. With
+
+* ``x[b,p]``: 1 if block ``b`` takes point ``p``;
+* ``seconds``, ``carried``, ``forward`` and ``backward``: of a point;
+* ``base[m]``: the bytes that exist at moment ``m`` whatever the blocks' schedules are: parameters, gradients so far, buffers
+  of a sharded model, the rest's own activations;
+* ``n[m,b]``: calls of block ``b`` whose forward has ended and whose backward has not, the running one included;
+
+the program is::
+
+    minimise    sum[b,p] calls[b] seconds[b,p] x[b,p]                                              `_program`
+    (choice)    sum[p] x[b,p] = 1                                             for every block      `_program`
+    (memory)    base[m] + sum[b,p] (n[m,b] carried[b,p] + running[m,b,p]) x[b,p] <= budget
+                                                                              for every moment     `_contents`
+
+where ``running[m,b,p]`` is ``forward[b,p]`` if the forward of ``b`` runs at ``m``, ``backward[b,p] - carried[b,p]`` if its
+backward does, else 0. Blocks and moments are few, so HiGHS solves it to optimality, mostly within a second. Every result is
+counted again in whole bytes (`peak_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import InfeasibleError, SolverError
+from ..ir.defaults import SOLVER
+from ..ir.units import format_bytes
+from ..solvers.interface import solve
+from ..solvers.matrix import Builder, Expr, total
+from .block_points import Point
+
+#: A menu for every block.
+Menus = Sequence[Sequence[Point]]
+Stage = Literal["", "forward", "backward"]
+
+#: Relative gap at which the outer program is solved.
+GAP = 1e-4
+#: A solver may be over the budget by its tolerance: then it is asked again for so much less.
+SPARE = 1e-6
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A part of the step and the memory that it takes whatever the blocks' schedules are.
+
+    Attributes:
+        name: for people, such as ``backward of layers.3``.
+        base_bytes: everything that exists then, without what blocks carry and without what the running block makes.
+        carrying: (block, calls) of the calls whose forward has ended and whose backward has not; the one whose backward
+            runs is among them.
+        running: the block whose forward or backward runs; None: the rest of the model.
+        stage: which of the two.
+    """
+
+    name: str
+    base_bytes: int
+    carrying: tuple[tuple[int, int], ...] = ()
+    running: int | None = None
+    stage: Stage = ""
+
+    def bytes(self, points: Sequence[Point]) -> int:
+        """The memory at this moment if every block has the point given for it."""
+        carried = sum(calls * points[block].carried_bytes for block, calls in self.carrying)
+        return self.base_bytes + carried + (0 if self.running is None else self.rise(points[self.running]))
+
+    def rise(self, point: Point) -> int:
+        """What the running block adds by a point, above what is carried."""
+        if self.stage == "backward":
+            return point.backward_peak_bytes - point.carried_bytes
+        return point.forward_peak_bytes if self.stage == "forward" else 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A point for every block.
+
+    Attributes:
+        points: by block.
+        peak_bytes: of the whole step.
+        moment: name of the moment with that peak.
+        seconds: of all blocks together.
+        bound_seconds: no choice from these menus is faster.
+    """
+
+    points: tuple[Point, ...]
+    peak_bytes: int
+    moment: str
+    seconds: float
+    bound_seconds: float
+
+
+def peak_of(points: Sequence[Point], moments: Iterable[Moment]) -> tuple[int, str]:
+    """The largest memory of all moments, and the name of that moment."""
+    found = max(moments, key=lambda moment: moment.bytes(points))
+    return found.bytes(points), found.name
+
+
+def seconds_of(points: Sequence[Point], calls: Sequence[int]) -> float:
+    """Seconds of all blocks together, each run as often as ``calls`` says."""
+    return sum(count * point.seconds for count, point in zip(calls, points, strict=True))
+
+
+def choose(
+    menus: Menus,
+    moments: Sequence[Moment],
+    budget_bytes: int,
+    *,
+    calls: Sequence[int] | None = None,
+    solver: str = SOLVER,
+    time_limit_seconds: float = 60.0,
+) -> Choice:
+    """The fastest points with which every moment of the step is within the budget.
+
+    Args:
+        menus: the points of every block.
+        moments: the step.
+        budget_bytes: of the whole step.
+        calls: how often every block runs in a step; default: once.
+        solver: a name that `monet_like.solvers.interface.check_solver` accepts.
+        time_limit_seconds: wall seconds.
+
+    Raises:
+        InfeasibleError: no choice fits; says what would.
+        SolverError: the solver is missing, or found nothing in time.
+    """
+    calls = calls or [1] * len(menus)
+    fastest = tuple(min(menu, key=lambda p: p.numbers) for menu in menus)
+    peak, moment = peak_of(fastest, moments)
+    seconds = seconds_of(fastest, calls)
+    if peak <= budget_bytes:
+        return Choice(fastest, peak, moment, seconds, seconds)
+    bound = 0.0
+    for limit in (budget_bytes, int(budget_bytes * (1 - SPARE))):
+        builder, columns = _program(menus, calls, seconds / len(menus) or 1.0)
+        for row in _needed(moments, menus):
+            builder.fits(_contents(row, menus, columns), limit)
+        matrix = builder.finish(seconds / len(menus) or 1.0)
+        found = solve(matrix, solver, time_limit_seconds=time_limit_seconds, gap=GAP)
+        if found.x is None and found.status != "infeasible":
+            raise SolverError(f"the choice of the blocks' schedules was not found: {found.message or found.status}")
+        if found.x is None:
+            break
+        points = _points(menus, columns, found.x)
+        peak, moment = peak_of(points, moments)
+        bound = bound or found.bound_seconds
+        if peak <= budget_bytes:
+            return Choice(points, peak, moment, seconds_of(points, calls), min(bound, seconds_of(points, calls)))
+    least = smallest(menus, moments, solver=solver, time_limit_seconds=time_limit_seconds)
+    raise InfeasibleError(
+        f"no schedules of the blocks fit the step into {format_bytes(budget_bytes)}: with the smallest that were found it "
+        f"needs {format_bytes(least.peak_bytes)}, in {least.moment}; give that much, a smaller batch or shorter sequences, or "
+        "shard the model over more processes",
+        least.peak_bytes,
+        least.moment,
+    )
+
+
+def smallest(
+    menus: Menus, moments: Sequence[Moment], *, solver: str = SOLVER, time_limit_seconds: float = 60.0
+) -> Choice:
+    """The points with the lowest peak of the whole step."""
+    lean = tuple(min(menu, key=lambda p: (p.carried_bytes, p.numbers)) for menu in menus)
+    above = peak_of(lean, moments)[0]
+    builder, columns = _program(menus, None, 1.0)
+    share = builder.column(1.0, integral=False)  # of that peak
+    for row in _needed(moments, menus):
+        builder.at_most(total(_contents(row, menus, columns)) * (1 / above), share)
+    found = solve(builder.finish(1.0), solver, time_limit_seconds=time_limit_seconds, gap=SPARE)
+    points = lean if found.x is None else min(lean, _points(menus, columns, found.x), key=lambda p: peak_of(p, moments))
+    peak, moment = peak_of(points, moments)
+    seconds = seconds_of(points, [1] * len(menus))
+    return Choice(points, peak, moment, seconds, seconds)
+
+
+def _program(menus: Menus, calls: Sequence[int] | None, unit: float) -> tuple[Builder, list[list[Expr]]]:
+    """The columns with their seconds, in units of ``unit``, and the rows (choice). No ``calls``: seconds do not count."""
+    builder = Builder()
+    columns: list[list[Expr]] = []
+    for block, menu in enumerate(menus):
+        count = calls[block] if calls is not None else 0
+        mine = [builder.column(count * point.seconds / unit) for point in menu]
+        builder.equal(total(mine), Expr(1.0))
+        columns.append(mine)
+    return builder, columns
+
+
+def _contents(moment: Moment, menus: Menus, columns: Sequence[Sequence[Expr]]) -> list[Expr]:
+    """The terms of the row (memory) of a moment, in bytes."""
+    parts = [Expr(float(moment.base_bytes))]
+    for block, calls in moment.carrying:
+        parts += [x * float(calls * p.carried_bytes) for x, p in zip(columns[block], menus[block], strict=True)]
+    if moment.running is not None:
+        of = zip(columns[moment.running], menus[moment.running], strict=True)
+        parts += [x * float(moment.rise(p)) for x, p in of]
+    return parts
+
+
+def _needed(moments: Iterable[Moment], menus: Menus) -> list[Moment]:
+    """One moment of all that differ in their base alone: the one with the largest."""
+    found: dict[object, Moment] = {}
+    for moment in moments:
+        running = None if moment.running is None else (moment.running, moment.stage)
+        key = (moment.carrying, running)
+        if key not in found or found[key].base_bytes < moment.base_bytes:
+            found[key] = moment
+    return list(found.values())
+
+
+def _points(menus: Menus, columns: Sequence[Sequence[Expr]], x: Any) -> tuple[Point, ...]:
+    """The points that a solution takes."""
+    return tuple(
+        menu[max(range(len(menu)), key=lambda p, mine=mine: mine[p].value(x))]  # type: ignore[misc]
+        for menu, mine in zip(menus, columns, strict=True)
+    )

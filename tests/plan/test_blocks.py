@@ -1,0 +1,169 @@
+"""Many blocks under one budget: the integer program against every choice, and points against hand-counted bytes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from planning import network
+from random_programs import random_program
+
+from monet_like.errors import InfeasibleError
+from monet_like.ir.program import Program
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.simulate import simulate
+from monet_like.plan import store_all
+from monet_like.plan.block_points import Point, efficient, menu, point_of, with_rest, without_rest
+from monet_like.plan.blocks import Moment, choose, peak_of, seconds_of, smallest
+from monet_like.plan.random_schedules import random_schedule
+
+NONE = Schedule((), (), ())
+
+
+def point(seconds: float, carried: int, forward: int, backward: int, shared: tuple[int, ...] = ()) -> Point:
+    return Point(NONE, seconds, carried, forward, backward, shared)
+
+
+def in_a_row(blocks: int, base_bytes: int, extra: dict[str, int] | None = None) -> tuple[Moment, ...]:
+    """The moments of a step that runs each block once, one after the other, and then their backward.
+
+    Args:
+        blocks: how many.
+        base_bytes: of every moment.
+        extra: further bytes by the moment's name: ``forward 0``, ``loss``, ``backward 0``, ``end`` and so on.
+    """
+    more = extra or {}
+    found = []
+    for block in range(blocks):
+        before = tuple((other, 1) for other in range(block))
+        found.append(Moment(f"forward {block}", base_bytes, before, block, "forward"))
+    found.append(Moment("loss", base_bytes, tuple((other, 1) for other in range(blocks))))
+    for block in reversed(range(blocks)):
+        there = tuple((other, 1) for other in range(block + 1))
+        found.append(Moment(f"backward {block}", base_bytes, there, block, "backward"))
+    found.append(Moment("end", base_bytes))
+    return tuple(Moment(m.name, m.base_bytes + more.get(m.name, 0), m.carrying, m.running, m.stage) for m in found)
+
+
+def random_step(seed: int) -> tuple[list[list[Point]], tuple[Moment, ...], list[int]]:
+    """Two to four blocks with one to four points each, in a step with random bytes of its own at every moment."""
+    rng = random.Random(seed)
+    menus = []
+    for _ in range(rng.randint(2, 4)):
+        carried = [rng.randint(0, 60) for _ in range(rng.randint(1, 4))]
+        menus.append([point(rng.randint(1, 50) / 10, c, rng.randint(0, 40), c + rng.randint(0, 40)) for c in carried])
+    names = [moment.name for moment in in_a_row(len(menus), 0)]
+    moments = in_a_row(len(menus), rng.randint(0, 30), {name: rng.randint(0, 40) for name in names})
+    return menus, moments, [rng.randint(1, 3) for _ in menus]
+
+
+@pytest.mark.slow(every=6)
+@pytest.mark.parametrize("seed", range(12))
+def test_the_choice_is_the_best_of_all(seed: int) -> None:
+    menus, moments, calls = random_step(seed)
+    every = [(peak_of(points, moments)[0], seconds_of(points, calls)) for points in itertools.product(*menus)]
+    peaks = sorted({peak for peak, _ in every})
+    budget = peaks[len(peaks) // 3]
+    found = choose(menus, moments, budget, calls=calls)
+    best = min(seconds for peak, seconds in every if peak <= budget)
+    assert found.peak_bytes == peak_of(found.points, moments)[0] <= budget
+    assert found.seconds == pytest.approx(best, rel=1e-4)
+    assert found.bound_seconds <= found.seconds
+    assert smallest(menus, moments).peak_bytes == peaks[0]
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    menus, moments, _ = random_step(3)
+    least = smallest(menus, moments)
+    with pytest.raises(
+        InfeasibleError, match=r"fit the step into .*with the smallest that were found it needs"
+    ) as error:
+        choose(menus, moments, least.peak_bytes - 1)
+    assert error.value.smallest_bytes == least.peak_bytes
+    assert choose(menus, moments, least.peak_bytes).peak_bytes == least.peak_bytes
+
+
+def test_bytes_of_a_moment() -> None:
+    points = (point(1, 10, 3, 14), point(1, 20, 5, 27))
+    assert Moment("f", 100, ((0, 1),), 1, "forward").bytes(points) == 100 + 10 + 5
+    assert Moment("b", 100, ((0, 1), (1, 1)), 1, "backward").bytes(points) == 100 + 10 + 27
+    assert Moment("two calls", 100, ((0, 2), (1, 1)), 0, "backward").bytes(points) == 100 + 10 + 20 + 14
+    assert Moment("loss", 100, ((0, 2), (1, 1))).bytes(points) == 140
+
+
+def test_points_of_a_chain_by_hand() -> None:
+    """x -> v0 -> v1 -> v2 (the result); each gradient reads its own value."""
+    program, costs = network(3)
+    sizes = {value.name: value.bytes for value in program.values}
+    kept = point_of(program, Schedule((0, 1, 2), ((), (), ()), (0, 0, 0)), costs)
+    assert kept.carried_bytes == sizes["v0"] + sizes["v1"]
+    assert kept.forward_peak_bytes == sizes["v0"] + sizes["v1"] + sizes["v2"]
+    # The result v2 is there when the backward begins, as its keeper's; first gradient: v0, v1 and one gradient of 1000.
+    assert kept.backward_peak_bytes == sizes["v0"] + sizes["v1"] + 1000
+    assert [program.values[v].name for v in kept.shared] == ["v2"]
+    anew = point_of(program, Schedule((0, 1, 2), ((), (0, 1), ()), (0, 0, 0)), costs)
+    assert anew.carried_bytes == 0
+    assert [program.values[v].name for v in anew.shared] == ["x", "v2"]
+    # v2 and the tangent are freed by the first gradient, then v0 and v1 are made anew and the second gradient is written.
+    assert anew.backward_peak_bytes == max(1000, sizes["v0"] + sizes["v1"] + 1000 - sizes["v2"])
+    assert anew.seconds == pytest.approx(kept.seconds + costs["f0"].seconds + costs["f1"].seconds)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_point_agrees_with_the_simulator(seed: int) -> None:
+    """The peak of a step with this block alone; the results that it keeps may be freed in the backward, or held."""
+    program, costs = random_program(random.Random(seed), 5)
+    schedule = random_schedule(program, seed, drop=0.5)
+    found = point_of(program, schedule, costs)
+    ends = sum(program.values[v].bytes for v in (*program.outputs, *program.tangents))
+    whole = simulate(program, schedule, costs).peak_bytes
+    held = sum(program.values[v].bytes for v in found.shared if v in program.outputs)
+    alone = program.resident_bytes + max(found.forward_peak_bytes, found.backward_peak_bytes + ends)
+    assert alone <= whole <= alone + held
+    assert found.backward_peak_bytes >= found.carried_bytes or not program.slots
+
+
+def extended(program: Program, rest_bytes: int) -> Program:
+    return with_rest(program, {}, rest_bytes)[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_slot_of_the_rest_measures_what_is_carried(seed: int) -> None:
+    """With a workspace above all others there, the peak is that workspace, what is carried, results and gradients."""
+    program, costs = random_program(random.Random(seed), 5)
+    if not program.slots:
+        return
+    schedule = random_schedule(program, seed, drop=0.7)
+    rest = 10**6
+    longer, priced = with_rest(program, costs, rest)
+    longer.check()
+    other = Schedule(schedule.forward, ((), *schedule.again), (0, *schedule.ways))
+    ends = sum(program.values[v].bytes for v in (*program.outputs, *program.tangents))
+    carried = point_of(program, schedule, costs).carried_bytes
+    assert simulate(longer, other, priced).peak_bytes == program.resident_bytes + ends + carried + rest
+    assert without_rest(other) == schedule
+
+
+def test_what_runs_before_the_rest_runs_after_it() -> None:
+    early = Schedule((0, 1, 2), ((1,), (0,), (), ()), (0, 0, 0, 0))
+    assert without_rest(early) == Schedule((0, 1, 2), ((0, 1), (), ()), (0, 0, 0))
+
+
+def test_a_menu_goes_from_least_carried_to_fastest() -> None:
+    program, costs = network(6)
+    found = menu(program, costs, time_limit_seconds=1)
+    plain = point_of(program, store_all(program), costs)
+    assert found[0].carried_bytes == 0 and len(found) >= 4
+    assert min(p.seconds for p in found) == pytest.approx(plain.seconds)
+    assert found == efficient(found)
+    for one, other in itertools.permutations(found, 2):
+        assert any(mine < theirs for mine, theirs in zip(one.numbers, other.numbers, strict=True))
+
+
+def test_points_that_others_dominate_are_removed() -> None:
+    lean, fast, worse = point(3, 1, 5, 5), point(1, 9, 9, 9), point(3, 2, 5, 5)
+    keeps = point(3, 1, 5, 5, (4,))
+    assert efficient([worse, fast, keeps, lean]) == (lean, fast)
+    faster = point(2, 1, 5, 5, (4,))
+    assert set(efficient([faster, lean])) == {lean, faster}  # the faster one keeps a result for it
