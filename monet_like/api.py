@@ -25,15 +25,14 @@ from .capture.precision import autocast_name
 from .compiler.pipeline import compile_schedule
 from .compiler.progress import Progress, is_watched
 from .compiler.request import Request, captured_for
+from .compiler.sources import Cached, keep
 from .errors import ScheduleFileError, SolverError, UsageError, warn_caller
 from .files import cache_folder
 from .ir.defaults import MODE, SOLVER
-from .ir.profile_file import Profile
 from .ir.schedule_file import ScheduleRecord
 from .ir.units import format_bytes, format_seconds, parse_budget
 from .profile.devices import device_name
 from .profile.settings import settings_digest
-from .profile.store import keep, store_path
 from .replay.compatibility import exceeds, mismatch
 from .replay.wrapper import ScheduleWrapper
 
@@ -229,7 +228,7 @@ def _record(
         quick = False  # the local search finds nothing; the integer program may
         record = _compiled(request, settings, device, captured, verbose, quick=False)
     place = first if quick else whole
-    _keep(record, place)
+    keep(record, place)
     if quick:
         _planned_here.add(place)
     how = f"{format_seconds(time.monotonic() - started)}{_REFINED if quick and settings.effort == 'auto' else ''}"
@@ -278,17 +277,14 @@ def _compiled(
     quick: bool,
 ) -> ScheduleRecord:
     """Plan, with what the store of this device knows; what is measured completely is kept there."""
-    store, profile = store_path(device), None
-    with contextlib.suppress(ScheduleFileError):
-        profile = Profile.load(store)
-    budget = settings.budget
+    source, budget = Cached.of(device), settings.budget
     with Progress(quiet=verbose is False) as progress:
         return compile_schedule(
             request,
             budget if isinstance(budget, int) else lambda plain_peak_bytes: int(budget * plain_peak_bytes),
             device,
-            profile=profile,
-            save_profile=lambda found: _keep(replace(found, note=""), store),
+            profile=source.known,
+            save_profile=source.save,
             progress=progress.profiling,
             plan_progress=progress.planning,
             captured=captured,
@@ -307,23 +303,6 @@ def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
     _log.info(line)
     if verbose or (verbose is None and is_watched()):
         print(f"monet_like: {line}", file=sys.stderr)
-
-
-#: Cache folders that could not be written to; each is said once.
-_unwritable: set[Path] = set()
-
-
-def _keep(found: Profile | ScheduleRecord, path: Path) -> None:
-    """Write a schedule into the cache. If that fails, warn; training goes on."""
-    try:
-        if isinstance(found, Profile):
-            keep(found, path)
-        else:
-            found.save(path)
-    except UsageError as error:
-        if path.parent not in _unwritable:
-            _unwritable.add(path.parent)
-            warn_caller(f"plans are not kept, and every process plans anew: {error}, with $MONET_LIKE_CACHE")
 
 
 def _budget(memory_budget: str | int) -> int | float:

@@ -332,7 +332,7 @@ def inspect_command(file: Path, csv_file: Path | None, terminal: Terminal) -> No
     "--profile",
     "profile_file",
     type=click.Path(path_type=Path),
-    help="Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or solve's own profile]",
+    help="Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or the store of this device]",
 )
 @time_limit_option(30.0, "each plan of --front full")
 @csv_option("the step's memory timeline")

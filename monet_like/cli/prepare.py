@@ -9,11 +9,10 @@ from rich.text import Text
 
 from ..compiler.labels import default_names
 from ..compiler.problem import Problem, assumed_input, read_problem
-from ..compiler.sources import Filed, Source, is_roofline
+from ..compiler.sources import Cached, Filed, Source, is_roofline
 from ..files import check_writable
 from ..ir.profile_file import Profile
 from ..job.job import Job
-from ..profile.store import store_path
 from ..zoo.registry import check_not_registered, is_zoo_file
 from .terminal import Terminal
 
@@ -49,7 +48,7 @@ def check_out(path: Path) -> None:
     check_writable(path)
 
 
-def source_of(problem: Problem, profile_file: Path | None) -> Filed:
+def source_of(problem: Problem, profile_file: Path | None) -> Filed | Cached:
     """The costs that ``--profile`` names; by default the store of this device, which `auto_schedule` uses, too.
 
     A profile of the zoo is extended in a file of the same name in the current folder.
@@ -58,13 +57,14 @@ def source_of(problem: Problem, profile_file: Path | None) -> Filed:
         UsageError: an unknown device name, or a folder that cannot be written to.
         ScheduleFileError: the file is no profile.
     """
-    if profile_file is None:
-        return Filed.of(store_path(problem.device), shared=True)
-    if is_roofline(profile_file) or not is_zoo_file(profile_file):
-        return Filed.of(profile_file)
-    extended = Path(profile_file.name)
+    path = profile_file
+    if path is None:
+        return Cached.of(problem.device)
+    if is_roofline(path) or not is_zoo_file(path):
+        return Filed.of(path)
+    extended = Path(path.name)
     check_out(extended)
-    return Filed.of(extended if extended.exists() else profile_file, extended)
+    return Filed.of(extended if extended.exists() else path, extended)
 
 
 def job_of(terminal: Terminal, problem: Problem, source: Source) -> Job:

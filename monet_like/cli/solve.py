@@ -29,10 +29,9 @@ def solve(
     """Read the problem, compile it, print a summary and write the schedule and profile files."""
     terminal = terminal or Terminal()
     problem = read_problem(**options, measured=not is_for_another_machine(profile_file))
-    if quick and problem.request.strategy != "milp":
-        raise UsageError(
-            f"--quick plans by the local search; leave out --quick or --strategy {problem.request.strategy}"
-        )
+    strategy = problem.request.strategy
+    if quick and strategy != "milp":
+        raise UsageError(f"--quick plans by the local search; leave out --quick or --strategy {strategy}")
     say_input(terminal, problem)
     path = out or schedule_path(problem)
     check_out(path)
@@ -46,7 +45,7 @@ def solve(
     return plan
 
 
-def show_plan(terminal: Terminal, problem: Problem, plan: SolvedPlan, path: Path, profile: Path) -> None:
+def show_plan(terminal: Terminal, problem: Problem, plan: SolvedPlan, path: Path, profile: Path | None) -> None:
     """Print the short table at the end of a solve."""
     console, record, compiled, found = terminal.console, plan.record, plan.compiled, plan.compiled.plan
     terminal.result(
@@ -55,7 +54,7 @@ def show_plan(terminal: Terminal, problem: Problem, plan: SolvedPlan, path: Path
             "peak_step": found.report.peak_step.task,
             "stage_seconds": dict(compiled.stage_seconds),
             "schedule_file": str(path),
-            "profile_file": str(profile),
+            "profile_file": None if profile is None else str(profile),
         }
     )
     console.print(
@@ -90,4 +89,5 @@ def show_plan(terminal: Terminal, problem: Problem, plan: SolvedPlan, path: Path
     details.add_row("peak at", found.report.peak_step.task)
     console.print(details)
     console.print(f"wrote {path}", soft_wrap=True)
-    console.print(f"profile in {profile}", soft_wrap=True)
+    if profile is not None:
+        console.print(f"profile in {profile}", soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -55,7 +56,7 @@ def measured_costs(
     missing = [t for t in captured.every_task() if t.cost and t.cost not in costs]
     if not missing:
         return costs, ""
-    batch, small = request.batch, request.profile_batch or profile_batch(request, captured, device)
+    batch, small = request.batch, measured_batch(request, captured, device)
     note = f"measured at batch {batch}" if small >= batch else f"measured at batch {small}, scaled to {batch}"
 
     def found(part: dict[str, Cost]) -> None:
@@ -112,6 +113,11 @@ def _measure(
         before += len(part)
 
 
+def measured_batch(request: Request, captured: Captured, device: torch.device) -> int:
+    """The batch that the request asks to measure at, or `profile_batch`."""
+    return request.profile_batch or profile_batch(request, captured, device)
+
+
 def profile_batch(request: Request, captured: Captured, device: torch.device) -> int:
     """The batch at which to measure: the wanted batch, or a smaller one if measuring would take too long or too much memory."""
     if device.type == "cuda":
@@ -161,12 +167,14 @@ def profiled(
     if device.type == "cuda" and not base.cublas_bytes:  # files of before do not say
         base = replace(base, cublas_bytes=measured_bytes(device))
 
+    scaled = measured_batch(request, captured, device) < request.batch
+
     def keep(costs: dict[str, Cost], note: str) -> None:
         if save_profile:
-            save_profile(extended(base, costs, device, note))
+            save_profile(extended(base, costs, device, note, scaled=scaled))
 
     costs, note = measured_costs(request, captured, device, known=base.costs, progress=progress, keep=keep)
-    made = extended(base, costs, device, note) if note else base
+    made = extended(base, costs, device, note, scaled=scaled) if note else base
     if save_profile and known and not note and made.cublas_bytes != known.cublas_bytes:
         save_profile(made)
     return replace(made, note=sources(captured, base, note))
@@ -184,10 +192,24 @@ def usable(profile: Profile | None, device: torch.device) -> Profile | None:
     return profile
 
 
-def extended(base: Profile, costs: Mapping[str, Cost], device: torch.device, note: str) -> Profile:
-    """A profile with costs that were measured just now, under the present settings; ``costs`` has those of before, too."""
-    days = {**base.days, **{key: today() for key in costs if key not in base.costs}}
-    return replace(base, costs=dict(costs), note=note, days=days, versions=versions(), settings=settings_of(device))
+def extended(
+    base: Profile, costs: Mapping[str, Cost], device: torch.device, note: str, *, scaled: bool = False
+) -> Profile:
+    """A profile with costs that were measured just now, under the present settings; ``costs`` has those of before, too.
+
+    Args:
+        scaled: the new ones are from a smaller batch.
+    """
+    new = costs.keys() - base.costs.keys()
+    return replace(
+        base,
+        costs=dict(costs),
+        note=note,
+        days={**base.days, **dict.fromkeys(new, today())},
+        versions=versions(),
+        settings=settings_of(device),
+        scaled=base.scaled | new if scaled else base.scaled,
+    )
 
 
 def sources(captured: Captured, known: Profile, note: str) -> str:
@@ -199,6 +221,11 @@ def sources(captured: Captured, known: Profile, note: str) -> str:
     day = known.measured_on(reused)
     said = f"{len(reused)} of {len(keys)} operators reused" + (f", measured on {day}" if day else "")
     return "; ".join(filter(None, (note or known.note, said)))
+
+
+def as_filed(profile: Profile) -> Profile:
+    """As a file holds it: without what `sources` has added to the note."""
+    return replace(profile, note=re.sub(r"(; |^)\d+ of \d+ operators reused.*", "", profile.note))
 
 
 def _completed(profile: Profile, captured: Captured, device: torch.device) -> Profile:

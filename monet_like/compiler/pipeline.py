@@ -29,9 +29,9 @@ from ..profile.cublas import multiplies, schedule_multiplies
 from ..profile.devices import DeviceLimits, device_name
 from ..profile.profiler import Progress
 from ..profile.settings import changed_settings, settings_of, versions
-from .costs import measured_costs, profiled, to_profile
+from .costs import as_filed, measured_costs, profiled, to_profile
 from .labels import summary_counts
-from .quick import Steps, quick_costs, settled
+from .quick import Steps, most_workspaces, quick_costs, settled
 from .request import Request, captured_for
 
 
@@ -110,52 +110,45 @@ def compile_schedule(
         quick: plan in about ten seconds, from costs that are partly estimated (`monet_like.compiler.quick`) and by the local
             search. Memory is as exact as otherwise. Nothing is saved.
     """
-    if quick:
-        return compile_quickly(
-            request, budget, device, profile=profile, progress=progress, plan_progress=plan_progress, captured=captured
-        )[1]
     ready = prepare(
-        request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured, budget=budget
-    )
-    return compile_prepared(request, ready, budget, plan_progress=plan_progress)
+        request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured, budget=budget,
+        quick=quick,
+    )  # fmt: skip
+    return compile_prepared(
+        request, ready, budget, device, quick=quick, save_profile=save_profile, progress=progress,
+        plan_progress=plan_progress,
+    )[1]  # fmt: skip
 
 
 def compile_prepared(
     request: Request,
     ready: Prepared,
     budget: int | Callable[[int], int],
-    *,
-    plan_progress: Callable[[str], None] | None = None,
-    **options: Any,
-) -> Compiled:
-    """The last part of `compile_schedule`: plan what is prepared; ``options`` are those of the strategy."""
-    limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
-    found = plan_for(ready, request, limit, progress=plan_progress, **options)
-    return _compiled(request, ready, found, limit)
-
-
-def compile_quickly(
-    request: Request,
-    budget: int | Callable[[int], int],
     device: torch.device,
     *,
-    profile: Profile | DeviceLimits | None = None,
+    quick: bool = False,
+    save_profile: Callable[[Profile], None] | None = None,
     progress: Progress | None = None,
     plan_progress: Callable[[str], None] | None = None,
-    captured: Captured | None = None,
+    **options: Any,
 ) -> tuple[Prepared, Compiled]:
-    """`compile_schedule` with ``quick``; also the program with the costs that it was planned with."""
-    ready = prepare(request, device, profile=profile, progress=progress, captured=captured, budget=budget, quick=True)
+    """The last part of `compile_schedule`: plan what is prepared; ``options`` are those of the strategy.
+
+    Returns:
+        The program, with the workspaces that were measured for the plan, and the plan.
+    """
     limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
-    ready, found = plan_quickly(ready, request, limit, device, progress, plan_progress)
-    return ready, _compiled(request, ready, found, limit)
-
-
-def _compiled(request: Request, ready: Prepared, found: Plan, limit: int) -> Compiled:
+    before = ready.profile
+    if quick:
+        ready, found = plan_quickly(ready, request, limit, device, progress, plan_progress)
+    else:
+        search = partial(plan_for, request=request, budget_bytes=limit, progress=plan_progress, **options)
+        ready, found = plan_settled(ready, request, limit, device, search, MOST_FULL_PLANS, progress)
+        if save_profile and ready.profile is not before:
+            save_profile(as_filed(ready.profile))
     record = make_record(request, ready, found, limit)
-    return Compiled(
-        ready.captured, ready.costs, found, ready.plain, record, {**ready.stage_seconds, **found.stage_seconds}
-    )
+    stages = {**ready.stage_seconds, **found.stage_seconds}
+    return ready, Compiled(ready.captured, ready.costs, found, ready.plain, record, stages)
 
 
 def plan_for(
@@ -202,8 +195,8 @@ def plan_for(
     )
 
 
-#: How often the local search is asked again after a workspace turned out larger; then all of them are measured.
-MOST_QUICK_PLANS = 4
+#: How many plans are made at most where workspaces turn out larger than guessed; for the last one all of them are measured.
+MOST_QUICK_PLANS, MOST_FULL_PLANS = 4, 2
 
 
 def plan_quickly(
@@ -214,30 +207,42 @@ def plan_quickly(
     progress: Progress | None = None,
     plan_progress: Callable[[str], None] | None = None,
 ) -> tuple[Prepared, Plan]:
-    """Plan by the local search, with workspaces that are measured at the whole batch where the peak depends on them.
+    """`plan_settled` by the local search."""
+    search = partial(
+        plan_for, request=request, budget_bytes=budget_bytes, strategy="heuristic", evaluations=quick_evaluations(),
+        progress=plan_progress,
+    )  # fmt: skip
+    return plan_settled(ready, request, budget_bytes, device, search, MOST_QUICK_PLANS, progress)
+
+
+def plan_settled(
+    ready: Prepared,
+    request: Request,
+    budget_bytes: int,
+    device: torch.device,
+    search: Callable[[Prepared], Plan],
+    most_plans: int,
+    progress: Progress | None = None,
+) -> tuple[Prepared, Plan]:
+    """Plan with workspaces that are measured at the whole batch where the peak depends on them.
 
     Returns:
         The program with these workspaces, and the plan, whose peak is exact.
     """
     program = ready.captured.program
-    for number in range(1, 1 + MOST_QUICK_PLANS):
+    for number in range(1, 1 + most_plans):
         try:
-            found = plan_for(
-                ready,
-                request,
-                budget_bytes,
-                strategy="heuristic",
-                evaluations=quick_evaluations(),
-                progress=plan_progress,
-            )
+            found = search(ready)
         except (InfeasibleError, SolverError):
             if not ready.guessed:
                 raise
             ready = settled_for(ready, request, device, lambda _: (), progress, everything=True)
             continue
+        if not ready.guessed:
+            return ready, found
         extra = found.report.peak_bytes - simulate(program, found.schedule, ready.costs).peak_bytes
         steps = partial(moments, program, found.schedule, extra_bytes=extra)
-        last = number == MOST_QUICK_PLANS - 1
+        last = number == most_plans - 1
         ready = settled_for(ready, request, device, steps, progress, everything=last)
         report = simulate(program, found.schedule, ready.costs, extra_bytes=extra)
         if report.peak_bytes <= budget_bytes:
@@ -258,7 +263,8 @@ def settled_for(
     if not ready.guessed:
         return ready
     costs, guessed = settled(ready.captured, device, ready.costs, ready.guessed, steps, progress, everything=everything)
-    profile = replace(ready.profile, costs=costs)
+    known = ready.guessed.keys() - guessed.keys()
+    profile = replace(ready.profile, costs=costs, scaled=ready.profile.scaled - known)
     newer = prepared(request, ready.captured, profile, costs, ready.stage_seconds)
     return replace(newer, guessed=guessed)
 
@@ -292,16 +298,20 @@ def prepare(
     started = time.perf_counter()
     if quick and not isinstance(profile, DeviceLimits) and (profile is None or profile.device == device_name(device)):
         partly = quick_costs(request, captured, device, profile, progress)
-        ready = prepared(request, captured, partly.profile, partly.profile.costs, seconds)
+        found, guessed = partly.profile, partly.guessed
+    else:
+        found = profiled(request, captured, device, profile, save_profile, progress)
+        guessed = most_workspaces(captured, found) if found.device == device_name(device) else {}
+    ready = prepared(request, captured, found, found.costs, seconds)
+    if guessed:
         extra = ready.extra_bytes
 
         def plain_steps(costs: Mapping[str, Cost]) -> Iterable[Moment]:
             return moments(*plain_step(captured.plain, costs), extra_bytes=extra)
 
-        ready = settled_for(replace(ready, guessed=partly.guessed), request, device, plain_steps, progress)
-    else:
-        found = profiled(request, captured, device, profile, save_profile, progress)
-        ready = prepared(request, captured, found, found.costs, seconds)
+        ready = settled_for(replace(ready, guessed=guessed), request, device, plain_steps, progress)
+        if save_profile and not quick and ready.profile.scaled != found.scaled:
+            save_profile(as_filed(ready.profile))
     seconds["profile"] = time.perf_counter() - started
     return ready
 

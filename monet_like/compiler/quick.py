@@ -89,6 +89,7 @@ def quick_costs(
         progress=progress,
     )
     guesses, most = _at_whole_batch(captured, other, distinct, tasks, found, ratio)
+    most |= most_workspaces(captured, known)
     seconds = {key: found[key].seconds * ratio for key in timed}
     seconds |= {key: cost.seconds for key, cost in known.costs.items() if key in possible and cost != REFUSED}
     filled = _filled(possible, seconds, kinds)
@@ -99,6 +100,15 @@ def quick_costs(
         note += ", the others estimated"
     made = replace(to_profile(costs, device, ""), note=sources(captured, known, note))
     return QuickCosts(made, most)
+
+
+def most_workspaces(captured: Captured, profile: Profile) -> dict[str, int]:
+    """The most that workspaces may be that a profile has scaled from a smaller batch, by cost key."""
+    found = {}
+    for key, task in distinct_tasks(captured).items():
+        if key in profile.scaled and profile.costs[key] != REFUSED and task.copies != "start":
+            found[key] = max(profile.costs[key].workspace_bytes, MOST_WORKSPACE * touched_bytes(captured, task))
+    return found
 
 
 class _Allowance:

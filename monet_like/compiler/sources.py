@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -13,8 +12,9 @@ import torch
 from ..errors import ScheduleFileError, UsageError, warn_caller
 from ..files import check_writable
 from ..ir.profile_file import Profile
+from ..ir.schedule_file import ScheduleRecord
+from ..profile import store
 from ..profile.devices import DEVICES, DeviceLimits
-from ..profile.store import keep, store_path
 
 _ROOFLINE = "roofline:"
 
@@ -42,10 +42,10 @@ class Given:
 
 @dataclass(frozen=True)
 class Cached:
-    """The profile of a device in the cache folder; all models share it.
+    """The store of a device's costs in the cache folder; all models, scripts and commands share it.
 
     Attributes:
-        path: of the file.
+        path: of the file (`monet_like.profile.store`).
         known: its content; None if there is none yet, or a damaged one.
     """
 
@@ -55,16 +55,19 @@ class Cached:
     @staticmethod
     def of(device: torch.device) -> Cached:
         """That of this device with its present settings."""
-        path = store_path(device)
-        known = None
+        path, known = store.store_path(device), None
         with contextlib.suppress(ScheduleFileError):
             known = Profile.load(path)
         return Cached(path, known)
 
     def save(self, profile: Profile) -> None:
-        """Write the file, with what others have added meanwhile; where that fails, say so and go on."""
-        with warns_where_not_kept(self.path):
-            keep(replace(profile, note=""), self.path)
+        """Add a profile to the file; where that fails, say so and go on. Its note tells of one model, so it is left out."""
+        keep(replace(profile, note=""), self.path)
+
+    @property
+    def latest(self) -> Path | None:
+        """The file, if it is there."""
+        return self.path if self.path.exists() else None
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,14 @@ class Filed:
         path: of the file to read.
         known: its costs, or the device's rates; None if there is no file yet.
         extended: the file to write what is measured into.
-        shared: it is the store of this device: notes on how one model was measured are not of all.
     """
 
     path: Path
     known: Profile | DeviceLimits | None
     extended: Path
-    shared: bool = False
 
     @staticmethod
-    def of(path: Path, extended: Path | None = None, *, shared: bool = False) -> Filed:
+    def of(path: Path, extended: Path | None = None) -> Filed:
         """The source of this name.
 
         Args:
@@ -93,16 +94,18 @@ class Filed:
         Raises:
             UsageError, ScheduleFileError: as `read_costs`.
         """
-        return Filed(path, read_costs(path), extended or path, shared)
+        return Filed(path, read_costs(path), extended or path)
 
     def save(self, profile: Profile) -> None:
         """Write a profile into the file, for the next command, with what others have added meanwhile."""
-        keep(replace(profile, note="") if self.shared else profile, self.extended)
+        store.keep(profile, self.extended)
 
     @property
-    def latest(self) -> Path:
-        """The file that has the costs, as far as they are known: the one that was written, if there is one."""
-        return self.extended if self.extended.exists() else self.path
+    def latest(self) -> Path | None:
+        """The file that has the costs, as far as they are known: the one that was written, if there is one; or the rates."""
+        if self.extended.exists():
+            return self.extended
+        return self.path if is_roofline(self.path) or self.path.exists() else None
 
 
 def is_roofline(name: object) -> bool:
@@ -130,12 +133,16 @@ def read_costs(path: Path) -> Profile | DeviceLimits | None:
 _unwritable: set[Path] = set()
 
 
-@contextlib.contextmanager
-def warns_where_not_kept(path: Path) -> Iterator[None]:
-    """Around what writes into the cache: if that fails, a warning, and work goes on."""
+def keep(found: Profile | ScheduleRecord, path: Path) -> None:
+    """Write a schedule into the cache, or add a profile to the one there. If that fails, warn; work goes on."""
     try:
-        yield
+        if isinstance(found, Profile):
+            store.keep(found, path)
+        else:
+            found.save(path)
     except UsageError as error:
         if path.parent not in _unwritable:
             _unwritable.add(path.parent)
-            warn_caller(f"plans are not kept, and every process plans anew: {error}, with $MONET_LIKE_CACHE")
+            warn_caller(
+                f"costs and plans are not kept, and every process makes them anew: {error}, with $MONET_LIKE_CACHE"
+            )

@@ -38,7 +38,8 @@ class Profile:
         versions: of the libraries that ran.
         settings: of PyTorch and the environment that they ran with (`monet_like.profile.settings`); empty: not known.
         cublas_bytes: size of cuBLAS's workspaces there (`monet_like.profile.cublas`); 0 in files that do not say.
-        days: when each operator was measured, as ``2026-11-25``; none for estimated costs and those of old files.
+        scaled: operators whose costs were measured at a smaller batch: times hold, workspaces are a guess.
+        days: when each operator was measured, as ``2026-11-25``; none for what was estimated, or is from an old file.
     """
 
     device: str
@@ -48,6 +49,7 @@ class Profile:
     settings: Mapping[str, str] = field(default_factory=dict)
     cublas_bytes: int = 0
     days: Mapping[str, str] = field(default_factory=dict)
+    scaled: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         note = f", {self.note.partition(' (')[0]}" if self.note else ""
@@ -68,7 +70,8 @@ class Profile:
         """Add the costs that only an older profile has; an unlike one, of another device or other settings, adds none."""
         if (older.device, older.settings) != (self.device, self.settings):
             return self
-        return replace(self, costs={**older.costs, **self.costs}, days={**older.days, **self.days})
+        scaled = self.scaled | (older.scaled - self.costs.keys())
+        return replace(self, costs={**older.costs, **self.costs}, days={**older.days, **self.days}, scaled=scaled)
 
     def measured_on(self, keys: Iterable[str]) -> str:
         """The day on which these operators were measured, or the first and the last; "" where no file says."""
@@ -82,6 +85,7 @@ class Profile:
             key: [None if cost == REFUSED else cost.seconds, cost.workspace_bytes, *self._day(key)]
             for key, cost in sorted(self.costs.items())
         }
+        content["scaled"] = sorted(self.scaled & self.costs.keys())
         del content["days"]
         write_atomically(path, json.dumps(content, indent=0).encode())
 
@@ -117,7 +121,7 @@ class Profile:
             cublas_bytes = content.get("cublas_bytes", 0)
             if type(cublas_bytes) is not int or not 0 <= cublas_bytes < 2**63:
                 raise ValueError(f"cublas_bytes is no number of bytes: {str(cublas_bytes)[:40]}")
-            return Profile(device, costs, note, versions, settings, cublas_bytes, days)
+            return Profile(device, costs, note, versions, settings, cublas_bytes, days, _scaled(content))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ScheduleFileError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
 
@@ -131,6 +135,14 @@ def _cost(key: str, seconds: Any, workspace_bytes: Any) -> Cost:
     if not 0 <= seconds < float("inf") or not 0 <= workspace_bytes < 2**63:
         raise ValueError(f"the cost of {key} is {seconds} s, {workspace_bytes} bytes")
     return Cost(float(seconds), workspace_bytes)
+
+
+def _scaled(content: Mapping[str, Any]) -> frozenset[str]:
+    """Keys of costs, without repetition; none in files of before."""
+    found = content.get("scaled", [])
+    if not isinstance(found, list) or not all(isinstance(key, str) and key in content["costs"] for key in found):
+        raise ValueError(f"scaled is no list of operators: {str(found)[:40]}")
+    return frozenset(found)
 
 
 def _day(text: Any) -> str:

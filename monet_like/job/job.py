@@ -13,7 +13,7 @@ import torch
 from ..capture.captured import Captured
 from ..capture.example_inputs import input_specs
 from ..compiler.comparison import strategy_points
-from ..compiler.pipeline import Prepared, compile_prepared, compile_quickly, prepare
+from ..compiler.pipeline import Prepared, compile_prepared, prepare
 from ..compiler.progress import Progress
 from ..compiler.request import Request, captured_for, solver_and_strategy
 from ..compiler.sources import Source
@@ -58,6 +58,7 @@ class Job:
         self.request, self.device, self.source = request, device, source
         self.progress = progress
         self._ready: Prepared | None = None
+        self._quick: Prepared | None = None
         if captured is not None:
             self.__dict__["captured"] = captured
 
@@ -106,8 +107,8 @@ class Job:
             solver: of the integer program (default: HIGHS); ``"heuristic"``: the local search alone.
             strategy: another way to plan, such as ``"checkmate"``; see `monet_like.plan.strategies`.
             time_limit_seconds, gap, threads: of the solver (default: 60 s, 0.01, 1).
-            quick: plan in about ten seconds, by the local search, where costs are not known yet: times are partly estimated,
-                memory is as exact. Nothing of it is kept.
+            quick: in about ten seconds: the local search, on times that are partly estimated where nothing is measured yet.
+                Its peak is as exact. Nothing is saved, and a plan that is not quick measures all.
             options: further ones of the strategy.
 
         Raises:
@@ -119,22 +120,23 @@ class Job:
         request = self._request(**given, threads=threads)
         wanted = parse_budget(budget)
         limit = wanted.of if wanted.bytes is None else wanted.bytes
+        if quick and (request.strategy != "milp" or options):
+            raise UsageError(
+                "quick plans are made by the local search; leave quick out, or the strategy and its options"
+            )
         with self.progress() as progress:
-            if quick and self._ready is None:
-                ready, found = compile_quickly(
-                    request,
-                    limit,
-                    self.device,
-                    profile=self.source.known,
-                    progress=progress.profiling,
-                    plan_progress=progress.planning,
-                    captured=self.__dict__.get("captured"),
-                )
-                return SolvedPlan(found, ready, request, self.device, self.progress)
-            if quick:  # all costs are there
-                request = replace(request, strategy="heuristic")
-            ready = self._prepare(limit, progress)
-            found = compile_prepared(request, ready, limit, plan_progress=progress.planning, **options)
+            if quick:
+                ready = self._ready or self._quick or self._prepared(limit, progress, quick=True)
+            else:
+                ready = self._prepare(limit, progress)
+            ready, found = compile_prepared(
+                request, ready, limit, self.device, quick=quick, save_profile=self.source.save,
+                progress=progress.profiling, plan_progress=progress.planning, **options,
+            )  # fmt: skip
+        if quick and self._ready is None:
+            self._quick = ready
+        else:
+            self._ready = ready
         return SolvedPlan(found, ready, request, self.device, self.progress)
 
     def pareto(
@@ -243,7 +245,13 @@ class Job:
         if progress is None:
             with self.progress() as shown:
                 return self._prepare(budget, shown)
-        self._ready = prepare(
+        self._ready = self._prepared(budget, progress)
+        return self._ready
+
+    def _prepared(
+        self, budget: int | Callable[[int], int] | None, progress: Progress, *, quick: bool = False
+    ) -> Prepared:
+        found = prepare(
             self.request,
             self.device,
             profile=self.source.known,
@@ -251,9 +259,10 @@ class Job:
             progress=progress.profiling,
             captured=self.__dict__.get("captured"),
             budget=budget,
+            quick=quick,
         )
-        self.__dict__["captured"] = self._ready.captured
-        return self._ready
+        self.__dict__["captured"] = found.captured
+        return found
 
     @property
     def title(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from monet_like.compiler import costs, influence
 from monet_like.compiler.influence import by_influence, in_parts
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.request import Request, captured_for
+from monet_like.compiler.sources import Cached, Filed
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import REFUSED, Cost, Task
 from monet_like.profile.devices import DEVICES
@@ -140,11 +142,27 @@ def test_two_processes_add_to_one_store() -> None:
     stored = Profile.load(path)
     assert stored.costs == {"a": Cost(3.0), "b": Cost(2.0)}
     assert stored.days == {"a": "2026-11-03", "b": "2026-11-02"}
+    keep(replace(here, costs={"a": Cost(3.0)}, scaled=frozenset("a")), path)
+    keep(replace(here, costs={"b": Cost(2.0)}), path)
+    assert Profile.load(path).scaled == {"a"}
+    keep(replace(here, costs={"a": Cost(3.0, 5)}), path)  # measured at the whole batch
+    assert Profile.load(path).scaled == frozenset() and Profile.load(path).costs["a"] == Cost(3.0, 5)
     keep(replace(here, costs={"c": Cost(4.0)}, settings={"threads": "64"}), path)
     assert Profile.load(path).costs == {"c": Cost(4.0)}
     path.write_text("{")
     keep(replace(here, costs={"d": Cost(5.0)}), path)
     assert Profile.load(path).costs == {"d": Cost(5.0)}
+
+
+def test_sources_add_to_their_file(tmp_path: Path) -> None:
+    """Two that have read it before either writes: the device's store, and a file of one's own, which keeps its note."""
+    here = replace(costs.to_profile({}, CPU, ""), note="mine")
+    for make, note in ((lambda: Cached.of(CPU), ""), (lambda: Filed.of(tmp_path / "mine.json"), "mine")):
+        one, two = make(), make()
+        one.save(replace(here, costs={"a": Cost(1.0)}))
+        two.save(replace(here, costs={"b": Cost(2.0)}))
+        kept = make().known
+        assert isinstance(kept, Profile) and kept.costs == {"a": Cost(1.0), "b": Cost(2.0)} and kept.note == note
 
 
 def test_costs_of_another_version_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:

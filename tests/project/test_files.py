@@ -542,7 +542,7 @@ def test_the_file_holds_builtins_only(tmp_path: Path) -> None:
 
 def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
     dated = replace(PROFILE, days={"aten.mm": "2026-11-25"})
-    for profile in (PROFILE, dated, Profile("roofline: h100", {})):
+    for profile in (PROFILE, dated, replace(dated, scaled=frozenset(PROFILE.costs)), Profile("roofline: h100", {})):
         profile.save(tmp_path / "profile.json")
         assert Profile.load(tmp_path / "profile.json") == profile
 
@@ -609,6 +609,8 @@ def test_a_profile_without_a_field(tmp_path: Path, name: str) -> None:
         ("costs", [1, 2]),
         ("costs", None),
         ("costs", {"a": 1}),
+        ("scaled", ["no operator"]),
+        ("scaled", {}),
         ("costs", {"a": [1.0]}),
         ("costs", {"a": [1.0, 2, 3]}),
         ("costs", {"a": [1.0, 2, "yesterday"]}),

@@ -21,7 +21,7 @@ from chain import chain
 from torch import nn
 
 import monet_like
-from monet_like import api
+from monet_like.compiler import sources
 from monet_like.errors import UsageError
 from monet_like.files import check_writable, write_atomically
 from monet_like.ir.profile_file import Profile
@@ -139,7 +139,7 @@ def test_planning_goes_on_without_a_cache_and_says_so_once(tmp_path: Path, monke
     """A cache that cannot be written to: its name is a file's. (Root may write into a folder that is read-only.)"""
     (tmp_path / "cache").touch()
     monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(api, "_unwritable", set())
+    monkeypatch.setattr(sources, "_unwritable", set())
     with pytest.warns(UserWarning, match="plans are not kept") as caught:
         step(monet_like.auto_schedule(chain(), memory_budget="1 GB", time_limit_seconds=2.0))
     (warning,) = (w for w in caught if "plans are not kept" in str(w.message))
