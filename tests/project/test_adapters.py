@@ -1,0 +1,90 @@
+"""PEFT's adapters, on plain and on 4-bit weights, through Hugging Face's Trainer: as without a budget, to the bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, PeftModel, get_peft_model
+from quantised_nets import four_bit_llama
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+
+from monet_like.integrations.huggingface import MemoryBudget
+
+QUICK: dict[str, Any] = {"mode": "inplace_multiway_newnode", "time_limit_seconds": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def llama() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, use_cache=False, **sizes))
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)), tokens()
+
+
+def tokens() -> list[dict[str, torch.Tensor]]:
+    rows = (torch.arange(64).view(4, 16) * 7 % 61).repeat(4, 1)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def four_bit() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    return four_bit_llama(), tokens()
+
+
+def vit() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
+    model = ViTForImageClassification(ViTConfig(num_hidden_layers=2, num_attention_heads=4, num_labels=5, **sizes))
+    model = get_peft_model(
+        model, LoraConfig(r=4, target_modules=r".*\.(q_proj|query|fc1)", modules_to_save=["classifier"])
+    )
+    images = torch.randn(16, 3, 32, 32)
+    return model, [{"pixel_values": image, "labels": torch.tensor(k % 5)} for k, image in enumerate(images)]
+
+
+def trained(made: tuple[nn.Module, Any], folder: Path, *callbacks: Any) -> nn.Module:
+    model, data = made
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=3,
+        save_steps=2,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks)).train()
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [llama, four_bit, vit])
+def test_adapters_train_and_save_as_without(make: Callable[[], Any], tmp_path: Path) -> None:
+    plain = trained(make(), tmp_path / "plain")
+    budget = MemoryBudget("80%", **QUICK)
+    ours = trained(make(), tmp_path / "ours", budget)
+    assert budget.wrapper is not None and budget.wrapper.record is not None
+    assert budget.wrapper.record.peak_bytes <= 0.8 * budget.wrapper.record.plain_peak_bytes
+    mine, theirs = ours.state_dict(), plain.state_dict()
+    assert list(mine) == list(theirs) and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert any((mine[key] != value).any() for key, value in make()[0].state_dict().items())
+    files = [sorted(p.name for p in (tmp_path / way / "checkpoint-3").iterdir()) for way in ("ours", "plain")]
+    assert files[0] == files[1] and "adapter_model.safetensors" in files[0]
+    ours.save_pretrained(str(tmp_path / "saved"))
+    loaded = PeftModel.from_pretrained(make()[0].get_base_model(), str(tmp_path / "saved"))
+    trainable = {key: value for key, value in ours.state_dict().items() if "lora" in key or "modules_to_save" in key}
+    assert trainable and all(torch.equal(loaded.state_dict()[key], value) for key, value in trainable.items())
