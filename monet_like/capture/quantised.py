@@ -60,6 +60,11 @@ def check_quantised(model: nn.Module, target: torch.device | None) -> None:
                 f"{name} is a {type(parameter).__name__} that requires a gradient, and a schedule has gradients of plain tensors "
                 "alone; freeze it with requires_grad_(False) and train an adapter, or quantise after the training"
             )
+    for name, layer in _layers(model, "Embedding4bit"):
+        raise CaptureError(
+            f"{name or type(model).__name__} is a {type(layer).__name__}, which copies its scales in every call; keep embeddings in "
+            "16 bits, or use Embedding8bit"
+        )
     for name, layer in _layers(model, "Linear8bitLt"):
         said = f"{name or type(model).__name__} is a Linear8bitLt"
         state, device = layer.state, layer.weight.device

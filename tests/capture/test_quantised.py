@@ -231,6 +231,10 @@ def anew(net: Any) -> None:
     net[1].base.state.has_fp16_weights = True
 
 
+def embedded(net: Any) -> None:
+    net[0] = bitsandbytes.nn.EmbeddingNF4(32, 64).to("cpu")
+
+
 def without_dtype(net: Any) -> None:
     net[1].base.compute_dtype, net[1].base.compute_type_is_set = None, False
     net[1].base.bias.data = net[1].base.bias.data.bfloat16()
@@ -242,6 +246,7 @@ def without_dtype(net: Any) -> None:
         ("int8", outliers, r"1.base is a Linear8bitLt with threshold=6.0, .* set threshold=0.0"),
         ("int8", anew, r"1.base is a Linear8bitLt with has_fp16_weights=True, .* has_fp16_weights=False"),
         ("nf4", unquantised, r"1.base is a Linear4bit whose weight is not quantised yet; .*model.to\(device\)"),
+        ("nf4", embedded, r"0 is a EmbeddingNF4, .* keep embeddings in 16 bits"),
         ("nf4", without_dtype, r"forward of 1.base assigns a tensor's .data, .* call the model once before"),
         ("torchao int8", trainable, r"1.base.weight is a Int8Tensor that requires a gradient, .* freeze it"),
     ],
