@@ -27,8 +27,10 @@ def settle(model: nn.Module) -> None:
         CaptureError: a layer's weight has not been quantised.
     """
     for name, layer in _layers(model, "Linear4bit", "Embedding4bit"):
-        if getattr(layer.weight, "quant_state", None) is None and getattr(layer, "quant_state", None) is None:
-            raise CaptureError(_not_quantised(name, layer))
+        if getattr(layer.weight, "quant_state", None) is None:
+            if getattr(layer, "quant_state", None) is None:
+                raise CaptureError(_not_quantised(name, layer))
+            layer.weight.quant_state = layer.quant_state  # of a parameter that was sharded and gathered
         bias, dtype = getattr(layer, "bias", None), getattr(layer, "compute_dtype", None)
         if bias is not None and dtype is not None and layer.compute_type_is_set:
             _cast(bias, dtype)

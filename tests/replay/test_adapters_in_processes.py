@@ -1,0 +1,64 @@
+"""Adapters on 4-bit weights in several processes: a schedule's gradients are those of the plain model there."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from processes import assert_same, step, together
+from quantised_nets import adapted, four_bit
+from replays import record_for
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from monet_like import ScheduleWrapper
+from monet_like.capture.lowering import capture
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.plan.random_schedules import random_schedule
+from monet_like.variants import admitted
+
+#: Weights are stored as numbers of the dtype that all others have, as `fully_shard` wants them.
+MAKE = four_bit(quant_storage=torch.float32)
+
+
+def made() -> ScheduleRecord:
+    model, x = adapted(MAKE), torch.randn(4, 64)
+    captured = admitted(capture(model, (x,)), "normal")
+    return record_for(captured, random_schedule(captured.program, 3, drop=0.5), "normal", (model, (x,), {}))
+
+
+def _replicated(rank: int, record: ScheduleRecord) -> None:
+    model = adapted(MAKE)
+    plain = DistributedDataParallel(copy.deepcopy(model))
+    ours = DistributedDataParallel(ScheduleWrapper(model, record))
+    torch.manual_seed(rank)
+    for turn in range(2):
+        x = torch.randn(4, 64)
+        for each in (plain, ours):
+            each.zero_grad()
+            step(each, x, seed=turn)
+        assert_same(plain, ours)
+
+
+def _sharded(rank: int, record: ScheduleRecord) -> None:
+    model = adapted(MAKE)
+    plain, ours = fully_shard(copy.deepcopy(model)), fully_shard(ScheduleWrapper(model, record))
+    before = sum(map(len, ours._steps.values()))
+    torch.manual_seed(rank)
+    for turn in range(2):
+        x = torch.randn(4, 64)
+        for each in (plain, ours):
+            each.zero_grad()
+            step(each, x, seed=turn)
+    assert sum(map(len, ours._steps.values())) == before + 1  # captured once for the gathered parameters
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad.to_local(), other.grad.to_local())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [_replicated, _sharded])
+def test_adapters_on_four_bit_weights(function: object, tmp_path: Path) -> None:
+    together(tmp_path, function, made())
