@@ -9,7 +9,7 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from quantised_nets import Adapted, Make, adapted, by_torchao, eight_bit, four_bit, four_bit_llama
+from quantised_nets import Adapted, Make, adapted, adapted_llama, by_torchao, eight_bit, four_bit
 from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
@@ -190,9 +190,11 @@ def test_datasheet_costs_of_four_bit_products() -> None:
 
 
 @pytest.mark.slow
-def test_low_rank_adapters_on_a_four_bit_llama() -> None:
+@pytest.mark.parametrize("kind", ["4bit", "8bit", "torchao"])
+def test_low_rank_adapters_on_a_quantised_llama(kind: str) -> None:
     """PEFT's layers and their dropout, planned within 80 % of plain PyTorch's peak."""
-    net = four_bit_llama()
+    net = adapted_llama(kind)
+    assert {"4bit": "Linear4bit", "8bit": "Linear8bitLt", "torchao": "TorchaoLoraLinear"}[kind] in repr(net)
     tokens = torch.arange(64).view(4, 16) * 7 % 61
     words = {"input_ids": tokens, "labels": tokens}
     plain = step(twin(net), **words)

@@ -9,7 +9,7 @@ import bitsandbytes
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torchao.quantization import quantize_
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 #: From the sizes of a layer to a layer whose frozen weight is quantised.
@@ -53,15 +53,25 @@ def by_torchao(config: Any, dtype: torch.dtype = torch.float32) -> Make:
     return make
 
 
-def four_bit_llama(**options: Any) -> nn.Module:
-    """A Llama of two blocks with 4-bit projections and PEFT's LoRA on two of them, as `from_pretrained` makes it."""
+def adapted_llama(kind: str) -> nn.Module:
+    """A Llama of two blocks with quantised projections and PEFT's LoRA on two of them, as `from_pretrained` makes it.
+
+    Args:
+        kind: ``4bit`` or ``8bit``, bitsandbytes' layers, or ``torchao``.
+    """
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, use_cache=False, **sizes))
     for owner in [module for name, module in model.named_modules() if name.endswith(("self_attn", "mlp"))]:
         for name, layer in [pair for pair in owner.named_children() if isinstance(pair[1], nn.Linear)]:
-            other = four_bit(bias=False, **options)(layer.in_features, layer.out_features)
-            other.load_state_dict(layer.state_dict())
+            if kind == "torchao":
+                quantize_(layer.requires_grad_(False), Int8WeightOnlyConfig())
+                continue
+            make = four_bit(bias=False) if kind == "4bit" else eight_bit(bias=False, threshold=6.0)
+            other = make(layer.in_features, layer.out_features)
+            other.weight.data = layer.weight.data
             setattr(owner, name, other)
-    model.to("cpu")
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)).train()
+    if kind != "torchao":
+        setattr(model, f"is_loaded_in_{kind}", True)  # PEFT then takes its own layers for bitsandbytes'
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+    return get_peft_model(model.to("cpu"), config).train()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel, get_peft_model
-from quantised_nets import four_bit_llama
+from quantised_nets import adapted_llama
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
@@ -42,7 +42,11 @@ def tokens() -> list[dict[str, torch.Tensor]]:
 
 
 def four_bit() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
-    return four_bit_llama(), tokens()
+    return adapted_llama("4bit"), tokens()
+
+
+def eight_bit() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    return adapted_llama("8bit"), tokens()
 
 
 def vit() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
@@ -72,7 +76,7 @@ def trained(made: tuple[nn.Module, Any], folder: Path, *callbacks: Any) -> nn.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [llama, four_bit, vit])
+@pytest.mark.parametrize("make", [llama, four_bit, eight_bit, vit])
 def test_adapters_train_and_save_as_without(make: Callable[[], Any], tmp_path: Path) -> None:
     plain = trained(make(), tmp_path / "plain")
     budget = MemoryBudget("80%", **QUICK)
