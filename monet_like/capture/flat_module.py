@@ -147,6 +147,7 @@ class FlatModule(nn.Module):
         if mode.found:
             raise ConstantsFound(mode.found, 0)
         self.aliases = mode.aliases
+        self.told.update(dict.fromkeys(self.state_objects.set_since()))
         keyed: list[tuple[int | str, torch.Tensor]] = [
             *enumerate(tensors),
             *self.named_parameters(),
@@ -161,13 +162,16 @@ class FlatModule(nn.Module):
         return result
 
     def check_state_objects(self) -> None:
-        """Whether custom functions have left the objects alone that they were given.
+        """Whether custom functions have set nothing in their backward of the objects that they were given.
 
         Raises:
-            CaptureError: they set attributes of them.
+            CaptureError: they have.
         """
-        if self.state_objects is not None:
-            self.state_objects.check(type(self.model).__name__)
+        for path in self.state_objects.set_since() if self.state_objects is not None else ():
+            raise CaptureError(
+                f"a custom function of {type(self.model).__name__} sets {path} in the backward, and a schedule would not; compute "
+                "it outside the model"
+            )
 
     def _apart(self, results: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results, with a copy of every result with a gradient that shares its storage with another tensor.

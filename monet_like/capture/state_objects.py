@@ -15,8 +15,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import CaptureError
-
 #: Objects within objects are copied to this depth.
 _DEPTH = 4
 
@@ -48,25 +46,27 @@ class StateObjects:
         attributes = {name: self._copied(member, depth - 1) for name, member in held.__dict__.items()}
         twin = held
         if any(map(_holds_others, attributes.values(), held.__dict__.values())):
-            twin = object.__new__(type(held))
+            try:
+                twin = object.__new__(type(held))
+            except TypeError:  # it is written in C
+                return held
             twin.__dict__.update(attributes)
         self._known[id(held)] = held, twin, dict(twin.__dict__)
         return twin
 
-    def check(self, model: str) -> None:
-        """Whether custom functions have set no attribute of the copies.
+    def set_since(self) -> list[str]:
+        """What custom functions have set in the copies since they were made or this was last called: ``State.count``.
 
-        Raises:
-            CaptureError: they have, and neither the trace nor a schedule sets it in the user's object.
+        The user's objects keep what they had, as after a step by a schedule.
         """
-        for held, twin, attributes in self._known.values():
-            names = {**attributes, **twin.__dict__}
-            changed = [name for name in names if attributes.get(name) is not twin.__dict__.get(name)]
-            if changed and twin is not held:
-                raise CaptureError(
-                    f"a custom function of {model} sets {changed[0]} of a {type(held).__name__}, and a schedule would not; "
-                    "return such tensors as results"
-                )
+        found: list[str] = []
+        for key, (held, twin, attributes) in self._known.items():
+            names = {**attributes, **twin.__dict__} if twin is not held else {}
+            for name in names:
+                if attributes.get(name) is not twin.__dict__.get(name):
+                    found.append(f"{type(held).__name__}.{name}")
+            self._known[key] = held, twin, dict(twin.__dict__)
+        return found
 
 
 def _holds_others(new: Any, old: Any) -> bool:

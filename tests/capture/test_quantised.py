@@ -291,9 +291,9 @@ class Scaled(torch.autograd.Function):
     """Multiplies by what an object holds, and reads it again in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, state: Scales, sets: bool) -> torch.Tensor:
-        ctx.state = state
-        if sets:
+    def forward(ctx: Any, x: torch.Tensor, state: Scales, sets: str) -> torch.Tensor:
+        ctx.state, ctx.sets = state, sets
+        if sets == "forward":
             state.seen = x.detach()
         return x * state.tensors[0]
 
@@ -301,11 +301,13 @@ class Scaled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         scale = ctx.state.tensors[0] * 3
         scale += 1
+        if ctx.sets == "backward":
+            ctx.state.seen = scale
         return gradients[0] * scale, None, None
 
 
 class Scaling(nn.Module):
-    def __init__(self, sets: bool = False) -> None:
+    def __init__(self, sets: str = "") -> None:
         super().__init__()
         self.layer, self.state, self.sets = nn.Linear(8, 8), Scales(), sets
 
@@ -321,8 +323,12 @@ def test_objects_given_to_custom_functions_hold_constants() -> None:
         assert worst(step(net, x), step(wrapper, x)) == 0.0
 
 
-def test_objects_that_a_custom_function_changes_are_refused() -> None:
+def test_what_custom_functions_set_in_their_objects_is_told() -> None:
+    net = Scaling("forward")
+    with pytest.warns(UserWarning, match=r"Scaling.forward sets Scales.seen, and a schedule does not"):
+        capture(net, (torch.randn(4, 8),))
+    assert net.state.seen is None
     with pytest.raises(
-        CaptureError, match=r"a custom function of Scaling sets seen of a Scales, .* return such tensors"
+        CaptureError, match=r"function of Scaling sets Scales.seen in the backward, and a schedule would not"
     ):
-        capture(Scaling(sets=True), (torch.randn(4, 8),))
+        capture(Scaling("backward"), (torch.randn(4, 8),))
