@@ -27,6 +27,7 @@ REQUIRED = {
     "click": "the command line",
     "rich": "the command line",
     "psutil": "memory of the machine",
+    "pandas": "tables",
 }
 #: What is installed with this package, but a machine that only trains can do without.
 EXPECTED = {

@@ -12,7 +12,7 @@ weights are summed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,8 +127,7 @@ def _find(editor: Editor, makers: dict[int, Task], last: Task) -> _Mlp | None:
     if len(inputs) != 1 or not products or found[-1] is not last or products == inner:
         return None
     (x,) = inputs
-    size = [sum(editor.metas[v].storage_bytes for v in values) for values in (inner, (x,))]
-    if size[0] < 2 * size[1]:
+    if _bytes(editor, inner) < 2 * _bytes(editor, (x,)):
         return None
     return _with_slots(editor, found, x, inner, products)
 
@@ -147,6 +146,10 @@ def _is_rowwise(editor: Editor, task: Task) -> bool:
         return root_of(views, call.args[-1]) not in _row_inputs(editor, task)
     shape = _elements(editor, task.writes[0])
     return call.op in _ROWWISE and all(_elements(editor, v) == shape for v in task.reads)
+
+
+def _bytes(editor: Editor, values: Iterable[int]) -> int:
+    return sum(editor.metas[value].storage_bytes for value in values)
 
 
 def _elements(editor: Editor, value: int) -> int:
@@ -183,8 +186,11 @@ def _with_slots(
         return None
     if any(not editor.metas[v].contiguous for v in (x, grad, *inner, *made)):
         return None
-    if leaving - {*of_x} - _of_weights(editor, first, end):
+    sums = _of_weights(editor, first, end)
+    if leaving - {*of_x} - sums:
         return None
+    if _bytes(editor, inner) < 2 * _bytes(editor, sums):
+        return None  # the gradients of all weights at once would take what the tiles save
     return _Mlp(tasks, (first, end), x, grad, inner, products, frozenset(made - read), of_x[0] if of_x else None, rows)
 
 

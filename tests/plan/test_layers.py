@@ -17,6 +17,7 @@ LAYERS = (
     ("plan.strategies",),
     ("plan",),
     ("plan.budgets",),
+    ("plan.block_points", "plan.blocks"),
 )
 OUTSIDE = {"ir", "build", "errors", "files", "interrupts"}
 

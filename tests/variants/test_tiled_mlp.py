@@ -122,6 +122,8 @@ def test_a_value_that_something_else_reads_is_no_mlps_own() -> None:
             return self.down(inner).sum() + inner.mean()
 
     assert not names(admitted(capture(Told(8, 24).train(), (torch.randn(32, 8),)), MODE))
+    few = (nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).train(), (torch.randn(32, 64),), {})
+    assert not names(admitted(capture(*few), MODE))  # gradients of weights outweigh the activations
     short = (nn.Sequential(nn.Linear(8, 8), Gated(8, 24)).train(), (torch.randn(4, 8),), {})
     assert not names(admitted(capture(*short), MODE))  # fewer rows than tiles
 
