@@ -25,6 +25,9 @@ from .editor import Editor, root_of
 
 #: Into how many tiles the rows are cut; each is a variant of its own.
 TILES = (1, 4, 16)
+#: Least size of the tensors between the layers, in units of the input's. It is the same for every batch, so that smaller
+#: inputs have the same program.
+WIDENING = 4
 _VIEW, _TURN = "aten.view.default", "aten.t.default"
 _PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default"})
 _ACTIVATIONS = ("silu", "gelu", "relu", "sigmoid", "tanh")
@@ -127,8 +130,8 @@ def _find(editor: Editor, makers: dict[int, Task], last: Task) -> _Mlp | None:
     if len(inputs) != 1 or not products or found[-1] is not last or products == inner:
         return None
     (x,) = inputs
-    if _bytes(editor, inner) < 2 * _bytes(editor, (x,)):
-        return None
+    if _bytes(editor, inner) < WIDENING * _bytes(editor, (x,)):
+        return None  # the gradients of all weights at once would take what tiles save
     return _with_slots(editor, found, x, inner, products)
 
 
@@ -182,15 +185,13 @@ def _with_slots(
     of_x = [
         v for v in leaving if _elements(editor, v) == _elements(editor, x) and v not in _of_weights(editor, first, end)
     ]
-    if not inner.isdisjoint(read) or not made or len(of_x) > 1 or rows < max(TILES):
+    if not inner.isdisjoint(read) or not made or len(of_x) > 1:
         return None
     if any(not editor.metas[v].contiguous for v in (x, grad, *inner, *made)):
         return None
     sums = _of_weights(editor, first, end)
     if leaving - {*of_x} - sums:
         return None
-    if _bytes(editor, inner) < 2 * _bytes(editor, sums):
-        return None  # the gradients of all weights at once would take what the tiles save
     return _Mlp(tasks, (first, end), x, grad, inner, products, frozenset(made - read), of_x[0] if of_x else None, rows)
 
 
@@ -235,11 +236,11 @@ class _Tiles:
         (out,) = self.mlp.tasks[-1].writes
         self._empty(out)
         self._rows_of(out, self.mlp.x)
-        for begin, end in self._cuts():
-            known = self._sliced(begin, end, self.mlp.x)
+        for tile, begin, end in self._cuts():
+            known = self._sliced(tile, begin, end, self.mlp.x)
             for task in self.mlp.tasks[:-1]:
-                self._run(task, known, begin)
-            self._run(self.mlp.tasks[-1], known, begin, into=self._part(out, begin, end))
+                self._run(task, known, tile)
+            self._run(self.mlp.tasks[-1], known, tile, into=self._part(out, tile, begin, end))
         return self.calls
 
     def backward(self, kept: frozenset[int]) -> list[Call]:
@@ -256,16 +257,16 @@ class _Tiles:
         if mlp.of_x is not None:
             self._empty(mlp.of_x)
         self._rows_of(mlp.x, mlp.grad, *at_hand, *([] if mlp.of_x is None else [mlp.of_x]))
-        for begin, end in self._cuts():
-            known = self._sliced(begin, end, mlp.x, mlp.grad, *at_hand)
+        for tile, begin, end in self._cuts():
+            known = self._sliced(tile, begin, end, mlp.x, mlp.grad, *at_hand)
             for task in tasks:
-                self._run(task, known, begin)
+                self._run(task, known, tile)
             for way in ways:
                 if _sums_rows(way):
-                    self._add_up(way, known, begin, end)
+                    self._add_up(way, known, tile)
                 else:
-                    into = self._part(mlp.of_x, begin, end) if way.writes[0] == mlp.of_x else None
-                    self._run(way, known, begin, into=into)
+                    into = self._part(mlp.of_x, tile, begin, end) if way.writes[0] == mlp.of_x else None
+                    self._run(way, known, tile, into=into)
         for way in ways:
             if _sums_rows(way) and self._wide(way):
                 value = way.writes[0]
@@ -273,9 +274,10 @@ class _Tiles:
                 self.calls.append(Call("aten._to_copy.default", (Ref(f"wide_{value}"),), place, (Ref(value),)))
         return self.calls
 
-    def _cuts(self) -> Iterator[tuple[int, int]]:
-        size = -(-self.mlp.rows // self.tiles)
-        return ((begin, min(begin + size, self.mlp.rows)) for begin in range(0, self.mlp.rows, size))
+    def _cuts(self) -> Iterator[tuple[int, int, int]]:
+        """Number, first row and end of every tile; where there are fewer rows than tiles, some have none."""
+        rows, tiles = self.mlp.rows, self.tiles
+        return ((k, k * rows // tiles, (k + 1) * rows // tiles) for k in range(tiles))
 
     def _empty(self, value: int) -> None:
         meta = self.editor.metas[value]
@@ -288,15 +290,15 @@ class _Tiles:
             shape = (self.mlp.rows, _elements(self.editor, value) // self.mlp.rows)
             self.calls.append(Call(_VIEW, (Ref(value), shape), (), (Ref(f"rows_{value}"),)))
 
-    def _part(self, value: int | None, begin: int, end: int) -> Ref:
-        part = Ref(f"part_{value}_{begin}")
+    def _part(self, value: int | None, tile: int, begin: int, end: int) -> Ref:
+        part = Ref(f"part_{value}_{tile}")
         self.calls.append(Call("aten.slice.Tensor", (Ref(f"rows_{value}"), 0, begin, end), (), (part,)))
         return part
 
-    def _sliced(self, begin: int, end: int, *values: int) -> dict[Ref, Ref]:
-        return {Ref(value): self._part(value, begin, end) for value in values}
+    def _sliced(self, tile: int, begin: int, end: int, *values: int) -> dict[Ref, Ref]:
+        return {Ref(value): self._part(value, tile, begin, end) for value in values}
 
-    def _operands(self, task: Task, known: dict[Ref, Ref], begin: int) -> dict[Any, Any]:
+    def _operands(self, task: Task, known: dict[Ref, Ref], tile: int) -> dict[Any, Any]:
         """What the operands of a task's last call are in this tile: its views of rows are the rows themselves."""
         local: dict[Any, Any] = {}
         for view in task.calls[:-1]:
@@ -306,28 +308,28 @@ class _Tiles:
             if view.op == _VIEW:
                 local[out] = of or source
             else:
-                name = Ref(f"{out.name}_{begin}" if of else f"{out.name}_turned")
+                name = Ref(f"{out.name}_{tile}" if of else f"{out.name}_turned")
                 call = Call(_TURN, (of or source,), (), (name,))
                 if call not in self.calls:
                     self.calls.append(call)
                 local[out] = name
         return {**known, **local}
 
-    def _run(self, task: Task, known: dict[Ref, Ref], begin: int, *, into: Ref | None = None) -> None:
+    def _run(self, task: Task, known: dict[Ref, Ref], tile: int, *, into: Ref | None = None) -> None:
         """One operator on one tile; its result is known from then on."""
         call, (value,) = task.calls[-1], task.writes
-        operands = self._operands(task, known, begin)
+        operands = self._operands(task, known, tile)
         args = tuple(operands.get(arg, arg) if isinstance(arg, Ref) else arg for arg in call.args)
         op = call.op.replace("add_.", "add.")
         if into is None:
-            out = Ref(f"made_{value}_{begin}")
+            out = Ref(f"made_{value}_{tile}")
             self.calls.append(replace(call, op=op, args=args, outs=(out,)))
             known[Ref(value)] = out
         elif op in ("aten.mm.default", "aten.addmm.default", "aten.add.Tensor", "aten.mul.Tensor"):
             form = op.rsplit(".", 1)[0] + ".out"
             self.calls.append(Call(form, args, (*call.kwargs, ("out", into)), (into,)))
         else:
-            out = Ref(f"made_{value}_{begin}")
+            out = Ref(f"made_{value}_{tile}")
             self.calls.append(replace(call, op=op, args=args, outs=(out,)))
             self.calls.append(Call("aten.copy_.default", (into, out), (), (into,)))
 
@@ -335,20 +337,20 @@ class _Tiles:
         """Whether tiles of this gradient are added in float32."""
         return self.tiles > 1 and self.editor.metas[way.writes[0]].dtype in _HALF
 
-    def _add_up(self, way: Task, known: dict[Ref, Ref], begin: int, end: int) -> None:
+    def _add_up(self, way: Task, known: dict[Ref, Ref], tile: int) -> None:
         """Add a tile's part to the gradient of a weight or bias."""
         call, value = way.calls[-1], way.writes[0]
-        operands = self._operands(way, known, begin)
+        operands = self._operands(way, known, tile)
         args = tuple(operands.get(arg, arg) if isinstance(arg, Ref) else arg for arg in call.args)
         wide, sums = self._wide(way), call.op == "aten.sum.dim_IntList"
         total = Ref(f"wide_{value}") if wide else Ref(value)
-        part = total if not begin and (sums or not wide) else Ref(f"sum_{value}_{begin}")
-        if begin and not wide and not sums:
+        part = total if not tile and (sums or not wide) else Ref(f"sum_{value}_{tile}")
+        if tile and not wide and not sums:
             self.calls.append(Call("aten.addmm.out", (total, *args), (("out", total),), (total,)))
             return
         options = (("dtype", torch.float32),) if wide and sums else call.kwargs
         self.calls.append(replace(call, args=args, kwargs=options, outs=(part,)))
-        if begin:
+        if tile:
             self.calls.append(Call("aten.add_.Tensor", (total, part), (), (total,)))
         elif part != total:
             self.calls.append(Call("aten._to_copy.default", (part,), (("dtype", torch.float32),), (total,)))
