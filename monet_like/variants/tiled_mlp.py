@@ -115,6 +115,8 @@ def _find(editor: Editor, makers: dict[int, Task], last: Task) -> _Mlp | None:
         for value in _row_inputs(editor, task):
             maker = makers.get(value)
             inside = maker is not None and _is_rowwise(editor, maker) and value not in editor.captured.program.outputs
+            if task is not last and task.calls[-1].op in _PRODUCTS:  # a first product; LoRA's are two in a row
+                inside = inside and maker is not None and maker.calls[-1].op in _PRODUCTS
             if maker is not None and inside and all(t.name in tasks for t in editor.forward_readers(value)):
                 waiting.append(maker)
                 inputs.pop(value, None)
