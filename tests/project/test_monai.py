@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from replays import replayed
@@ -12,12 +14,18 @@ from monet_like.capture.lowering import capture
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted
 
-nets = pytest.importorskip("monai.networks.nets", reason="MONAI is not installed")
+
+def imported() -> Any:
+    """MONAI's nets. To import MONAI sets cuBLAS's workspace for the whole process and those that it starts."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # put back as it was, also if it was not set
+        return pytest.importorskip("monai.networks.nets", reason="MONAI is not installed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SegResNet", "UNet"])
 def test_a_net_of_monai_is_trained_exactly(kind: str) -> None:
+    nets = imported()
     torch.manual_seed(0)
     model: nn.Module = (
         nets.SegResNet(spatial_dims=3, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 2, 2), blocks_up=(1, 1))
