@@ -184,14 +184,12 @@ def _with_slots(
     read = {v for task in (*outside, *others) for v in task.reads} | {*editor.captured.program.gradients}
     rows = math.prod(editor.metas[x].shape[:-1])
     leaving = made & read
-    of_x = [
-        v for v in leaving if _elements(editor, v) == _elements(editor, x) and v not in _of_weights(editor, first, end)
-    ]
+    sums = _of_weights(editor, first, end)
+    of_x = [v for v in leaving - sums if _elements(editor, v) == _elements(editor, x)]
     if not inner.isdisjoint(read) or not made or len(of_x) > 1:
         return None
     if any(not editor.metas[v].contiguous for v in (x, grad, *inner, *made)):
         return None
-    sums = _of_weights(editor, first, end)
     if leaving - {*of_x} - sums:
         return None
     return _Mlp(tasks, (first, end), x, grad, inner, products, frozenset(made - read), of_x[0] if of_x else None, rows)
@@ -232,6 +230,7 @@ class _Tiles:
     mlp: _Mlp
     tiles: int
     calls: list[Call] = field(default_factory=list)
+    turned: set[Ref] = field(default_factory=set)
 
     def forward(self) -> list[Call]:
         """The calls that compute the result in tiles."""
@@ -300,8 +299,8 @@ class _Tiles:
     def _sliced(self, tile: int, begin: int, end: int, *values: int) -> dict[Ref, Ref]:
         return {Ref(value): self._part(value, tile, begin, end) for value in values}
 
-    def _operands(self, task: Task, known: dict[Ref, Ref], tile: int) -> dict[Any, Any]:
-        """What the operands of a task's last call are in this tile: its views of rows are the rows themselves."""
+    def _arguments(self, task: Task, known: dict[Ref, Ref], tile: int) -> tuple[Any, ...]:
+        """The arguments of a task's last call in this tile: views of rows are the rows themselves."""
         local: dict[Any, Any] = {}
         for view in task.calls[:-1]:
             (out,), source = view.outs, view.args[0]
@@ -311,17 +310,17 @@ class _Tiles:
                 local[out] = of or source
             else:
                 name = Ref(f"{out.name}_{tile}" if of else f"{out.name}_turned")
-                call = Call(_TURN, (of or source,), (), (name,))
-                if call not in self.calls:
-                    self.calls.append(call)
+                if name not in self.turned:  # a weight is turned once for all tiles
+                    self.turned.add(name)
+                    self.calls.append(Call(_TURN, (of or source,), (), (name,)))
                 local[out] = name
-        return {**known, **local}
+        operands = {**known, **local}
+        return tuple(operands.get(arg, arg) if isinstance(arg, Ref) else arg for arg in task.calls[-1].args)
 
     def _run(self, task: Task, known: dict[Ref, Ref], tile: int, *, into: Ref | None = None) -> None:
         """One operator on one tile; its result is known from then on."""
         call, (value,) = task.calls[-1], task.writes
-        operands = self._operands(task, known, tile)
-        args = tuple(operands.get(arg, arg) if isinstance(arg, Ref) else arg for arg in call.args)
+        args = self._arguments(task, known, tile)
         op = call.op.replace("add_.", "add.")
         if into is None:
             out = Ref(f"made_{value}_{tile}")
@@ -342,8 +341,7 @@ class _Tiles:
     def _add_up(self, way: Task, known: dict[Ref, Ref], tile: int) -> None:
         """Add a tile's part to the gradient of a weight or bias."""
         call, value = way.calls[-1], way.writes[0]
-        operands = self._operands(way, known, tile)
-        args = tuple(operands.get(arg, arg) if isinstance(arg, Ref) else arg for arg in call.args)
+        args = self._arguments(way, known, tile)
         wide, sums = self._wide(way), call.op == "aten.sum.dim_IntList"
         total = Ref(f"wide_{value}") if wide else Ref(value)
         part = total if not tile and (sums or not wide) else Ref(f"sum_{value}_{tile}")
