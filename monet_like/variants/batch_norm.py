@@ -206,13 +206,13 @@ def offer_backward(editor: Editor) -> None:
         if activation is None or backward is None or (after and not _adds(norm)):
             continue
         between, forward = backward.grad, made_by.get(backward.mean)
-        if Ref(first.writes[0]) != between or forward is None or not _only_there(editor, between.name, slot + 1):
+        if Ref(first.writes[0]) != between or forward is None or not only_there(editor, between.name, slot + 1):
             continue
         grad = first.calls[-1].args[0]
         result = Ref(norm.writes[0])
         if not editor.replaceable(grad, slot, result):
             continue  # together they would need more memory than one after the other
-        ways = [_in_turn(editor, way, norm, grad.name) for way in editor.slots[slot]]
+        ways = [in_turn(editor, way, norm, grad.name) for way in editor.slots[slot]]
         x, weight, bias, *_ = forward.args
         residual = [call.args[0] for call in after[-1:]]
         operands = (grad, x, weight, bias, backward.mean, backward.invstd, *activation, backward.mask, *residual)
@@ -260,13 +260,13 @@ def _adds(norm: Task) -> bool:
     return add.op == "aten.add.Tensor" and add.args[1] == backward.outs[0] and all("slice" in v.op for v in views)
 
 
-def _only_there(editor: Editor, gradient: int, slot: int) -> bool:
+def only_there(editor: Editor, gradient: int, slot: int) -> bool:
     """Whether one slot alone reads a gradient."""
     readers = [index for index, ways in enumerate(editor.slots) if gradient in ways[0].reads]
     return readers == [slot] and gradient not in editor.captured.program.gradients
 
 
-def _in_turn(editor: Editor, first: Task, norm: Task, released: int) -> Task:
+def in_turn(editor: Editor, first: Task, norm: Task, released: int) -> Task:
     """Two slots' ways one after the other; the incoming gradient is gone before the last one is made."""
     name = norm.name if first.variant == "aten" else f"{norm.name}.{first.variant}"
     options: dict[str, Any] = {"variant": first.variant, "word": first.word, "overwrites": released}

@@ -14,8 +14,8 @@ from typing import Any
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from ..runtime.batch_norm import CUDNN, backward_of
-from .batch_norm import NOTHING, Activation, Chain, activated_by, activation_of, following
-from .editor import Editor, renamed, root_of
+from .batch_norm import NOTHING, Activation, Chain, activated_by, activation_of, following, in_turn, only_there
+from .editor import Editor, root_of
 
 _NATIVE = "aten._native_batch_norm_legit.no_stats"
 _VIEW = "aten.view.default"
@@ -142,24 +142,16 @@ def offer_backward(editor: Editor) -> None:
         if activation is None or backward is None or len(first.writes) != 1 or backward.mean not in made_by:
             continue
         between, views = first.writes[0], second.calls[:-1]
-        readers = [k for k, ways in enumerate(editor.slots) if between in ways[0].reads]
-        if readers != [slot + 1] or root_of(views, backward.grad) != between or backward.grad == Ref(between):
+        if root_of(views, backward.grad) != between or backward.grad == Ref(between):
             continue
-        if any(view.op != _VIEW for view in views) or between in editor.captured.program.gradients:
+        if any(view.op != _VIEW for view in views) or not only_there(editor, between, slot + 1):
             continue
         incoming = first.calls[-1].args[0]
         if not editor.replaceable(incoming, slot, Ref(between)):
             continue  # together they would need more memory than one after the other
-        ways = [_in_turn(editor, way, second, between, incoming.name) for way in editor.slots[slot]]
+        ways = [in_turn(editor, way, second, incoming.name) for way in editor.slots[slot]]
         ways.append(_fused(editor, first, second, activation, made_by[backward.mean]))
         editor.merge(slot, ways)
-
-
-def _in_turn(editor: Editor, first: Task, second: Task, between: int, released: int) -> Task:
-    """The two slots' ways one after the other; the incoming gradient is gone before the last result is made."""
-    name = second.name if first.variant == "aten" else f"{second.name}.{first.variant}"
-    options: dict[str, Any] = {"variant": first.variant, "word": first.word, "overwrites": released}
-    return editor.in_turn([first, second], [between], name=name, **options)
 
 
 def _fused(editor: Editor, first: Task, second: Task, activation: Activation, norm: _Norm) -> Task:
@@ -168,21 +160,8 @@ def _fused(editor: Editor, first: Task, second: Task, activation: Activation, no
     assert backward is not None
     incoming = first.calls[-1].args[0]  # shaped as the image
     rows = Call(_VIEW, (incoming, editor.metas[norm.out].shape), (), (Ref("incoming_rows"),))
-    views = _renamed_views(norm)
-    operands = (
-        Ref("incoming_rows"), Ref("input_rows"), *norm.statistics[1:3], backward.mean, backward.invstd, *activation,
-        backward.mask,
-    )  # fmt: skip
+    operands = (Ref("incoming_rows"), *norm.statistics, *activation, backward.mask)
     fused = Call("monet_like.batch_norm_activation_backward.default", operands, (), call.outs, True)
     name = f"instance_norm_{activation[0]}.backward"
-    calls = (*first.calls[:-1], rows, *views, fused)
+    calls = (*first.calls[:-1], rows, *norm.views, fused)
     return make_task(f"{second.name}.{name}", calls, second.writes, editor.metas, variant=name, word="conv")
-
-
-def _renamed_views(norm: _Norm) -> list[Call]:
-    """The views of the norm's input, whose last result is called ``input_rows``."""
-    return [
-        Call(view.op, renamed(view.args, {norm.rows: Ref("input_rows")}), view.kwargs,
-             renamed(view.outs, {norm.rows: Ref("input_rows")}))
-        for view in norm.views
-    ]  # fmt: skip
