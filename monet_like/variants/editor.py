@@ -265,6 +265,14 @@ def like(
     return TensorMeta(dtype, device or meta.device, tuple(shape), tuple(stride), 0, count * dtype.itemsize)
 
 
+def cuts(rows: int, parts: int) -> Iterator[tuple[int, int, int]]:
+    """Number, first row and end of each of ``parts`` parts; where there are fewer rows, some have none.
+
+    There are as many parts for every number of rows, so that smaller inputs have the same program.
+    """
+    return ((k, k * rows // parts, (k + 1) * rows // parts) for k in range(parts))
+
+
 def root_of(calls: Sequence[Call], operand: Any) -> int | None:
     """The value that an operand of ``calls`` is, or is a view of; None for a literal."""
     makers = {out: call for call in calls for out in call.outs if out is not None}

@@ -21,7 +21,7 @@ import torch
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from . import linear
-from .editor import Editor
+from .editor import Editor, cuts
 
 #: Into how many parts the rows are cut; each is a variant of its own.
 PARTS = (4, 16)
@@ -178,12 +178,9 @@ def _turned(calls: Sequence[Call], ref: Any) -> int | None:
     return None
 
 
-def _rows(editor: Editor, head: _Head, parts: int) -> Iterator[tuple[int, int]]:
-    """First row and end of every part."""
-    count = editor.metas[head.tasks[0].writes[0]].shape[0]
-    size = -(-count // parts)
-    for begin in range(0, count, size):
-        yield begin, min(begin + size, count)
+def _rows(editor: Editor, head: _Head, parts: int) -> Iterator[tuple[int, int, int]]:
+    """Number, first row and end of every part."""
+    return cuts(editor.metas[head.tasks[0].writes[0]].shape[0], parts)
 
 
 def _by_onednn(editor: Editor, head: _Head) -> bool:
@@ -192,16 +189,16 @@ def _by_onednn(editor: Editor, head: _Head) -> bool:
     return linear.usable(editor) and logits.dtype == torch.float32 and weight.contiguous
 
 
-def _probabilities(head: _Head, begin: int, end: int, onednn: bool) -> tuple[list[Call], Ref, Ref, Ref]:
+def _probabilities(head: _Head, part: int, begin: int, end: int, onednn: bool) -> tuple[list[Call], Ref, Ref, Ref]:
     """The calls that compute the log-probabilities of some rows; their result, these rows of x, and the classes."""
-    x, target = Ref(f"x_{begin}"), Ref(f"target_{begin}")
+    x, target = Ref(f"x_{part}"), Ref(f"target_{part}")
     calls = [
         Call("aten.slice.Tensor", (head.x, 0, begin, end), (), (x,)),
         Call("aten.slice.Tensor", (head.target, 0, begin, end), (), (target,)),
     ]
     last = x
     for number, task in enumerate(head.tasks[:-1]):
-        call, made = task.calls[-1], Ref(f"made_{begin}_{number}")
+        call, made = task.calls[-1], Ref(f"made_{part}_{number}")
         if number:
             calls.append(replace(call, args=(last, *call.args[1:]), outs=(made,)))
         elif onednn:
@@ -228,10 +225,10 @@ def _forward(editor: Editor, head: _Head, parts: int, onednn: bool) -> Iterator[
     wide = (("dtype", torch.float32 if dtype in _HALF else dtype),)
     yield from _start(head, onednn)
     sums: list[tuple[Ref, Ref]] = []
-    for begin, end in _rows(editor, head, parts):
-        calls, probabilities, _, target = _probabilities(head, begin, end, onednn)
+    for part, begin, end in _rows(editor, head, parts):
+        calls, probabilities, _, target = _probabilities(head, part, begin, end, onednn)
         yield from calls
-        parted = (Ref(f"loss_{begin}"), Ref(f"total_{begin}"))
+        parted = (Ref(f"loss_{part}"), Ref(f"total_{part}"))
         yield replace(nll, args=(probabilities, target, classes, 2, ignored), outs=parted)
         sums.append(parted)
     for name, refs, out in (("loss", [one for one, _ in sums], loss), ("total", [one for _, one in sums], total)):
@@ -260,35 +257,35 @@ def _backward(editor: Editor, head: _Head, slot: int, parts: int, onednn: bool) 
         place = (("dtype", meta.dtype), ("device", meta.device))
         yield Call("aten.empty_strided.default", (meta.shape, meta.stride), place, (Ref(of_x),))
     sums = {"weight": of_weight, "bias": of_bias}
-    for begin, end in _rows(editor, head, parts):
-        calls, probabilities, x, target = _probabilities(head, begin, end, onednn)
+    for part, begin, end in _rows(editor, head, parts):
+        calls, probabilities, x, target = _probabilities(head, part, begin, end, onednn)
         yield from calls
-        one, two = Ref(f"of_loss_{begin}"), Ref(f"of_softmax_{begin}")
+        one, two = Ref(f"of_loss_{part}"), Ref(f"of_softmax_{part}")
         yield replace(of_loss, args=(grad, probabilities, target, classes, reduction, ignored, total), outs=(one,))
         yield replace(of_softmax, args=(one, probabilities, *of_softmax.args[2:]), outs=(two,))
         for number, cast in enumerate(casts):
-            two, narrow = Ref(f"narrow_{begin}_{number}"), two
+            two, narrow = Ref(f"narrow_{part}_{number}"), two
             yield replace(cast, args=(narrow, *cast.args[1:]), outs=(two,))
         if of_x is not None:
-            part = Ref(f"part_{begin}")
-            yield Call("aten.slice.Tensor", (Ref(of_x), 0, begin, end), (), (part,))
-            yield Call("aten.mm.out", (two, head.weight), (("out", part),), (part,))
+            rows_of_x = Ref(f"part_{part}")
+            yield Call("aten.slice.Tensor", (Ref(of_x), 0, begin, end), (), (rows_of_x,))
+            yield Call("aten.mm.out", (two, head.weight), (("out", rows_of_x),), (rows_of_x,))
         for name, value in sums.items():
             if value is None:
                 continue
             into = Ref(f"wide_{name}") if half else Ref(value)
-            made = into if not begin and not half else Ref(f"{name}_{begin}")
+            made = into if not part and not half else Ref(f"{name}_{part}")
             if name == "weight":
-                rows = Ref(f"rows_{begin}")
+                rows = Ref(f"rows_{part}")
                 yield Call("aten.t.default", (two,), (), (rows,))
-                if begin and not half:
+                if part and not half:
                     yield Call("aten.addmm.out", (into, rows, x), (("out", into),), (into,))
                     continue
                 yield Call("aten.mm.default", (rows, x), (), (made,))
             else:
                 options = (("dtype", torch.float32),) if half else ()
                 yield Call("aten.sum.dim_IntList", (two, [0], True), options, (made,))
-            if begin:
+            if part:
                 yield Call("aten.add_.Tensor", (into, made), (), (into,))
             elif half:
                 yield Call("aten._to_copy.default", (made,), (("dtype", torch.float32),), (into,))

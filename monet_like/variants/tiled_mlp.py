@@ -12,7 +12,7 @@ weights are summed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from . import linear
-from .editor import Editor, root_of
+from .editor import Editor, cuts, root_of
 
 #: Into how many tiles the rows are cut; each is a variant of its own.
 TILES = (1, 4, 16)
@@ -237,7 +237,7 @@ class _Tiles:
         (out,) = self.mlp.tasks[-1].writes
         self._empty(out)
         self._rows_of(out, self.mlp.x)
-        for tile, begin, end in self._cuts():
+        for tile, begin, end in cuts(self.mlp.rows, self.tiles):
             known = self._sliced(tile, begin, end, self.mlp.x)
             for task in self.mlp.tasks[:-1]:
                 self._run(task, known, tile)
@@ -258,7 +258,7 @@ class _Tiles:
         if mlp.of_x is not None:
             self._empty(mlp.of_x)
         self._rows_of(mlp.x, mlp.grad, *at_hand, *([] if mlp.of_x is None else [mlp.of_x]))
-        for tile, begin, end in self._cuts():
+        for tile, begin, end in cuts(self.mlp.rows, self.tiles):
             known = self._sliced(tile, begin, end, mlp.x, mlp.grad, *at_hand)
             for task in tasks:
                 self._run(task, known, tile)
@@ -274,11 +274,6 @@ class _Tiles:
                 place = (("dtype", editor.metas[value].dtype),)
                 self.calls.append(Call("aten._to_copy.default", (Ref(f"wide_{value}"),), place, (Ref(value),)))
         return self.calls
-
-    def _cuts(self) -> Iterator[tuple[int, int, int]]:
-        """Number, first row and end of every tile; where there are fewer rows than tiles, some have none."""
-        rows, tiles = self.mlp.rows, self.tiles
-        return ((k, k * rows // tiles, (k + 1) * rows // tiles) for k in range(tiles))
 
     def _empty(self, value: int) -> None:
         meta = self.editor.metas[value]

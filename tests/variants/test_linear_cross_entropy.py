@@ -104,6 +104,20 @@ def test_gradients_are_those_of_the_whole(
         assert difference <= tolerance, name
 
 
+def test_fewer_rows_than_parts_have_the_same_program_and_the_same_gradients() -> None:
+    """Such as a last batch: some parts are empty."""
+    model, args = Head(True, "mean", False, False), tuple(t[:2, 10:17].contiguous() for t in example())
+    large, small = (admitted(capture(model, inputs), FULL) for inputs in (example(), args))
+    assert small.program.fingerprint == large.program.fingerprint
+    schedule = in_parts(large, max(PARTS))
+    record = record_for(large, schedule, FULL, (model, example(), {}))
+    wrapped = ScheduleWrapper(twin(model), record, example=(example(), {}))
+    (loss, gradients), (expected, others) = step(wrapped, args), step(twin(model), args)
+    torch.testing.assert_close(loss, expected)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], msg=name)
+
+
 def test_logits_never_exist_at_once() -> None:
     model, args = Head(False, "mean", False, False), example()
     captured = admitted(capture(model, args), FULL)
