@@ -30,7 +30,7 @@ from .errors import ScheduleFileError, SolverError, UsageError, warn_caller
 from .files import cache_folder
 from .ir.defaults import MODE, SOLVER
 from .ir.schedule_file import ScheduleRecord
-from .ir.units import format_bytes, format_seconds, parse_budget
+from .ir.units import Budget, format_bytes, format_seconds, parse_budget
 from .profile.devices import device_name
 from .profile.settings import settings_digest
 from .replay.compatibility import exceeds, mismatch
@@ -98,7 +98,9 @@ def auto_schedule(
     seconds = TIME_LIMIT_SECONDS if time_limit_seconds is None else time_limit_seconds
     if any(not isinstance(length, int) or length < 1 for length in lengths):
         raise UsageError(f"lengths {list(lengths)!r} must be whole numbers of at least 1")
-    settings = _Settings(_budget(memory_budget), mode, solver, seconds, gap, optimizer, effort, tuple(lengths))
+    settings = _Settings(
+        parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, effort, tuple(lengths)
+    )
     wrapped = AutoSchedule(model, settings, backend, verbose=verbose)
     if args is not None or kwargs is not None:
         if not model.training:
@@ -109,9 +111,9 @@ def auto_schedule(
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of `auto_schedule`; ``budget`` is bytes, or a share of plain PyTorch's peak."""
+    """The arguments of `auto_schedule`."""
 
-    budget: int | float
+    budget: Budget
     mode: str
     solver: str
     time_limit_seconds: float
@@ -185,7 +187,9 @@ class AutoSchedule(ScheduleWrapper):
         for length in sorted(settings.lengths, reverse=True):
             there = replace(request, example=with_length(request.example, length))
             record = self._plan(there, settings, device, captured_for(there, there.example))
-            settings = replace(settings, budget=record.budget_bytes)  # a share is of the peak at the largest length
+            settings = replace(
+                settings, budget=Budget(record.budget_bytes)
+            )  # a share is of the peak at the largest length
 
     def _plan(self, request: Request, settings: _Settings, device: torch.device, captured: Captured) -> ScheduleRecord:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -277,11 +281,11 @@ def _compiled(
     quick: bool,
 ) -> ScheduleRecord:
     """Plan, with what the store of this device knows; what is measured completely is kept there."""
-    source, budget = Cached.of(device), settings.budget
+    source = Cached.of(device)
     with Progress(quiet=verbose is False) as progress:
         return compile_schedule(
             request,
-            budget if isinstance(budget, int) else lambda plain_peak_bytes: int(budget * plain_peak_bytes),
+            settings.budget.limit,
             device,
             profile=source.known,
             save_profile=source.save,
@@ -305,13 +309,7 @@ def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
         print(f"monet_like: {line}", file=sys.stderr)
 
 
-def _budget(memory_budget: str | int) -> int | float:
-    """Read a budget: bytes, or a share of plain PyTorch's peak."""
-    found = parse_budget(memory_budget, "memory_budget")
-    return found.share if found.bytes is None else found.bytes
-
-
-def _digest(request: Request, budget: int | float, device: torch.device) -> str:
+def _digest(request: Request, budget: Budget, device: torch.device) -> str:
     """A digest of all that a plan depends on: structure, shapes, budget, settings and versions. Needs no tracing."""
     digest = hashlib.sha256()
     for name, tensor in (*request.model.named_parameters(), *request.model.named_buffers()):
@@ -327,7 +325,7 @@ def _digest(request: Request, budget: int | float, device: torch.device) -> str:
             else repr(leaf).encode()
         )
     rest = (
-        budget,
+        budget.bytes or budget.share,
         request.mode,
         request.optimizer,
         request.gap,

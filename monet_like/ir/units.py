@@ -6,6 +6,7 @@ The field writes GB for 2**30 bytes (CUDA tools, MONeT's tables), so this packag
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import UsageError
@@ -56,6 +57,11 @@ class Budget:
     def of(self, plain_peak_bytes: int) -> int:
         """The budget in bytes, where plain PyTorch's step has this peak."""
         return int(self.share * plain_peak_bytes) if self.bytes is None else self.bytes
+
+    @property
+    def limit(self) -> int | Callable[[int], int]:
+        """The amount, or for a share the function from plain PyTorch's peak to bytes; the compiler takes either."""
+        return self.of if self.bytes is None else self.bytes
 
 
 def parse_budget(budget: str | int | Budget, name: str = "memory budget") -> Budget:

@@ -118,8 +118,7 @@ class Job:
         """
         given = {"solver": solver, "strategy": strategy, "time_limit_seconds": time_limit_seconds, "gap": gap}
         request = self._request(**given, threads=threads)
-        wanted = parse_budget(budget)
-        limit = wanted.of if wanted.bytes is None else wanted.bytes
+        limit = parse_budget(budget).limit
         if quick and (request.strategy != "milp" or options):
             raise UsageError(
                 "quick plans are made by the local search; leave quick out, or the strategy and its options"
