@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from processes import assert_same, step, together
 from quantised_nets import adapted, four_bit
 from replays import record_for
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,16 +31,22 @@ def made() -> ScheduleRecord:
     return record_for(captured, random_schedule(captured.program, 3, drop=0.5), "normal", (model, (x,), {}))
 
 
+def turns(rank: int, *models: nn.Module) -> Iterator[None]:
+    """Two steps of every model, on this process's inputs."""
+    torch.manual_seed(rank)
+    for turn in range(2):
+        x = torch.randn(4, 64)
+        for model in models:
+            model.zero_grad()
+            step(model, x, seed=turn)
+        yield
+
+
 def _replicated(rank: int, record: ScheduleRecord) -> None:
     model = adapted(MAKE)
     plain = DistributedDataParallel(copy.deepcopy(model))
     ours = DistributedDataParallel(ScheduleWrapper(model, record))
-    torch.manual_seed(rank)
-    for turn in range(2):
-        x = torch.randn(4, 64)
-        for each in (plain, ours):
-            each.zero_grad()
-            step(each, x, seed=turn)
+    for _ in turns(rank, plain, ours):
         assert_same(plain, ours)
 
 
@@ -46,12 +54,8 @@ def _sharded(rank: int, record: ScheduleRecord) -> None:
     model = adapted(MAKE)
     plain, ours = fully_shard(copy.deepcopy(model)), fully_shard(ScheduleWrapper(model, record))
     before = sum(map(len, ours._steps.values()))
-    torch.manual_seed(rank)
-    for turn in range(2):
-        x = torch.randn(4, 64)
-        for each in (plain, ours):
-            each.zero_grad()
-            step(each, x, seed=turn)
+    for _ in turns(rank, plain, ours):
+        pass
     assert sum(map(len, ours._steps.values())) == before + 1  # captured once for the gathered parameters
     for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None)
