@@ -167,14 +167,16 @@ def profiled(
     if device.type == "cuda" and not base.cublas_bytes:  # files of before do not say
         base = replace(base, cublas_bytes=measured_bytes(device))
 
-    scaled = measured_batch(request, captured, device) < request.batch
+    def with_measured(costs: Mapping[str, Cost], note: str) -> Profile:
+        scaled = measured_batch(request, captured, device) < request.batch  # takes seconds: not where all is known
+        return extended(base, costs, device, note, scaled=scaled)
 
     def keep(costs: dict[str, Cost], note: str) -> None:
         if save_profile:
-            save_profile(extended(base, costs, device, note, scaled=scaled))
+            save_profile(with_measured(costs, note))
 
     costs, note = measured_costs(request, captured, device, known=base.costs, progress=progress, keep=keep)
-    made = extended(base, costs, device, note, scaled=scaled) if note else base
+    made = with_measured(costs, note) if note else base
     if save_profile and known and not note and made.cublas_bytes != known.cublas_bytes:
         save_profile(made)
     return replace(made, note=sources(captured, base, note))

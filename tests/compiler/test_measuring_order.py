@@ -133,6 +133,18 @@ def test_a_profile_that_does_not_know_its_day_is_reused_without_one() -> None:
     assert ready.profile.note == f"{count} of {count} operators reused"
 
 
+def test_where_all_is_known_nothing_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates for all operators of a large net take seconds."""
+    request, captured = problem()
+    known = costs.profiled(request, captured, CPU, None, None, None)
+
+    def unwanted(*_: Any) -> dict[str, Cost]:
+        raise AssertionError("estimated")
+
+    monkeypatch.setattr(costs, "roofline", unwanted)
+    assert costs.profiled(request, captured, CPU, known, None, None).costs == known.costs
+
+
 def test_two_processes_add_to_one_store() -> None:
     """Each has read an empty one; costs under other settings are not mixed in."""
     path = store_path(CPU)
