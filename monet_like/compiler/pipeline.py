@@ -242,11 +242,12 @@ def plan_settled(
             return ready, found
         extra = found.report.peak_bytes - simulate(program, found.schedule, ready.costs).peak_bytes
         steps = partial(moments, program, found.schedule, extra_bytes=extra)
-        last = number == most_plans - 1
-        ready = settled_for(ready, request, device, steps, progress, everything=last)
+        ready = settled_for(ready, request, device, steps, progress)
         report = simulate(program, found.schedule, ready.costs, extra_bytes=extra)
         if report.peak_bytes <= budget_bytes:
             break
+        if number >= most_plans - 1:
+            ready = settled_for(ready, request, device, steps, progress, everything=True)
     return ready, replace(found, report=report)
 
 

@@ -81,6 +81,15 @@ def test_peaks_are_exact_though_costs_are_scaled(
     assert len(plans) > 2 or not wrong  # one or both did not fit at first
 
 
+def test_workspaces_that_reach_no_peak_stay_guesses(problem: tuple[Request, Captured, dict[str, Cost]]) -> None:
+    """Where the first plan fits; single runs of all operators at the whole batch would take minutes for a large net."""
+    request, captured, exact = problem
+    saved: list[Profile] = []
+    record = compile_schedule(request, lambda plain: plain, CPU, captured=captured, save_profile=saved.append).record
+    assert record.peak_bytes == simulate(captured.program, record.schedule, exact).peak_bytes
+    assert saved[-1].scaled
+
+
 def test_a_file_knows_which_workspaces_are_guessed(problem: tuple[Request, Captured, dict[str, Cost]]) -> None:
     """What one start has settled, the next one does not measure; what it has not is still a guess."""
     request, captured, exact = problem
