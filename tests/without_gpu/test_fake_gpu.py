@@ -14,6 +14,7 @@ import pytest
 from fake_gpu import build
 from fake_gpu.build import HERE
 
+from monet_like.build import library_path
 from monet_like.profile.cublas import default_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +22,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 if build.missing():
     pytest.skip(build.missing(), allow_module_level=True)
+
+
+#: Plain-torch twins take the place of kernels that are not compiled. They look at values, and here nothing has values.
+needs_kernels = pytest.mark.skipif(
+    not library_path("kernels_cuda").exists(),
+    reason="the CUDA kernels are not compiled: python -m monet_like.build --cuda",
+)
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +60,14 @@ SMALL_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
 @pytest.mark.slow(but=["unet"])
 @pytest.mark.parametrize(
     "name",
-    ["resnet50", "mobilenet channels_last bfloat16", "vit bfloat16", "unet", "decoder", "decoder bfloat16"],
+    [
+        pytest.param("resnet50", marks=needs_kernels),
+        "mobilenet channels_last bfloat16",
+        "vit bfloat16",
+        pytest.param("unet", marks=needs_kernels),
+        "decoder",
+        "decoder bfloat16",
+    ],
 )
 def test_the_allocator_sees_what_is_predicted(fake_gpu: Run, name: str) -> None:
     """Predictions round every tensor up to 512 bytes; the allocator's own figure also has what it does not split off."""
@@ -65,7 +80,7 @@ def test_the_allocator_sees_what_is_predicted(fake_gpu: Run, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "large decoder"])
+@pytest.mark.parametrize("name", [pytest.param("resnet18", marks=needs_kernels), "large decoder"])
 def test_a_budget_has_room_for_what_cublas_keeps(fake_gpu: Run, name: str) -> None:
     """By default, 32 MiB for each of two threads: all that is allocated, from nothing on, is what was predicted."""
     (found,) = asked(fake_gpu, f"whole:{name}")
@@ -75,6 +90,7 @@ def test_a_budget_has_room_for_what_cublas_keeps(fake_gpu: Run, name: str) -> No
     assert found["predicted"] <= 0.8 * found["plain predicted"], found
 
 
+@needs_kernels
 @pytest.mark.slow
 def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:
     """One process for all: on two GPUs, with copies on the host, in DistributedDataParallel, and its profile."""
@@ -97,6 +113,7 @@ def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:
     assert 0 < found["convolution"] < 2**24, found
 
 
+@needs_kernels
 @pytest.mark.slow
 def test_the_block_that_is_reserved_is_all_that_steps_take(fake_gpu: Run) -> None:
     """Also where cuBLAS has taken its workspaces before."""
@@ -143,6 +160,7 @@ def test_time_is_taken_on_the_device_and_behind_a_lead(fake_gpu: Run) -> None:
     assert json.loads(done.stdout)["seconds"] == pytest.approx(2.1e-5, abs=1e-6)
 
 
+@needs_kernels
 @pytest.mark.slow
 def test_the_gpu_check_runs_to_its_end(fake_gpu: Run, tmp_path: Path) -> None:
     """As where a GPU is lent; with kernels that are there, few tests and one small schedule."""
