@@ -135,14 +135,11 @@ def test_at_every_moment_of_a_solve(tmp_path: Path) -> None:
         written = folder / "mine.pkl"
         if written.exists():
             ScheduleRecord.load(written)
-        if name in ("the solver", "after 3.0 s", "after 1.5 s"):  # with the best plan so far, or done before
+        # A solve with its costs at hand can be done before any of the later moments; the solver ends with its best plan.
+        if name == "the solver" or name.startswith("after"):
             assert code in (0, 130, -signal.SIGINT), (name, code, errors)
         else:
-            assert code in ((130, -signal.SIGINT) if name.startswith(("after", "a fin")) else (130,)), (
-                name,
-                code,
-                errors,
-            )
+            assert code in ((130, -signal.SIGINT) if name == "a finaliser" else (130,)), (name, code, errors)
         if code == 130:
             assert errors.strip().splitlines()[-1] == LINE, (name, errors)
         if code == 0:
