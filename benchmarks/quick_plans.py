@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.overhead import gpt2, words
 from benchmarks.work import images
-from monet_like.api import ALL_VARIANTS
+from monet_like.auto.auto_schedule import ALL_VARIANTS
 from monet_like.capture.example_inputs import Example
 from monet_like.compiler import quick as quick_costs
 from monet_like.compiler.pipeline import Compiled, compile_schedule, prepare

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .api import auto_schedule
+    from .auto.auto_schedule import auto_schedule
     from .capture.annotations import mark
     from .job.start import problem
     from .nn.dropit import to_dropit
@@ -36,7 +36,7 @@ __all__ = [
 
 _LAZY = {
     "ScheduleWrapper": "replay.wrapper",
-    "auto_schedule": "api",
+    "auto_schedule": "auto.auto_schedule",
     "convert_sync_batchnorm": "nn.sync_batch_norm",
     "mark": "capture.annotations",
     "problem": "job.start",

@@ -29,7 +29,7 @@ ORDER = (
     ("replay",),
     ("dropit", "report", "testing"),
     ("job",),
-    ("api",),
+    ("auto",),
     ("cli", "integrations"),
     ("__init__", "__main__"),
 )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from ..api import AutoSchedule, auto_schedule
+from ..auto.auto_schedule import AutoSchedule, auto_schedule
 
 
 class MemoryBudget(TrainerCallback):

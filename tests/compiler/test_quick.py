@@ -15,7 +15,7 @@ from torch import nn
 from training import run, twin
 
 import monet_like
-from monet_like import api
+from monet_like.auto import auto_schedule as auto
 from monet_like.capture.captured import Captured, distinct_tasks
 from monet_like.compiler import pipeline, quick
 from monet_like.compiler.costs import inputs_on, measured_costs
@@ -222,7 +222,7 @@ def files() -> list[str]:
 def test_quick_first_and_full_at_the_next_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(auto, "TIME_LIMIT_SECONDS", 1.0)
     first, said = planned(capsys)
     assert first.solver == "heuristic" and files() == ["quick"]  # what is measured quickly is not kept
     assert "s (quickly; all is measured and refined at the next start, or now with effort='full'), kept in " in said
@@ -230,7 +230,7 @@ def test_quick_first_and_full_at_the_next_start(
     same, said = planned(capsys)  # no new start
     assert same == first and "_quick.pkl" in said and files() == ["quick"]
 
-    monkeypatch.setattr(api, "_planned_here", set())  # a new start
+    monkeypatch.setattr(auto, "_planned_here", set())  # a new start
     for name, value in (("LOCAL_RANK", "1"), ("RANK", "3")):  # in another process than the first of this machine
         with monkeypatch.context() as process:
             process.setenv(name, value)
@@ -249,7 +249,7 @@ def test_quick_first_and_full_at_the_next_start(
 
 @pytest.mark.slow
 def test_the_full_plan_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(auto, "TIME_LIMIT_SECONDS", 1.0)
     full, _ = planned(capsys, effort="full")
     assert full.solver == "HIGHS" and files() == ["profile_", "schedule"]
     assert planned(capsys)[0] == full
@@ -268,7 +268,7 @@ def test_where_the_local_search_finds_nothing_the_solver_is_asked(
     def nothing(*_: object) -> None:
         raise SolverError("nothing found")
 
-    monkeypatch.setattr(api, "TIME_LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(auto, "TIME_LIMIT_SECONDS", 1.0)
     monkeypatch.setattr(pipeline, "plan_quickly", nothing)
     assert planned(capsys)[0].solver == "HIGHS" and files() == ["profile_", "schedule"]
 

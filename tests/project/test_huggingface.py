@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import monet_like
-from monet_like.api import AutoSchedule
+from monet_like.auto.auto_schedule import AutoSchedule
 from monet_like.integrations.huggingface import MemoryBudget
 
 #: No word that changes an order of sums, and no long search.

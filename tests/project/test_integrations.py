@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import monet_like
-from monet_like.api import AutoSchedule
+from monet_like.auto.auto_schedule import AutoSchedule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = ("accelerate_training", "huggingface_trainer", "lightning_training", "timm_training")

@@ -18,23 +18,23 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .capture.captured import Captured
-from .capture.example_inputs import device_of, with_length
-from .capture.guards.reads import Change
-from .capture.precision import autocast_name
-from .compiler.pipeline import compile_schedule
-from .compiler.progress import Progress, is_watched
-from .compiler.request import Request, captured_for
-from .compiler.sources import Cached, keep
-from .errors import ScheduleFileError, SolverError, UsageError, warn_caller
-from .files import cache_folder
-from .ir.defaults import MODE, SOLVER
-from .ir.schedule_file import ScheduleRecord
-from .ir.units import Budget, format_bytes, format_seconds, parse_budget
-from .profile.devices import device_name
-from .profile.settings import settings_digest
-from .replay.compatibility import exceeds, mismatch
-from .replay.wrapper import ScheduleWrapper
+from ..capture.captured import Captured
+from ..capture.example_inputs import device_of, with_length
+from ..capture.guards.reads import Change
+from ..capture.precision import autocast_name
+from ..compiler.pipeline import compile_schedule
+from ..compiler.progress import Progress, is_watched
+from ..compiler.request import Request, captured_for
+from ..compiler.sources import Cached, keep
+from ..errors import ScheduleFileError, SolverError, UsageError, warn_caller
+from ..files import cache_folder
+from ..ir.defaults import MODE, SOLVER
+from ..ir.schedule_file import ScheduleRecord
+from ..ir.units import Budget, format_bytes, format_seconds, parse_budget
+from ..profile.devices import device_name
+from ..profile.settings import settings_digest
+from ..replay.compatibility import exceeds, mismatch
+from ..replay.wrapper import ScheduleWrapper
 
 _log = logging.getLogger("monet_like")
 
