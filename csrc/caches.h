@@ -1,4 +1,4 @@
-// How lossy caches lie in memory, shared by all devices.
+// The memory layout of lossy caches, shared by all devices.
 
 #pragma once
 
@@ -9,14 +9,16 @@
 
 namespace monet_like {
 
-// The largest elements of each block of `kBlock`, in packing order: their values, then which ones they are. That is a
-// bit for every element, or, where fewer than a 16th are kept, two bytes for every kept one: its place in the block.
+// The largest elements of each block of `kBlock`, in packing order: their values, then an index of their places. The
+// index has one bit for every element of the block. Where fewer than a 16th are kept, it has two bytes for each kept one:
+// its place in the block.
 struct Largest {
   static constexpr int64_t kBlock = 16384;
 
   int64_t numel, keep, itemsize;
 
-  // Of the first n elements, n being a multiple of kBlock or all; of a last block in proportion, rounded up.
+  // The number of kept ones among the first n elements; n is a multiple of kBlock, or all. A shorter last block keeps the
+  // same share, rounded up.
   MONET_HD int64_t kept(int64_t n) const { return n / kBlock * keep + (n % kBlock * keep + kBlock - 1) / kBlock; }
   MONET_HD bool places() const { return 16 * keep < kBlock; }
   MONET_HD int64_t value_bytes() const { return kept(numel) * itemsize; }
@@ -90,8 +92,8 @@ inline void check_cache(const at::Tensor& packed, int64_t bytes, int64_t alignme
       " of its storage; pass packed.clone()");
 }
 
-// Calls f(place in the block, which of the kept ones) for every kept element of a block of n; whatever the index says,
-// for nothing outside it.
+// Calls f(place in the block, number among the kept ones) for every kept element of a block of n. A damaged index leads to
+// no place outside the block.
 template <typename F>
 void for_kept(const uint8_t* index, int64_t n, int64_t keep, bool places, const F& f) {
   if (places) {

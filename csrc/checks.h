@@ -160,7 +160,7 @@ inline std::vector<int64_t> joined_sizes(at::TensorList parts) {
   return sizes;
 }
 
-// Whether the parts can be read where they are: contiguous, with images of more than one element, and not empty.
+// Whether the parts can be read in place, without a copy: contiguous, not empty, with images of more than one element.
 inline bool check_parts(const char* op, at::TensorList parts) {
   TORCH_CHECK_VALUE(!parts.empty(), "monet_like::", op, ": there must be at least one part");
   for (const at::Tensor& part : parts) {
@@ -177,7 +177,7 @@ inline bool check_parts(const char* op, at::TensorList parts) {
   });
 }
 
-// Of parts that `check_parts` has seen.
+// The shape that batch norm sees of the joined parts, which have passed `check_parts`.
 inline NormShape check_norm_joined(
     const char* op, at::TensorList parts, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const at::Tensor* mean, const at::Tensor* invstd) {

@@ -30,19 +30,19 @@ MONET_HD O clamped(O y, O lo, O hi) {
   return y > hi ? hi : y;
 }
 
-// Whether the gradient of `clamped` passes; a bound that is NaN is none. ReLU's is that of threshold_backward.
+// Whether the gradient passes through `clamped`. A NaN as bound means no bound. ReLU follows aten.threshold_backward.
 template <typename O>
 MONET_HD bool passes_clamp(O y, O lo, O hi) {
   return !(y <= lo) && !(y >= hi);
 }
 
-// A bound as passes_clamp wants it: nothing lies beyond infinity, and infinity itself passes.
+// Turns a bound of a clamp into one for passes_clamp: no number lies beyond infinity, and infinity itself passes.
 MONET_HD double open_bound(double bound) {
   return bound - bound == 0 ? bound : __builtin_nan("");
 }
 
-// x * a + b, rounded once. No compiler fuses a product and a sum that the source keeps apart (-ffp-contract=off,
-// -fmad=false): what is fused in ATen's kernels is fused here by this.
+// x * a + b, rounded once. The compilers fuse no product with a sum by themselves (-ffp-contract=off, -fmad=false), so a
+// product that ATen's kernels fuse is fused here by this function.
 template <typename O>
 MONET_HD O fused(O x, O a, O b) {
 #if defined(__CUDA_ARCH__)
@@ -60,8 +60,8 @@ MONET_HD O fused(O x, O a, O b) {
 #endif
 }
 
-// How y follows from x in training-mode batch norm. The four round differently. ATen's CPU kernels use Folded (baseline
-// x86), FoldedFma (AVX2, AVX-512) for dense tensors and Plain for strided ones; its CUDA kernels use Cuda for all.
+// The formula that computes y from x in training-mode batch norm. The four round differently. ATen's CPU kernels use
+// Folded (baseline x86) and FoldedFma (AVX2, AVX-512) for dense tensors, Plain for strided ones; its CUDA kernels use Cuda.
 enum class Formula : int { Folded, FoldedFma, Plain, Cuda };
 
 template <Formula F, typename O>
@@ -73,18 +73,18 @@ MONET_HD O fused_or_not(O x, O a, O b) {
   }
 }
 
-// What may follow a batch norm. Its numbers are `lo` and `hi`: bounds, or in `lo` the slope of leaky ReLU.
+// The activation after a batch norm. Its parameters are `lo` and `hi`: the bounds of a clamp, or in `lo` leaky ReLU's slope.
 enum class Activation : int { Clamp, LeakyRelu, Hardswish, Silu };
 
-// e^x within 2 units in the last place, without a branch or a call, so that loops around it vectorise. Beyond 88 on
-// either side it stays what it is there: the least is 0, a NaN counts as large.
+// e^x within 2 units in the last place, without a branch or a call, so that loops around it vectorise. x is limited to
+// [-88, 88], where the result of -88 is 0; a NaN counts as 88 or -88, by its sign.
 template <Formula F>
 MONET_HD float exponential(float x) {
 #if defined(__CUDA_ARCH__)
   return expf(x);
 #else
-  // The bound is set on the bits: from a comparison of floats with a constant the compiler makes a second path, on
-  // which denormal numbers arise that are thrown away, and that cost a hundred cycles each.
+  // x is limited by its bits: a comparison of floats would become a second path, whose results are discarded. On that
+  // path denormal numbers would arise, at a hundred cycles each.
   uint32_t word;
   __builtin_memcpy(&word, &x, sizeof(word));
   const uint32_t magnitude = word & 0x7fffffffu, bounded = magnitude < 0x42b00000u ? magnitude : 0x42b00000u;  // 88
@@ -132,7 +132,7 @@ MONET_HD O activated(O y, O lo, O hi) {
   }
 }
 
-// The gradient through `activated`. Clamp's bounds are as passes_clamp wants them.
+// The gradient through `activated`. The bounds of a clamp are in the form for passes_clamp.
 template <Activation A, Formula F = Formula::Folded, typename O>
 MONET_HD O activation_gradient(O grad, O y, O lo, O hi) {
   if constexpr (A == Activation::Clamp) {
@@ -194,7 +194,7 @@ struct Window {
     return h * in_w + w;
   }
 
-  // Inverse of index_of; -1 if `index` is not a cell of the window.
+  // The inverse of index_of; -1 if `index` is no cell of the window.
   MONET_HD int64_t offset_of(int64_t oh, int64_t ow, int64_t index) const {
     // A window wholly in the padding (dilation beyond the image) has no cell: ATen then names the first step.
     const int64_t step_h = first_step(start_h(oh), dilation_h), step_w = first_step(start_w(ow), dilation_w);

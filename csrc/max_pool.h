@@ -1,4 +1,4 @@
-// What max pooling checks and allocates before it computes, shared by all devices.
+// Checks and allocations of max pooling before it computes, shared by all devices.
 
 #pragma once
 

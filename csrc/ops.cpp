@@ -66,7 +66,7 @@ TORCH_LIBRARY(monet_like, m) {
       "str activation, float lo, float hi, bool[3] mask, Tensor? residual=None) -> (Tensor, Tensor, Tensor)",
       tags);
 
-  // The same of tensors joined along the channels, each read where it is.
+  // The same operators for tensors joined along the channels; each tensor is read in place, without concatenation.
   m.def(
       "batch_norm_apply_joined(Tensor[] parts, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
       "str activation, float lo, float hi) -> Tensor",

@@ -1,4 +1,4 @@
-// What the files of batch norm on the CPU share. batch_norm_apply.cpp normalises, adds and activates,
+// Declarations that the files of batch norm on the CPU share. batch_norm_apply.cpp normalises, adds and activates,
 // batch_norm_train.cpp computes the statistics, batch_norm_backward.cpp the gradients; batch_norm_joined.cpp does all
 // three on tensors joined along the channels.
 

@@ -64,7 +64,7 @@ MONET_BODY void pack_body(const T* x, uint8_t* out, int64_t numel, P predicate) 
 }
 MONET_FOR_EACH_ISA(pack)
 
-// Bits of a mask that are done at a time: the compiler unrolls shorter loops before it could vectorise them.
+// Bits of a mask that one loop processes: the compiler unrolls shorter loops before it could vectorise them.
 constexpr int64_t kWord = 32;
 
 MONET_BODY uint32_t word_of(const uint8_t* mask, int64_t word) {

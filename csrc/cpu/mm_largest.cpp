@@ -20,7 +20,8 @@
 namespace monet_like {
 namespace {
 
-// Rows of a group, about. Kept elements are sorted by column within a group, whose part of `grad` stays in the cache.
+// The approximate number of rows of a group. Kept elements are sorted by column within a group, whose part of `grad` stays
+// in the cache.
 constexpr int64_t kRows = 256;
 // Bytes of the columns of `grad` that are done at once, so that the sums of one column of x stay in registers.
 constexpr int64_t kTile = 256;
@@ -162,7 +163,8 @@ template <typename T>
 using unsigned_of =
     std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
 
-// About so many elements of x are dense at a time, and about so many of the result are made before they are transposed.
+// The approximate number of elements of x that are unpacked at a time, and of the result that are computed before a
+// transposition.
 constexpr int64_t kDense = int64_t(1) << 22;
 constexpr int64_t kPart = int64_t(1) << 18;
 

@@ -1,15 +1,16 @@
-// Training-mode batch norm on the GPU, alone or with what follows it, and the gradient of both.
+// Training-mode batch norm on the GPU, alone or with the addition and the activation after it, and the gradients.
 //
 // Two launches each way: sums of every channel in parts, then a pass over the elements, in which every block adds up the
 // parts of its own channels, always in the same order. Tensors are seen in one of two forms:
 //
-//   planes   a block has a part of one channel: images of any size, read 16 bytes at a time but for what is before the first
-//            and behind the last multiple of 16 bytes;
+//   planes   a block has a part of one channel: images of any size, read 16 bytes at a time. Elements before the first
+//            and after the last multiple of 16 bytes are read one by one;
 //   columns  a block has adjacent columns of a matrix whose rows are pixels with their channels (channels last), or whole
-//            short images of all channels; a thread has the same columns in all of its rows, and their constants in registers.
+//            short images of all channels. A thread has the same columns in all of its rows, and their constants in
+//            registers.
 //
-// Tensors that do not lie so that 16 bytes can be read at a time, and float64, take the same code with single elements and
-// with the activation looked up at run time (kernels `any_...`).
+// Tensors whose alignment does not allow reads of 16 bytes, and float64, take the same code with single elements and with
+// the activation looked up at run time (kernels `any_...`).
 //
 // Statistics that must have ATen's bits (`exact`) are ATen's own, in its two launches; the inverse root is part of the pass.
 
@@ -28,7 +29,7 @@ namespace {
 
 constexpr int kColumnThreads = 512;   // of a block of columns, at most
 constexpr int kColumnChannels = 256;  // of a block of columns, at most
-constexpr int kSamples = 8;           // elements whose mean the elements of a channel are shifted by
+constexpr int kSamples = 8;           // the mean of these elements is the shift of a channel
 
 // ---- numbers of channels ----
 
@@ -52,7 +53,7 @@ struct Numbers {
   }
 };
 
-// Two sums for each channel, in parts: [parts, 2, channels]; behind them, of moments, what was subtracted from the elements.
+// Two sums for each channel, in parts: [parts, 2, channels]. After sums for the statistics follows each channel's shift.
 template <typename O>
 struct Sums {
   const O* data;
@@ -77,18 +78,18 @@ struct Statistics {
 
   Source source;
   Numbers weight, bias;
-  Numbers mean, spread;  // read, but of moments; `spread` is invstd or the variance
+  Numbers mean, spread;  // read, unless they are computed from sums; `spread` is invstd or the variance
   Sums<O> moments;
   double count;
   O eps, momentum;
   Numbers made_mean, made_invstd, running_mean, running_var;
 
-  // Of channel c, where statistics are saved.
+  // Of channel c, from saved statistics.
   __device__ __forceinline__ Channel<O> saved(int c) const {
     return {weight.template at<O>(c, O(1)), bias.template at<O>(c), mean.template at<O>(c), spread.template at<O>(c)};
   }
 
-  // Of channel c; whoever is told to writes down what is made.
+  // Of channel c. The thread with `writes` stores the statistics, unless they were saved.
   __device__ __forceinline__ Channel<O> channel(int c, const Pair<O>& sums, bool writes) const {
     Channel<O> k = saved(c);
     if (source == Saved) {
@@ -114,7 +115,7 @@ struct Statistics {
   }
 };
 
-// What the gradient of x needs of a channel beside its statistics, and where the parameters' gradients go.
+// Inputs of the gradient of x for each channel besides its statistics, and the outputs for the parameters' gradients.
 template <typename O>
 struct Slope {
   O mean_grad, slope, scale;
@@ -140,11 +141,11 @@ struct Gradients {
 // ---- elements ----
 
 template <typename T, typename O>
-__device__ __forceinline__ O stored(O value) {  // as it reads back
+__device__ __forceinline__ O stored(O value) {  // the value that reads back after a store
   return static_cast<O>(static_cast<T>(value));
 }
 
-// What follows a batch norm; its gradient takes bounds as `passes_clamp` wants them.
+// The activation after a batch norm; its gradient takes bounds in the form for `passes_clamp`.
 template <Activation A, typename O>
 struct Follow {
   static constexpr Activation kActivation = A;
@@ -190,7 +191,7 @@ __device__ __forceinline__ O normalised_at(O x, const Channel<O>& k) {
   return normalised<Formula::Cuda>(x, k.a, k.b, k.mean, k.invstd);
 }
 
-// The gradient by y, the batch norm's result as it was stored.
+// The gradient with respect to y, the batch norm's stored result.
 template <typename T, typename O, typename F>
 __device__ __forceinline__ O through(T grad, O x, const Channel<O>& k, const F& follow) {
   return follow.gradient(static_cast<O>(grad), stored<T>(normalised_at(x, k)));
@@ -201,8 +202,8 @@ __device__ __forceinline__ O input_gradient(O g, O x, O mean, const Slope<O>& s)
   return fused(mean - x, s.slope, g - s.mean_grad) * s.scale;
 }
 
-// What is made of N elements, each step of what the one before would have stored: one(j), plus the residual if there is
-// one, and last(that).
+// The results for N elements: last(one(j) + residual), without the sum if there is no residual. Each step rounds as if the
+// step before had stored its result.
 template <typename T, int N, typename One, typename Last>
 __device__ __forceinline__ Vector<T, N> finished(
     bool adds, const Vector<T, N>& residual, const One& one, const Last& last) {
@@ -248,7 +249,7 @@ __device__ __forceinline__ Vector<T, N> opened(const Waiting<T, N>& waiting) {
   }
 }
 
-// x and what is read with it.
+// x and the tensors that are read together with it.
 template <typename T, int N>
 struct Two {
   Waiting<T, N> x, other;
@@ -271,7 +272,7 @@ struct Pitched {
 
 // ---- planes ----
 
-// What of a channel a thread has, in planes: images of its own, and of these the vectors of its lane.
+// A thread's part of a channel, in planes: the vectors of its lane in its own images.
 struct Planes {
   int batch, image;
 
@@ -348,7 +349,8 @@ __device__ __forceinline__ void put_sums(Pair<O> sums, O* partial, int channels)
   }
 }
 
-// Sums of x - shift and of its square. The shift is the mean of a few elements, so that little cancels.
+// Sums of x - shift and of its square. The shift is the mean of a few elements, so that the later difference loses few
+// digits.
 template <int N, typename T>
 __device__ __forceinline__ void moments_of_planes(const T* x, int pitch, op_type<T>* partial, const Planes& planes) {
   using O = op_type<T>;
@@ -389,7 +391,7 @@ __device__ __forceinline__ void moments_of_planes(const T* x, int pitch, op_type
   }
 }
 
-// Sums of the gradient by y, and of its products with x - mean.
+// Sums of the gradient with respect to y, and of its products with x - mean.
 template <int N, typename T, typename F>
 __device__ __forceinline__ void sums_of_planes(
     const T* grad, int grad_pitch, const T* x, int pitch, const Statistics<op_type<T>>& statistics, op_type<T>* partial,
@@ -934,7 +936,7 @@ int narrow(int64_t n) {
   return static_cast<int>(n);
 }
 
-// How the tensors of one call are seen: all are laid out as x, or are channels of such tensors.
+// The form in which a call reads its tensors: all are laid out as x, or are channels of such tensors.
 struct Form {
   bool rows_first, in_columns, in_vectors;
   int vector;  // elements
@@ -943,7 +945,7 @@ struct Form {
   Columns columns;
   dim3 threads;
 
-  // Short images are columns where there are enough of them that a thread's constants are worth having.
+  // Short images are columns if there are enough of them to pay for the constants that a thread loads.
   static constexpr int64_t kShort = 512, kMany = 8;
 
   Form(const at::Tensor& x, const NormShape& shape, std::initializer_list<at::Tensor> others)
@@ -1003,7 +1005,7 @@ struct Form {
     threads = dim3(width, kColumnThreads / width);
   }
 
-  // Blocks of a kernel for what is `threads` here: those that run at once, if there is work for so many.
+  // The number of blocks with `threads` threads: as many as run at once, or fewer if there is less work.
   template <auto Kernel>
   dim3 blocks() const {
     const int64_t resident = resident_blocks<Kernel>(in_columns ? kColumnThreads : kThreads);
@@ -1038,7 +1040,7 @@ at::TensorOptions options_of_sums(const at::Tensor& x) {  // and of statistics
   return x.options().dtype(opmath_type(x)).memory_format(at::MemoryFormat::Contiguous);
 }
 
-// Memory for the sums that so many blocks write: two numbers for each channel and part of it, and one for each channel.
+// Memory for the sums of `parts` blocks for each channel: two numbers for each part, and one for each channel.
 template <typename O>
 Sums<O> sums_of(const Form& form, dim3 blocks, const at::Tensor& x, at::Tensor& partial) {
   const int64_t parts = int64_t(blocks.y) * blocks.z;
@@ -1046,14 +1048,14 @@ Sums<O> sums_of(const Form& form, dim3 blocks, const at::Tensor& x, at::Tensor& 
   return {data_of<const O>(partial), static_cast<int>(parts), static_cast<int>(form.shape.channels)};
 }
 
-// What a batch norm and what follows it are known by.
+// Parameters and statistics of a batch norm, and the activation after it.
 struct Known {
   std::optional<at::Tensor> weight, bias;
   at::Tensor mean, invstd;
   Activation activation;
   double lo, hi;
 
-  // Of these channels.
+  // The same for some of the channels.
   Known channels(int64_t first, int64_t count) const {
     const auto some = [&](const std::optional<at::Tensor>& t) {
       return given(t) ? std::make_optional(t->narrow(0, first, count)) : std::nullopt;
@@ -1062,7 +1064,7 @@ struct Known {
   }
 };
 
-// Calls run.operator()<kernel>(planes or columns, what follows) with the kernel of this name that takes a form.
+// Calls run.operator()<kernel>(planes or columns, activation) with the kernel of this name for that form.
 #define MONET_WITH_KERNEL(name, T, form, known, bounds, run)                                                     \
   with_follow<T>(form, known, bounds, [&](auto follow) {                                                         \
     if constexpr (std::is_same_v<decltype(follow), FollowAny<op_type<T>>>) {                                     \
@@ -1075,7 +1077,7 @@ struct Known {
     }                                                                                                            \
   })
 
-// Bounds of a clamp as its result has them, or as passes_clamp wants them.
+// The bounds of a clamp, in the form for its result or in the form for passes_clamp.
 enum class BoundsOf { Result, Gradient };
 
 template <typename T, typename F>
@@ -1118,7 +1120,7 @@ void normalise(
   MONET_WITH_KERNEL(normalise, T, form, known, BoundsOf::Result, run);
 }
 
-// Sums of x less a shift of each channel, and of the square of that.
+// Sums of x - shift and of its square for each channel.
 template <typename T>
 Sums<op_type<T>> moments(const Form& form, const at::Tensor& x, at::Tensor& partial) {
   using O = op_type<T>;
@@ -1140,7 +1142,7 @@ Sums<op_type<T>> moments(const Form& form, const at::Tensor& x, at::Tensor& part
   return sums;
 }
 
-// A tensor to be added, copied if it is neither laid out as x nor channels of what is; undefined if there is none.
+// The tensor to add, copied unless it is laid out as x or is channels of such a tensor; undefined if there is none.
 at::Tensor added(const std::optional<at::Tensor>& residual, const at::Tensor& x, const NormShape& shape) {
   if (!given(residual)) {
     return at::Tensor();
@@ -1148,7 +1150,7 @@ at::Tensor added(const std::optional<at::Tensor>& residual, const at::Tensor& x,
   return pitch_of(*residual, by_rows(x, shape)) >= 0 ? *residual : residual->contiguous(norm_format(x));
 }
 
-// Into `out`: laid out as x, or channels of a contiguous tensor if x is contiguous.
+// Normalises into `out`: laid out as x, or channels of a contiguous tensor if x is contiguous.
 void apply_to(
     const at::Tensor& x, const NormShape& shape, const Known& known, const at::Tensor& residual, const at::Tensor& out) {
   if (x.numel() == 0) {
@@ -1196,7 +1198,7 @@ at::Tensor batch_norm_apply_joined(
   return out;
 }
 
-// Running averages, and how they and the statistics are made.
+// The running averages, and the parameters with which they and the statistics are computed.
 struct Training {
   std::optional<at::Tensor> running_mean, running_var;
   double momentum, eps;
@@ -1210,7 +1212,7 @@ struct Training {
   }
 };
 
-// Into `out`, and the statistics into what `known` has for them.
+// Normalises into `out` and stores the statistics in the tensors of `known`.
 void train_to(
     const at::Tensor& x, const NormShape& shape, const Known& known, const Training& training, const at::Tensor& residual,
     const at::Tensor& out) {
@@ -1288,7 +1290,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train_joined(
   return {out, mean, invstd};
 }
 
-// Into `grad_input`, `of_weight` and `of_bias`, those that are defined. Tensors are laid out as x is, or channels of
+// Computes `grad_input`, `of_weight` and `of_bias`, those that are defined. Tensors are laid out as x, or are channels of
 // contiguous ones if x is contiguous.
 void backward_to(
     const at::Tensor& grad, const at::Tensor& x, const NormShape& shape, const Known& known, const at::Tensor& grad_input,
@@ -1296,7 +1298,7 @@ void backward_to(
   if (!grad_input.defined() && !of_weight.defined() && !of_bias.defined()) {
     return;
   }
-  // What is added does not change the sums.
+  // The residual gradient does not change the sums.
   const Form form(x, shape, {grad});
   Form last(x, shape, {grad, grad_input, residual});
   MONET_DISPATCH_FLOATS(x.scalar_type(), "batch_norm_activation_backward", [&] {
@@ -1326,7 +1328,7 @@ void backward_to(
   });
 }
 
-// The gradients of weight and bias that are asked for, in the type of the weight.
+// The requested gradients of weight and bias, in the type of the weight.
 std::array<at::Tensor, 2> parameter_gradients(
     const NormShape& shape, const std::optional<at::Tensor>& weight, const at::Tensor& mean, std::array<bool, 3> mask) {
   const at::TensorOptions options = given(weight) ? weight->options() : mean.options();

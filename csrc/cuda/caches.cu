@@ -12,7 +12,7 @@ namespace {
 
 // ---- the largest elements ----
 
-// A block of elements has a block of threads. Each thread has kUnits times kUnit adjacent elements, of which it holds all,
+// One block of threads processes one block of elements. Each thread holds kUnits times kUnit adjacent elements in registers,
 // so that they are loaded once; unit k of thread t is unit k * kSelectors + t of the block.
 constexpr int kSelectors = 512, kSelectorWarps = kSelectors / 32, kUnit = 8;
 constexpr int kUnits = static_cast<int>(Largest::kBlock) / kUnit / kSelectors;
@@ -70,8 +70,8 @@ __device__ __forceinline__ void sum_before(unsigned int (&counts)[kUnits]) {
   }
 }
 
-// The magnitude from which on `wanted` of the first n elements are kept, eight bits at a time; `wanted` becomes how many
-// of that magnitude.
+// The smallest magnitude among the `wanted` largest of the first n elements, found eight bits at a time. `wanted` becomes the
+// number of kept elements with exactly that magnitude.
 template <typename U>
 __device__ U select(const Vector<U, kUnit> (&values)[kUnits], int n, int& wanted) {
   constexpr int kBins = 256, kEach = kBins / 32;
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kSelectors) pack_largest_kernel(
   }
 }
 
-// From a block on, as many as there are thread blocks. Whatever the index says, nothing outside the block is touched.
+// Unpacks as many blocks as there are thread blocks, from a given one on. A damaged index leads to no access outside a block.
 template <typename U>
 __global__ void __launch_bounds__(kSelectors) unpack_largest_kernel(
     const uint8_t* __restrict__ packed, U* __restrict__ out, Largest layout, int64_t from_block) {
@@ -279,7 +279,7 @@ at::Tensor unpack_largest(
   return out;
 }
 
-// About so many elements of x are dense at a time.
+// The approximate number of elements of x that are dense at a time.
 constexpr int64_t kChunk = int64_t(1) << 22;
 
 // A GPU multiplies dense matrices faster than it gathers: x is made dense and multiplied some rows at a time. Where a
@@ -308,11 +308,11 @@ at::Tensor mm_largest(
 
 // ---- eight bits ----
 
-// What a thread has of a block of kScaled elements, one block a warp: elements that start at a multiple of 16 bytes.
+// A thread's part of a block of kScaled elements: a warp has one block, and each part starts at a multiple of 16 bytes.
 constexpr int kEighth = static_cast<int>(kScaled) / 32;
 
-// The scale of a block, of whose elements this lane has count. A NaN is not found by a maximum, so whether all are finite
-// goes apart.
+// The scale of a block, of which this lane has `count` elements. A maximum does not show a NaN, so a second reduction tells
+// whether all elements are finite.
 template <typename T>
 __device__ __forceinline__ float warp_scale(const Vector<T, kEighth>& values, int count) {
   using O = op_type<T>;

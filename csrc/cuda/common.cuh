@@ -1,4 +1,4 @@
-// What every CUDA file shares: element types, 16-byte vectors, the loop around them, grids and divisors.
+// Code that every CUDA file shares: element types, 16-byte vectors, the loop around them, grids and divisors.
 
 #pragma once
 
@@ -25,8 +25,8 @@ using op_type = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 constexpr int kThreads = 256;
 
-// Independent vectors that a thread loads before it uses the first of them: 64 bytes a thread in flight hide the latency
-// of an H100's memory at half of the resident threads.
+// The number of independent vectors that a thread loads before it uses the first one. With 64 bytes in flight for each
+// thread, half of the resident threads hide the latency of an H100's memory.
 constexpr int kUnroll = 4;
 
 #define MONET_DISPATCH_FLOATS(type, name, ...) \
@@ -74,7 +74,7 @@ struct Floats {
     }
   }
 
-  // What a stored value reads back as.
+  // The value that reads back after `value` is stored.
   template <typename O>
   __device__ __forceinline__ O rounded(O value) const {
     switch (type) {
@@ -113,8 +113,8 @@ __device__ __forceinline__ void store(T* p, const Vector<T, N>& v) {
 template <typename T>
 inline constexpr int kVector = 16 / sizeof(T);
 
-// The 16 bytes at `p` as words, and elements of them. What waits in registers should wait so: elements of one or two bytes
-// would take a register each.
+// The 16 bytes at `p` as words, with access to their elements. Data that waits in registers should have this form: single
+// elements of one or two bytes would take a register each.
 using Words = Vector<uint32_t, 4>;
 
 template <typename T>
@@ -254,7 +254,7 @@ inline int64_t blocks_of(int64_t vectors) {
   return (vectors + kThreads * kUnroll - 1) / (kThreads * kUnroll);
 }
 
-// The same for threads that have one element, or one vector, after the other.
+// The same for threads that process one element, or one vector, after the other.
 inline int64_t blocks_each(int64_t count) {
   return (count + kThreads - 1) / kThreads;
 }

@@ -256,7 +256,7 @@ void keep_where_dense(const at::Tensor& in, const at::Tensor& mask, const at::Te
   }
 }
 
-// What is written for `in`, which lies as x or is a copy of it: a copy is ours to overwrite.
+// The tensor that receives the result for `in`. If `in` is a copy of x in another layout, it is overwritten.
 at::Tensor output_for(const at::Tensor& in, const at::Tensor& x) {
   return in.is_same(x) ? at::empty_strided(in.sizes(), in.strides(), in.options()) : in;
 }

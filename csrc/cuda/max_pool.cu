@@ -1,6 +1,6 @@
 // Max pooling on the GPU that remembers one byte per output instead of ATen's int64 index.
 //
-// A unit is what is pooled apart from all else: a plane, or with channels last an image whose pixels have `lanes` channels.
+// A unit is pooled independently of all others: a plane, or with channels last an image whose pixels have `lanes` channels.
 // Windows of 3 x 3 and 2 x 2 that move by two, those of nearly every network, have kernels of their own: planes pass
 // through shared memory, channels go through registers. All others take the general ones.
 
@@ -55,12 +55,12 @@ __device__ __forceinline__ Place pooled_place(int i, const Geometry& g) {
   return place_of(i, g.by_out_h, g.by_out_w, g.by_lanes);
 }
 
-// As Window::first_step.
+// The same as Window::first_step.
 __device__ __forceinline__ int first_step(int start, int dilation, const Divisor& by_dilation) {
   return start >= 0 ? 0 : static_cast<int>(by_dilation.quotient(static_cast<uint32_t>(dilation - 1 - start)));
 }
 
-// As Window::index_of.
+// The same as Window::index_of.
 __device__ __forceinline__ int index_of(const Place& at, int offset, const Geometry& g) {
   uint32_t kw = static_cast<uint32_t>(offset);
   const int kh = static_cast<int>(g.by_kernel_w.split(kw));
@@ -68,7 +68,7 @@ __device__ __forceinline__ int index_of(const Place& at, int offset, const Geome
       static_cast<int>(kw) * g.dilation_w;
 }
 
-// As Window::offset_of.
+// The same as Window::offset_of.
 __device__ __forceinline__ int offset_of(const Place& at, int64_t index, const Geometry& g) {
   const int start_h = at.h * g.stride_h - g.pad_h, start_w = at.w * g.stride_w - g.pad_w;
   const int first = first_step(start_h, g.dilation_h, g.by_dilation_h) * g.kernel_w +
@@ -191,7 +191,7 @@ struct Cells {
     }
   }
 
-  // The number of a cell, of which `taken` may be another one's.
+  // The number of a cell; `taken` may be the number of the cell that was read in its place.
   __device__ __forceinline__ uint8_t number(int taken) const {
     const int kh = min(max(taken / K, -start_h), last_h - start_h);
     const int kw = min(max(taken % K, -start_w), last_w - start_w);
@@ -207,8 +207,8 @@ __device__ __forceinline__ void consider(O value, int cell, O& best, int& chosen
   }
 }
 
-// Planes are done in bands: some rows of a plane, or some whole planes. What a band reads and what it writes are adjacent
-// in memory.
+// Planes are processed in bands: some rows of a plane, or some whole planes. The elements that a band reads are adjacent in
+// memory, and so are those that it writes.
 struct Bands {
   int planes, total_planes;  // of a band, of all
   int rows, total_rows;      // likewise, of a plane
@@ -234,7 +234,7 @@ struct Bands {
   }
 };
 
-// One of them.
+// One band.
 struct Band {
   int plane, planes, row, rows;
 
@@ -247,7 +247,7 @@ struct Band {
   }
 };
 
-constexpr int kTile = 16384;  // bytes of shared memory for what is pooled
+constexpr int kTile = 16384;  // bytes of shared memory for the elements that a band reads
 
 // Loads elements [begin, end) of a tensor that starts at a multiple of 16 bytes. Element i will be at tile[i - the result].
 template <typename T>
@@ -485,11 +485,11 @@ bool moves_by_two(const Window& w) {
       w.kernel_h == w.kernel_w;
 }
 
-// Elements of a tile that are surely free for what a band reads: it may start anywhere in a vector.
+// The elements of a tile that a band can use: its first element may lie anywhere in a vector.
 template <typename T>
 constexpr int64_t kRoom = kTile / sizeof(T) - 16;
 
-// What one call of an operator computes on; pointers are those of the units of one launch.
+// The arguments of one launch; pointers are to the units of that launch.
 struct Units {
   Geometry g;
   int units;

@@ -1,7 +1,7 @@
 // RMS norm on the GPU: forward, the same from the saved reciprocal roots, and the gradient.
 //
-// A block has one row at a time, which waits in the registers of its threads between the sum over it and its use: every
-// tensor passes through once. Rows that do not fit, or do not start at multiples of 16 bytes, and rare mixtures of dtypes
+// A block processes one row at a time and holds it in the registers of its threads between the sum over it and its use, so
+// every tensor is read once. Rows that do not fit, or do not start at multiples of 16 bytes, and rare mixtures of dtypes
 // take kernels that read twice and look up dtypes at run time.
 
 #include <ATen/ops/zeros.h>
@@ -313,7 +313,7 @@ void forward(
     const at::Tensor& rstd, bool given_rstd, const at::Tensor& y) {
   if (shape.rows == 0 || shape.width == 0) {
     if (!given_rstd) {
-      rstd.fill_(std::numeric_limits<double>::quiet_NaN());  // the mean of nothing
+      rstd.fill_(std::numeric_limits<double>::quiet_NaN());  // the mean of no elements
     }
     return;
   }

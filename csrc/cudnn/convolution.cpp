@@ -1,7 +1,7 @@
 // Convolutions by an algorithm that the caller names, through cuDNN's API of explicit algorithms; its workspace comes
-// from PyTorch's allocator. What cuDNN does not do for these shapes raises.
+// from PyTorch's allocator. An algorithm that cuDNN does not support for these shapes raises an error.
 //
-// A library of its own: only where cuDNN's headers are can it be compiled, and all else works without it.
+// It is a separate library, because it needs cuDNN's headers; everything else works without it.
 
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // cuDNN prefers its graphs, which have no fixed algorithms
 
@@ -55,7 +55,7 @@ constexpr Known<cudnnConvolutionBwdFilterAlgo_t> kBackwardWeight[] = {
     {"winograd_nonfused", CUDNN_CONVOLUTION_BWD_FILTER_ALGO_WINOGRAD_NONFUSED, true},
 };
 
-// What is computed, for messages.
+// The name of the computation, for messages.
 struct Where {
   const char* op;
   std::string algorithm;
@@ -114,7 +114,7 @@ cudnnDataType_t data_type(at::ScalarType type, const Where& where) {
   }
 }
 
-// A dense tensor [N, C, H, W]; the largest that 32-bit strides can tell.
+// A dense tensor [N, C, H, W], with strides that fit 32 bits.
 void describe(const TensorDescriptor& descriptor, at::IntArrayRef size, cudnnDataType_t type, bool channels_last,
               const Where& where) {
   int64_t elements = 1;
@@ -172,7 +172,7 @@ struct Convolution {
         entry(given.dilation, 0), entry(given.dilation, 1), CUDNN_CROSS_CORRELATION,
         type == at::kDouble ? CUDNN_DATA_DOUBLE : CUDNN_DATA_FLOAT));
     where.check(cudnnSetConvolutionGroupCount(settings.it, static_cast<int>(given.groups)));
-    // As PyTorch's own convolutions: float32 by tensor cores only where it allows TF32.
+    // Like PyTorch's own convolutions, float32 uses tensor cores only if PyTorch allows TF32.
     const bool exact = type == at::kFloat && !at::globalContext().allowTF32CuDNN(at::Float32Op::CONV);
     const auto math = exact ? CUDNN_FMA_MATH : type == at::kHalf ? CUDNN_TENSOR_OP_MATH : CUDNN_DEFAULT_MATH;
     where.check(cudnnSetConvolutionMathType(settings.it, math));

@@ -13,8 +13,8 @@
 namespace {
 
 constexpr std::int32_t kNever = std::numeric_limits<std::int32_t>::max();
-constexpr std::int32_t kMostEarly = 2;    // at how many slots a value may be made ahead of its use
-constexpr std::int64_t kMostAhead = 5;  // stages before a use from which it may be made early
+constexpr std::int32_t kMostEarly = 2;    // the most slots at which a value may be recomputed before its use
+constexpr std::int64_t kMostAhead = 5;  // the most stages between an early recomputation and the use
 constexpr std::uint8_t kFirst = 1;
 constexpr std::uint8_t kAgain = 2;
 
@@ -67,7 +67,7 @@ struct Judgement {
   std::int64_t steps;
 };
 
-// What `judge` found: member indices, forward ones ascending; ways are per slot.
+// The schedule that `judge` found: member indices, those of the forward ascending; ways are per slot.
 struct Runs {
   std::int32_t *forward, *again, *again_start, *way;
   std::int64_t forward_count, again_count;
@@ -316,7 +316,8 @@ class Judge {
     return best;
   }
 
-  // Run one class: its results are no longer wanted before it, its reads are. The member, or -1 if it is of no use.
+  // Run one class: before it, its results are no longer needed and its reads are. Returns the member, or -1 if no result is
+  // needed.
   std::int32_t settle(std::int32_t c, std::uint8_t runs, std::int64_t fixed, std::int64_t budget, std::int64_t& alive,
                       Judgement& out) {
     bool useful = false;
@@ -350,7 +351,7 @@ class Judge {
     return best;
   }
 
-  // Whether the forward runs class c, all later ones being settled: 1, 0, or -1 if the policy cannot be carried out.
+  // Whether the forward runs class c, once all later ones are decided: 1, 0, or -1 if the policy cannot be carried out.
   int forward_runs(const Policy& p, std::int32_t c) {
     if (std::isinf(t_.first_seconds[c])) return 0;
     bool useful = false, alone = false, preferred = false, elsewhere = false, twice = false;
@@ -422,7 +423,7 @@ class Judge {
         }
         if (all && must) return true;
       }
-      break;  // what covers c makes its first wanted result too
+      break;  // a class that covers c also makes its first needed result
     }
     return false;
   }
@@ -462,8 +463,8 @@ bool better(const Judgement& a, const Judgement& b, std::int64_t budget) {
   return left != right ? left < right : a.seconds < b.seconds;
 }
 
-// Makes one to four random changes, and undoes them. They are often near each other, since neighbours replace each
-// other, else apart, where one gives the memory that another takes.
+// Makes one to four random changes, and undoes them. They are often near each other, because neighbouring values can replace
+// one another; otherwise far apart, where one change frees the memory that another takes.
 class Changes {
  public:
   Changes(const Tables& t, const Policy& p, const Settings& s, Random& random) : t_(t), p_(p), s_(s), random_(random) {}
@@ -580,7 +581,7 @@ void copy(const Tables& t, const Policy& from, const Policy& to) {
 
 extern "C" {
 
-// Size of the structures, so that a caller with another idea of them is refused.
+// The sizes of the structures; a caller whose structures differ is refused.
 __attribute__((visibility("default"))) std::int64_t monet_like_sizes(int which) {
   return which == 0 ? sizeof(Tables) : which == 1 ? sizeof(Policy) : which == 2 ? sizeof(Settings) : sizeof(Runs);
 }
