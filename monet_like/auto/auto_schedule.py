@@ -57,6 +57,7 @@ def auto_schedule(
     time_limit_seconds: float | None = None,
     gap: float = 0.01,
     optimizer: str = "none",
+    optimizer_in_backward: bool = False,
     backend: str = "eager",
     verbose: bool | None = None,
     effort: str = "auto",
@@ -71,7 +72,10 @@ def auto_schedule(
         memory_budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak.
         mode: which variants may be used; see `monet_like.ir.mode`.
         solver, time_limit_seconds, gap: for the integer program; None: 60 seconds.
-        optimizer: whose state to count: none, sgd, momentum or adam.
+        optimizer: whose state to count; a key of `monet_like.compiler.request.OPTIMIZERS`, such as adamw.
+        optimizer_in_backward: hooks of your training loop (``register_post_accumulate_grad_hook``) step and free each
+            gradient in the backward, so the plan need not have room for all gradients at once. Without such hooks the step
+            needs more memory than planned.
         backend: eager or inductor; see `ScheduleWrapper`.
         verbose: show progress and a line at the end on stderr; None: if that is a terminal or a notebook. The logger
             ``monet_like`` gets that line in any case (level INFO).
@@ -99,8 +103,9 @@ def auto_schedule(
     if any(not isinstance(length, int) or length < 1 for length in lengths):
         raise UsageError(f"lengths {list(lengths)!r} must be whole numbers of at least 1")
     settings = _Settings(
-        parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, effort, tuple(lengths)
-    )
+        parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, effort, tuple(lengths),
+        optimizer_in_backward,
+    )  # fmt: skip
     wrapped = AutoSchedule(model, settings, backend, verbose=verbose)
     if args is not None or kwargs is not None:
         if not model.training:
@@ -121,6 +126,7 @@ class _Settings:
     optimizer: str
     effort: str = "full"
     lengths: tuple[int, ...] = ()
+    optimizer_in_backward: bool = False
 
 
 class AutoSchedule(ScheduleWrapper):
@@ -160,6 +166,7 @@ class AutoSchedule(ScheduleWrapper):
         request = Request(
             self._model, (args, kwargs), settings.mode, type(self._model).__qualname__, False, settings.optimizer,
             "milp", settings.solver, settings.time_limit_seconds, settings.gap, autocast=autocast_name(device),
+            optimizer_in_backward=settings.optimizer_in_backward,
         )  # fmt: skip
         if settings.lengths and not self.records:
             self._plan_lengths(request, device)
@@ -328,6 +335,7 @@ def _digest(request: Request, budget: Budget, device: torch.device) -> str:
         budget.bytes or budget.share,
         request.mode,
         request.optimizer,
+        request.optimizer_in_backward,
         request.gap,
         request.solver.upper(),
         request.time_limit_seconds,

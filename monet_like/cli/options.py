@@ -73,8 +73,19 @@ threads_option = click.option(
     show_default=True,
     help="Of the solver, such as 8 (GUROBI, HIGHS, SCIP and others; CBC has one).",
 )
-optimizer_option = click.option(
-    "--optimizer", default="none", show_default=True, help="Count this optimizer's state: none, sgd, momentum or adam."
+optimizer_option = combined(
+    click.option(
+        "--optimizer",
+        default="none",
+        show_default=True,
+        help="Count this optimizer's state: none, sgd, momentum, adam, adamw, adam_fused, adamw_fused, adam8bit or adamw8bit.",
+    ),
+    click.option(
+        "--optimizer-in-backward",
+        is_flag=True,
+        help="Hooks of the training loop step and free each gradient in the backward, so plan without all gradients at "
+        "once.  [default: off]",
+    ),
 )
 
 

@@ -89,6 +89,7 @@ def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limi
         time_limit=time_limit,
         ablation=record.ablation,
         optimizer=record.optimizer,
+        optimizer_in_backward=record.optimizer_in_backward,
         autocast=record.autocast,
         channels_last=record.layout == "channels_last",
         processes=record.counts.get("processes"),

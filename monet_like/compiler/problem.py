@@ -75,6 +75,7 @@ def read_problem(
     threads: int = 1,
     ablation: bool = False,
     optimizer: str = "none",
+    optimizer_in_backward: bool = False,
     strategy: str = "milp",
     autocast: str = "",
     channels_last: bool = False,
@@ -122,6 +123,7 @@ def read_problem(
         autocast=autocast,
         target=target,
         processes=processes,
+        optimizer_in_backward=optimizer_in_backward,
     )
     problem = Problem(spec, request, limit, where, shape, kind, layout)
     example = example_for(problem, size)

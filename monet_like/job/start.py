@@ -32,6 +32,7 @@ def problem(
     profile: str | Path | Profile | DeviceLimits | None = None,
     mode: str = MODE,
     optimizer: str = "none",
+    optimizer_in_backward: bool = False,
     ablation: bool = False,
     autocast: str | None = None,
     verbose: bool | None = None,
@@ -47,7 +48,9 @@ def problem(
         profile: costs instead of measurements: a profile, its file (which is extended by what is measured), or
             ``"roofline:a100"``. None: the cache that `auto_schedule` has, too.
         mode: which variants may be used; see `monet_like.ir.mode`.
-        optimizer: whose state to count: none, sgd, momentum or adam.
+        optimizer: whose state to count; a key of `monet_like.compiler.request.OPTIMIZERS`, such as adamw.
+        optimizer_in_backward: hooks of the training loop step and free each gradient in the backward, so not all gradients
+            exist at once; see `auto_schedule`.
         ablation: choose operators only, recompute nothing.
         autocast: dtype of ``torch.autocast``, such as ``"bfloat16"``; "": none; None: the one that is on now.
         verbose: show progress on stderr; None: if that is a terminal or a notebook.
@@ -66,6 +69,7 @@ def problem(
     request = Request(
         model, (positional, dict(kwargs or {})), mode, type(model).__qualname__, ablation, optimizer,
         autocast=autocast_name(here) if autocast is None else autocast, target=target,
+        optimizer_in_backward=optimizer_in_backward,
     )  # fmt: skip
     job = Job(request, here, source, progress=lambda: Progress(quiet=verbose is False))
     _ = job.captured

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +13,11 @@ from replays import record_for
 from torch import nn
 from training import twin
 
+import monet_like
 from monet_like import ScheduleWrapper
 from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
+from monet_like.errors import InfeasibleError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import Free, simulate
 from monet_like.plan.baseline import store_all
@@ -76,6 +80,7 @@ def test_one_weights_gradient_at_a_time_is_counted(example: tuple[nn.Module, tup
     assert freeing.fingerprint != plain.fingerprint
 
 
+@pytest.mark.slow(but=["0.8"])
 @pytest.mark.parametrize("drop", [0.0, 0.8])
 def test_steps_end_where_plain_pytorchs_do_within_what_is_predicted(
     example: tuple[nn.Module, tuple[torch.Tensor, ...], dict], drop: float, tmp_path: Path
@@ -111,3 +116,43 @@ def test_a_file_without_the_field_reads_as_before(
     record = record_for(captured, store_all(captured.program), "normal", example)
     assert "optimizer_in_backward" not in record.content()
     assert ScheduleRecord.of_content(record.content(), "here") == record
+
+
+def test_auto_schedule_fits_less_than_all_gradients_and_trains_as_plain_pytorch(
+    example: tuple[nn.Module, tuple[torch.Tensor, ...], dict],
+) -> None:
+    model, args, _ = example
+    gradients = WIDTH * WIDTH * 4 * LAYERS
+    budget = 2 * gradients  # the weights, and less than all gradients besides what activations take
+    with pytest.raises(InfeasibleError, match="no schedule"):
+        monet_like.auto_schedule(twin(model), args, memory_budget=budget, effort="quick")
+    plain = twin(model)
+    mine = monet_like.auto_schedule(
+        twin(model), args, memory_budget=budget, effort="quick", optimizer_in_backward=True, optimizer="sgd"
+    )
+    assert mine.record.optimizer_in_backward and mine.record.peak_bytes <= budget
+    for candidate in (plain, mine):
+        stepping(candidate)
+        for _ in range(2):
+            candidate(*args).square().mean().backward()
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), mine.parameters(), strict=True))
+    assert all(p.grad is None for p in mine.parameters())
+
+
+@pytest.mark.slow
+def test_the_command_line_plans_for_it(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n\n"
+        "def net():\n"
+        "    return nn.Sequential(nn.Flatten(), *(nn.Linear(48, 48, bias=False) for _ in range(30)))\n"
+    )
+    words = "solve net.py:net 2 850KB normal --input-shape 3,4,4"
+    command = [sys.executable, "-m", "monet_like", *words.split()]
+    options = ["--quick", "--optimizer", "adam_fused", "--optimizer-in-backward", "--out", "mine.pkl"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    record = ScheduleRecord.load(tmp_path / "mine.pkl")
+    weights = 30 * 48 * 48 * 4
+    assert record.optimizer_in_backward
+    assert record.optimizer_bytes == 2 * weights
+    assert record.peak_bytes < 3 * weights + weights // 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import io
 import json
@@ -12,9 +13,11 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from replays import replayed, worst
 from torch import nn
 from training import run, twin
 
+import monet_like
 from monet_like.capture.lowering import capture
 from monet_like.cli.group import main
 from monet_like.files import cache_folder
@@ -239,3 +243,23 @@ def test_the_custom_strategys_example_runs(dearest_first: ModuleType) -> None:
     found = dict(re.findall(r"^(\w+) +(\+\d+\.\d|-)", result.output, re.MULTILINE))
     assert set(found) == {"dearest_first", "chen_greedy", "chen_sqrt", "store_all"}
     assert found["store_all"] == "-" and 0 < float(found["dearest_first"]) < float(found["chen_sqrt"])
+
+
+@pytest.mark.slow
+def test_the_recipe_for_an_optimizer_in_the_backward_trains_as_plain_pytorch() -> None:
+    text = (ROOT / "docs" / "training_scripts.md").read_text()
+    block = next(b for b in re.findall(r"  ```python\n(.*?)  ```", text, re.DOTALL) if "step_and_free" in b)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    x, plain = torch.randn(8, 16), copy.deepcopy(model)
+    place: dict[str, Any] = {"model": model, "monet_like": monet_like, "torch": torch}
+    exec(textwrap.dedent(block), place)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=True)
+    for _ in range(3):
+        place["model"](x).square().mean().backward()
+        assert all(p.grad is None for p in place["model"].parameters())
+        plain(x).square().mean().backward()
+        reference.step()
+        reference.zero_grad()
+    assert place["model"].record.optimizer_in_backward
+    assert all(torch.equal(a, b) for a, b in zip(place["model"].parameters(), plain.parameters(), strict=True))
