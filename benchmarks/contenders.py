@@ -63,8 +63,8 @@ def _blocks(job: Job, model: nn.Module) -> list[nn.Module]:
 
 
 def per_block(job: Job, model: nn.Module, example: Example) -> Built:
-    """``torch.utils.checkpoint`` around every block."""
-    for block in _blocks(job, model):
+    """``torch.utils.checkpoint`` around every block, or around every n-th, as ``every_n_layers`` of Transformers has it."""
+    for block in _blocks(job, model)[:: int(job.setting or 1)]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     return Built(model)
 
@@ -200,6 +200,7 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
         "plain PyTorch": Contender(plain, batches=""),
         "checkpoint per block": Contender(per_block, batches=""),
+        "checkpoint every n-th block": Contender(per_block, ("2", "3"), ("2",), batches="2"),
         "checkpoint_sequential": Contender(sequential, ("2", "4", "8"), ("4",), batches="4"),
         "selective checkpoint": Contender(selective, batches=""),
         "aot_eager budget": Contender(

@@ -50,6 +50,7 @@ def verdict(contender: str, setting: str = "", budget_bytes: int = 0, model: str
     [
         ("plain PyTorch", ""),
         ("checkpoint per block", ""),
+        ("checkpoint every n-th block", "2"),
         ("checkpoint_sequential", "3"),
         ("selective checkpoint", ""),
         ("strategy chen_sqrt", ""),
