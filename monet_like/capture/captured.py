@@ -129,6 +129,7 @@ class Captured:
         no_dropit: values of the parameters in modules that have a true attribute ``no_dropit``.
         as_called: plain PyTorch's program, where that is not ``program``: before variants, in autograd's order, and in
             place where the model's own calls are. Its values come first in ``metas``.
+        autograd_nodes: the node of autograd's graph that each slot of ``plain`` belongs to, by the slot's name.
         optimizer_in_backward: gradients of parameters are freed in the backward, where slots named ``release`` read them.
         made_last: names of the parameters whose gradients ``program`` makes after all others, see `made_last`.
         reads: Python values that the model reads, such as a dropout's ``p``, as they were at the capture.
@@ -157,6 +158,7 @@ class Captured:
     marks: Mapping[int, Mark] = field(default_factory=dict)
     layers: Mapping[int, str] = field(default_factory=dict)
     as_called: Program | None = None
+    autograd_nodes: Mapping[str, int] = field(default_factory=dict)
     made_last: tuple[str, ...] = ()
     optimizer_in_backward: bool = False
     reads: Reads | None = None

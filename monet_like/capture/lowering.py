@@ -158,8 +158,10 @@ class Lowering(Values):
 
     def _annotated_call(self, node: fx.Node) -> None:
         """Lower a call; its new values get the layer, the mark and the in-place call that the node carries."""
-        known = len(self.values)
+        known, slots = len(self.values), len(self.slots)
         self._call(node)
+        if "seq_nr" in node.meta:
+            self.autograd_nodes.update((slot.name, node.meta["seq_nr"]) for slot in self.slots[slots:])
         layer = layer_of(node)
         if layer is not None:
             self.layers.update((value, layer) for value in range(known, len(self.values)))
@@ -314,6 +316,7 @@ class Lowering(Values):
             marks=self.marks,
             layers=self.layers,
             as_called=None if as_called == program else as_called,
+            autograd_nodes=self.autograd_nodes,
             made_last=tuple(movable[slot] for slot in late),
             optimizer_in_backward=self.optimizer_in_backward,
             reads=self.flat.reads,

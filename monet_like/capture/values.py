@@ -80,6 +80,7 @@ class Values:
         self.int8_weights = int8_weights(flat.model)
         self.by_cudnn: dict[fx.Node, Ref | None] = {}  # batch norm that cuDNN computes -> its reserve
         self.in_backward = False
+        self.autograd_nodes: dict[str, int] = {}  # name of a slot -> the node of autograd's graph
         self.marks: dict[int, Mark] = {}
         self.layers: dict[int, str] = {}
         self.in_place: set[int] = set()  # values that the model's own calls write into what they read

@@ -224,7 +224,7 @@ def accumulating(ready: Prepared) -> Prepared:
     return replace(
         ready,
         captured=captured,
-        plain=plain_report(captured.plain, ready.costs, 0),
+        plain=plain_report(captured.plain, ready.costs, 0, autograd_nodes=captured.autograd_nodes),
         extra_bytes=0,
         cublas_bytes=0,
         variants_cublas_bytes=0,

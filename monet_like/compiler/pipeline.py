@@ -308,7 +308,9 @@ def prepare(
         extra = ready.extra_bytes
 
         def plain_steps(costs: Mapping[str, Cost]) -> Iterable[Moment]:
-            return moments(*plain_step(captured.plain, costs), extra_bytes=extra)
+            return moments(
+                *plain_step(captured.plain, costs, autograd_nodes=captured.autograd_nodes), extra_bytes=extra
+            )
 
         ready = settled_for(replace(ready, guessed=guessed), request, device, plain_steps, progress)
         if save_profile and not quick and ready.profile.scaled != found.scaled:
@@ -339,7 +341,7 @@ def _check_floor(
     if isinstance(budget, int):
         limit = budget
     else:
-        limit = budget(plain_report(captured.plain, free, optimizer).peak_bytes)
+        limit = budget(plain_report(captured.plain, free, optimizer, autograd_nodes=captured.autograd_nodes).peak_bytes)
         if least > limit:
             if profile and profile.device != device_name(device):
                 return  # of another machine: nothing will be measured
@@ -366,14 +368,17 @@ def prepared(
     plain, every = multiplies(captured.plain.every_task()), multiplies(captured.every_task())
     cublas, by_variants = (profile.cublas_bytes * counts for counts in (plain, every and not plain))
     extra = request.optimizer_bytes + cublas
-    report = plain_report(captured.plain, costs, extra)
+    report = plain_report(captured.plain, costs, extra, autograd_nodes=captured.autograd_nodes)
     return Prepared(captured, profile, costs, extra, report, seconds, cublas, by_variants)
 
 
 def with_workspaces_of(record: ScheduleRecord, ready: Prepared) -> Prepared:
     """Count as many bytes for cuBLAS's workspaces as a given schedule does; none for files that do not say."""
     optimizer, counted = ready.extra_bytes - ready.cublas_bytes, record.cublas_bytes
-    plain = plain_report(ready.captured.plain, ready.costs, optimizer + counted * bool(ready.cublas_bytes))
+    plain = plain_report(
+        ready.captured.plain, ready.costs, optimizer + counted * bool(ready.cublas_bytes),
+        autograd_nodes=ready.captured.autograd_nodes,
+    )  # fmt: skip
     return replace(ready, extra_bytes=optimizer + counted, cublas_bytes=counted, variants_cublas_bytes=0, plain=plain)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -61,14 +62,23 @@ def _maker(program: Program, value: int, allowed: Any) -> int:
     raise ScheduleError(f"{program.values[value].name} has no aten producer that may run where it is needed")
 
 
-def plain_report(plain: Program, costs: Mapping[str, Cost], extra_bytes: int) -> Report:
+def plain_report(
+    plain: Program, costs: Mapping[str, Cost], extra_bytes: int, *, autograd_nodes: Mapping[str, int]
+) -> Report:
     """The simulator on plain PyTorch's schedule: every operator once, everything kept until its last use."""
-    program, schedule, eager = plain_step(plain, costs)
+    program, schedule, eager = plain_step(plain, costs, autograd_nodes=autograd_nodes)
     return simulate(program, schedule, eager, extra_bytes=extra_bytes)
 
 
-def plain_step(program: Program, costs: Mapping[str, Cost]) -> tuple[Program, Schedule, dict[str, Cost]]:
-    """Plain PyTorch's program and schedule, and what its operators cost there."""
+def plain_step(
+    program: Program, costs: Mapping[str, Cost], *, autograd_nodes: Mapping[str, int]
+) -> tuple[Program, Schedule, dict[str, Cost]]:
+    """Plain PyTorch's program and schedule, and what its operators cost there.
+
+    Args:
+        autograd_nodes: the node of autograd's graph that each slot, by its name, belongs to.
+    """
+    program = with_saved_tensors(program, autograd_nodes)
     eager = dict(costs)
     for (weight, *_), (given, *_) in zip(program.slots, program.slots[1:], strict=False):
         # PyTorch makes both gradients of a convolution in one operator, the input's first.
@@ -78,6 +88,32 @@ def plain_step(program: Program, costs: Mapping[str, Cost]) -> tuple[Program, Sc
                 cost = costs[way.cost]
                 eager[way.cost] = replace(cost, workspace_bytes=cost.workspace_bytes + sign * beside)
     return program, store_all(program), eager
+
+
+def with_saved_tensors(program: Program, autograd_nodes: Mapping[str, int]) -> Program:
+    """``program`` with the last slot of each autograd node reading what any slot of the node reads.
+
+    Autograd releases the tensors that a node has saved, and its incoming gradients, when the node has made all of its
+    gradients: a product of two activations keeps both factors until then.
+    """
+    slots = list(program.slots)
+    node_of = [autograd_nodes.get(ways[0].name, -1 - place) for place, ways in enumerate(slots)]
+    for _, places in itertools.groupby(range(len(slots)), node_of.__getitem__):
+        members = list(places)
+        while members and _adds(slots[members[-1]][0]):  # the engine's sum of two gradients, after the node
+            members.pop()
+        if len(members) < 2:
+            continue
+        tasks = [slots[place][0] for place in members]
+        gone = {v for task in tasks for v in (*task.writes, task.overwrites)}
+        read = (v for task in (tasks[-1], *tasks) for v in task.reads if v not in gone or task is tasks[-1])
+        last = replace(tasks[-1], reads=tuple(dict.fromkeys(read)))
+        slots[members[-1]] = (last, *slots[members[-1]][1:])
+    return replace(program, slots=tuple(slots))
+
+
+def _adds(task: Task) -> bool:
+    return len(task.calls) == 1 and task.calls[0].op in ("aten.add.Tensor", "aten.add_.Tensor")
 
 
 def _halves(one: Task, other: Task) -> bool:

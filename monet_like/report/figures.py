@@ -138,7 +138,7 @@ def layers_of(captured: Captured, program: Program) -> list[str]:
 
 def plain_course(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int, cublas_bytes: int = 0) -> Course:
     """Plain PyTorch's step, run by run."""
-    program, schedule, eager = plain_step(captured.plain, costs)
+    program, schedule, eager = plain_step(captured.plain, costs, autograd_nodes=captured.autograd_nodes)
     return course(captured, program, schedule, eager, extra_bytes, cublas_bytes)
 
 

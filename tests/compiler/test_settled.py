@@ -63,7 +63,7 @@ def test_peaks_are_exact_though_costs_are_scaled(
 
     if wrong:
         monkeypatch.setattr(Scaling, "scale", too_low)
-    plain = plain_report(captured.plain, exact, 0).peak_bytes
+    plain = plain_report(captured.plain, exact, 0, autograd_nodes=captured.autograd_nodes).peak_bytes
     for share in (90, 60):
         saved: list[Profile] = []
 

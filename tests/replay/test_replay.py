@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 import zoo
 from replays import FULL, LOSS_BYTES, costs_of, replayed, worst
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import run, twin
 
@@ -90,13 +91,40 @@ def test_every_variant_agrees_in_float64(name: str) -> None:
         assert worst(plain, outcome) <= 1e-10, seed
 
 
-@pytest.mark.slow(but=["tied", "vit_b_16", "unet"])
-@pytest.mark.parametrize("name", ["resnet18", "unet", "volumes", "vit_b_16", "vgg16", "mobilenet_v2", "tied"])
+class Gated(nn.Module):
+    """Layers whose products' factors autograd keeps until it has the gradients of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList((nn.Linear(64, 256), nn.Linear(64, 256), nn.Linear(256, 64))) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for gate, up, down in self.layers:
+            x = x + down(nn.functional.silu(gate(x)) * up(x)).pow(2)
+        return x
+
+
+#: With few weights and many activations.
+PLAIN_PEAKS = {**zoo.ROOMY, "gated": lambda: (Gated().train(), (torch.randn(512, 64),), {})}
+
+
+@pytest.mark.slow(but=["tied", "vit_b_16", "unet", "gated"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18", "unet", "volumes", "vit_b_16", "vgg16", "mobilenet_v2", "tied", "gated", "activations",
+        "efficientnet_b0", "convnext_tiny", "bert",
+    ],
+)  # fmt: skip
 def test_plain_pytorchs_peak_is_predicted(name: str) -> None:
-    example = zoo.ROOMY[name]()
+    example = PLAIN_PEAKS[name]()
     model, args, kwargs = example
     captured = admitted(capture(model, args, kwargs), FULL)
-    predicted = plain_report(captured.plain, costs_of(captured, example, FULL, timed=False), 0).peak_bytes
+    predicted = plain_report(
+        captured.plain, costs_of(captured, example, FULL, timed=False), 0, autograd_nodes=captured.autograd_nodes
+    ).peak_bytes
     rise = run(twin(model), args, kwargs, measured=True).rise_bytes
     measured = captured.program.resident_bytes + rise - LOSS_BYTES
     assert measured == predicted

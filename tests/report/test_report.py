@@ -107,7 +107,9 @@ def run(*arguments: str, exit_code: int = 0) -> Result:
 def test_kinds_and_layers_add_up_to_what_the_simulator_counts(solved: tuple[Compiled, Any, Any]) -> None:
     compiled = solved[0]
     plain, ours = both(compiled, extra_bytes=1000)
-    program, schedule, eager = plain_step(compiled.captured.plain, compiled.costs)
+    program, schedule, eager = plain_step(
+        compiled.captured.plain, compiled.costs, autograd_nodes=compiled.captured.autograd_nodes
+    )
     for found, report in (
         (plain, simulate(program, schedule, eager, extra_bytes=1000)),
         (ours, simulate(compiled.captured.program, compiled.record.schedule, compiled.costs, extra_bytes=1000)),

@@ -206,7 +206,7 @@ def costs_of(request: Request, captured: Captured) -> dict[str, Cost]:
 def plan_of(case: Case, captured: Captured, costs: dict[str, Cost]) -> tuple[Schedule, int]:
     """The schedule for a case's budget, and the bytes of plain PyTorch's peak."""
     program = captured.program
-    plain_bytes = plain_report(captured.plain, costs, 0).peak_bytes
+    plain_bytes = plain_report(captured.plain, costs, 0, autograd_nodes=captured.autograd_nodes).peak_bytes
     if case.budget == "random":
         rng = Random(case.seed)
         return random_schedule(
