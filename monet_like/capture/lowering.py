@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import CaptureError
-from ..ir.program import Call, Program, Ref, Runs
+from ..ir.program import Call, Program, Ref, Runs, Task
 from .absent_gpu import convolutions
 from .annotations import called_in_place, is_held, layer_of, mark_of
 from .captured import Captured, Tensor, TensorMeta
@@ -160,8 +160,7 @@ class Lowering(Values):
         """Lower a call; its new values get the layer, the mark and the in-place call that the node carries."""
         known, slots = len(self.values), len(self.slots)
         self._call(node)
-        if "seq_nr" in node.meta:
-            self.autograd_nodes.update((slot.name, node.meta["seq_nr"]) for slot in self.slots[slots:])
+        self._note_autograd_node(node, self.slots[slots:])
         layer = layer_of(node)
         if layer is not None:
             self.layers.update((value, layer) for value in range(known, len(self.values)))
@@ -174,6 +173,16 @@ class Lowering(Values):
         mark = mark_of(node)
         if mark is not None and not self.in_backward:
             self.marks.update((value, mark) for value in range(known, len(self.values)))
+
+    def _note_autograd_node(self, node: fx.Node, slots: Sequence[Task]) -> None:
+        """Remember which node of autograd's graph makes ``slots``, by the number that it shares with its forward operator."""
+        number = node.meta.get("seq_nr")
+        if number is None or node.target is operator.getitem:
+            return
+        if _of_the_backward(node):
+            self.autograd_nodes.update((slot.name, number) for slot in slots)
+        else:
+            self.forward_calls[number] += 1
 
     def _call(self, node: fx.Node) -> None:
         """Lower a call: to a task if it makes new storages; views are emitted again by each task that reads them."""
@@ -316,7 +325,8 @@ class Lowering(Values):
             marks=self.marks,
             layers=self.layers,
             as_called=None if as_called == program else as_called,
-            autograd_nodes=self.autograd_nodes,
+            # A custom function holds what its Python code holds, which no trace shows.
+            autograd_nodes={name: n for name, n in self.autograd_nodes.items() if self.forward_calls[n] == 1},
             made_last=tuple(movable[slot] for slot in late),
             optimizer_in_backward=self.optimizer_in_backward,
             reads=self.flat.reads,

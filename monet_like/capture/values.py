@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -81,6 +82,7 @@ class Values:
         self.by_cudnn: dict[fx.Node, Ref | None] = {}  # batch norm that cuDNN computes -> its reserve
         self.in_backward = False
         self.autograd_nodes: dict[str, int] = {}  # name of a slot -> the node of autograd's graph
+        self.forward_calls: Counter[int] = Counter()  # node of autograd's graph -> operators that its forward calls
         self.marks: dict[int, Mark] = {}
         self.layers: dict[int, str] = {}
         self.in_place: set[int] = set()  # values that the model's own calls write into what they read
