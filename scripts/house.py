@@ -29,7 +29,7 @@ ORDER = (
     ("replay",),
     ("dropit", "report", "testing"),
     ("job",),
-    ("auto",),
+    ("auto", "export"),
     ("cli", "integrations"),
     ("__init__", "__main__"),
 )

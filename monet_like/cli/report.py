@@ -48,7 +48,7 @@ def report(
     check_writable(path)
     check_results(None, csv_file)
     problem = problem_of(record, model, device, time_limit)
-    job = job_of(terminal, problem, source_of(problem, profile_file or _rates_of(record)))
+    job = job_of(terminal, problem, source_of(problem, profile_file or rates_of(record)))
     check_program(record, job.captured, problem.request.expression, problem.device)
     ready = job.ready
     with terminal.progress() as progress:
@@ -99,7 +99,7 @@ def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limi
     return replace(problem, request=replace(problem.request, example=example, made_last=record.made_last))
 
 
-def _rates_of(record: ScheduleRecord) -> Path | None:
+def rates_of(record: ScheduleRecord) -> Path | None:
     """The datasheet rates that a schedule was planned with, if it was."""
     kind, _, name = record.device.partition(":")
     return Path(record.device) if kind == "roofline" and name in DEVICES else None

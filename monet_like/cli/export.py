@@ -1,0 +1,71 @@
+"""The export command: a schedule file as decisions for people and for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..export.decisions import Decisions, decisions_of
+from ..files import check_writable
+from ..ir.schedule_file import ScheduleRecord
+from ..ir.units import format_bytes, format_seconds
+from ..job.job import Job
+from ..replay.compatibility import check_program
+from .output import check_results
+from .prepare import job_of, source_of
+from .report import problem_of, rates_of
+from .terminal import Terminal, aligned_table
+
+#: The ends of the names of files by default.
+_ENDS = {"json": ".decisions.json"}
+
+
+def export(
+    *,
+    file: Path,
+    to: str,
+    model: str | None,
+    out: Path | None,
+    device: str,
+    profile_file: Path | None,
+    terminal: Terminal,
+) -> None:
+    """Capture the model of a schedule file and write its decisions.
+
+    Raises:
+        UsageError: an argument is wrong, or the model must be named.
+        ScheduleFileError: the file is unreadable, or of another program.
+    """
+    path = out or file.with_suffix(_ENDS[to])
+    record = ScheduleRecord.load(file)
+    check_writable(path)
+    check_results(None, path)
+    job = _job(terminal, record, model, device, profile_file)
+    found = decisions_of(record, job.ready)
+    found.to_json(path)
+    _show(terminal, found)
+    terminal.console.print(f"wrote {path}", soft_wrap=True)
+    terminal.result(found.content())
+
+
+def _job(terminal: Terminal, record: ScheduleRecord, model: str | None, device: str, profile_file: Path | None) -> Job:
+    """The job of the model that a schedule was made for."""
+    problem = problem_of(record, model, device, 60.0)
+    job = job_of(terminal, problem, source_of(problem, profile_file or rates_of(record)))
+    check_program(record, job.captured, problem.request.expression, problem.device)
+    return job
+
+
+def _show(terminal: Terminal, found: Decisions) -> None:
+    """Print how many operators have which fate, and their bytes."""
+    table = aligned_table("results of the forward", "operators", "bytes", "run again")
+    for fate in ("kept", "recomputed", "offloaded", "output", "freed"):
+        mine = [d for d in found.decisions if d.stage != "backward" and d.fate == fate]
+        again = sum(run.seconds for d in mine for run in d.reruns)
+        if mine:
+            total = format_bytes(sum(d.bytes for d in mine))
+            table.add_row(fate, str(len(mine)), total, format_seconds(again) if again else "")
+    terminal.console.print(table)
+    terminal.console.print(
+        f"predicted: peak {format_bytes(found.peak_bytes)}, step {format_seconds(found.seconds)}; plain PyTorch: "
+        f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_seconds)}"
+    )

@@ -1,0 +1,1 @@
+"""Plans for other people's machinery: as JSON, as policies of selective checkpointing."""
