@@ -6,7 +6,7 @@ chooses by device while it traces is chosen here as on a GPU:
 * what autocast casts, by the lists for ``AutocastCUDA`` in ``ATen/autocast_mode.h`` of PyTorch;
 * how the results of convolutions lie, by the kernels that PyTorch takes on CUDA (``Convolution.cpp``, ``ConvUtils.h``);
 * what batch norm copies first, where cuDNN computes it;
-* the operator for attention, where it is known, and the one for RMS norm.
+* the operator for attention (`absent_gpu_attention`), and the one for RMS norm.
 
 Models whose program depends on answers of the GPU itself are refused.
 """
@@ -18,31 +18,29 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import _meta_registrations, nn
+from torch import _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..runtime.batch_norm import as_cudnn_takes, by_cudnn
+from .absent_gpu_attention import Absent, attention
 from .absent_gpu_autocast import cuda_autocast, cuda_regions
-
-#: The memory-efficient kernel for float32 takes rows of 16 bytes at a time.
-_WIDTHS = 4
 
 
 @contextlib.contextmanager
-def as_on(target: torch.device | None) -> Iterator[None]:
+def as_on(target: Absent | None) -> Iterator[None]:
     """Have PyTorch's choices while tracing be those for ``target``; None: for the device of the tensors."""
-    if target is None or target.type != "cuda":
+    if target is None or target.device.type != "cuda":
         yield
         return
     with contextlib.ExitStack() as stack:
         for context in (
-            _attention(),
+            attention(target),
             cuda_autocast(),
             cuda_regions(),
-            convolutions(target),
-            _batch_norms(target),
+            convolutions(target.device),
+            _batch_norms(target.device),
             _shapes(),
             _fused_rms_norm(),
             _Refusals(),
@@ -193,45 +191,7 @@ def _fused_rms_norm() -> Iterator[None]:
         op._dispatch_cache.clear()
 
 
-# Attention, and what is refused -------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _attention() -> Iterator[None]:
-    """Have PyTorch's function for attention take the operator that it takes on a GPU."""
-    own = nn.functional.scaled_dot_product_attention
-    nn.functional.scaled_dot_product_attention = _cuda_attention
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = own
-
-
-def _cuda_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Attention by the operator that PyTorch takes on CUDA.
-
-    Of the fused ones only the memory-efficient one takes float32 (``sdp_utils.cpp`` in PyTorch: the inputs that each accepts
-    for). For 16-bit floats the choice depends on the card and on versions, with a mask on alignments: no guess.
-    """
-    plain = all(t.dtype == torch.float32 and t.dim() == 4 for t in (query, key, value))
-    aligned = plain and all(t.shape[-1] % _WIDTHS == 0 and t.stride(-1) == 1 and t.numel() for t in (query, key, value))
-    if not aligned or attn_mask is not None or enable_gqa or torch.is_autocast_enabled("cpu"):
-        raise CaptureError(
-            "which attention operator a GPU takes is known without the GPU only for float32 [N, heads, length, width] of widths "
-            f"that are multiples of {_WIDTHS}, without a mask, grouped heads and autocast; capture this model on the GPU"
-        )
-    attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    result: torch.Tensor = attend(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0]
-    return result
+# What is refused ----------------------------------------------------------------------------------------------------
 
 
 class _Refusals(TorchFunctionMode):

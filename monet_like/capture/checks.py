@@ -10,17 +10,21 @@ from ..errors import CaptureError, UsageError
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def check_initialized(model: nn.Module) -> None:
+def check_initialized(model: nn.Module, *, planned: bool = False) -> None:
     """Refuse a model whose parameters or buffers have no shapes yet, or no memory.
+
+    Args:
+        planned: for a device that is not here: no memory is needed.
 
     Raises:
         UsageError: a lazy module has not seen an input yet, or a tensor is on the meta device.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not is_lazy(tensor) and tensor.is_meta:
+        if not planned and not is_lazy(tensor) and tensor.is_meta:
             raise UsageError(
                 f"{name} of {type(model).__name__} is on the meta device, where tensors have no values; build the model on the "
-                "device that it will train on, or call model.to_empty(device=...) and load its weights"
+                "device that it will train on, or call model.to_empty(device=...) and load its weights; to plan it as it is, name a GPU "
+                "that is not here (roofline:h100)"
             )
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import CaptureError
 from ..ir.program import Call, Program, Ref, Runs, Task
 from .absent_gpu import convolutions
+from .absent_gpu_attention import Absent, attention_as
 from .annotations import called_in_place, is_held, layer_of, mark_of
 from .captured import Captured, Tensor, TensorMeta
 from .checks import check_initialized, check_momentum, check_unsharded
@@ -46,6 +47,7 @@ from .lowering_rules import (
     rule_of,
     with_own_memory,
 )
+from .meta_tensors import as_fakes
 from .quantised import check_quantised, settle
 from .released_gradients import with_releases
 from .tracing import trace_joint
@@ -69,6 +71,8 @@ def capture(
     made_last: Collection[str] | None = (),
     row_major_gradients: bool = False,
     optimizer_in_backward: bool = False,
+    attention: str = "",
+    capability: tuple[int, int] | None = None,
 ) -> Captured:
     """Trace one training step of ``model(*args, **kwargs)`` into a `Captured` program.
 
@@ -91,27 +95,42 @@ def capture(
         CaptureError: the step cannot be captured; the message names the operator or the line.
     """
     check_unsharded(model)
-    check_initialized(model)
+    check_initialized(model, planned=target is not None)
     check_momentum(model)
     settle(model)
     check_quantised(model, target)
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
+    absent = None if target is None else Absent(target, capability, attention)
+    with as_fakes(model, args, kwargs or {}) as (args, given), attention_as("" if absent else attention):
+        graph, mode, flat = _traced(model, args, given, absent, processes, row_major_gradients)
+        if flat.told:
+            warnings.warn(
+                f"{type(model).__name__}.forward sets {', '.join(flat.told)}, and a schedule does not: they stay as they are; "
+                "return such tensors as results, and count outside the model",
+                stacklevel=3,
+            )
+        if target is not None:
+            move_graph(graph, mode, target)
+        with convolutions(target or torch.device("cpu")):
+            return _without_dropit(Lowering(flat, graph, made_last, optimizer_in_backward).lower(mode), model)
+
+
+def _traced(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    absent: Absent | None,
+    processes: int | None,
+    row_major_gradients: bool,
+) -> tuple[fx.Graph, FakeTensorMode, FlatModule]:
+    """The joint graph, the mode of its tensors, and the function that was traced."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     flat = FlatModule(model, leaves, spec)
-    graph, mode = trace_joint(flat, tensors, target, processes, row_major_gradients=row_major_gradients)
+    graph, mode = trace_joint(flat, tensors, absent, processes, row_major_gradients=row_major_gradients)
     if adds_up_per_name(graph, flat):
         flat = FlatModule(model, leaves, spec, tied_as_one=True)
-        graph, mode = trace_joint(flat, tensors, target, processes, row_major_gradients=row_major_gradients)
-    if flat.told:
-        warnings.warn(
-            f"{type(model).__name__}.forward sets {', '.join(flat.told)}, and a schedule does not: they stay as they are; "
-            "return such tensors as results, and count outside the model",
-            stacklevel=3,
-        )
-    if target is not None:
-        move_graph(graph, mode, target)
-    with convolutions(target or torch.device("cpu")):
-        return _without_dropit(Lowering(flat, graph, made_last, optimizer_in_backward).lower(mode), model)
+        graph, mode = trace_joint(flat, tensors, absent, processes, row_major_gradients=row_major_gradients)
+    return graph, mode, flat
 
 
 def _without_dropit(captured: Captured, model: nn.Module) -> Captured:

@@ -45,7 +45,7 @@ _ADVICE = {
 def trace_joint(
     flat: FlatModule,
     tensors: tuple[torch.Tensor, ...],
-    target: torch.device | None = None,
+    target: absent_gpu.Absent | None = None,
     processes: int | None = None,
     *,
     row_major_gradients: bool = False,
@@ -53,7 +53,7 @@ def trace_joint(
     """The joint graph of ``flat(*tensors)``, and the mode its fake tensors belong to.
 
     Args:
-        target: a device, which need not be present: PyTorch's choices by device are made as for it.
+        target: a device that need not be present: PyTorch's choices by device are made as for it.
         processes: number of processes that share SyncBatchNorm's statistics; None: those of its process group.
         row_major_gradients: incoming gradients have row-major layout, not the results'.
 
@@ -73,7 +73,7 @@ def trace_joint(
 
 
 def _traced(
-    flat: FlatModule, fakes: tuple[torch.Tensor, ...], target: torch.device | None, processes: int | None
+    flat: FlatModule, fakes: tuple[torch.Tensor, ...], target: absent_gpu.Absent | None, processes: int | None
 ) -> fx.Graph:
     flat.before = dict((*flat.named_parameters(), *flat.named_buffers()))
     try:
@@ -93,7 +93,7 @@ def _traced(
 def _export(
     flat: FlatModule,
     fakes: tuple[torch.Tensor, ...],
-    target: torch.device | None,
+    target: absent_gpu.Absent | None,
     processes: int | None,
     *,
     compiling: bool,

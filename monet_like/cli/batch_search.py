@@ -18,6 +18,7 @@ from ..compiler.costs import extended, measured_costs, profile_batch, to_profile
 from ..compiler.pipeline import Prepared, prepared
 from ..compiler.problem import Problem, example_for
 from ..compiler.request import Request, captured_for
+from ..compiler.sources import capability_of
 from ..errors import ProfileError, UsageError
 from ..ir.profile_file import Profile
 from ..ir.program import Cost
@@ -74,7 +75,10 @@ class Batches:
     def request(self, batch: int) -> Request:
         """The problem's request at ``batch``."""
         problem = self.problem
-        return replace(problem.request, example=example_for(problem, batch), made_last=self._made_last)
+        known = capability_of(self.limits) if problem.request.target else None
+        return replace(
+            problem.request, example=example_for(problem, batch), made_last=self._made_last, capability=known
+        )
 
     def captured(self, batch: int) -> Captured:
         """The program at ``batch``, with the admitted variants."""

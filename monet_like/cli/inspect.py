@@ -46,6 +46,8 @@ def show_record(terminal: Terminal, record: ScheduleRecord) -> None:
     inputs = ", ".join(f"{i.dtype}{list(i.shape)}" for i in record.inputs)
     table.add_row("model", record.model)
     table.add_row("inputs", inputs + (f", autocast {record.autocast}" if record.autocast else ""))
+    if record.attention:
+        table.add_row("attention", record.attention)
     table.add_row("mode", record.mode + (", ablation" if record.ablation else ""))
     optimizer = (
         f", {record.optimizer} state {format_bytes(record.optimizer_bytes)} included" if record.optimizer_bytes else ""

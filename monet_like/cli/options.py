@@ -45,12 +45,18 @@ def with_terminal(function: Callable[..., Any]) -> Callable[..., Any]:
     return speaking
 
 
+attention_option = click.option(
+    "--attention",
+    default="",
+    help="Kind of attention that PyTorch takes: flash, efficient, cudnn or math.  [default: PyTorch's choice on that card]",
+)
 precision_options = combined(
     dtype_option,
     click.option(
         "--autocast", default="", help="Under torch.autocast to this dtype, such as bfloat16.  [default: off]"
     ),
     click.option("--channels-last", is_flag=True, help="Weights and inputs in that memory layout.  [default: off]"),
+    attention_option,
 )
 profile_option = click.option(
     "--profile",

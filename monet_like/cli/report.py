@@ -91,6 +91,7 @@ def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limi
         optimizer=record.optimizer,
         optimizer_in_backward=record.optimizer_in_backward,
         autocast=record.autocast,
+        attention=record.attention,
         channels_last=record.layout == "channels_last",
         processes=record.counts.get("processes"),
     )

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from ..capture.absent_gpu_attention import attention_as
 from ..capture.example_inputs import Example
 from ..capture.precision import autocast_as
 from ..compiler.problem import Problem, read_problem
@@ -56,7 +57,7 @@ def check(
     terminal = terminal or Terminal()
     console, found = terminal.console, dict[str, Any]()
     good = True
-    with autocast_as(problem.request.autocast, problem.device):
+    with autocast_as(problem.request.autocast, problem.device), attention_as(record.attention):
         if check_diff:
             good = found["check_diff"] = same_step(console.print, model, record, example)
         if run_bs:

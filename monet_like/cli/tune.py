@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from ..capture.absent_gpu_attention import attention_as
 from ..capture.example_inputs import Example
 from ..capture.precision import autocast_as
 from ..compiler.pipeline import make_record, plan_for
@@ -211,12 +212,12 @@ def _measured(
         wrapped = ScheduleWrapper(model, record, example=request.example, captured=ready.captured)
         example = real_example(request.example, problem.device)
         say(f"batch {candidate.batch}: measure")
-        with autocast_as(problem.request.autocast, problem.device):
+        with autocast_as(problem.request.autocast, problem.device), attention_as(problem.request.attention):
             peaks.append(step_peak(wrapped, example, problem.device) + record.extra_bytes)
         runs.append((wrapped, example))
     if plain is not None:
         runs.append((model, real_example(family.request(plain.batch).example, problem.device)))
-    with autocast_as(problem.request.autocast, problem.device):
+    with autocast_as(problem.request.autocast, problem.device), attention_as(problem.request.attention):
         seconds = step_seconds(runs, problem.device, steps)
     found = [
         replace(candidate, measured_seconds=time, measured_bytes=peak)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from ..capture.absent_gpu_attention import attention_of
 from ..capture.captured import Captured
 from ..capture.example_inputs import input_spec
 from ..capture.precision import weights_layout
@@ -415,6 +416,7 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         layout=weights_layout(request.model),
         made_last=captured.made_last,
         optimizer_in_backward=captured.optimizer_in_backward,
+        attention=request.attention or (attention_of(captured) if request.target else ""),
         note=profile.note + (f"; captured as on {request.target.type}, without one" if request.target else ""),
         counts=summary_counts(captured.program, found),
     )

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from ..capture.absent_gpu_attention import check_attention
 from ..capture.captured import fake_mode
 from ..capture.checks import check_initialized
 from ..capture.example_inputs import Example
+from ..capture.meta_tensors import is_meta
 from ..capture.precision import AUTOCASTS, LAYOUTS, in_layout
 from ..errors import UsageError
 from ..ir.display import short_repr
@@ -79,6 +81,7 @@ def read_problem(
     strategy: str = "milp",
     autocast: str = "",
     channels_last: bool = False,
+    attention: str = "",
     processes: int | None = None,
     measured: bool = True,
 ) -> Problem:
@@ -101,11 +104,14 @@ def read_problem(
     check_strategy(strategy)
     if autocast not in AUTOCASTS:
         raise UsageError(f"--autocast {autocast!r} is unknown; give {' or '.join(filter(None, AUTOCASTS))}")
+    check_attention(attention)
     kind = read_dtype(dtype)
     target = None if measured else absent_device(device)
     where = torch.device("cpu") if target else read_device(device)
     layout = "channels_last" if channels_last else ""
-    spec = _built(model, where, kind, layout, processes)
+    spec = _built(model, where, kind, layout, processes, not measured)
+    if target is None and is_meta(spec.module):
+        target = absent_device("cuda")
     optimizer_bytes(spec.module, optimizer)
     request = Request(
         model=spec.module,
@@ -124,6 +130,7 @@ def read_problem(
         target=target,
         processes=processes,
         optimizer_in_backward=optimizer_in_backward,
+        attention=attention,
     )
     problem = Problem(spec, request, limit, where, shape, kind, layout)
     example = example_for(problem, size)
@@ -150,8 +157,10 @@ def _check_numbers(
             raise UsageError(f"--{name} {_shortened(count)} must be at most {most}")
 
 
-def _built(model: str, device: torch.device, dtype: torch.dtype, layout: str, processes: int | None) -> ModelSpec:
-    """Build a model as it will be trained.
+def _built(
+    model: str, device: torch.device, dtype: torch.dtype, layout: str, processes: int | None, planned: bool
+) -> ModelSpec:
+    """Build a model as it will be trained; ``planned``: elsewhere, so that it may be on the meta device.
 
     Raises:
         UsageError: unknown model, or ``processes`` that a model without SyncBatchNorm cannot use.
@@ -162,8 +171,8 @@ def _built(model: str, device: torch.device, dtype: torch.dtype, layout: str, pr
             f"--processes {processes} is for models with SyncBatchNorm, and {spec.expression} has none; leave it out, or give "
             "a file with a function that returns monet_like.convert_sync_batchnorm(...)"
         )
-    check_initialized(spec.module)
-    spec.module.to(device, dtype)
+    check_initialized(spec.module, planned=planned)
+    spec.module.to(dtype) if is_meta(spec.module) else spec.module.to(device, dtype)
     if layout:
         spec.module.to(memory_format=LAYOUTS[layout])
     return spec

@@ -10,8 +10,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.captured import Captured
-from ..capture.example_inputs import Example, device_of
+from ..capture.example_inputs import Example
 from ..capture.lowering import capture
+from ..capture.meta_tensors import traced_device
 from ..capture.precision import autocast_as
 from ..errors import UsageError
 from ..ir.defaults import SOLVER
@@ -64,7 +65,9 @@ class Request:
     ``target`` is the device to plan for where the model itself is on another; it need not be here, but then nothing can
     be measured. ``processes`` share SyncBatchNorm's statistics; None: those of this process's group. ``made_last`` are
     the parameters whose gradients are made last; None: those with which the step needs less memory. With
-    ``optimizer_in_backward`` hooks on the parameters step and free each gradient as soon as it is there.
+    ``optimizer_in_backward`` hooks on the parameters step and free each gradient as soon as it is there. ``attention`` is
+    the kind of attention that PyTorch takes (flash, efficient, cudnn or math; "": its own choice), ``capability`` the compute
+    capability of ``target``, by which it chooses; None: not known.
     """
 
     __repr__ = short_repr
@@ -86,6 +89,8 @@ class Request:
     processes: int | None = None
     made_last: tuple[str, ...] | None = None
     optimizer_in_backward: bool = False
+    attention: str = ""
+    capability: tuple[int, int] | None = None
 
     @property
     def batch(self) -> int:
@@ -106,10 +111,11 @@ def solver_and_strategy(solver: str, strategy: str) -> tuple[str, str]:
 
 def captured_for(request: Request, example: Example) -> Captured:
     """Capture a request's model on these inputs, with the variants that its mode admits."""
-    with autocast_as(request.autocast, device_of(request.model)):
+    with autocast_as(request.autocast, traced_device(request.model)):
         captured = capture(
             request.model, *example, target=request.target, processes=request.processes, made_last=request.made_last,
-            optimizer_in_backward=request.optimizer_in_backward,
+            optimizer_in_backward=request.optimizer_in_backward, attention=request.attention,
+            capability=request.capability,
         )  # fmt: skip
         return admitted(captured, request.mode, ablation=request.ablation)
 

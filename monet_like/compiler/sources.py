@@ -14,7 +14,7 @@ from ..files import check_writable
 from ..ir.profile_file import Profile
 from ..ir.schedule_file import ScheduleRecord
 from ..profile import store
-from ..profile.devices import DEVICES, DeviceLimits
+from ..profile.devices import DEVICES, DeviceLimits, limits_of
 
 _ROOFLINE = "roofline:"
 
@@ -106,6 +106,12 @@ class Filed:
         if self.extended.exists():
             return self.extended
         return self.path if is_roofline(self.path) or self.path.exists() else None
+
+
+def capability_of(known: Profile | DeviceLimits | None) -> tuple[int, int] | None:
+    """Compute capability of the GPU that costs are of; None: not known."""
+    limits = limits_of(known.device) if isinstance(known, Profile) else known
+    return None if limits is None else limits.capability
 
 
 def is_roofline(name: object) -> bool:

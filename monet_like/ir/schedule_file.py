@@ -60,6 +60,8 @@ class ScheduleRecord:
         autocast: the autocast dtype the model was captured under, or "".
         layout: of the model's weights, as `InputSpec.layout`.
         optimizer_in_backward: hooks step and free each gradient in the backward.
+        attention: the kind of attention that the program has and the replay pins (flash, efficient, cudnn, math); "": what
+            PyTorch chooses there.
         made_last: names of the parameters whose gradients are made after all others.
         peak_bytes, seconds: predicted for this schedule; no ``peak_bytes``: nothing is promised.
         plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
@@ -98,6 +100,7 @@ class ScheduleRecord:
     counts: dict[str, int] = field(default_factory=dict)
     cublas_bytes: int = 0
     optimizer_in_backward: bool = False
+    attention: str = ""
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.inputs)
@@ -165,6 +168,8 @@ class ScheduleRecord:
         named = {name: getattr(self, name) for name, _ in _SCALARS}
         if not self.optimizer_in_backward:  # files without it read the same
             del named["optimizer_in_backward"]
+        if not self.attention:
+            del named["attention"]
         return content | named
 
     @staticmethod
@@ -266,9 +271,10 @@ _SCALARS: tuple[tuple[str, Any], ...] = (
     ("counts", dict),
     ("cublas_bytes", int),
     ("optimizer_in_backward", bool),
+    ("attention", str),
 )
 #: Fields that files of this format did not always have.
-_LATER = {"cublas_bytes": 0, "optimizer_in_backward": False}
+_LATER: dict[str, Any] = {"cublas_bytes": 0, "optimizer_in_backward": False, "attention": ""}
 
 
 def _typed(value: Any, kinds: Any) -> Any:

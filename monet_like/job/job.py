@@ -16,7 +16,7 @@ from ..compiler.comparison import strategy_points
 from ..compiler.pipeline import Prepared, compile_prepared, prepare
 from ..compiler.progress import Progress
 from ..compiler.request import Request, captured_for, solver_and_strategy
-from ..compiler.sources import Source
+from ..compiler.sources import Source, capability_of
 from ..errors import UsageError
 from ..ir.display import html_table
 from ..ir.profile_file import Profile
@@ -55,6 +55,8 @@ class Job:
         captured: Captured | None = None,
         progress: Callable[[], AbstractContextManager[Progress]] = Progress,
     ) -> None:
+        if request.target is not None and request.capability is None:  # of the card that the costs are of
+            request = replace(request, capability=capability_of(source.known))
         self.request, self.device, self.source = request, device, source
         self.progress = progress
         self._ready: Prepared | None = None

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.example_inputs import device_of
+from ..capture.absent_gpu_attention import check_attention
+from ..capture.meta_tensors import is_meta, traced_device
 from ..capture.precision import autocast_name
 from ..compiler.problem import absent_device, read_device
 from ..compiler.progress import Progress
 from ..compiler.request import Request, optimizer_bytes
-from ..compiler.sources import Cached, Filed, Given, Source, is_roofline
+from ..compiler.sources import Cached, Filed, Given, Source, capability_of, is_roofline
 from ..errors import UsageError
 from ..ir.defaults import MODE
 from ..ir.mode import parse_mode
@@ -35,12 +36,13 @@ def problem(
     optimizer_in_backward: bool = False,
     ablation: bool = False,
     autocast: str | None = None,
+    attention: str = "",
     verbose: bool | None = None,
 ) -> Job:
     """Capture a model's training step; the start of everything that this package knows about it.
 
     Args:
-        model: in training mode, on the device it will train on.
+        model: in training mode, on the device it will train on; or on the meta device, to plan for a GPU that is not here.
         args, kwargs: example inputs; a tensor, or a tuple of arguments.
         device: what to plan for. None: the model's own device, whose operators are measured when a cost is first asked
             for. ``"roofline:a100"``: the datasheet rates of this card, and nothing is measured; it need not be here.
@@ -53,6 +55,7 @@ def problem(
             exist at once; see `auto_schedule`.
         ablation: choose operators only, recompute nothing.
         autocast: dtype of ``torch.autocast``, such as ``"bfloat16"``; "": none; None: the one that is on now.
+        attention: kind of attention that PyTorch takes: flash, efficient, cudnn or math; "": its own choice.
         verbose: show progress on stderr; None: if that is a terminal or a notebook.
 
     Raises:
@@ -63,12 +66,13 @@ def problem(
         raise UsageError("the model is in eval mode; call model.train() before monet_like.problem")
     parse_mode(mode)
     optimizer_bytes(model, optimizer)
-    here = device_of(model)
-    target, source = _where(here, device, profile)
+    check_attention(attention)
+    here = traced_device(model)
+    target, source = _where(here, device, profile, is_meta(model))
     positional = args if isinstance(args, tuple) else () if args is None else (args,)
     request = Request(
         model, (positional, dict(kwargs or {})), mode, type(model).__qualname__, ablation, optimizer,
-        autocast=autocast_name(here) if autocast is None else autocast, target=target,
+        autocast=autocast_name(here) if autocast is None else autocast, target=target, attention=attention,
         optimizer_in_backward=optimizer_in_backward,
     )  # fmt: skip
     job = Job(request, here, source, progress=lambda: Progress(quiet=verbose is False))
@@ -77,7 +81,10 @@ def problem(
 
 
 def _where(
-    here: torch.device, device: str | torch.device | None, profile: str | Path | Profile | DeviceLimits | None
+    here: torch.device,
+    device: str | torch.device | None,
+    profile: str | Path | Profile | DeviceLimits | None,
+    without_memory: bool,
 ) -> tuple[torch.device | None, Source]:
     """The device to capture for, if it is not the model's own, and where costs come from.
 
@@ -95,6 +102,15 @@ def _where(
             raise UsageError(
                 f"the model is on {here} and device is {str(device)!r}; move the model, or leave device out"
             )
-    if isinstance(profile, Profile | DeviceLimits):
-        return target, Given(profile)
-    return target, Cached.of(here) if profile is None else Filed.of(Path(profile))
+    if profile is None:
+        source: Source = Cached.of(here)
+    else:
+        source = Given(profile) if isinstance(profile, Profile | DeviceLimits) else Filed.of(Path(profile))
+    if without_memory and target is None:
+        target = absent_device("cuda") if capability_of(source.known) is not None else None
+        if target is None:
+            raise UsageError(
+                "the model is on the meta device, where nothing can be measured; plan it for a GPU that is not here, such as "
+                'device="roofline:h100", or build it on the device that it will train on'
+            )
+    return target, source

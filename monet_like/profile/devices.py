@@ -14,6 +14,9 @@ sparsity, half of it is taken; nothing here was measured, but for ``cpu``):
   both directions.
 * rtx4090: "NVIDIA Ada GPU Architecture" whitepaper, appendix A: FP32 82.6 TFLOPS, TF32 82.6, FP16 with FP32
   accumulate 165.2, 24 GB GDDR6X, 1,008 GB/s.
+* rtx4080: the same whitepaper, RTX 4080: FP32 48.7 TFLOPS, TF32 48.7, FP16 with FP32 accumulate 97.5, 16 GB GDDR6X,
+  716.8 GB/s.
+* l40s: "NVIDIA L40S" datasheet: FP32 91.6 TFLOPS, TF32 366 with sparsity, BFLOAT16 733 with sparsity, 48 GB GDDR6, 864 GB/s.
 * rtx2080ti: "NVIDIA Turing GPU Architecture" whitepaper, reference card: FP32 13.4 TFLOPS, FP16 with FP32 accumulate
   53.8, 11 GB, 616 GB/s. It has no TF32.
 * p100: "NVIDIA Tesla P100" datasheet, PCIe 16 GB: FP32 9.3 TFLOPS, FP16 18.7, 732 GB/s. It has no TF32.
@@ -87,6 +90,7 @@ class DeviceLimits:
         device: ``cuda`` or ``cpu``, what programs for it are captured as.
         products: PyTorch's names of the device, without the maker's; none: none are known.
         cublas_bytes: what cuBLAS's workspaces take in a step (`monet_like.profile.cublas`).
+        capability: compute capability; None: not told, or no GPU.
     """
 
     name: str
@@ -101,6 +105,7 @@ class DeviceLimits:
     device: str = "cpu"
     products: tuple[str, ...] = ()
     cublas_bytes: int = 0
+    capability: tuple[int, int] | None = None
 
     @property
     def settings(self) -> str:
@@ -139,6 +144,7 @@ def _gpu(
         device="cuda",
         products=products,
         cublas_bytes=default_bytes(capability[0]),
+        capability=capability,
     )
 
 
@@ -277,6 +283,26 @@ DEVICES: Mapping[str, DeviceLimits] = {
             products=("GeForce RTX 4090",),
             source="NVIDIA Ada architecture whitepaper",
         ),
+        _gpu(
+            "rtx4080",
+            tflops=(48.7, 48.7, 97.5),
+            bandwidth=716.8e9,
+            link=PCIE4,
+            gigabytes=16,
+            capability=(8, 9),
+            products=("GeForce RTX 4080",),
+            source="NVIDIA Ada architecture whitepaper",
+        ),
+        _gpu(
+            "l40s",
+            tflops=(91.6, 183.0, 366.5),
+            bandwidth=864e9,
+            link=PCIE4,
+            gigabytes=48,
+            capability=(8, 9),
+            products=("L40S",),
+            source="NVIDIA L40S datasheet",
+        ),
     )
 }
 
@@ -309,10 +335,16 @@ def known_limits(name: str) -> DeviceLimits | None:
     return next((limits for limits in DEVICES.values() if product in limits.products), None)
 
 
+def limits_of(device: str) -> DeviceLimits | None:
+    """The datasheet of a device as files name it: ``roofline:h100`` or ``cuda: NVIDIA H100 80GB HBM3``; None: not known."""
+    kind, _, name = (part.strip() for part in device.partition(":"))
+    return DEVICES.get(name) if kind == "roofline" else known_limits(name) if kind == "cuda" else None
+
+
 def planned_for(device: str) -> Machine:
     """The machine that a schedule file names: ``roofline:h100``, ``cuda: NVIDIA H100 80GB HBM3`` or ``cpu: ...``."""
     kind, _, name = (part.strip() for part in device.partition(":"))
-    limits = DEVICES.get(name) if kind == "roofline" else known_limits(name) if kind == "cuda" else None
+    limits = limits_of(device)
     if limits is None:
         return Machine("cuda" if kind == "cuda" else "cpu", name)
     shown = f"{name} (datasheet rates)" if kind == "roofline" else name

@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from ..capture.absent_gpu_attention import KINDS, attention_as
 from ..capture.captured import Captured
 from ..capture.checks import check_initialized
 from ..capture.example_inputs import device_of, example_of, input_specs
@@ -104,7 +106,7 @@ class ScheduleWrapper(StandIn):
                 raise ScheduleFileError(
                     f"the schedule's autocast is {record.autocast!r}, which this version does not know"
                 )
-            with autocast_as(record.autocast, device_of(model)):
+            with autocast_as(record.autocast, device_of(model)), self._attention():
                 self._step(self._key(leaves, spec), args, kwargs, captured)
 
     def _share(self, model: nn.Module, backend: str) -> None:
@@ -132,10 +134,18 @@ class ScheduleWrapper(StandIn):
         if inputs and not any(tensor.numel() for tensor in inputs):  # an empty batch has nothing to save
             return self._model(*args, **kwargs)
         key = self._key(leaves, spec)
-        step = self._steps_with(key) or self._step(key, args, kwargs)
+        with self._attention():
+            step = self._steps_with(key) or self._step(key, args, kwargs)
         parameters = [owner[name] for owner, name in step.parameter_slots]
         buffers = [owner[name] for owner, name in step.buffer_slots]
         return run_step(step, parameters, buffers, inputs)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        """The kind of attention that the schedule was planned with, pinned while the model is captured."""
+        name = self.record.attention if self.record else ""
+        if name and name not in KINDS:
+            raise ScheduleFileError(f"the schedule's attention is {name!r}, which this version does not know")
+        return attention_as(name)
 
     def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
         """The key of a captured step: everything that a capture fixes. Calls with different keys have steps of their own."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..capture.absent_gpu_attention import attention_as
 from ..capture.precision import autocast_as
 from ..compiler.comparison import strategy_points
 from ..compiler.pipeline import Prepared, with_workspaces_of
@@ -79,7 +80,7 @@ def figures_of(
     progress("step", "measured")
     if request.target is not None:
         raise UsageError("a real step needs the device that was planned for, and that is not here; leave live out")
-    with autocast_as(record.autocast, device):
+    with autocast_as(record.autocast, device), attention_as(record.attention):
         found = live_step(
             request.model, captured, record.schedule, real_example(request.example, device), ready.extra_bytes,
             device_name(device),

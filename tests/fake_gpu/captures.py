@@ -46,6 +46,23 @@ class Decoder(nn.Module):
         return nn.functional.cross_entropy((x @ self.embedding.weight.T).flatten(0, 1), tokens.flatten())
 
 
+class Grouped(nn.Module):
+    """Causal attention with fewer heads of keys and values than of queries."""
+
+    def __init__(self, width: int = 64, heads: int = 4, groups: int = 2) -> None:
+        super().__init__()
+        self.heads, self.groups, self.width = heads, groups, width // heads
+        self.queries, self.joined = nn.Linear(width, width), nn.Linear(width, width)
+        self.keys, self.values = (nn.Linear(width, groups * self.width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q = self.queries(x).unflatten(-1, (self.heads, self.width)).transpose(1, 2)
+        k, v = (m(x).unflatten(-1, (self.groups, self.width)).transpose(1, 2) for m in (self.keys, self.values))
+        attend = nn.functional.scaled_dot_product_attention
+        attended = attend(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return self.joined(attended.transpose(1, 2).flatten(-2)).square().mean()
+
+
 class WrittenOut(nn.Module):
     """Attention by matrix products, a region of autocast of its own, and operators that CPUs' autocast casts otherwise."""
 
@@ -100,6 +117,18 @@ def _efficientnet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 def _written_out() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return WrittenOut(), (torch.randn(2, 8, 32),)
+
+
+def _grouped() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Grouped(), (torch.randn(2, 32, 64),)
+
+
+def _masked() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Grouped(), (torch.randn(2, 32, 64), torch.ones(32, 32, dtype=torch.bool).tril())
+
+
+def _padded() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Decoder(width=48), (torch.randint(0, 256, (4, 32)),)  # heads of twelve elements
 
 
 def _losses() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -212,6 +241,14 @@ CASES: dict[str, Case] = {
     "norms bfloat16": (_norms, None, _BF16, False),
     "norms autocast": (_norms, _BF16, _FLOAT, False),
     "decoder autocast": (_decoder, _BF16, _FLOAT, False),
+    "decoder bfloat16": (_decoder, None, _BF16, False),
+    "decoder float16": (_decoder, None, _FP16, False),
+    "decoder of padded heads bfloat16": (_padded, None, _BF16, False),
+    "grouped": (_grouped, None, _FLOAT, False),
+    "grouped bfloat16": (_grouped, None, _BF16, False),
+    "grouped autocast": (_grouped, _BF16, _FLOAT, False),
+    "masked": (_masked, None, _FLOAT, False),
+    "masked bfloat16": (_masked, None, _BF16, False),
     "written out": (_written_out, None, _FLOAT, False),
     "written out autocast": (_written_out, _BF16, _FLOAT, False),
     "binary loss autocast": (_losses, _BF16, _FLOAT, False),
@@ -230,7 +267,13 @@ def captured(name: str) -> Captured:
     if HERE:
         model, inputs = model.to(CUDA), tuple(x.to(CUDA) for x in inputs)
     with torch.autocast("cuda" if HERE else "cpu", cast or _BF16, enabled=cast is not None):
-        return admitted(capture(model, inputs, target=None if HERE else CUDA), MODE)
+        if HERE:
+            return admitted(capture(model, inputs), MODE)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as it is on the fake GPU
+        try:
+            return admitted(capture(model, inputs, target=CUDA, capability=(9, 0)), MODE)
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def told(name: str) -> dict[str, Any]:

@@ -1,0 +1,166 @@
+"""The attention that a GPU would take: PyTorch's choice by card, kinds by name, and what is not certain without the card."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fake_gpu import build
+from fake_gpu.captures import Grouped
+from torch import nn
+
+from monet_like import problem
+from monet_like.capture.absent_gpu_attention import KINDS, Call, attention_as, choice
+from monet_like.capture.captured import Captured, fake_mode
+from monet_like.capture.lowering import capture
+from monet_like.errors import CaptureError, ScheduleFileError, UsageError
+from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.replay.wrapper import ScheduleWrapper
+
+ROOT = Path(__file__).resolve().parents[2]
+CUDA = torch.device("cuda", 0)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is here")
+
+#: dtype, heads, groups of keys and values, length, length of keys, width, causal, mask
+Case = tuple[str, int, int, int, int, int, bool, bool]
+CASES: list[Case] = [
+    (dtype, heads, groups, length, keys, width, causal, mask)
+    for dtype in ("float32", "float16", "bfloat16")
+    for heads, groups in ((4, 4), (4, 2))
+    for length, keys in ((32, 32), (32, 48))
+    for width in (6, 12, 16, 64, 136, 200, 264)
+    for causal, mask in ((False, False), (True, False), (False, True))
+]
+CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+
+#: Asks PyTorch on the fake GPU for its choice.
+_ASKED = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_absent_gpu_attention import CASES, tensors
+torch.backends.cuda.enable_cudnn_sdp(True)
+found = []
+for case in CASES:
+    q, k, v, mask = tensors(case, "cuda")
+    with torch.enable_grad():
+        found.append(torch._fused_sdp_choice(q, k, v, mask, 0.0, case[6], enable_gqa=case[1] != case[2]))
+print(json.dumps(found))
+"""
+
+
+def tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Query, key, value and mask of a case."""
+    dtype, heads, groups, length, keys, width, _, mask = case
+    shapes = ((2, heads, length, width), (2, groups, keys, width), (2, groups, keys, width))
+    kind = getattr(torch, dtype)
+    q, k, v = (torch.empty(shape, dtype=kind, device=device).requires_grad_() for shape in shapes)
+    return q, k, v, torch.empty(length, keys, dtype=kind, device=device) if mask else None
+
+
+@pytest.fixture(scope="module")
+def fake_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    if build.missing():
+        pytest.skip(build.missing())
+    yield build.build(tmp_path_factory.mktemp("fake_gpu"))
+
+
+@pytest.mark.slow(but=["(8, 0)", "(9, 0)"])
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_the_choice_is_pytorchs_own(fake_gpu: Path, capability: tuple[int, int]) -> None:
+    command = [sys.executable, "-c", _ASKED, str(Path(__file__).parent)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    number = str(10 * capability[0] + capability[1])
+    done = build.run(fake_gpu, command, PYTHONPATH=paths, FAKE_GPU="1", FAKE_GPU_CAPABILITY=number)
+    assert done.returncode == 0, done.stderr[-4000:]
+    there = json.loads(done.stdout.splitlines()[-1])
+    names = {int(backend.value): name for name, backend in KINDS.items()}
+    with fake_mode():
+        for case, expected in zip(CASES, there, strict=True):
+            q, k, v, mask = tensors(case, "cpu")
+            call = Call(q, k, v, mask, 0.0, case[6], None, case[1] != case[2])
+            assert choice(call, capability) == names[expected], case
+    assert len(set(there)) > 1
+
+
+def operators(captured: Captured) -> set[str]:
+    """Names of the kinds of attention in a program."""
+    calls = {call.op for task in captured.program.every_task() for call in task.calls}
+    return {op.removeprefix("aten._scaled_dot_product_").split("_")[0] for op in calls if "_attention" in op}
+
+
+def grouped(**options: object) -> Captured:
+    model = Grouped().to(torch.bfloat16)
+    return capture(model, (torch.randn(2, 32, 64, dtype=torch.bfloat16),), target=CUDA, **options)  # type: ignore[arg-type]
+
+
+def test_the_card_decides() -> None:
+    assert operators(grouped(capability=(8, 0))) == {"flash"}
+    assert operators(grouped(capability=(9, 0))) == {"cudnn"}
+    assert operators(grouped(capability=(7, 5))) == set()  # matrix products
+
+
+def test_what_depends_on_the_card_is_refused_where_it_is_not_known() -> None:
+    with pytest.raises(CaptureError) as caught:
+        grouped()
+    assert str(caught.value) == (
+        "which attention operator a GPU takes for bfloat16 [2, 4, 32, 16] and [2, 2, 32, 16], grouped heads depends on the card "
+        "(cudnn or flash or math); plan for a known card (--profile roofline:h100), or name it with --attention (attention= in "
+        "Python)"
+    )
+
+
+def test_a_kind_is_taken_by_name() -> None:
+    for name in ("flash", "cudnn"):
+        assert operators(grouped(attention=name)) == {name}
+    assert operators(grouped(attention="math", capability=(9, 0))) == set()
+    with pytest.raises(CaptureError, match=r"^efficient attention does not take these arguments on the GPU: bfloat16"):
+        grouped(attention="efficient")
+
+
+def test_masks_are_certain_for_matrix_products_alone() -> None:
+    model, mask = Grouped().to(torch.bfloat16), torch.ones(32, 32, dtype=torch.bool).tril()
+    inputs = (torch.randn(2, 32, 64, dtype=torch.bfloat16), mask)
+    with pytest.raises(CaptureError, match="flash attention does not take these arguments on the GPU"):
+        capture(model, inputs, target=CUDA, capability=(8, 0), attention="flash")
+    with pytest.raises(CaptureError, match="how PyTorch prepares a mask for cudnn attention is known only on the GPU"):
+        capture(model, inputs, target=CUDA, capability=(9, 0))
+    assert operators(capture(model, inputs, target=CUDA, capability=(9, 0), attention="math")) == set()
+
+
+def test_an_unknown_kind() -> None:
+    with pytest.raises(UsageError) as caught, attention_as("paged"):
+        pass
+    assert str(caught.value) == "attention 'paged' is unknown; give flash, efficient, cudnn or math"
+
+
+def test_a_schedule_pins_the_attention_it_was_planned_with(tmp_path: Path) -> None:
+    """On a CPU, where PyTorch takes its flash attention unless another kind is pinned."""
+    torch.manual_seed(0)
+    model, x = Grouped(), torch.randn(2, 32, 64)
+    found = problem(model, x, device="cpu", attention="math", mode="normal", profile="roofline:cpu").plan(
+        "200%", strategy="store_all"
+    )
+    found.save(tmp_path / "math.pkl")
+    record = ScheduleRecord.load(tmp_path / "math.pkl")
+    assert record.attention == "math"
+    wrapped = ScheduleWrapper(model, record, example=((x,), {}))
+    for _ in range(2):
+        model.zero_grad()
+        wrapped(x).backward()
+        found_gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert len(wrapped._steps) == 1 and len(next(iter(wrapped._steps.values()))) == 1  # captured once
+    model.zero_grad()
+    with attention_as("math"):
+        model(x).backward()
+    assert all(map(torch.equal, found_gradients, (p.grad for p in model.parameters())))
+    other = tmp_path / "other.pkl"
+    ScheduleRecord(**{**vars(record), "attention": "paged"}).save(other)
+    with pytest.raises(
+        ScheduleFileError, match="the schedule's attention is 'paged', which this version does not know"
+    ):
+        ScheduleWrapper(nn.Sequential(), other)
