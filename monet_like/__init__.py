@@ -13,6 +13,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .auto.auto_schedule import auto_schedule
     from .capture.annotations import mark
+    from .cards.fits import fits
     from .job.start import problem
     from .nn.dropit import to_dropit
     from .nn.sync_batch_norm import convert_sync_batchnorm
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "auto_schedule",
     "convert_sync_batchnorm",
+    "fits",
     "mark",
     "problem",
     "register_strategy",
@@ -38,6 +40,7 @@ _LAZY = {
     "ScheduleWrapper": "replay.wrapper",
     "auto_schedule": "auto.auto_schedule",
     "convert_sync_batchnorm": "nn.sync_batch_norm",
+    "fits": "cards.fits",
     "mark": "capture.annotations",
     "problem": "job.start",
     "register_strategy": "plan.strategies",

@@ -27,7 +27,7 @@ ORDER = (
     ("compiler",),
     ("zoo",),
     ("replay",),
-    ("dropit", "report", "testing"),
+    ("cards", "dropit", "report", "testing"),
     ("job",),
     ("auto", "export"),
     ("cli", "integrations"),

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -22,6 +23,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..ir.display import short_repr
+from .decoders import SHAPES, decoder
 from .nas import amoebanet, darts, nasnet
 from .unet import UNet
 
@@ -38,6 +40,7 @@ _OWN: Mapping[str, Callable[[], nn.Module]] = {
     "nasnet": nasnet,
     "amoebanet": amoebanet,
     "darts": darts,
+    **{name: functools.partial(decoder, name) for name in SHAPES},
 }
 
 

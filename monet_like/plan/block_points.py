@@ -131,6 +131,8 @@ def menu(
     gap: float = 0.01,
     threads: int = 1,
     progress: Callable[[str], None] | None = None,
+    evaluations: int | None = None,
+    peak_shares: Sequence[float] = PEAK_SHARES,
 ) -> tuple[Point, ...]:
     """Points of a block, from the one that carries the fewest bytes to the fastest.
 
@@ -139,11 +141,15 @@ def menu(
         solver, strategy, gap, threads: see `plan`.
         time_limit_seconds: wall seconds for all points together, about.
         progress: called with lines for people.
+        evaluations: of each annealing of the local search; None: a second or two's worth.
+        peak_shares: where between the least peak and that of a point other points are looked for; none: less time.
 
     Raises:
         SolverError: no schedule was found at all.
     """
-    asked = _Asked(program, costs, solver, strategy, time_limit_seconds / 12, gap, threads, progress)
+    asked = _Asked(
+        program, costs, solver, strategy, time_limit_seconds / 12, gap, threads, progress, evaluations, peak_shares
+    )
     return efficient([point for point in asked.points() if math.isfinite(point.seconds)])
 
 
@@ -159,6 +165,8 @@ class _Asked:
     gap: float
     threads: int
     progress: Callable[[str], None] | None
+    evaluations: int | None
+    peak_shares: Sequence[float]
 
     def points(self) -> Iterator[Point]:
         """All points that are found, dominated ones included."""
@@ -181,7 +189,7 @@ class _Asked:
                 continue
             yield found
             top = self.whole_peak(found)
-            for part in PEAK_SHARES if top > smallest.peak_bytes else ():
+            for part in self.peak_shares if top > smallest.peak_bytes else ():
                 peak = smallest.peak_bytes + int(part * (top - smallest.peak_bytes))
                 if (narrow := self.within(peak, limit)) is not None:
                     yield narrow
@@ -195,10 +203,12 @@ class _Asked:
         program, values = self.program, self.program.values
         ends = sum(values[v].bytes for v in (*program.outputs, *program.tangents))
         rest = max(0, peak_bytes - program.resident_bytes - ends - carried_bytes)
+        counted = {} if self.evaluations is None else {"evaluations": self.evaluations}
         with suppress(InfeasibleError, SolverError, ScheduleError):
             found = plan(
                 *with_rest(program, self.costs, rest), peak_bytes, solver=self.solver, strategy=self.strategy,
                 time_limit_seconds=max(self.seconds, 0.5), gap=self.gap, threads=self.threads, progress=self.progress,
+                **counted,
             )  # fmt: skip
             return point_of(program, without_rest(found.schedule), self.costs)
         return None

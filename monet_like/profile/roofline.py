@@ -42,6 +42,7 @@ from .devices import DeviceLimits
 ROOFLINE_VERSION = 3
 
 
+_SCALED_INT8 = "bitsandbytes.int8_scaled_mm.default"
 _GEMM_4BIT = "bitsandbytes.gemm_4bit.default"
 #: Operators that read dropped caches, or a quantised weight.
 _UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.default", _GEMM_4BIT)
@@ -154,7 +155,8 @@ def _seconds(captured: Captured, task: Task, work: _Work, limits: DeviceLimits) 
     if task.copies:
         copied = max(metas[v].storage_bytes for v in (*task.reads, *task.writes))
         return limits.launch_seconds + copied / limits.host_bytes_per_second
-    half = any(metas[v].dtype.itemsize == 2 and metas[v].dtype.is_floating_point for v in task.reads)
+    half = any(call.op == _SCALED_INT8 for call in task.calls)  # at least that rate
+    half |= any(metas[v].dtype.itemsize == 2 and metas[v].dtype.is_floating_point for v in task.reads)
     products = limits.half_flops_per_second if half else limits.flops_per_second
     convolutions = limits.half_flops_per_second if half else limits.convolution_flops_per_second
     if work.channels < TILE:

@@ -1,0 +1,103 @@
+"""The step of a whole decoder as moments, from its parts: what exists when each part runs.
+
+Parameters, buffers, the optimizer's state, tokens and cuBLAS's workspaces exist throughout. In the forward of block ``b`` the
+residual stream before each block up to ``b`` exists as well; blocks keep it for their backward. In the backward of block ``b``
+there are the residual stream before and after it, the gradient of the latter, and the gradients of all parameters behind it. An
+optimizer in the backward frees these at once, except those of a tied weight, which are complete at the end alone. Then the
+optimizer steps with all gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..compiler.request import OPTIMIZERS
+from ..plan.block_points import Point
+from ..plan.blocks import Moment
+from .decoder import Question
+from .pieces import Piece, Pieces, resident_bytes
+
+#: The loss, and its gradient: one number each, as large as CUDA's allocator makes it.
+_LOSS_BYTES = 2 * 512
+
+
+@dataclass(frozen=True)
+class Step:
+    """The moments of a step; blocks are numbered from the first on, then the head with the loss, then the embedding."""
+
+    moments: tuple[Moment, ...]
+    names: tuple[str, ...]
+
+
+def step_of(question: Question, pieces: Pieces, cublas_bytes: int) -> Step:
+    """The moments of a decoder's step.
+
+    Args:
+        cublas_bytes: that cuBLAS keeps on the card.
+    """
+    kinds = [pieces.kinds[kind] for kind in pieces.kind_of]
+    base = resident_bytes(question.model) + question.optimizer_bytes + pieces.input_bytes + cublas_bytes
+    moments = tuple(_moments(question, pieces, kinds, base))
+    names = (*(f"block {b}" for b in range(len(kinds))), "head and loss", *(["embedding"] if pieces.start else []))
+    return Step(moments, names)
+
+
+def _moments(question: Question, pieces: Pieces, kinds: Sequence[Piece], base: int) -> Iterator[Moment]:
+    count, stream = len(kinds), pieces.stream_bytes
+    end, start = count, count + 1
+    if pieces.start is not None:
+        yield Moment("forward of the embedding", base, (), start, "forward")
+    base += pieces.table_bytes
+    carried_start = ((start, 1),) if pieces.start is not None else ()
+    for b in range(count):
+        before = (*carried_start, *((other, 1) for other in range(b)))
+        yield Moment(f"forward of block {b}", base + (b + 1) * stream, before, b, "forward")
+    carried = (*carried_start, *((other, 1) for other in range(count)))
+    streams = base + (count + 1) * stream
+    yield Moment("forward of the head and loss", streams, carried, end, "forward")
+    yield Moment("backward of the head and loss", streams + _LOSS_BYTES, (*carried, (end, 1)), end, "backward")
+    gradients = pieces.end.gradient_bytes + _tied_bytes(question)
+    for b in reversed(range(count)):
+        there = (*carried_start, *((other, 1) for other in range(b + 1)))
+        held = base + _LOSS_BYTES // 2 + (b + 3) * stream + gradients
+        yield Moment(f"backward of block {b}", held, there, b, "backward")
+        gradients += kinds[b].gradient_bytes
+    if pieces.start is not None:
+        held = base + _LOSS_BYTES // 2 + 2 * stream + gradients
+        yield Moment("backward of the embedding", held, carried_start, start, "backward")
+        gradients += pieces.start.gradient_bytes - _counted_twice(question, pieces)
+    if not question.optimizer_in_backward:
+        yield Moment("the optimizer's step", base + _LOSS_BYTES // 2 + gradients + _temporaries(question, gradients))
+
+
+def _tied_bytes(question: Question) -> int:
+    """The gradient of a tied weight, which an optimizer in the backward has to wait for until the embedding's is added."""
+    if not question.optimizer_in_backward:
+        return 0
+    return sum(p.numel() * p.element_size() for p in _tied(question))
+
+
+def _counted_twice(question: Question, pieces: Pieces) -> int:
+    """The gradient of a tied weight: head and embedding make one each, which end as one."""
+    return 0 if question.optimizer_in_backward else sum(p.numel() * p.element_size() for p in _tied(question))
+
+
+def _tied(question: Question) -> list[Any]:
+    mine = {id(p): p for p in question.parts.start.parameters() if p.requires_grad}
+    return [mine[id(p)] for p in question.parts.end.parameters() if id(p) in mine]
+
+
+def _temporaries(question: Question, gradients: int) -> int:
+    """What a step of all parameters at once takes: for Adam one list of tensors as large as the gradients.
+
+    PyTorch's documentation of ``torch.optim.Adam``: its default ``foreach`` needs about as much memory more as the parameters.
+    """
+    return gradients if OPTIMIZERS[question.optimizer].temporaries else 0
+
+
+def with_way(pieces: Pieces, points: Callable[[Piece], Point]) -> tuple[Point, ...]:
+    """A point for every part, in the numbering of `Step`: one for each distinct part."""
+    found = [points(pieces.kinds[kind]) for kind in pieces.kind_of]
+    return (*found, points(pieces.end), *([points(pieces.start)] if pieces.start is not None else []))

@@ -1,0 +1,131 @@
+"""The result of `fits` as plain data: a row for each card and each way to run the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..ir.display import html_table
+from ..ir.frames import frame_of
+from ..ir.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas
+
+#: Ways to run a step, in the order of a table: plain PyTorch, a checkpoint around each block, and our plan.
+WAYS = ("plain", "checkpoint", "ours")
+TITLES = {"plain": "plain", "checkpoint": "checkpoint per block", "ours": "our plan"}
+#: What a table says of its figures.
+NOTE = (
+    "predicted: bytes as the simulator counts them, seconds from datasheet rates that no card reaches; forward and backward "
+    "without the optimizer's step"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run the step on one card.
+
+    Attributes:
+        card: name of its data sheet.
+        memory_bytes: of the card.
+        way: one of `WAYS`.
+        fits: whether the peak is within the card's memory without the reserve.
+        peak_bytes: of the step; where our plan does not fit, the lowest that was found.
+        missing_bytes: by how much it does not fit; 0: it fits.
+        seconds: of forward and backward; None: our plan does not fit.
+        against_plain: ``seconds`` as a multiple of plain PyTorch's on this card, whether that fits or not.
+        bound_seconds: no choice among the schedules that were found for the parts is faster; None but for our plan.
+        limit: the part of the step with the peak.
+        largest: largest batch, or length, that fits; 0: none; None: not asked for.
+    """
+
+    card: str
+    memory_bytes: int
+    way: str
+    fits: bool
+    peak_bytes: int
+    missing_bytes: int
+    seconds: float | None
+    against_plain: float | None
+    bound_seconds: float | None
+    limit: str
+    largest: int | None = None
+
+
+@dataclass(frozen=True)
+class Fits:
+    """What fits on which card.
+
+    Attributes:
+        asked: the decoder and how it is trained, in words.
+        batch, length: of a step.
+        largest: ``batch``, ``length`` or "": what `Row.largest` counts.
+        reserve_bytes: of each card's memory, that the step may not use.
+        rows: by card, then by way.
+        stage_seconds: wall seconds of capture, menus, choice and the search for the largest.
+    """
+
+    asked: str
+    batch: int
+    length: int
+    largest: str
+    reserve_bytes: int
+    rows: tuple[Row, ...]
+    stage_seconds: dict[str, float]
+
+    def row(self, card: str, way: str) -> Row:
+        """The row of a card and a way."""
+        return next(row for row in self.rows if (row.card, row.way) == (card, way))
+
+    @property
+    def cards(self) -> tuple[str, ...]:
+        """The cards, in the order of the rows."""
+        return tuple(dict.fromkeys(row.card for row in self.rows))
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A DataFrame with the fields of `Row` as columns."""
+        return frame_of(Row, self.rows)
+
+    @property
+    def title(self) -> str:
+        """What was asked, in one line."""
+        return f"{self.asked}; batch {self.batch}, {self.length} tokens"
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Header and cells of the table for people: a row for each card."""
+        header = ["card", "memory", *(TITLES[way] for way in WAYS), "limited by"]
+        if self.largest:
+            header.append(f"largest {self.largest}")
+        cells = []
+        for card in self.cards:
+            mine = [self.row(card, way) for way in WAYS]
+            line = [card, format_bytes(mine[0].memory_bytes), *map(_cell, mine), mine[-1].limit]
+            if self.largest:
+                line.append(" / ".join("-" if row.largest is None else str(row.largest) for row in mine))
+            cells.append(tuple(line))
+        return tuple(header), cells
+
+    @property
+    def note(self) -> str:
+        """How to read the table, in one line."""
+        more = f"; largest {self.largest}: plain / checkpoint / ours" if self.largest else ""
+        return f"{NOTE}; {format_bytes(self.reserve_bytes)} of each card are left free{more}"
+
+    def __repr__(self) -> str:
+        count = sum(row.fits for row in self.rows if row.way == "ours")
+        return f"Fits({self.title}: our plan fits on {count} of {len(self.cards)} cards)"
+
+    def _repr_html_(self) -> str:
+        header, cells = self.table()
+        return html_table(f"{self.title}; {self.note}", header, cells, len(cells))
+
+
+def _cell(row: Row) -> str:
+    """Peak and step of one way, or by how much it does not fit."""
+    peak = format_bytes(row.peak_bytes)
+    if not row.fits:
+        return f"{peak}, {format_bytes(row.missing_bytes)} too much"
+    if row.way == "plain" or row.against_plain is None:
+        return f"{peak}, {format_seconds(row.seconds or 0.0)}"
+    return f"{peak}, {100 * (row.against_plain - 1):+.1f} %"

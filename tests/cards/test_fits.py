@@ -1,0 +1,284 @@
+"""What fits on which card: the step by parts against the simulator on the whole model, LoRA, optimizers, the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from monet_like import fits
+from monet_like.capture.lowering import capture
+from monet_like.cards.decoder import read_question
+from monet_like.cards.largest import largest_where
+from monet_like.cards.pieces import CUDA, Capturing, Pieces
+from monet_like.cards.points import checkpointed, priced
+from monet_like.cards.step import step_of, with_way
+from monet_like.cli import main
+from monet_like.errors import CaptureError, UsageError
+from monet_like.ir.schedule import kept_values
+from monet_like.ir.simulate import simulate
+from monet_like.models import Decoder, Shape
+from monet_like.plan.baseline import plain_report, store_all
+from monet_like.plan.blocks import peak_of
+from monet_like.profile.devices import DEVICES
+from monet_like.profile.roofline import roofline
+
+CARD = DEVICES["a100"]
+
+
+def small(blocks: int = 3, *, tied: bool = False) -> Decoder:
+    shape = Shape(width=64, blocks=blocks, heads=4, groups=2, hidden=192, vocabulary=512, tied=tied)
+    with torch.device("meta"):
+        return Decoder(shape, length=128)
+
+
+def whole(model: Decoder, batch: int = 2):  # type: ignore[no-untyped-def]
+    """The capture of the whole model and its costs."""
+    inputs = tuple(torch.zeros(batch, 128, dtype=torch.long, device="meta") for _ in range(2))
+    captured = capture(model, inputs, target=CUDA, capability=CARD.capability)
+    return captured, roofline(captured, CARD)
+
+
+def by_parts(model: Decoder, way: str, batch: int = 2, **options: object) -> tuple[int, str, Pieces]:
+    """Peak and moment of a way by parts; the model gets the dtype of the question."""
+    asked = read_question(model, optimizer="none", **options)  # type: ignore[arg-type]
+    pieces = Capturing(asked).at(batch, 128, CARD.capability)
+    prices = {piece: priced(piece.captured, (), roofline(piece.captured, CARD)) for piece in pieces.every}
+    step = step_of(asked, pieces, 0)
+    return *peak_of(with_way(pieces, lambda piece: prices[piece].of(way)), step.moments), pieces
+
+
+@pytest.mark.slow(but=["4-untied"])
+@pytest.mark.parametrize(
+    ("blocks", "tied"), [(2, False), (4, False), (4, True)], ids=["2-untied", "4-untied", "4-tied"]
+)
+def test_plain_by_parts_is_plain_of_the_whole(blocks: int, tied: bool) -> None:
+    """The peak is in the head, where all is kept: equal but for scalars that the parts count apart."""
+    peak, moment, pieces = by_parts(small(blocks, tied=tied), "plain")
+    captured, costs = whole(small(blocks, tied=tied).to(torch.bfloat16))
+    expected = plain_report(captured.plain, costs, 0).peak_bytes
+    assert "head" in moment
+    assert abs(peak - expected) <= 4 * 512, (peak, expected)
+    assert len(pieces.kinds) == 1 and len(pieces.kind_of) == blocks
+    seconds = sum(
+        simulate(p.captured.plain, store_all(p.captured.plain), roofline(p.captured, CARD)).seconds * count
+        for p, count in zip(pieces.every, (blocks, 1, 1), strict=True)
+    )
+    assert seconds == pytest.approx(plain_report(captured.plain, costs, 0).seconds, rel=0.02)
+
+
+def test_a_checkpoint_keeps_the_stream_alone_and_runs_the_block_again() -> None:
+    peak, _, pieces = by_parts(small(4), "checkpoint")
+    kept, _, _ = by_parts(small(4), "plain")
+    (block,) = pieces.kinds
+    point = priced(block.captured, (), roofline(block.captured, CARD)).checkpoint
+    plain = block.captured.plain
+    assert point.carried_bytes == 0 and plain.values[point.shared[0]].name == "input0"
+    schedule = checkpointed(plain)
+    again = [plain.tasks[index] for index in schedule.again[0]]
+    # All but the last residual sum: nothing in the backward needs it or the product before it.
+    assert len(again) == len(store_all(plain).forward) - 2
+    assert peak < kept
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    _, _, pieces = by_parts(small(), "plain", lora=4)
+    (block,) = pieces.kinds
+    names = [
+        name for (index, _) in block.captured.parameter_gradients for name in [block.captured.parameters[index][0]]
+    ]
+    assert len(names) == 14 and all("lora_" in name for name in names)
+    assert pieces.start is None and not pieces.end.captured.parameter_gradients
+
+
+def test_bytes_of_quantised_weights_are_those_of_bitsandbytes() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def theirs(**options: object) -> torch.nn.Module:
+        return bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", **options).to("cpu")  # type: ignore[no-any-return]
+
+    def ours(quant: str) -> dict[str, tuple[torch.dtype, int]]:
+        modules = read_question(small(1), lora=4, quant=quant).model.named_modules()
+        layer = next(module for name, module in modules if name.endswith("q_proj.base"))
+        return {name: (buffer.dtype, buffer.numel()) for name, buffer in layer.named_buffers()}
+
+    def of(tensor: torch.Tensor) -> tuple[torch.dtype, int]:
+        return tensor.dtype, tensor.numel()
+
+    plain, nested = theirs(compress_statistics=False), theirs(compress_statistics=True)
+    state, inner = plain.weight.quant_state, nested.weight.quant_state  # type: ignore[union-attr]
+    assert ours("nf4") == {"weight": of(plain.weight), "scales": of(state.absmax)}  # type: ignore[arg-type, union-attr]
+    assert ours("nf4_double") == {
+        "weight": of(nested.weight), "scales": of(inner.absmax), "second": of(inner.state2.absmax),  # type: ignore[arg-type, union-attr]
+        "code": of(inner.state2.code), "offset": of(inner.offset),  # type: ignore[arg-type, union-attr]
+    }  # fmt: skip
+    eight = bitsandbytes.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False).to("cpu")
+    assert ours("int8") == {"weight": of(eight.weight), "scales": of(eight.weight.SCB)}
+
+
+@pytest.mark.slow(but=["nf4"])
+@pytest.mark.parametrize("quant", ["nf4", "nf4_double", "int8"])
+def test_quantised_weights_are_made_again_and_never_kept(quant: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    _, _, pieces = by_parts(small(), "plain", lora=4, quant=quant)
+    (block,) = pieces.kinds
+    plain = block.captured.plain
+    made = "aten._to_copy.default" if quant == "int8" else "bitsandbytes.dequantize_4bit.default"
+    again = [call.op for task in plain.tasks if task.runs == "again" for call in task.calls]
+    assert again.count(made) == 7
+    wide = {f"bfloat16[{rows}, {columns}]" for rows, columns in ((64, 64), (32, 64), (192, 64), (64, 192))}
+    kept = {plain.values[v].spec for v in kept_values(plain, store_all(plain))}
+    assert kept and not wide & kept
+
+
+def test_an_optimizer_in_the_backward_frees_gradients() -> None:
+    """And a tied weight's waits for the embedding's."""
+    for tied in (False, True):
+        asked = read_question(small(4, tied=tied), optimizer="adamw8bit", optimizer_in_backward=True)
+        pieces = Capturing(asked).at(2, 128, CARD.capability)
+        assert [piece.gradient_bytes for piece in pieces.every] == [0, 0, 0]
+        moments = {moment.name: moment.base_bytes for moment in step_of(asked, pieces, 0).moments}
+        assert "the optimizer's step" not in moments
+        later = read_question(small(4, tied=tied), optimizer="adamw8bit")
+        apart = Capturing(later).at(2, 128, CARD.capability)
+        whole_step = {moment.name: moment.base_bytes for moment in step_of(later, apart, 0).moments}
+        weights = 512 * 64 * 2
+        first = whole_step["backward of block 3"] - moments["backward of block 3"]
+        assert first == apart.end.gradient_bytes - weights * tied
+
+
+@pytest.mark.slow
+def test_full_fine_tuning_with_an_optimizer_in_the_backward_is_planned_at_sixty_percent() -> None:
+    asked = {"optimizer": "adamw8bit", "optimizer_in_backward": True, "largest": ""}
+    plain = fits("3B", batch=8, cards=["h200"], **asked).row("h200", "plain")  # type: ignore[arg-type]
+    budget = int(0.6 * plain.peak_bytes)
+    card = replace(DEVICES["h200"], name="less", memory_bytes=budget)
+    found = fits("3B", batch=8, cards=[card], reserve="0", **asked)  # type: ignore[arg-type]
+    ours = found.row("less", "ours")
+    assert ours.fits and ours.peak_bytes <= budget and ours.seconds is not None and ours.bound_seconds is not None
+    assert ours.bound_seconds <= ours.seconds <= 1.01 * ours.bound_seconds
+    assert not found.row("less", "plain").fits
+
+
+def test_rows_and_frame() -> None:
+    card = CARD
+    found = fits(
+        small(2), batch=2, length=128, cards=[card, "h100"], attention="flash", largest="batch", reserve="39 GB"
+    )
+    assert [(row.card, row.way) for row in found.rows] == [
+        (name, way) for name in ("a100", "h100") for way in ("plain", "checkpoint", "ours")
+    ]
+    frame = found.to_frame()
+    assert list(frame["way"]) == ["plain", "checkpoint", "ours"] * 2 and frame["seconds"].dtype == "float64"
+    plain, again, ours = (found.row("a100", way) for way in ("plain", "checkpoint", "ours"))
+    assert plain.fits and ours.fits and ours.seconds is not None and plain.seconds is not None
+    assert ours.seconds <= plain.seconds <= (again.seconds or 0)
+    assert 2 <= (plain.largest or 0) < (again.largest or 0) <= (ours.largest or 0)
+    assert "predicted" in found.note and "39.00 GB of each card are left free" in found.note
+
+
+@pytest.mark.slow
+def test_the_largest_batch_fits_and_the_next_does_not() -> None:
+    """Against captures at these batches: plain and checkpoint per block, whose schedules do not depend on the size."""
+    options = {"length": 128, "cards": ["a100"], "attention": "flash", "reserve": "39.9 GB"}
+    found = fits(small(2), batch=2, largest="batch", **options)  # type: ignore[arg-type]
+    for way in ("plain", "checkpoint"):
+        most = found.row("a100", way).largest
+        assert most is not None and most > 2
+        for batch, fit in ((most, True), (most + 1, False)):
+            again = fits(small(2), batch=batch, largest="", **options)  # type: ignore[arg-type]
+            assert again.row("a100", way).fits == fit, (way, batch)
+
+
+def test_the_largest_number() -> None:
+    for most in (0, 1, 2, 7, 8, 100):
+        for begin in (1, 4, 9):
+            assert largest_where(lambda n, most=most: n <= most, begin) == most  # type: ignore[misc]
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    found = fits(small(2), batch=64, length=128, cards=["a100"], largest="", reserve="39.99 GB")
+    for way in ("plain", "checkpoint", "ours"):
+        row = found.row("a100", way)
+        assert not row.fits and row.missing_bytes == row.peak_bytes - (row.memory_bytes - found.reserve_bytes)
+    assert found.row("a100", "ours").peak_bytes <= found.row("a100", "checkpoint").peak_bytes
+    assert " too much" in found.table()[1][0][-2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cards": ["rtx9"]}, r"^card 'rtx9' is unknown; choose of p100, a100"),
+        ({"cards": ["cpu"]}, r"^card 'cpu' is unknown"),
+        ({"largest": "width"}, r"^largest 'width' is unknown; give batch, length or nothing$"),
+        ({"batch": 0}, r"^batch 0 must be at least 1"),
+        (
+            {"quant": "nf4"},
+            r"^--quant nf4 is for frozen weights, and without --lora all weights are trained; add --lora 16$",
+        ),
+        ({"quant": "fp3", "lora": 4}, r"^quantisation 'fp3' is unknown; give nf4, nf4_double or int8$"),
+        ({"lora": -1}, r"^LoRA rank -1 must be at least 1$"),
+        ({"optimizer": "lion"}, r"^optimizer 'lion' is unknown"),
+        ({"attention": "paged"}, r"^attention 'paged' is unknown"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        fits(small(1), **options)  # type: ignore[arg-type]
+
+
+def test_models_without_parts_and_with_weights() -> None:
+    with torch.device("meta"):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(
+        UsageError, match=r"^Sequential is not a decoder whose blocks are known: it has no model\.embed_tokens, "
+    ):
+        fits(net)
+    with pytest.raises(UsageError, match=r"^Sequential is not on the meta device, and its weights are not needed here"):
+        fits(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    with pytest.raises(UsageError, match=r"there\.json is not the config\.json of a model"):
+        fits("transformers:LlamaForCausalLM(there.json)")
+
+
+def test_a_model_of_transformers_has_the_parts(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.LlamaConfig(num_hidden_layers=3, vocab_size=512, **sizes).save_pretrained(tmp_path)
+    asked = read_question(f"transformers:LlamaForCausalLM({tmp_path})", optimizer="none")
+    pieces = Capturing(asked).at(2, 128, CARD.capability)
+    mine = Capturing(read_question(small(3), optimizer="none")).at(2, 128, CARD.capability)
+    assert pieces.kind_of == mine.kind_of == (0, 0, 0)
+    assert [piece.gradient_bytes for piece in pieces.every] == [piece.gradient_bytes for piece in mine.every]
+
+
+def test_attention_that_a_card_does_not_take_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"depends on the card|does not take these arguments"):
+        Capturing(read_question(small(1), attention="cudnn")).at(1, 1, CARD.capability)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "small.py"
+    file.write_text(
+        "from monet_like.models import Decoder, Shape\n\n\ndef make():\n"
+        "    return Decoder(Shape(width=64, blocks=2, heads=4, groups=2, hidden=192, vocabulary=512))\n"
+    )
+    arguments = ["fits", f"{file}:make", "--seq", "128", "--cards", "a100", "--largest", "off", "--optimizer", "none"]
+    shown = CliRunner().invoke(main, [*arguments, "--csv", str(tmp_path / "fits.csv")], catch_exceptions=False)
+    assert shown.exit_code == 0, shown.output
+    lines = [line.rstrip() for line in shown.stdout.splitlines()]
+    assert lines[0].endswith("make, all parameters trained, bfloat16, none; batch 1, 128 tokens")
+    assert lines[1].split("  ")[0] == "card" and "checkpoint per block" in lines[1] and "our plan" in lines[1]
+    assert lines[2].startswith("a100") and " MB, +" in lines[2]
+    assert lines[3].startswith("predicted: bytes as the simulator counts them, seconds from datasheet rates")
+    rows = (tmp_path / "fits.csv").read_text().splitlines()
+    assert rows[0].startswith("card,memory_bytes,way,fits,peak_bytes,") and len(rows) == 4
+    told = CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False)
+    content = json.loads(told.stdout)
+    assert [row["way"] for row in content["rows"]] == ["plain", "checkpoint", "ours"]
+    assert content["rows"][0]["peak_bytes"] == int(rows[1].split(",")[4])
+    wrong = CliRunner().invoke(main, ["fits", "8B", "--cards", ","])
+    assert wrong.exit_code == 2 and "--cards names no card" in wrong.stderr
