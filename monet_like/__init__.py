@@ -12,6 +12,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .auto.auto_schedule import auto_schedule
+    from .auto.blocks import block_plan, unwrap
     from .capture.annotations import mark
     from .cards.fits import fits
     from .job.start import problem
@@ -26,6 +27,7 @@ __all__ = [
     "ScheduleWrapper",
     "__version__",
     "auto_schedule",
+    "block_plan",
     "convert_sync_batchnorm",
     "fits",
     "mark",
@@ -34,11 +36,13 @@ __all__ = [
     "register_variant",
     "reserve",
     "to_dropit",
+    "unwrap",
 ]
 
 _LAZY = {
     "ScheduleWrapper": "replay.wrapper",
     "auto_schedule": "auto.auto_schedule",
+    "block_plan": "auto.blocks",
     "convert_sync_batchnorm": "nn.sync_batch_norm",
     "fits": "cards.fits",
     "mark": "capture.annotations",
@@ -47,6 +51,7 @@ _LAZY = {
     "register_variant": "variants",
     "reserve": "replay.allocator",
     "to_dropit": "nn.dropit",
+    "unwrap": "auto.blocks",
 }
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from ..replay.compatibility import exceeds, mismatch
 from ..replay.wrapper import ScheduleWrapper
+from .block_plan import BlockSettings
+from .blocks import BlockNames, schedule_blocks
 
 _log = logging.getLogger("monet_like")
 
@@ -62,7 +64,10 @@ def auto_schedule(
     verbose: bool | None = None,
     effort: str = "auto",
     lengths: Sequence[int] = (),
-) -> AutoSchedule:
+    blocks: BlockNames | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    same_plan: bool = True,
+) -> nn.Module:
     """Capture, profile, plan and wrap ``model`` so that its training step fits ``memory_budget``.
 
     Args:
@@ -85,10 +90,17 @@ def auto_schedule(
         lengths: plan at the first call for inputs of each of these lengths (second dimension), such as ``[512, 1024,
             2048]``. Later inputs follow the plan for the next larger length, so nothing is planned in between. A share of
             plain PyTorch's peak is of that at the largest length.
+        blocks: give each of these modules of ``model`` a schedule of its own, all under the one budget, and run the rest of
+            the model as it is: ``model.layers``, a list of modules, or a pattern of their names such as ``"layers.*"``.
+        loss: with ``blocks``: from the model's result to the scalar whose backward runs, so that its memory counts. Default:
+            the result's own ``loss``, or one that takes no memory.
+        same_plan: with ``blocks``: the processes of the default group have equal models and inputs, the first plans for all,
+            and all must call this. False: each plans for itself.
 
     Returns:
         The wrapped module, with the same arguments, results and gradients. Plans and profiles are cached, so a
-        second call with the same model, inputs and budget solves nothing.
+        second call with the same model, inputs and budget solves nothing. With ``blocks``: ``model`` itself, whose blocks
+        are wrapped; its blocks are planned at every start, from the costs in the cache.
 
     Raises:
         UsageError: an argument is wrong.
@@ -102,6 +114,18 @@ def auto_schedule(
     seconds = TIME_LIMIT_SECONDS if time_limit_seconds is None else time_limit_seconds
     if any(not isinstance(length, int) or length < 1 for length in lengths):
         raise UsageError(f"lengths {list(lengths)!r} must be whole numbers of at least 1")
+    if blocks is not None:
+        if lengths:
+            raise UsageError(
+                "lengths and blocks do not go together; plan with the longest inputs, and shorter ones follow"
+            )
+        chosen = BlockSettings(
+            parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, loss, effort != "full",
+            same_plan, verbose,
+        )  # fmt: skip
+        return schedule_blocks(model, args, kwargs, blocks, chosen, backend)
+    if loss is not None:
+        raise UsageError("loss is for blocks; a schedule of the whole model counts what the model's forward computes")
     settings = _Settings(
         parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, effort, tuple(lengths),
         optimizer_in_backward,

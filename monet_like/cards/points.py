@@ -10,7 +10,6 @@ from ..ir.program import Cost, Program, Task
 from ..ir.schedule import Schedule, prune
 from ..plan.baseline import plain_step, store_all
 from ..plan.block_points import Point, efficient, menu, point_of
-from ..plan.local_search.searcher import quick_evaluations
 from .pieces import Piece
 
 #: Wall seconds for the menu of one part, about.
@@ -56,7 +55,7 @@ def own_schedules(
 ) -> tuple[Schedule, ...]:
     """Schedules of a part that trade time, carried bytes and peaks off, found by the local search with the costs of one card."""
     found = menu(
-        captured.program, costs, strategy="heuristic", time_limit_seconds=MENU_SECONDS, evaluations=quick_evaluations(),
+        captured.program, costs, strategy="heuristic", time_limit_seconds=MENU_SECONDS,
         peak_shares=PEAK_SHARES, progress=progress,
     )  # fmt: skip
     return tuple(point.schedule for point in found)

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..auto.auto_schedule import AutoSchedule, auto_schedule
+from ..errors import UsageError
 
 
 class MemoryBudget(TrainerCallback):
@@ -39,7 +40,12 @@ class MemoryBudget(TrainerCallback):
         """Schedule the model's training steps from now on."""
         model = others["model"]
         _restore(model)  # left by an earlier training that failed
-        self.wrapper = auto_schedule(model, memory_budget=self.memory_budget, **self.options)
+        wrapper = auto_schedule(model, memory_budget=self.memory_budget, **self.options)
+        if not isinstance(wrapper, AutoSchedule):
+            raise UsageError(
+                "the callback gives the whole model one schedule; for blocks call auto_schedule before the Trainer"
+            )
+        self.wrapper = wrapper
         _schedule(model, self.wrapper)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:

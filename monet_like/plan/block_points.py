@@ -9,7 +9,7 @@ nothing and has a workspace: the memory that the rest of the model takes meanwhi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ from ..ir.schedule import Schedule, kept_values
 from ..ir.simulate import Report, simulate
 from . import plan
 from .budgets import smallest_budget
-from .local_search.searcher import smallest_known
+from .local_search.searcher import quick_evaluations, smallest_known
 
 #: Cost key of the slot that stands for the rest of the model.
 REST = "the rest of the model"
@@ -59,8 +59,12 @@ class Point:
         return self.seconds, self.carried_bytes, self.forward_peak_bytes, self.backward_peak_bytes
 
 
-def point_of(program: Program, schedule: Schedule, costs: Mapping[str, Cost]) -> Point:
+def point_of(program: Program, schedule: Schedule, costs: Mapping[str, Cost], held: Collection[int] = ()) -> Point:
     """What a schedule of a block costs, by the simulator.
+
+    Args:
+        held: incoming gradients and results that the rest of the model holds until the block's backward has ended, or
+            that do not come: they are not freed in the block's backward.
 
     Raises:
         ScheduleError: the schedule breaks a rule of the program.
@@ -71,7 +75,12 @@ def point_of(program: Program, schedule: Schedule, costs: Mapping[str, Cost]) ->
     forward, resident = len(schedule.forward), program.resident_bytes
     kept = kept_values(program, schedule)
     # The caller holds the results during the forward only: in the backward they are there if they are kept.
-    freed = simulate(replace(program, outputs=()), schedule, costs).steps[forward:]
+    ends = replace(
+        program,
+        outputs=tuple(v for v in program.outputs if v in held and v in kept),
+        gradients=(*program.gradients, *(v for v in program.tangents if v in held)),
+    )
+    freed = simulate(ends, schedule, costs).steps[forward:]
     there = resident + sum(values[v].bytes for v in (*program.tangents, *(kept & outputs)))
     return Point(
         schedule,
@@ -131,25 +140,21 @@ def menu(
     gap: float = 0.01,
     threads: int = 1,
     progress: Callable[[str], None] | None = None,
-    evaluations: int | None = None,
     peak_shares: Sequence[float] = PEAK_SHARES,
 ) -> tuple[Point, ...]:
     """Points of a block, from the one that carries the fewest bytes to the fastest.
 
     Args:
         program, costs: of the block.
-        solver, strategy, gap, threads: see `plan`.
+        solver, strategy, gap, threads: see `plan`; strategy ``heuristic`` searches as briefly as a quick plan does.
         time_limit_seconds: wall seconds for all points together, about.
         progress: called with lines for people.
-        evaluations: of each annealing of the local search; None: a second or two's worth.
         peak_shares: where between the least peak and that of a point other points are looked for; none: less time.
 
     Raises:
         SolverError: no schedule was found at all.
     """
-    asked = _Asked(
-        program, costs, solver, strategy, time_limit_seconds / 12, gap, threads, progress, evaluations, peak_shares
-    )
+    asked = _Asked(program, costs, solver, strategy, time_limit_seconds / 12, gap, threads, progress, peak_shares)
     return efficient([point for point in asked.points() if math.isfinite(point.seconds)])
 
 
@@ -165,7 +170,6 @@ class _Asked:
     gap: float
     threads: int
     progress: Callable[[str], None] | None
-    evaluations: int | None
     peak_shares: Sequence[float]
 
     def points(self) -> Iterator[Point]:
@@ -203,12 +207,12 @@ class _Asked:
         program, values = self.program, self.program.values
         ends = sum(values[v].bytes for v in (*program.outputs, *program.tangents))
         rest = max(0, peak_bytes - program.resident_bytes - ends - carried_bytes)
-        counted = {} if self.evaluations is None else {"evaluations": self.evaluations}
+        options = {"evaluations": quick_evaluations()} if self.strategy == "heuristic" else {}
         with suppress(InfeasibleError, SolverError, ScheduleError):
             found = plan(
                 *with_rest(program, self.costs, rest), peak_bytes, solver=self.solver, strategy=self.strategy,
                 time_limit_seconds=max(self.seconds, 0.5), gap=self.gap, threads=self.threads, progress=self.progress,
-                **counted,
+                **options,
             )  # fmt: skip
             return point_of(program, without_rest(found.schedule), self.costs)
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library writes to stderr otherwise
@@ -34,7 +35,28 @@ def allocated_peaks(function: Callable[[Callable[[], None]], Any], device: torch
     Returns:
         One more than there were marks: bytes above where they stood when the first stretch began.
     """
-    return _cuda_peaks(function, device) if device.type == "cuda" else _cpu_peaks(function)
+    return [stretch.peak_bytes for stretch in allocated_stretches(function, device)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Memory of a stretch of a function, in bytes above where allocations stood when the function began.
+
+    Attributes:
+        peak_bytes: the most that was allocated in it.
+        end_bytes: what was allocated when it ended.
+    """
+
+    peak_bytes: int
+    end_bytes: int
+
+
+def allocated_stretches(function: Callable[[Callable[[], None]], Any], device: torch.device) -> list[Stretch]:
+    """As `allocated_peaks`, with what was allocated when each stretch ended.
+
+    The last one ends when the function has returned, its result still alive.
+    """
+    return _cuda_stretches(function, device) if device.type == "cuda" else _cpu_stretches(function)
 
 
 #: Of the caching allocator: blocks above the first size lie in segments where the rest of a block is only split off if it
@@ -51,7 +73,7 @@ def unsplit_bytes(blocks: int) -> int:
     return blocks * UNSPLIT_BYTES
 
 
-def _cuda_peaks(function: Callable[[Callable[[], None]], Any], device: torch.device) -> list[int]:
+def _cuda_stretches(function: Callable[[Callable[[], None]], Any], device: torch.device) -> list[Stretch]:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
 
@@ -59,16 +81,17 @@ def _cuda_peaks(function: Callable[[Callable[[], None]], Any], device: torch.dev
         return int(torch.cuda.memory_stats(device).get(f"requested_bytes.all.{which}", 0))
 
     before = requested("current")
-    peaks: list[int] = []
+    found: list[Stretch] = []
 
     def mark() -> None:  # blocks are handed out when an operator is called, so there is nothing to wait for
-        peaks.append(requested("peak") - before)
+        found.append(Stretch(requested("peak") - before, requested("current") - before))
         torch.cuda.reset_peak_memory_stats(device)
 
-    function(mark)
+    result = function(mark)
     torch.cuda.synchronize(device)
     mark()
-    return peaks
+    del result
+    return found
 
 
 def have_workspaces(device: torch.device) -> None:
@@ -84,25 +107,28 @@ def have_workspaces(device: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-def _cpu_peaks(function: Callable[[Callable[[], None]], Any]) -> list[int]:
+def _cpu_stretches(function: Callable[[Callable[[], None]], Any]) -> list[Stretch]:
     def mark() -> None:
         with torch.profiler.record_function(_MARK):
             pass
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        function(mark)
+        result = function(mark)
+    del result
     kineto = profile.profiler
     assert kineto is not None and kineto.kineto_results is not None
     events = [e for e in kineto.kineto_results.events() if e.name() in ("[memory]", _MARK)]
-    peaks, level = [0], 0
+    found: list[Stretch] = []
+    peak = level = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         if event.name() == _MARK:
-            peaks.append(level)
+            found.append(Stretch(peak, level))
+            peak = level
         else:
             level += event.nbytes()
-            peaks[-1] = max(peaks[-1], level)
-    return peaks
+            peak = max(peak, level)
+    return [*found, Stretch(peak, level)]
 
 
 def seconds_of(

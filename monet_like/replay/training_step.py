@@ -318,7 +318,7 @@ class _Head(torch.autograd.Function):
         call.versions = {p: (given[p], given[p]._version) for segment in step.segments for p in segment.reads}
         missing = frozenset(value for position, value in step.tangents if grads[position] is None)
         there = ((grads[position], step.captured.metas[value]) for position, value in step.tangents)
-        given += [_tangent(grad, meta) for grad, meta in there if grad is not None]
+        given += [as_captured(grad, meta) for grad, meta in there if grad is not None]
         call.segments = step.backward_without(missing)(given)
         return (None,) * len(ctx.needs_input_grad)
 
@@ -344,12 +344,14 @@ class _SegmentNode(torch.autograd.Function):
         call.check_versions(segment)
         with torch._C._DisableAutocast():
             handed = next(call.segments)
+        if segment is call.step.segments[-1]:  # the caller may hold the graph, and with it this call, for longer
+            call.segments, call.versions = None, {}
         gradients = (None, None, None, *handed)
         handed.clear()  # or else a gradient would be copied when it becomes a parameter's
         return gradients
 
 
-def _tangent(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+def as_captured(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """Convert an incoming gradient to the layout that the program was captured with."""
     grad = grad.resolve_conj().resolve_neg()
     if grad.stride() == meta.stride and grad.dtype == meta.dtype:

@@ -1,0 +1,172 @@
+"""`BlockSchedule`: a block of a model that trains by a schedule of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ..capture.captured import Captured
+from ..capture.example_inputs import Example, device_of, input_specs, specs_in_words
+from ..capture.precision import autocast_name, weights_layout
+from ..compiler.request import Request, captured_for
+from ..errors import ScheduleFileError, UsageError
+from ..ir.schedule_file import InputSpec, ScheduleRecord
+from ..replay.rehearsal import Rehearsal
+from ..replay.stand_in import SignedAsModel
+from ..replay.training_step import Step
+from ..replay.wrapper import ScheduleWrapper
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """How a block is called in a training step.
+
+    Attributes:
+        key: everything that a capture fixes.
+        captured: the block's program for this call.
+        request: what it was captured for; without inputs.
+        inputs: of the call.
+        layout: of the block's weights.
+    """
+
+    key: Any
+    captured: Captured
+    request: Request
+    inputs: tuple[InputSpec, ...]
+    layout: str
+
+
+class BlockSchedule(ScheduleWrapper):
+    """A block of a model whose training step follows a schedule of its own; made by `monet_like.auto_schedule`.
+
+    It has the block's own parameters, buffers, submodules and ``state_dict``.
+
+    Args:
+        model: the block; it is shared, not copied.
+        name: in the whole model.
+        mode: which variants may be used.
+        backend: see `ScheduleWrapper`.
+
+    Attributes:
+        record: the schedule; None before planning, and if nothing in the block has a gradient.
+    """
+
+    record: ScheduleRecord | None  # type: ignore[assignment]
+
+    def __init__(self, model: nn.Module, name: str, mode: str, backend: str = "eager") -> None:
+        nn.Module.__init__(self)
+        self._share(model, backend)
+        self.record = None
+        self._block_name, self._block_mode = name, mode
+        self._block_call: BlockCall | None = None
+        self._block_number, self._block_planned = 0, False
+        self._rehearsal: Rehearsal | None = None
+        self._block_plan: Any = None  # of the whole model, for people
+
+    @SignedAsModel
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward, whose backward follows the schedule.
+
+        Raises:
+            UsageError: nothing was planned yet: the whole model was not called.
+        """
+        if not self.training or not torch.is_grad_enabled():
+            return self._model(*args, **kwargs)
+        if self._rehearsal is not None:
+            return self._rehearsed(self._rehearsal, args, kwargs)
+        if not self._block_planned:
+            raise UsageError(
+                f"{self._block_name} has no schedule yet: schedules are planned when the model that was given to auto_schedule "
+                "is called in training mode, and the block was called without it; call that model, or give auto_schedule "
+                "example inputs"
+            )
+        if self.record is None:
+            return self._model(*args, **kwargs)
+        return ScheduleWrapper.forward(self, *args, **kwargs)
+
+    def _rehearsed(self, rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of the block's stand-in; the block itself where nothing has a gradient."""
+        kwargs = self._without_cache(args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not any(tensor.requires_grad for tensor in (*inputs, *self.parameters())):
+            return self._model(*args, **kwargs)
+        call = self._call(self._key(leaves, spec), (args, kwargs))
+        modules, constants = dict(self._model.named_modules()), call.captured.constants.tensors
+        parameters = [_tensor(modules, constants, name) for name, _ in call.captured.parameters]
+        forward = lambda: self._model(*args, **kwargs)  # noqa: E731
+        return rehearsal.run(self._block_number, call.captured, parameters, inputs, forward)
+
+    def _call(self, key: Any, example: Example) -> BlockCall:
+        """The block's call with its program; captured the first time.
+
+        Raises:
+            UsageError: another call of the block was different, or the block changes its inputs.
+        """
+        inputs = input_specs(*example)
+        if self._block_call is None:
+            request = Request(
+                self._model,
+                example,
+                self._block_mode,
+                type(self._model).__qualname__,
+                autocast=autocast_name(device_of(self)),
+            )
+            captured = captured_for(request, example)
+            if captured.written:
+                raise UsageError(
+                    f"{self._block_name} changes its inputs in place, which a block of a schedule cannot; clone them first, or "
+                    "leave the block out"
+                )
+            request = Request(
+                self._model,
+                ((), {}),
+                request.mode,
+                request.expression,
+                autocast=request.autocast,
+                made_last=captured.made_last,
+            )
+            self._block_call = BlockCall(key, captured, request, inputs, weights_layout(self._model))
+        elif self._block_call.key != key:
+            first = specs_in_words(self._block_call.inputs)
+            raise UsageError(
+                f"{self._block_name} is called twice in a step in different ways: with {first}, and with "
+                f"{specs_in_words(inputs)}; a block has one schedule, so give both calls the same shapes, or leave the block out"
+            )
+        return self._block_call
+
+    def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
+        call = self._block_call
+        if captured is None and call is not None and call.key == key and key not in self._steps:
+            captured = call.captured
+        try:
+            return super()._step(key, args, kwargs, captured)
+        except ScheduleFileError as error:
+            raise ScheduleFileError(
+                f"{self._block_name}: {error} (the schedules of blocks are planned for the inputs of the first training call; "
+                "give auto_schedule the largest ones)"
+            ) from None
+
+    def extra_repr(self) -> str:
+        """Shown by ``print``."""
+        return super().extra_repr() if self.record else "schedule: made at the first training call"
+
+
+def _tensor(modules: dict[str, nn.Module], constants: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A parameter that a block's program reads, or a tensor that takes the place of one."""
+    if name in constants:
+        return constants[name]
+    owner, _, leaf = name.rpartition(".")
+    found = modules[owner]._parameters[leaf]
+    assert found is not None
+    return found
+
+
+def blocks_of(model: nn.Module) -> Sequence[BlockSchedule]:
+    """The blocks of a model that have schedules of their own, in the order of their names."""
+    return [module for module in model.modules() if isinstance(module, BlockSchedule)]

@@ -1,0 +1,199 @@
+"""Schedules for blocks of a model under one memory budget: finds the blocks, wraps them, and plans at the first call."""
+
+from __future__ import annotations
+
+import fnmatch
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+from ..replay.wrapper import ScheduleWrapper
+from .block_plan import BlockPlan, BlockSettings, plan_blocks
+from .block_wrapper import BlockSchedule, blocks_of
+from .step_memory import Blocks
+
+#: How blocks are named: modules of the model, or patterns of their names.
+BlockNames = Iterable[nn.Module] | str | Sequence[str]
+
+
+def schedule_blocks(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    blocks: BlockNames,
+    settings: BlockSettings,
+    backend: str,
+) -> nn.Module:
+    """Give every block of ``model`` a schedule of its own; see `monet_like.auto_schedule`.
+
+    Returns:
+        The model itself. With example inputs the schedules are planned now, else at the first training call.
+    """
+    found = find_blocks(model, blocks)
+    _check_unsharded(found)
+    if (args is not None or kwargs is not None) and not model.training:
+        raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
+    _replace(model, {block: BlockSchedule(block, name, settings.mode, backend) for name, block in found.items()})
+    if args is not None or kwargs is not None:
+        given = args if isinstance(args, tuple) else () if args is None else (args,)
+        try:
+            _plan(model, given, dict(kwargs or {}), settings)
+        except BaseException:
+            unwrap(model)  # the model is as it was given
+            raise
+    else:
+        _plan_when_called(model, settings)
+    return model
+
+
+def find_blocks(model: nn.Module, blocks: BlockNames) -> dict[str, nn.Module]:
+    """The blocks by their first names in the model, in the model's order.
+
+    Args:
+        blocks: modules of the model, or a pattern of names (`fnmatch`) such as ``"layers.*"``, or several. ``*`` does not
+            match a dot, so that ``layers.*`` are the layers and not their parts.
+
+    Raises:
+        UsageError: no module is meant, one is not in the model, is the model itself, stands in another one, or is a block
+            already.
+    """
+    named = dict(model.named_modules())
+    if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList | nn.Sequential):
+        blocks = [blocks]
+    wanted = (
+        [blocks] if isinstance(blocks, str) else list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
+    )
+    names = {module: name for name, module in reversed(named.items())}
+    meant: set[str] = set()
+    for block in wanted:
+        if isinstance(block, str):
+            matched = {name for name in named if name and _matches(name, block)}
+            if not matched:
+                raise UsageError(
+                    f"no module of {type(model).__name__} has a name like {block!r}; its parts are "
+                    f"{', '.join(name for name, _ in model.named_children()) or 'none'}"
+                )
+            meant |= matched
+        elif block in names:
+            meant.add(names[block])
+        else:
+            raise UsageError(
+                f"a {type(block).__name__} was given as a block, which is no part of {type(model).__name__}"
+            )
+    if not meant:
+        raise UsageError("blocks has no module; give modules of the model, such as model.layers, or a pattern of names")
+    found = {name: module for name, module in named.items() if name in meant}
+    _check_apart(found, type(model).__name__)
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _check_apart(found: Mapping[str, nn.Module], model: str) -> None:
+    """Refuse blocks in one another, the model itself, and modules that have schedules."""
+    if "" in found:
+        raise UsageError(
+            f"the {model} itself was given as a block; leave blocks out, and the whole model gets one schedule"
+        )
+    inner = {id(part): name for name, block in found.items() for part in block.modules() if part is not block}
+    for name, block in found.items():
+        if id(block) in inner:
+            raise UsageError(
+                f"{name} stands in {inner[id(block)]}, and both were given as blocks; give only one of them"
+            )
+        if scheduled := next((m for m in block.modules() if isinstance(m, ScheduleWrapper)), None):
+            what = "has a schedule already" if scheduled is block else "has a part with a schedule"
+            raise UsageError(f"{name} {what}; take the schedules off first (monet_like.unwrap)")
+
+
+def _check_unsharded(found: Mapping[str, nn.Module]) -> None:
+    for name, block in found.items():
+        if any(hasattr(parameter, "device_mesh") for parameter in block.parameters()):
+            raise UsageError(
+                f"{name} is sharded already; call auto_schedule first, without example inputs, and then fully_shard on its "
+                "blocks and on the model"
+            )
+
+
+def _replace(model: nn.Module, by: Mapping[Any, nn.Module]) -> None:
+    """Replace modules wherever the model has them."""
+    for module in list(model.modules()):
+        if module in by:
+            continue
+        for name, part in list(module._modules.items()):
+            if part in by:
+                module._modules[name] = by[part]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Take the schedules off a model that `auto_schedule` was given, or off its blocks.
+
+    Args:
+        model: what `auto_schedule` has returned, or a `ScheduleWrapper`.
+
+    Returns:
+        The plain model, with the present parameters and buffers.
+
+    Raises:
+        UsageError: the blocks are sharded by ``fully_shard``, which keeps them.
+    """
+    if isinstance(model, ScheduleWrapper):
+        plain: nn.Module = model._model
+        return plain
+    blocks = blocks_of(model)
+    if any(hasattr(parameter, "device_mesh") for block in blocks for parameter in block.parameters()):
+        raise UsageError("the model's blocks are sharded by fully_shard; unwrap the model before, or build it anew")
+    _replace(model, {block: block._model for block in blocks})
+    model._compiled_call_impl = None
+    return model
+
+
+def _plan(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: BlockSettings) -> None:
+    blocks = tuple(blocks_of(model))
+    plan = plan_blocks(Blocks(model, blocks), (args, kwargs), settings)
+    for block in blocks:
+        block._block_plan = plan
+
+
+def block_plan(model: nn.Module) -> BlockPlan | None:
+    """What the schedules of a model's blocks promise for the whole step; None before they are planned.
+
+    Raises:
+        UsageError: the model has no such blocks.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        raise UsageError(f"{type(model).__name__} has no blocks with schedules; give auto_schedule blocks=")
+    plan: BlockPlan | None = blocks[0]._block_plan
+    return plan
+
+
+def _plan_when_called(model: nn.Module, settings: BlockSettings) -> None:
+    """Have the model plan when it is called in training mode for the first time.
+
+    A hook would run after those of ``fully_shard``, in the middle of its step. `torch.nn.Module.compile` shows another
+    place, before all hooks.
+    """
+    here = weakref.ref(model)
+    before: Callable[..., Any] | None = model._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        module: Any = here()
+        if module.training and torch.is_grad_enabled():
+            module._compiled_call_impl = before
+            try:
+                _plan(module, args, kwargs, settings)
+            except BaseException:
+                module._compiled_call_impl = planned_first
+                raise
+        return (before or module._call_impl)(*args, **kwargs)
+
+    planned_first = torch.compiler.disable(call, reason="monet_like plans the schedules of blocks here")
+    model._compiled_call_impl = planned_first

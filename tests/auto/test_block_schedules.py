@@ -1,0 +1,279 @@
+"""Schedules for the blocks of a model under one budget: against plain PyTorch, and against what the allocator counts."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from block_models import EXACT, Decoder, Layer, Short, assert_same_step, loss_of, measured_peak, tokens, train
+from torch import nn
+from torchvision.models.resnet import BasicBlock
+
+import monet_like
+from monet_like.auto.agreement import _raised, _told, from_first
+from monet_like.auto.block_wrapper import BlockSchedule, blocks_of
+from monet_like.errors import InfeasibleError, ScheduleFileError, UsageError
+
+QUICK = {"mode": EXACT, "loss": loss_of, "effort": "quick"}
+
+
+def planned(model: nn.Module, x: torch.Tensor, budget: str | int, **options: Any) -> nn.Module:
+    return monet_like.auto_schedule(model, x, memory_budget=budget, **{"blocks": "layers.*", **QUICK, **options})
+
+
+def test_gradients_are_plain_and_the_peak_is_as_predicted() -> None:
+    plain = Decoder(blocks=2)
+    x = tokens()
+    mine = planned(copy.deepcopy(plain), x, "75%")
+    plan = monet_like.block_plan(mine)
+    assert plan is not None and plan.kinds == 1 and len(plan.points) == 2
+    assert any(block.record.schedule.rerun_count for block in blocks_of(mine))
+    assert_same_step(plain, mine, x)
+    assert measured_peak(mine, x) == plan.peak_bytes <= plan.budget_bytes
+    assert measured_peak(plain, x) == plan.plain_peak_bytes
+    assert plan.budget_bytes == int(0.75 * plan.plain_peak_bytes)
+    assert list(mine.state_dict()) == list(plain.state_dict())
+    mine.eval(), plain.eval()
+    with torch.no_grad():
+        assert torch.equal(mine(x), plain(x))
+    assert torch.equal(mine(x[:, :5]), plain(x[:, :5]))  # in eval mode with gradients
+
+
+@pytest.mark.slow
+def test_the_peak_holds_at_every_budget() -> None:
+    plain, x = Decoder(Layer, 4, 32), tokens(8, 64)
+    peaks = []
+    for budget in ("90%", "65%", "50%"):
+        mine = planned(copy.deepcopy(plain), x, budget)
+        plan = monet_like.block_plan(mine)
+        assert plan is not None
+        assert_same_step(plain, mine, x)
+        assert measured_peak(mine, x) == plan.peak_bytes <= plan.budget_bytes
+        peaks.append(plan.peak_bytes)
+    assert peaks == sorted(set(peaks), reverse=True)
+
+
+@pytest.mark.slow
+def test_the_integer_program_plans_blocks_too() -> None:
+    plain, x = Decoder(), tokens()
+    mine = planned(copy.deepcopy(plain), x, "75%", effort="full", time_limit_seconds=10.0)
+    plan = monet_like.block_plan(mine)
+    assert_same_step(plain, mine, x)
+    assert plan is not None and measured_peak(mine, x) == plan.peak_bytes
+
+
+@pytest.mark.slow
+def test_a_resnet_by_stages() -> None:
+    """Batch norm's statistics are updated once a step, and rehearsals leave no trace in them."""
+    halves = nn.Sequential(nn.Conv2d(16, 24, 1, 2, bias=False), nn.BatchNorm2d(24))
+    plain = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)),
+        nn.Sequential(BasicBlock(16, 16), BasicBlock(16, 16)),
+        nn.Sequential(BasicBlock(16, 24, 2, halves), BasicBlock(24, 24)),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 5)),
+    )
+    x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    mine = planned(copy.deepcopy(plain), x, "80%", blocks="[12]")
+    plan = monet_like.block_plan(mine)
+    assert plan is not None and plan.kinds == 2
+    for seed in range(2):
+        assert_same_step(plain, mine, x, seed)
+    assert measured_peak(mine, x) == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
+def halved_if_large(x: torch.Tensor) -> torch.Tensor:
+    """Which operators run depends on a value, which no capture of the whole model can follow."""
+    return x * 0.5 if x.abs().max().item() > 0.5 else x + 1
+
+
+@pytest.mark.slow
+def test_code_between_blocks_may_depend_on_values() -> None:
+    plain, x = Decoder(between=halved_if_large), tokens()
+    mine = planned(copy.deepcopy(plain), x, "80%")
+    plan = monet_like.block_plan(mine)
+    assert_same_step(plain, mine, x)
+    assert plan is not None and measured_peak(mine, x) == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
+class Branch(Short):
+    """A block without a residual connection."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.down(torch.tanh(self.up(x))))
+
+
+class Around(Decoder):
+    """The residual connection is outside the blocks, so that the rest holds what comes into their backward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.slow
+def test_gradients_that_the_rest_holds_are_counted() -> None:
+    plain, x = Around(Branch), tokens()
+    mine = planned(copy.deepcopy(plain), x, "80%")
+    plan = monet_like.block_plan(mine)
+    assert_same_step(plain, mine, x)
+    assert plan is not None and measured_peak(mine, x) == plan.peak_bytes
+
+
+@pytest.mark.slow
+def test_a_block_may_run_twice() -> None:
+    class Twice(Decoder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for layer in (*self.layers, *self.layers):
+                x = layer(x)
+            return self.head(self.norm(x))
+
+    plain, x = Twice(), tokens()
+    mine = planned(copy.deepcopy(plain), x, "80%")
+    plan = monet_like.block_plan(mine)
+    assert_same_step(plain, mine, x)
+    assert plan is not None and measured_peak(mine, x) == plan.peak_bytes
+
+
+@pytest.mark.slow
+def test_the_first_training_call_plans() -> None:
+    plain, x = Decoder(), tokens()
+    mine = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="75%", blocks=["layers.*"], **QUICK)
+    assert monet_like.block_plan(mine) is None
+    mine.eval()
+    mine(x)
+    assert monet_like.block_plan(mine) is None
+    mine.train()
+    assert_same_step(plain, mine, x)
+    plan = monet_like.block_plan(mine)
+    assert plan is not None and measured_peak(mine, x) == plan.peak_bytes
+    assert mine._compiled_call_impl is None
+    assert_same_step(plain, mine, x[:, :9])  # shorter inputs follow the same decisions
+    with pytest.raises(
+        ScheduleFileError, match=r"layers.0: the schedule was solved for .*give auto_schedule the largest"
+    ):
+        mine(tokens(16, 33))
+
+
+@pytest.mark.slow
+def test_a_rehearsal_leaves_no_trace() -> None:
+    model, x = Decoder(), tokens()
+    train(model, x)
+    before = [p.grad.clone() for p in model.parameters()]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    planned(model, x, "100%")
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_says_what_would() -> None:
+    model, x = Decoder(), tokens()
+    with pytest.raises(
+        InfeasibleError, match=r"no schedules of the blocks fit .*with the smallest that were found"
+    ) as error:
+        planned(model, x, "10%")
+    least = error.value.smallest_bytes
+    assert least is not None and not blocks_of(model)  # as it was given
+    plan = monet_like.block_plan(planned(model, x, least))
+    assert plan is not None and plan.peak_bytes == measured_peak(model, x) <= least
+
+
+@pytest.mark.slow
+def test_blocks_without_gradients_run_as_they_are() -> None:
+    plain, x = Decoder(), tokens()
+    for part in (plain.embedding, plain.layers[0]):
+        part.requires_grad_(False)
+    mine = planned(copy.deepcopy(plain), x, "90%")
+    assert [block.record is None for block in blocks_of(mine)] == [True, False, False]
+    plan = monet_like.block_plan(mine)
+    assert_same_step(plain, mine, x)
+    assert plan is not None and measured_peak(mine, x) == plan.peak_bytes
+
+
+def test_unwrap_gives_the_plain_model_back() -> None:
+    model = Decoder()
+    layers = list(model.layers)
+    mine = monet_like.auto_schedule(model, blocks=model.layers)
+    assert mine is model and all(isinstance(layer, BlockSchedule) for layer in mine.layers)
+    assert monet_like.unwrap(mine) is model and list(model.layers) == layers
+    train(model, tokens())  # no plan is made
+    whole = monet_like.ScheduleWrapper.__new__(monet_like.ScheduleWrapper)
+    nn.Module.__init__(whole)
+    whole.__dict__["_model"] = model
+    assert monet_like.unwrap(whole) is model
+
+
+REFUSED = [
+    (
+        lambda m: "blocks.*",
+        "no module of Decoder has a name like 'blocks.*'; its parts are embedding, norm, head, layers",
+    ),
+    (lambda m: [], "blocks has no module"),
+    (lambda m: [nn.Linear(2, 2)], "a Linear was given as a block, which is no part of Decoder"),
+    (lambda m: [m], "the Decoder itself was given as a block"),
+    (lambda m: ["layers.*", "layers.1.up"], "layers.1.up stands in layers.1, and both were given as blocks"),
+]
+
+
+@pytest.mark.parametrize(("blocks", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_wrong_blocks_are_refused(blocks: Any, message: str) -> None:
+    model = Decoder()
+    with pytest.raises(UsageError, match=re.escape(message)):
+        monet_like.auto_schedule(model, blocks=blocks(model))
+
+
+def test_wrong_calls_are_refused() -> None:
+    with pytest.raises(UsageError, match="loss is for blocks"):
+        monet_like.auto_schedule(Decoder(), loss=loss_of)
+    with pytest.raises(UsageError, match="lengths and blocks do not go together"):
+        monet_like.auto_schedule(Decoder(), blocks="layers.*", lengths=[8])
+    with pytest.raises(UsageError, match="the model is in eval mode"):
+        monet_like.auto_schedule(Decoder().eval(), tokens(), blocks="layers.*")
+    twice = monet_like.auto_schedule(Decoder(), blocks="layers.*")
+    with pytest.raises(UsageError, match=r"layers.0 has a schedule already; take the schedules off first"):
+        monet_like.auto_schedule(twice, blocks="layers.*")
+    with pytest.raises(UsageError, match=r"layers.0 has no schedule yet"):
+        twice.layers[0](torch.randn(2, 3, 32))
+    with pytest.raises(UsageError, match="Decoder has no blocks with schedules"):
+        monet_like.block_plan(Decoder())
+    stepping = Decoder()
+    stepping.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(UsageError, match=r"head.weight has a hook that runs when its gradient is there"):
+        planned(stepping, tokens(), "90%")
+
+
+def test_calls_of_different_shapes_are_refused() -> None:
+    class Halves(Decoder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            return self.head(self.layers[0](x)[:, ::2] + self.layers[0](x[:, ::2]))
+
+    with pytest.raises(
+        UsageError, match=r"layers.0 is called twice in a step in different ways: with float32\[16, 32, 32\]"
+    ):
+        planned(Halves(blocks=1), tokens(), "90%")
+
+
+def test_a_block_that_changes_its_inputs_is_refused() -> None:
+    class InPlace(Short):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.mul_(2)
+            return super().forward(x)
+
+    with pytest.raises(UsageError, match=r"layers.0 changes its inputs in place"):
+        planned(Decoder(InPlace, 1), tokens(), "90%")
+
+
+def test_errors_travel_as_plain_data() -> None:
+    found = _raised(_told(InfeasibleError("too small", 7, "the backward")))
+    assert isinstance(found, InfeasibleError) and (found.smallest_bytes, found.step) == (7, "the backward")
+    assert isinstance(_raised(_told(UsageError("wrong"))), UsageError)
+    assert isinstance(_raised(_told(KeyError("what"))), RuntimeError)
+    assert from_first(lambda: {"a": (1, 2)}, together=True) == {"a": [1, 2]}

@@ -1,0 +1,107 @@
+"""Models of blocks, and a training step of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from monet_like.profile.measure import allocated_peak
+from monet_like.replay.verify import resident_bytes
+
+CPU = torch.device("cpu")
+#: Without the words whose variants sum in another order.
+EXACT = "inplace_multiway_newnode"
+
+
+class Layer(nn.Module):
+    """A decoder layer with causal attention and dropout."""
+
+    def __init__(self, width: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.dropout(self.out(mixed))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Short(nn.Module):
+    """A small block with dropout and a residual connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(x))))
+
+
+class Decoder(nn.Module):
+    """An embedding, blocks and a head.
+
+    Args:
+        between: called with what goes from one block to the next.
+    """
+
+    def __init__(
+        self, block: Callable[[int], nn.Module] = Short, blocks: int = 3, width: int = 32, words: int = 50,
+        between: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(words, width), nn.LayerNorm(width), nn.Linear(width, words)
+        self.layers = nn.ModuleList(block(width) for _ in range(blocks))
+        self.between = between
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = self.between(layer(x))
+        return self.head(self.norm(x))
+
+
+def tokens(batch: int = 16, length: int = 32, words: int = 50) -> torch.Tensor:
+    return torch.randint(0, words, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+def loss_of(result: torch.Tensor) -> torch.Tensor:
+    return result.float().square().mean()
+
+
+def train(model: nn.Module, x: torch.Tensor, seed: int = 1) -> torch.Tensor:
+    """One step; the result is held until the backward has ended, as a training loop does."""
+    torch.manual_seed(seed)
+    result = model(x)
+    loss_of(result).backward()
+    return result
+
+
+def measured_peak(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that a step needs at most, by the allocator's events; the step before it has captured everything."""
+    train(model, x)
+    model.zero_grad()
+    return resident_bytes(model, ((x,), {})) + allocated_peak(lambda: train(model, x), CPU)
+
+
+def assert_same_step(plain: nn.Module, mine: nn.Module, x: torch.Tensor, seed: int = 1) -> None:
+    """Results, gradients and buffers of a step are equal bit by bit."""
+    for model in (plain, mine):
+        model.zero_grad()
+    assert torch.equal(train(plain, x, seed), train(mine, x, seed))
+    theirs = dict(plain.named_parameters())
+    for name, parameter in mine.named_parameters():
+        expected = theirs[name].grad
+        assert (parameter.grad is None) == (expected is None), name
+        assert expected is None or torch.equal(parameter.grad, expected), name
+    for (name, one), other in zip(plain.named_buffers(), mine.buffers(), strict=True):
+        assert torch.equal(one, other), name
