@@ -210,7 +210,10 @@ def _menus(
                     point_of(ready.captured.program, s, ready.costs, kind.held)
                     for s in map(_schedule, there["schedules"])
                 ]
-                plain = point_of(*plain_step(ready.captured.plain, ready.costs), kind.held)
+                plain = point_of(
+                    *plain_step(ready.captured.plain, ready.costs, autograd_nodes=ready.captured.autograd_nodes),
+                    kind.held,
+                )
                 there[kind.text] = {"menu": [*map(_content, efficient(points))], "plain": _content(plain)}
             there["cublas_bytes"] = ready.cublas_bytes or ready.variants_cublas_bytes
     return menus

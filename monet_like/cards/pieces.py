@@ -105,7 +105,7 @@ class Capturing:
         kinds = []
         for kind, place in enumerate(self.first):
             name = "block" if len(self.first) == 1 else f"block {place}"
-            example = ((stream, *tables), {})
+            example: Example = ((stream, *tables), {})
             kinds.append(self._piece((*size, capability, kind), name, parts.blocks[place], example, capability))
         end = self._piece(
             (*size, "end"), "head and loss", parts.end, ((stream, _tokens(batch, length)), {}), capability

@@ -43,7 +43,7 @@ def priced(captured: Captured, schedules: Sequence[Schedule], costs: Mapping[str
     Args:
         schedules: of the program with variants.
     """
-    program, schedule, eager = plain_step(captured.plain, costs)
+    program, schedule, eager = plain_step(captured.plain, costs, autograd_nodes=captured.autograd_nodes)
     plain = _with_results(program, point_of(program, schedule, eager))
     again = _with_results(program, point_of(program, checkpointed(program), eager))
     own = [_with_results(captured.program, point_of(captured.program, each, costs)) for each in schedules]
