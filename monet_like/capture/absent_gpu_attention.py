@@ -22,7 +22,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import CaptureError, UsageError
-from .captured import Captured
 
 #: Kinds of attention by the names that users give.
 KINDS = {
@@ -36,7 +35,7 @@ CAPABILITIES = ((6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0),
 #: Whether the memory-efficient kind takes grouped heads.
 _GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 _own = nn.functional.scaled_dot_product_attention
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,6 @@ def attention_as(name: str) -> Iterator[None]:
         return
     with sdpa_kernel(KINDS[name]):
         yield
-
-
-def attention_of(captured: Captured) -> str:
-    """The kind of fused attention in 16 bits that plain PyTorch's program has throughout, which a replay has to pin; else ""."""
-    found = set()
-    for task in captured.plain.tasks:
-        for call in task.calls:
-            kind = call.op.removeprefix("aten._scaled_dot_product_").removesuffix("_attention.default")
-            if kind in KINDS and any(captured.metas[v].dtype in _HALF for v in task.writes):
-                found.add(kind)
-    return found.pop() if len(found) == 1 else ""
 
 
 @contextlib.contextmanager
@@ -199,13 +187,13 @@ def _flash(call: Call, capability: tuple[int, int]) -> bool:
     if narrow and (192 < width <= 224 or (width > 224 and call.dropout > 0)):
         return False  # no gradient there
     square = not call.causal or call.query.shape[-2] == call.key.shape[-2]
-    half = call.query.dtype in _HALF and (8, 0) <= capability <= (12, 1)
+    half = call.query.dtype in HALF and (8, 0) <= capability <= (12, 1)
     return call.fusible and call.heads_fit and call.mask is None and widths and square and half
 
 
 def _efficient(call: Call, capability: tuple[int, int]) -> bool:
     q, k, v = (t.shape[-1] for t in call.tensors)
-    half = call.query.dtype in _HALF
+    half = call.query.dtype in HALF
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
     alignment = max(4 if capability >= (8, 0) else 1, (8 if half else 4) if tensor_cores else 1)
     widths = q == k and q % alignment == 0 and v % alignment == 0
@@ -217,13 +205,13 @@ def _efficient(call: Call, capability: tuple[int, int]) -> bool:
 def _cudnn(call: Call, capability: tuple[int, int]) -> bool:
     version = (torch.backends.cudnn.version() if torch._C._has_cudnn else None) or 0
     q, k, v = (t.shape[-1] for t in call.tensors)
-    most = 256 if capability == (9, 0) and version >= 91000 else 128
+    most = 128
     if capability[0] == 10 and (q, v) == (192, 128) and version >= 91100:
         most = 192
     lengths = call.key.shape[-2] > 1 and not (call.query.shape[-2] == 1 and call.dropout)
     widths = q == k and max(q, v) <= most and q % 8 == 0 and v % 8 == 0
     dropout = not (call.dropout and 91100 < version < 91400)
-    half = call.query.dtype in _HALF and (8, 0) <= capability <= (12, 1)
+    half = call.query.dtype in HALF and (8, 0) <= capability <= (12, 1)
     repeatable = (
         not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
     )

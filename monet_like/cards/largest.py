@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..profile.devices import DeviceLimits
 from ..profile.roofline import roofline
+from .answer import Answer, least_peak
 from .pieces import Capability, Piece, Pieces
 from .points import Priced, Sized, through
 from .step import step_of
 from .table import Row
 
-if TYPE_CHECKING:
-    from .fits import _Answer
-
 #: Batches are tried up to this multiple of 2, lengths too.
 _DOUBLINGS = 22
 
 
-def add_largest(answer: _Answer, cards: Sequence[DeviceLimits], what: str) -> list[Row]:
+def add_largest(answer: Answer, cards: Sequence[DeviceLimits], what: str) -> list[Row]:
     """The rows with the largest batch or length that fits.
 
     Schedules are those that were found at the asked size, so more may fit than is found. Bytes at other sizes are those of
@@ -41,7 +38,7 @@ def add_largest(answer: _Answer, cards: Sequence[DeviceLimits], what: str) -> li
 class _Search:
     """Peaks of a step by its size."""
 
-    def __init__(self, answer: _Answer, card: DeviceLimits, what: str) -> None:
+    def __init__(self, answer: Answer, card: DeviceLimits, what: str) -> None:
         self.answer, self.what = answer, what
         self.asked = answer.batch if what == "batch" else answer.length
         self.sizes = [self.asked * times for times in ((1, 2) if what == "batch" else (1, 2, 3))]
@@ -71,8 +68,6 @@ class _Search:
         return largest_where(fit, self.asked)
 
     def _peak(self, way: str, size: int, cublas_bytes: int) -> int:
-        from .fits import least_peak
-
         key = (way, size, cublas_bytes)
         if key not in self._peaks:
             pieces = self._pieces(size)

@@ -1,10 +1,12 @@
-"""What a schedule file is called by default, and the counts in it."""
+"""What a schedule file is called by default, and the counts and the kind of attention in it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
 
+from ..capture.absent_gpu_attention import HALF, KINDS
+from ..capture.captured import Captured
 from ..capture.precision import weights_layout
 from ..ir.program import Program
 from ..ir.schedule import kept_values
@@ -49,3 +51,14 @@ def default_names(name: str, request: Request, budget: Budget, folder: Path) -> 
     words = [weights_layout(request.model), f"autocast_{request.autocast}" if request.autocast else ""]
     suffix = "".join(f"_{word}" for word in (*words, "ablation" if request.ablation else "") if word)
     return folder / f"solution_{name}_{request.batch}_{request.mode}_{limit}{suffix}.pkl"
+
+
+def attention_of(captured: Captured) -> str:
+    """The kind of fused attention in 16 bits that plain PyTorch's program has throughout, which a replay has to pin; else ""."""
+    found: set[str] = set()
+    for task in captured.plain.tasks:
+        for call in task.calls:
+            kind = call.op.removeprefix("aten._scaled_dot_product_").removesuffix("_attention.default")
+            if kind in KINDS and any(captured.metas[v].dtype in HALF for v in task.writes):
+                found.add(kind)
+    return found.pop() if len(found) == 1 else ""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ..capture.absent_gpu_attention import attention_of
 from ..capture.captured import Captured
 from ..capture.example_inputs import input_spec
 from ..capture.precision import weights_layout
@@ -31,7 +30,7 @@ from ..profile.devices import DeviceLimits, device_name
 from ..profile.profiler import Progress
 from ..profile.settings import changed_settings, settings_of, versions
 from .costs import as_filed, measured_costs, profiled, to_profile
-from .labels import summary_counts
+from .labels import attention_of, summary_counts
 from .quick import Steps, most_workspaces, quick_costs, settled
 from .request import Request, captured_for
 

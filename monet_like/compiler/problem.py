@@ -109,7 +109,8 @@ def read_problem(
     target = None if measured else absent_device(device)
     where = torch.device("cpu") if target else read_device(device)
     layout = "channels_last" if channels_last else ""
-    spec = _built(model, where, kind, layout, processes, not measured)
+    elsewhere = not measured and device in ("auto", "cuda", "cuda:0")
+    spec = _built(model, where, kind, layout, processes, elsewhere)
     if target is None and is_meta(spec.module):
         target = absent_device("cuda")
     optimizer_bytes(spec.module, optimizer)

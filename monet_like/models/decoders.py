@@ -87,7 +87,8 @@ class Decoder(nn.Module):
         x, *tables = parts.start(tokens)
         for block in parts.blocks:
             x = block(x, *tables)
-        return parts.end(x, labels) if labels is not None else self.lm_head(self.norm(x))
+        result: torch.Tensor = parts.end(x, labels) if labels is not None else self.lm_head(self.norm(x))
+        return result
 
     def parts(self) -> Parts:
         """The model in parts that run one after the other."""

@@ -35,7 +35,10 @@ def absent(model: nn.Module, *inputs: Any, autocast: torch.dtype | None = None) 
 # Against the real dispatch on a fake GPU ------------------------------------------------------------------------
 
 #: Cases that cannot be captured without the GPU, and those that cannot be at all.
-REFUSED = {"decoder of padded heads bfloat16": False, "binary loss autocast": True}
+REFUSED = {
+    **dict.fromkeys(("decoder of padded heads bfloat16", "masked", "masked bfloat16"), False),
+    "binary loss autocast": True,
+}
 
 
 @pytest.fixture(scope="module")

@@ -118,8 +118,10 @@ def test_a_kind_is_taken_by_name() -> None:
     for name in ("flash", "cudnn"):
         assert operators(grouped(attention=name)) == {name}
     assert operators(grouped(attention="math", capability=(9, 0))) == set()
-    with pytest.raises(CaptureError, match=r"^efficient attention does not take these arguments on the GPU: bfloat16"):
-        grouped(attention="efficient")
+    with pytest.raises(
+        CaptureError, match=r"^flash attention does not take these arguments on the GPU: float32 \[2, 4"
+    ):
+        capture(Grouped(), (torch.randn(2, 32, 64),), target=CUDA, attention="flash")
 
 
 def test_masks_are_certain_for_matrix_products_alone() -> None:

@@ -284,7 +284,7 @@ def test_missing_arguments(count: int, missing: str) -> None:
         (
             ("--profile", "roofline:h900"),
             "there is no roofline for 'h900'; choose one of cpu, p100, a100, a100-80gb-pcie, a100-80gb-sxm, h100, "
-            "h100-pcie, h100-nvl, h200, h200-nvl, gh200, rtx2080ti, rtx4090",
+            "h100-pcie, h100-nvl, h200, h200-nvl, gh200, rtx2080ti, rtx4090, rtx4080, l40s",
         ),
     ],
 )
@@ -729,7 +729,8 @@ def test_a_model_on_the_meta_device() -> None:
     )
     expected = (
         "weight of Linear is on the meta device, where tensors have no values; build the model on the device that it will "
-        "train on, or call model.to_empty(device=...) and load its weights"
+        "train on, or call model.to_empty(device=...) and load its weights; to plan it as it is, name a GPU that is not here "
+        "(roofline:h100)"
     )
     assert error(solve(model="meta.py:make")) == expected
     for wrap in (

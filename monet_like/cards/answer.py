@@ -1,0 +1,123 @@
+"""The rows of a table: each card's prices, and the choice of schedules for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from ..errors import InfeasibleError
+from ..ir.program import Cost
+from ..ir.schedule import Schedule
+from ..plan.block_points import Point
+from ..plan.blocks import choose, peak_of, seconds_of
+from ..profile.devices import DeviceLimits
+from ..profile.roofline import roofline
+from .decoder import Question
+from .pieces import Capability, Capturing, Piece, Pieces
+from .points import Priced, alike, own_schedules, priced
+from .step import Step, step_of, with_way
+from .table import WAYS, Row
+
+
+class Answer:
+    """The rows so far, and everything that several cards share."""
+
+    def __init__(self, asked: Question, batch: int, length: int, free: int, say: Callable[[str], None]) -> None:
+        self.asked, self.batch, self.length, self.free, self.say = asked, batch, length, free, say
+        self.capturing = Capturing(asked, say)
+        self.rows: list[Row] = []
+        self.seconds = {"capture": 0.0, "menus": 0.0, "choice": 0.0, "largest": 0.0}
+        self._schedules: list[tuple[Piece, tuple[Schedule, ...]]] = []
+        self._prices: dict[tuple[Piece, str], Priced] = {}
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the wall seconds of a ``with`` statement to a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - started
+
+    def pieces(self, capability: Capability) -> Pieces:
+        """The parts at the asked size; captured once for each compute capability."""
+        with self.timed("capture"):
+            return self.capturing.at(self.batch, self.length, capability)
+
+    def add(self, card: DeviceLimits) -> None:
+        """The rows of a card."""
+        pieces = self.pieces(card.capability)
+        prices = {piece: self.priced(piece, card) for piece in pieces.every}
+        step = step_of(self.asked, pieces, card.cublas_bytes)
+        self.say(f"choosing schedules for {card.name}")
+        plain = with_way(pieces, lambda piece: prices[piece].plain)
+        once = [1] * len(plain)
+        for way in WAYS[:2]:
+            points = with_way(pieces, lambda piece, way=way: prices[piece].of(way))  # type: ignore[misc]
+            peak, moment = peak_of(points, step.moments)
+            self._row(card, way, peak, moment, seconds_of(points, once), seconds_of(plain, once))
+        with self.timed("choice"):
+            self._choose(card, pieces, prices, step, seconds_of(plain, once))
+
+    def budget(self, card: DeviceLimits) -> int:
+        """What a step may use of a card."""
+        return card.memory_bytes - self.free
+
+    def _choose(
+        self, card: DeviceLimits, pieces: Pieces, prices: Mapping[Piece, Priced], step: Step, plain: float
+    ) -> None:
+        kinds = [pieces.kinds[kind] for kind in pieces.kind_of]
+        order = [*kinds, pieces.end, *([pieces.start] if pieces.start else [])]
+        try:
+            found = choose([prices[piece].ours for piece in order], step.moments, self.budget(card))
+        except InfeasibleError as error:
+            self._row(card, "ours", error.smallest_bytes or 0, error.step or "", None, plain)
+            return
+        self._row(card, "ours", found.peak_bytes, found.moment, found.seconds, plain, found.bound_seconds)
+
+    def _row(
+        self, card: DeviceLimits, way: str, peak: int, moment: str, seconds: float | None, plain: float,
+        bound: float | None = None,
+    ) -> None:  # fmt: skip
+        missing = max(0, peak - self.budget(card))
+        ratio = None if seconds is None else seconds / plain
+        self.rows.append(
+            Row(card.name, card.memory_bytes, way, not missing, peak, missing, seconds, ratio, bound, moment)
+        )
+
+    def schedules(self, piece: Piece, costs: Mapping[str, Cost]) -> tuple[Schedule, ...]:
+        """Our schedules of a part: those of an equal program, or found now."""
+        for known, found in self._schedules:
+            if alike(known.captured, piece.captured):
+                return found
+        self.say(f"planning {piece.name}")
+        with self.timed("menus"):
+            found = own_schedules(piece.captured, costs, self.say)
+        self._schedules.append((piece, found))
+        return found
+
+    def priced(self, piece: Piece, card: DeviceLimits) -> Priced:
+        """A part with a card's costs."""
+        key = (piece, card.name)
+        if key not in self._prices:
+            with self.timed("capture"):
+                costs = roofline(piece.captured, card)
+            self._prices[key] = priced(piece.captured, self.schedules(piece, costs), costs)
+        return self._prices[key]
+
+
+def least_peak(pieces: Pieces, prices: Mapping[Piece, Priced], step: Step, way: str) -> int:
+    """The lowest peak of a way; of ours, the lowest of those with one schedule for all equal blocks."""
+    if way != "ours":
+        return peak_of(with_way(pieces, lambda piece: prices[piece].of(way)), step.moments)[0]
+    chosen: dict[Piece, Point] = {piece: prices[piece].checkpoint for piece in pieces.every}
+    best = peak_of(with_way(pieces, chosen.__getitem__), step.moments)[0]
+    for _ in range(2):
+        for piece in pieces.every:
+            for point in prices[piece].ours:
+                tried = {**chosen, piece: point}
+                peak = peak_of(with_way(pieces, tried.__getitem__), step.moments)[0]
+                if peak < best:
+                    best, chosen = peak, tried
+    return best
