@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .auto.blocks import block_plan, unwrap
     from .capture.annotations import mark
     from .cards.fits import fits
+    from .export.selective import checkpoint_policy
     from .job.start import problem
     from .nn.dropit import to_dropit
     from .nn.sync_batch_norm import convert_sync_batchnorm
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "auto_schedule",
     "block_plan",
+    "checkpoint_policy",
     "convert_sync_batchnorm",
     "fits",
     "mark",
@@ -43,6 +45,7 @@ _LAZY = {
     "ScheduleWrapper": "replay.wrapper",
     "auto_schedule": "auto.auto_schedule",
     "block_plan": "auto.blocks",
+    "checkpoint_policy": "export.selective",
     "convert_sync_batchnorm": "nn.sync_batch_norm",
     "fits": "cards.fits",
     "mark": "capture.annotations",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..errors import UsageError
 from ..export.decisions import Decisions, decisions_of
-from ..files import check_writable
+from ..export.policy_file import SelectivePlan, write_policy
+from ..export.selective import SelectivePolicy, selective_plan
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..job.job import Job
@@ -16,33 +18,42 @@ from .report import problem_of, rates_of
 from .terminal import Terminal, aligned_table
 
 #: The ends of the names of files by default.
-_ENDS = {"json": ".decisions.json"}
+_ENDS = {"json": ".decisions.json", "sac": ".sac.json"}
 
 
 def export(
     *,
     file: Path,
     to: str,
+    regions: tuple[str, ...],
     model: str | None,
     out: Path | None,
     device: str,
     profile_file: Path | None,
     terminal: Terminal,
 ) -> None:
-    """Capture the model of a schedule file and write its decisions.
+    """Capture the model of a schedule file and write its decisions, or those of selective checkpointing for its budget.
 
     Raises:
         UsageError: an argument is wrong, or the model must be named.
         ScheduleFileError: the file is unreadable, or of another program.
+        InfeasibleError: selective checkpointing cannot reach the budget.
     """
+    if regions and to != "sac":
+        raise UsageError(f"--regions are of selective checkpointing; give --to sac, or leave them out for --to {to}")
     path = out or file.with_suffix(_ENDS[to])
     record = ScheduleRecord.load(file)
-    check_writable(path)
     check_results(None, path)
     job = _job(terminal, record, model, device, profile_file)
-    found = decisions_of(record, job.ready)
-    found.to_json(path)
-    _show(terminal, found)
+    found: Decisions | SelectivePlan
+    if to == "json":
+        found = decisions_of(record, job.ready)
+        found.to_json(path)
+        _show(terminal, found)
+    else:
+        found = selective_plan(record, job.ready, job.request, job.device, regions or ("",))
+        write_policy(found, path)
+        terminal.console.print(repr(SelectivePolicy(found)), soft_wrap=True)
     terminal.console.print(f"wrote {path}", soft_wrap=True)
     terminal.result(found.content())
 

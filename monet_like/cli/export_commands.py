@@ -15,10 +15,16 @@ from .options import device_option, with_terminal
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--to",
-    type=click.Choice(["json"]),
+    type=click.Choice(["json", "sac"]),
     default="json",
     show_default=True,
-    help="json: what becomes of the results of every operator, by module.",
+    help="json: what becomes of the results of every operator, by module. sac: the best answers to PyTorch's selective activation "
+    "checkpointing for the same budget, for monet_like.checkpoint_policy.",
+)
+@click.option(
+    "--regions",
+    multiple=True,
+    help="For sac: the modules that are checkpointed, such as 'layers.*'; may be given several times.  [default: the whole model]",
 )
 @click.option(
     "--model",
@@ -28,7 +34,7 @@ from .options import device_option, with_terminal
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="File to write, such as d.json.  [default: FILE with .decisions.json]",
+    help="File to write, such as d.json.  [default: FILE with .decisions.json or .sac.json]",
 )
 @device_option("Where to measure")
 @click.option(
@@ -44,8 +50,9 @@ def export_command(**options: Any) -> None:
     A schedule file holds numbers of tasks; their names, modules and sizes come from the model, which is captured again.
 
     \b
-    Example:
+    Examples:
       monet-like export mine.pkl --to json --model net.py:make_model
+      monet-like export mine.pkl --to sac --model net.py:make_model --regions 'layers.*'
     """
     from .export import export
 

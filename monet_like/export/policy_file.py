@@ -1,0 +1,145 @@
+"""Files of checkpoint policies: which calls of operators are saved, as JSON. Nothing in them can run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import ScheduleFileError
+from ..files import read_bytes, write_atomically
+
+FORMAT = "monet_like checkpoint policy"
+VERSION = 1
+_WORDS = {"save": True, "recompute": False}
+
+
+@dataclass(frozen=True, slots=True)
+class RegionDecisions:
+    """The decisions for one checkpointed region.
+
+    Attributes:
+        module: qualified name; "" for the whole model.
+        operators: every call that PyTorch asks about, in order: the operator, and whether its results are saved.
+        saved_bytes: of the results that are saved, without rounding up.
+        in_place: a saved result is changed in place by operators that are saved with it.
+    """
+
+    module: str
+    operators: tuple[tuple[str, bool], ...]
+    saved_bytes: int
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class SelectivePlan:
+    """The decisions for all regions of a model, and what is predicted.
+
+    Attributes:
+        model, device, budget_bytes: as those of the full plan.
+        peak_bytes, seconds: predicted for a step with these decisions.
+        bound_seconds: no choice of this mechanism is faster.
+        full_peak_bytes, full_seconds: predicted for the full plan.
+        plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
+        regions: in the order in which a step calls them.
+    """
+
+    model: str
+    device: str
+    budget_bytes: int
+    peak_bytes: int
+    seconds: float
+    bound_seconds: float
+    full_peak_bytes: int
+    full_seconds: float
+    plain_peak_bytes: int
+    plain_seconds: float
+    regions: tuple[RegionDecisions, ...]
+
+    def content(self) -> dict[str, Any]:
+        """The content of the file, as builtins. Each call has its operator, its number among the calls of that operator, and a word."""
+        regions = []
+        for region in self.regions:
+            counts: Counter[str] = Counter()
+            calls = []
+            for op, saved in region.operators:
+                calls.append([op, counts[op], "save" if saved else "recompute"])
+                counts[op] += 1
+            regions.append(
+                {
+                    "module": region.module,
+                    "saved_bytes": region.saved_bytes,
+                    "in_place": region.in_place,
+                    "operators": calls,
+                }
+            )
+        header = {name: value for name, value in vars(self).items() if name != "regions"}
+        return {"format": FORMAT, "version": VERSION, **header, "regions": regions}
+
+
+def write_policy(plan: SelectivePlan, path: Path) -> None:
+    """Write a plan as JSON, one line for each call.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    content = plan.content()
+    regions = content.pop("regions")
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()]
+    parts = []
+    for region in regions:
+        calls = region.pop("operators")
+        own = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in region.items()]
+        own.append('  "operators": [\n' + ",\n".join(f"    {json.dumps(call)}" for call in calls) + "\n  ]")
+        parts.append(" {\n" + ",\n".join(own) + "\n }")
+    lines.append('"regions": [\n' + ",\n".join(parts) + "\n]")
+    write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+
+def read_policy(path: Path) -> SelectivePlan:
+    """Read a file that `write_policy` has written.
+
+    Raises:
+        ScheduleFileError: it is unreadable or none of these.
+    """
+    data = read_bytes(path, "checkpoint policy")
+    try:
+        content = json.loads(data)
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}")
+        if content["version"] != VERSION:
+            raise ValueError(f"it has version {content['version']!r}, and this program reads {VERSION}")
+        regions = tuple(_region(entry) for entry in content["regions"])
+        if not regions:
+            raise ValueError("it has no regions")
+        scalars = {f.name: _typed(content[f.name], f.type) for f in fields(SelectivePlan) if f.name != "regions"}
+        return SelectivePlan(regions=regions, **scalars)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ScheduleFileError(f"{path} is no checkpoint policy of monet_like: {error}; write it again") from error
+
+
+def _region(entry: Any) -> RegionDecisions:
+    calls = []
+    counts: Counter[str] = Counter()
+    for op, number, word in entry["operators"]:
+        if _typed(op, "str") and number != counts[op]:
+            raise ValueError(f"call {number} of {op} stands where call {counts[op]} should")
+        counts[op] += 1
+        calls.append((op, _WORDS[word]))
+    return RegionDecisions(
+        _typed(entry["module"], "str"),
+        tuple(calls),
+        _typed(entry["saved_bytes"], "int"),
+        _typed(entry["in_place"], "bool"),
+    )
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """The value, if it has the type of that name."""
+    wanted = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}[kind]
+    if type(value) not in wanted or (kind == "float" and not math.isfinite(value)):
+        raise TypeError(f"a field holds {type(value).__name__}, not {kind}")
+    return value
