@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -95,6 +95,30 @@ def selective(job: Job, model: nn.Module, example: Example) -> Built:
         around = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
         block.forward = around  # type: ignore[method-assign]
     return Built(model)
+
+
+def selective_planned(job: Job, model: nn.Module, example: Example) -> Built:
+    """Selective checkpointing of every block, by our plan of that mechanism for the job's budget."""
+    from monet_like.compiler.pipeline import compile_prepared, prepare
+    from monet_like.compiler.request import Request
+    from monet_like.export.selective import SelectivePolicy, selective_plan
+    from monet_like.ir.profile_file import Profile
+
+    blocks, names = _blocks(job, model), {id(module): name for name, module in model.named_modules()}
+    request = Request(model, example, "normal", strategy="store_all", profile_batch=job.batch)
+    ready = prepare(request, job.device, profile=Profile.load(job.costs_file) if job.profiles else None)
+    record = compile_prepared(request, ready, 2**50, job.device)[1].record
+    started = time.perf_counter()
+    found = selective_plan(
+        replace(record, budget_bytes=job.budget_bytes or 2**50), ready, request, job.device,
+        [names[id(block)] for block in blocks], time_limit_seconds=job.solver_seconds,
+    )  # fmt: skip
+    policy = SelectivePolicy(found)
+    for block in blocks:
+        around = partial(checkpoint, block.forward, use_reentrant=False, context_fn=policy)
+        block.forward = around  # type: ignore[method-assign]
+    seconds = time.perf_counter() - started
+    return Built(model, seconds, found.peak_bytes - record.cublas_bytes, found.seconds, found.plain_seconds)
 
 
 def _under_budget(setting: float, solver: str, eager: bool, graph: Any, inputs: Any) -> Any:
@@ -203,6 +227,9 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         "checkpoint every n-th block": Contender(per_block, ("2", "3"), ("2",), batches="2"),
         "checkpoint_sequential": Contender(sequential, ("2", "4", "8"), ("4",), batches="4"),
         "selective checkpoint": Contender(selective, batches=""),
+        "selective checkpoint planned": Contender(
+            selective_planned, ("80%", "60%", "45%", "30%"), ("45%",), plans=True, batches="limit"
+        ),
         "aot_eager budget": Contender(
             partial(compiled, eager=True), (*_BUDGETS, *_SOLVERS), ("0.5", "0.2"), compiles=True, batches="0.2"
         ),

@@ -53,6 +53,7 @@ def verdict(contender: str, setting: str = "", budget_bytes: int = 0, model: str
         ("checkpoint every n-th block", "2"),
         ("checkpoint_sequential", "3"),
         ("selective checkpoint", ""),
+        ("selective checkpoint planned", ""),
         ("strategy chen_sqrt", ""),
         ("monet_like without variants", ""),
         ("monet_like", ""),
