@@ -28,8 +28,8 @@ ORDER = (
     ("zoo",),
     ("replay",),
     ("cards", "dropit", "report", "testing"),
-    ("job",),
-    ("auto", "export"),
+    ("export", "job"),
+    ("auto",),
     ("cli", "integrations"),
     ("__init__", "__main__"),
 )

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -28,7 +28,6 @@ from ..ir.defaults import SOLVER
 from ..ir.program import Program
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
-from ..job.solved import SolvedPlan
 from ..plan.baseline import plain_step
 from ..plan.selective import Item, Region, Step, choose
 from ..replay.verify import real_example
@@ -110,8 +109,20 @@ class _Answers:
         return Answer.MUST_SAVE if saved else Answer.MUST_RECOMPUTE
 
 
+class Planned(Protocol):
+    """What a policy needs of a `monet_like.job.solved.SolvedPlan`."""
+
+    @property
+    def record(self) -> ScheduleRecord:
+        """The schedule, its budget and what is predicted."""
+
+    ready: Prepared
+    request: Request
+    device: torch.device
+
+
 def checkpoint_policy(
-    plan: SolvedPlan | str | Path,
+    plan: Planned | str | Path,
     *,
     regions: str | Sequence[str] = "",
     solver: str = SOLVER,
@@ -137,7 +148,7 @@ def checkpoint_policy(
         InfeasibleError: the mechanism cannot reach the budget; the message says what it reaches.
         ScheduleFileError: the file is none of these.
     """
-    if not isinstance(plan, SolvedPlan):
+    if isinstance(plan, str | Path):
         return SelectivePolicy(read_policy(Path(plan)))
     patterns = (regions,) if isinstance(regions, str) else tuple(regions)
     return SelectivePolicy(
