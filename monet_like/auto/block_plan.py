@@ -34,6 +34,8 @@ _log = logging.getLogger("monet_like")
 
 #: Choices that are made at most: each after a rehearsal that keeps what the one before it keeps.
 ROUNDS = 3
+#: Seconds for a menu in a quick plan.
+QUICK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -232,9 +234,11 @@ def _costs(call: BlockCall, device: torch.device, settings: BlockSettings, progr
 
 def _schedules(call: BlockCall, ready: Prepared, settings: BlockSettings, progress: Progress) -> list[Any]:
     """The schedules of a block's menu, as plain data."""
+    seconds = settings.time_limit_seconds
     points = menu(
         call.captured.program, ready.costs, solver=settings.solver, gap=settings.gap,
-        strategy="heuristic" if settings.quick else "milp", time_limit_seconds=settings.time_limit_seconds,
+        strategy="heuristic" if settings.quick else "milp",
+        time_limit_seconds=min(seconds, QUICK_SECONDS) if settings.quick else seconds,
         progress=progress.planning,
     )  # fmt: skip
     return [_listed(point.schedule) for point in points]

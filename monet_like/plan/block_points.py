@@ -9,6 +9,7 @@ nothing and has a workspace: the memory that the rest of the model takes meanwhi
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,8 +26,9 @@ from .local_search.searcher import quick_evaluations, smallest_known
 #: Cost key of the slot that stands for the rest of the model.
 REST = "the rest of the model"
 
-#: Limits of the carried bytes that are tried, as shares of the way from the least to those of the fastest schedule.
-CARRIED_SHARES = (0.0, 0.15, 0.3, 0.5, 0.75)
+#: Limits of the carried bytes that are tried, as shares of the way from the least to those of the fastest schedule; those
+#: first that tell most, because the time may not do for all.
+CARRIED_SHARES = (0.0, 0.5, 0.15, 0.75, 0.3)
 #: The same for the peak, as shares of the way from the least peak to that of a point.
 PEAK_SHARES = (0.0, 0.5)
 
@@ -147,14 +149,18 @@ def menu(
     Args:
         program, costs: of the block.
         solver, strategy, gap, threads: see `plan`; strategy ``heuristic`` searches as briefly as a quick plan does.
-        time_limit_seconds: wall seconds for all points together, about.
+        time_limit_seconds: wall seconds for all points together, about. The first three are found in any case: the fastest, the
+            one that carries least and the one with the lowest peak.
         progress: called with lines for people.
         peak_shares: where between the least peak and that of a point other points are looked for; none: less time.
 
     Raises:
         SolverError: no schedule was found at all.
     """
-    asked = _Asked(program, costs, solver, strategy, time_limit_seconds / 12, gap, threads, progress, peak_shares)
+    asked = _Asked(
+        program, costs, solver, strategy, time_limit_seconds / 12, gap, threads, progress, peak_shares,
+        time.monotonic() + time_limit_seconds,
+    )  # fmt: skip
     return efficient([point for point in asked.points() if math.isfinite(point.seconds)])
 
 
@@ -171,6 +177,7 @@ class _Asked:
     threads: int
     progress: Callable[[str], None] | None
     peak_shares: Sequence[float]
+    ends: float  # on the clock `time.monotonic`
 
     def points(self) -> Iterator[Point]:
         """All points that are found, dominated ones included."""
@@ -187,6 +194,8 @@ class _Asked:
         yield point_of(program, smallest.schedule, self.costs)
         low, high = lean.carried_bytes, fastest.carried_bytes
         for share in CARRIED_SHARES:
+            if time.monotonic() > self.ends:
+                return
             limit = low + int(share * (high - low))
             found = self.within(room, limit)
             if found is None:
