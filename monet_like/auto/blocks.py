@@ -32,9 +32,17 @@ def schedule_blocks(
 
     Returns:
         The model itself. With example inputs the schedules are planned now, else at the first training call.
+
+    Raises:
+        UsageError: the blocks are wrong, the model is in eval mode, or gives its layers a cache.
     """
     found = find_blocks(model, blocks)
     _check_unsharded(found)
+    if hasattr(model, "save_pretrained") and getattr(getattr(model, "config", None), "use_cache", False) is True:
+        raise UsageError(
+            f"{type(model).__name__} gives its layers a cache of keys and values also in training, which is another object in every "
+            "step; set model.config.use_cache = False (generate takes use_cache=True)"
+        )
     if (args is not None or kwargs is not None) and not model.training:
         raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
     _replace(model, {block: BlockSchedule(block, name, settings.mode, backend) for name, block in found.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +244,10 @@ def test_wrong_calls_are_refused() -> None:
         twice.layers[0](torch.randn(2, 3, 32))
     with pytest.raises(UsageError, match="Decoder has no blocks with schedules"):
         monet_like.block_plan(Decoder())
+    caching: Any = Decoder()
+    caching.config, caching.save_pretrained = SimpleNamespace(use_cache=True), None
+    with pytest.raises(UsageError, match=r"set model.config.use_cache = False"):
+        monet_like.auto_schedule(caching, blocks="layers.*")
     stepping = Decoder()
     stepping.head.weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(UsageError, match=r"head.weight has a hook that runs when its gradient is there"):

@@ -1,0 +1,158 @@
+"""Blocks with schedules in several processes: sharded by PyTorch's own `fully_shard`, or with equal parameters in all.
+
+Gradients are compared with those of the same model without schedules. Peaks are compared with what the allocator counts and
+with PyTorch's own `FSDPMemTracker`. Gloo's threads let go of buffers a little later than the step does, so that a measured
+peak is the least of several steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from block_models import CPU, EXACT, Decoder, Layer, Short, assert_same_step, loss_of, tokens, train
+from processes import together
+from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import monet_like
+from monet_like.auto.block_wrapper import blocks_of
+from monet_like.auto.step_memory import _resident_bytes
+from monet_like.errors import InfeasibleError, UsageError
+from monet_like.profile.measure import allocated_peak
+
+OPTIONS: dict[str, Any] = {"mode": EXACT, "loss": loss_of, "effort": "quick"}
+
+
+def sharded(model: Any, **options: Any) -> nn.Module:
+    """The model with every layer and the root sharded."""
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def batch_of(rank: int) -> torch.Tensor:
+    return torch.randint(0, 50, (64, 32), generator=torch.Generator().manual_seed(rank))
+
+
+def assert_same_shards(plain: nn.Module, mine: nn.Module, x: torch.Tensor, seed: int) -> None:
+    for model in (plain, mine):
+        model.zero_grad()
+    assert torch.equal(train(plain, x, seed), train(mine, x, seed))
+    for (name, one), other in zip(plain.named_parameters(), mine.parameters(), strict=True):
+        assert torch.equal(one.grad.to_local(), other.grad.to_local()), name
+
+
+def step_peak(model: nn.Module, x: torch.Tensor) -> int:
+    """The least of the peaks of three steps."""
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        found.append(allocated_peak(lambda: train(model, x), CPU))
+    model.zero_grad()
+    return _resident_bytes(model, ((x,), {}), "none", CPU) + min(found)
+
+
+def tracked_peak(model: nn.Module, x: torch.Tensor) -> int:
+    """The peak of a step as PyTorch's tracker counts it: without workspaces of operators."""
+    tracker = FSDPMemTracker(model)
+    tracker.track_inputs((x,))
+    with tracker:
+        result = train(model, x)
+    model.zero_grad()
+    del result
+    return tracker.get_tracker_snapshot("peak")[CPU]["Total"]
+
+
+def _sharded(rank: int, block: Callable[[int], nn.Module], budget: str, options: dict[str, Any]) -> None:
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    plain = Decoder(block)
+    mine = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget=budget, blocks="layers.*", **OPTIONS)
+    plain, mine = sharded(plain, **options), sharded(mine, **options)
+    x = batch_of(rank)
+    for seed in range(2):
+        assert_same_shards(plain, mine, x, seed)
+    plan = monet_like.block_plan(mine)
+    assert plan is not None and plan.peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+    assert any(block.record.schedule.rerun_count for block in blocks_of(mine))
+    assert step_peak(mine, x) == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert step_peak(plain, x) == pytest.approx(plan.plain_peak_bytes, rel=0.01)
+    assert tracked_peak(mine, x) == pytest.approx(plan.peak_bytes, rel=0.01)
+    content = [block.record.content() for block in blocks_of(mine)]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, content)
+    assert all(theirs == content for theirs in every)
+    if rank == 0:
+        with pytest.raises(UsageError, match="the model's blocks are sharded by fully_shard"):
+            monet_like.unwrap(mine)
+        with pytest.raises(UsageError, match=r"layers.0 is sharded already; call auto_schedule first"):
+            monet_like.auto_schedule(plain, blocks="layers.*")
+
+
+def test_sharded_blocks_keep_the_budget(tmp_path: Path) -> None:
+    together(tmp_path, _sharded, Short, "80%", {}, within_seconds=300.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("block", [Short, Layer])
+def test_mixed_precision_and_more_processes(block: Any, processes: int, tmp_path: Path) -> None:
+    options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    together(tmp_path, _sharded, block, "75%", options, processes=processes)
+
+
+@pytest.mark.slow
+def test_parameters_that_stay_gathered(tmp_path: Path) -> None:
+    together(tmp_path, _sharded, Layer, "75%", {"reshard_after_forward": False})
+
+
+def _refused(rank: int) -> None:
+    mine = sharded(monet_like.auto_schedule(Decoder(), memory_budget="2%", blocks="layers.*", **OPTIONS))
+    with pytest.raises(InfeasibleError, match=r"no schedules of the blocks fit .*give that much") as error:
+        train(mine, batch_of(rank))
+    assert error.value.smallest_bytes is not None
+    wide = Decoder(width=32 + 8 * rank)
+    with pytest.raises(UsageError, match=r"layers.0 differs between rank 0 and rank 1, and one plan is made for all"):
+        monet_like.auto_schedule(wide, tokens(), blocks="layers.*", memory_budget="90%", **OPTIONS)
+    own = monet_like.auto_schedule(wide, tokens(), blocks="layers.*", memory_budget="90%", same_plan=False, **OPTIONS)
+    assert monet_like.block_plan(own) is not None
+
+
+@pytest.mark.slow
+def test_every_process_gets_the_error(tmp_path: Path) -> None:
+    together(tmp_path, _refused, within_seconds=300.0)
+
+
+def _replicated(rank: int) -> None:
+    plain = Decoder(Layer)
+    mine = monet_like.auto_schedule(copy.deepcopy(plain), tokens(), memory_budget="75%", blocks="layers.*", **OPTIONS)
+    plan = monet_like.block_plan(mine)
+    plain, mine = (DistributedDataParallel(model, bucket_cap_mb=0.05) for model in (plain, mine))
+    x = torch.randint(0, 50, (16, 32), generator=torch.Generator().manual_seed(rank))
+    for seed in range(3):
+        assert_same_step(plain, mine, x, seed)
+    assert plan is not None and all(block.record.schedule.rerun_count for block in blocks_of(mine)[:1])
+
+
+@pytest.mark.slow
+def test_blocks_under_distributed_data_parallel(tmp_path: Path) -> None:
+    together(tmp_path, _replicated)
+
+
+@pytest.mark.slow
+def test_the_rest_may_be_compiled() -> None:
+    plain, x = Decoder(), tokens()
+    mine = monet_like.auto_schedule(copy.deepcopy(plain), x, memory_budget="75%", blocks="layers.*", **OPTIONS)
+    compiled = torch.compile(mine, backend="eager")
+    plain.zero_grad()
+    assert torch.equal(train(plain, x), train(compiled, x))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), mine.parameters(), strict=True))
