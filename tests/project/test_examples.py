@@ -51,6 +51,14 @@ def test_distributed_training_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "schedule.pkl").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["fsdp2", "lora_blocks"])
+def test_blocks_sharded_over_two_processes(example: str, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = losses([*torchrun, f"{ROOT}/examples/{example}.py", "--steps", "4"], tmp_path)
+    assert len(found) == 4 and found[-1] < found[0]
+
+
 @pytest.fixture
 def image_folder(tmp_path: Path) -> Path:
     """Three classes of noise of different brightness, 23 images each to train."""
