@@ -11,6 +11,7 @@ import pytest
 import torch
 from block_models import EXACT, Decoder, Layer, Short, assert_same_step, loss_of, measured_peak, tokens, train
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torchvision.models.resnet import BasicBlock
 
 import monet_like
@@ -25,6 +26,18 @@ def planned(model: nn.Module, x: torch.Tensor, budget: str | int, **options: Any
     return monet_like.auto_schedule(model, x, memory_budget=budget, **{"blocks": "layers.*", **QUICK, **options})
 
 
+def assert_inputs_are_released(model: Any, x: torch.Tensor) -> None:
+    """A block's backward lets go of its input when it has ended, also while the result and its graph are alive."""
+    storages: list[StorageWeakRef] = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda _, args: storages.append(StorageWeakRef(args[0].untyped_storage())))
+    result = train(model, x)
+    assert len(storages) == len(model.layers) and all(storage.expired() for storage in storages)
+    assert result.grad_fn is not None
+    for layer in model.layers:
+        layer._forward_pre_hooks.clear()
+
+
 def test_gradients_are_plain_and_the_peak_is_as_predicted() -> None:
     plain = Decoder(blocks=2)
     x = tokens()
@@ -36,6 +49,7 @@ def test_gradients_are_plain_and_the_peak_is_as_predicted() -> None:
     assert measured_peak(mine, x) == plan.peak_bytes <= plan.budget_bytes
     assert measured_peak(plain, x) == plan.plain_peak_bytes
     assert plan.budget_bytes == int(0.75 * plan.plain_peak_bytes)
+    assert_inputs_are_released(mine, x)
     assert list(mine.state_dict()) == list(plain.state_dict())
     mine.eval(), plain.eval()
     with torch.no_grad():
