@@ -221,7 +221,9 @@ def checkpointing_step(ready: Prepared, called: Sequence[Operator], names: Seque
     Raises:
         UsageError: the operators are not those of the program.
     """
-    program, schedule, costs = plain_step(_without_states(ready.captured.plain), ready.costs)
+    program, schedule, costs = plain_step(
+        _without_states(ready.captured.plain), ready.costs, autograd_nodes=ready.captured.autograd_nodes
+    )
     tasks_of = _lined_up(program, ready.captured, called)
     region_of = {o.group: o.region for o in called if o.group is not None and o.region is not None}
     groups = [g for g in region_of if tasks_of.get(g)]

@@ -1,0 +1,74 @@
+"""The command ``monet-like fits``: its options and help. Its code is in `monet_like.cli.fits`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ..ir.defaults import MODE
+from .group import CONTEXT, Command, main
+from .options import attention_option, csv_option, with_terminal
+
+
+@main.command("fits", cls=Command, context_settings=CONTEXT)
+@click.argument("model")
+@click.option("--batch", default="1", show_default=True, help="Samples of a step, such as 4.")
+@click.option("--seq", type=int, default=2048, show_default=True, help="Tokens of a sample, such as 8192.")
+@click.option(
+    "--lora", type=int, default=0, help="Rank of LoRA adapters, such as 16.  [default: all parameters are trained]"
+)
+@click.option(
+    "--quant",
+    default="",
+    help="Frozen weights in nf4, nf4_double or int8, as bitsandbytes has them.  [default: in --dtype]",
+)
+@click.option(
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    help="Whose state to count: none, sgd, momentum, adam, adamw, adamw_fused, adamw8bit.",
+)
+@click.option(
+    "--optimizer-in-backward",
+    is_flag=True,
+    help="Each gradient is used and freed as soon as it is there.  [default: off]",
+)
+@click.option("--dtype", default="bfloat16", show_default=True, help="Of parameters and activations, such as float16.")
+@attention_option
+@click.option("--mode", default=MODE, show_default=True, help="Variants that our plans may use; as for solve.")
+@click.option(
+    "--cards",
+    default="rtx4080,rtx4090,a100,l40s,h100,h200",
+    show_default=True,
+    help="Data sheets, such as rtx4090,h100.",
+)
+@click.option(
+    "--largest",
+    type=click.Choice(["batch", "length", "off"]),
+    default="batch",
+    show_default=True,
+    help="Look for the largest batch at SEQ, or the largest length at BATCH.",
+)
+@click.option(
+    "--reserve",
+    default="1 GB",
+    show_default=True,
+    help="Of each card's memory, for the driver and fragments; such as 0.5 or 800MB.",
+)
+@csv_option("a row for each card and way")
+@with_terminal
+def fits_command(**options: Any) -> None:
+    """Say which cards the decoder MODEL trains on: plain, with a checkpoint per block, and by our plan. No card is needed.
+
+    MODEL is llama_1b, llama_3b, llama_8b or llama_70b (8B is the same), "transformers:LlamaForCausalLM(config.json)", or
+    path/to/file.py:make_model for a model with a method parts(). Weights are not needed. All figures are predicted.
+
+    \b
+    Examples:
+      monet-like fits 8B --lora 16 --quant nf4 --cards rtx4090,h100
+      monet-like fits llama_8b --optimizer adamw8bit --optimizer-in-backward --largest length
+    """
+    from .fits import fits
+
+    fits(**options)
