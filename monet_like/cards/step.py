@@ -2,9 +2,9 @@
 
 Parameters, buffers, the optimizer's state, tokens and cuBLAS's workspaces exist throughout. In the forward of block ``b`` the
 residual stream before each block up to ``b`` exists as well; blocks keep it for their backward. In the backward of block ``b``
-there are the residual stream before and after it, the gradient of the latter, and the gradients of all parameters behind it. An
-optimizer in the backward frees these at once, except those of a tied weight, which are complete at the end alone. Then the
-optimizer steps with all gradients.
+there are the residual streams before all blocks up to ``b``, the gradient of the one behind it, and the gradients of all
+parameters behind it. An optimizer in the backward frees these at once, except those of a tied weight, which are complete at the
+end alone. Otherwise the optimizer steps with all gradients.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def _moments(question: Question, pieces: Pieces, kinds: Sequence[Piece], base: i
     gradients = pieces.end.gradient_bytes + _tied_bytes(question)
     for b in reversed(range(count)):
         there = (*carried_start, *((other, 1) for other in range(b + 1)))
-        held = base + _LOSS_BYTES // 2 + (b + 3) * stream + gradients
+        held = base + _LOSS_BYTES // 2 + (b + 2) * stream + gradients
         yield Moment(f"backward of block {b}", held, there, b, "backward")
         gradients += kinds[b].gradient_bytes
     if pieces.start is not None:
-        held = base + _LOSS_BYTES // 2 + 2 * stream + gradients
+        held = base + _LOSS_BYTES // 2 + stream + gradients
         yield Moment("backward of the embedding", held, carried_start, start, "backward")
         gradients += pieces.start.gradient_bytes - _counted_twice(question, pieces)
     if not question.optimizer_in_backward:

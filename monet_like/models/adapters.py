@@ -168,7 +168,10 @@ class EightBit(nn.Module):
 
 
 class _EightBitProduct(torch.autograd.Function):
-    """A product of int8 rows with an int8 weight; the gradient's product dequantises the weight."""
+    """A product of int8 rows with an int8 weight; the gradient's product dequantises the weight.
+
+    bitsandbytes scales the dequantised weight in place; here it is copied, which counts one copy of it more for a moment.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -181,5 +184,5 @@ class _EightBitProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         weight, scales = ctx.saved_tensors
-        wide = weight.to(grad.dtype, copy=True).mul_(scales.unsqueeze(1).mul(1 / 127))
+        wide = weight.to(grad.dtype) * scales.unsqueeze(1).mul(1 / 127).to(grad.dtype)
         return grad @ wide, None, None

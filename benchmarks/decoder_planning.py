@@ -1,0 +1,114 @@
+"""How long a decoder of 8B parameters takes to plan block by block, and how near the plans are to their bounds.
+
+    python -m benchmarks.decoder_planning --model 8B --seq 2048 --shares 90,75,50
+
+Budgets are shares of plain PyTorch's predicted peak. Two bounds are printed. "Of the menus": no choice among the schedules that
+were found for the parts is faster (HiGHS). "Of all": no schedule at all is faster, since even without a limit of memory each
+part takes the time of its fastest schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from monet_like import fits
+from monet_like.ir.units import format_bytes, format_seconds
+from monet_like.profile.devices import DEVICES
+
+#: How the decoder is trained: options of `monet_like.fits`.
+TRAININGS = {
+    "LoRA on nf4 weights": {"lora": 16, "quant": "nf4"},
+    "LoRA": {"lora": 16},
+    "all parameters, 8-bit AdamW in the backward": {"optimizer": "adamw8bit", "optimizer_in_backward": True},
+}
+
+
+def measured(name: str, model: str, length: int, shares: list[float], card: str) -> dict[str, object]:
+    """Plan at all budgets, and return what is printed."""
+    sheet = DEVICES[card]
+    options = {"length": length, "largest": "", "reserve": "0", **TRAININGS[name]}
+    roomy = replace(sheet, name="no limit", memory_bytes=2**50)
+    started = time.perf_counter()
+    first = fits(model, cards=[roomy], **options)  # type: ignore[arg-type]
+    plain, fastest = first.row("no limit", "plain"), first.row("no limit", "ours")
+    seconds = time.perf_counter() - started
+    cards = [replace(sheet, name=f"{share:g} %", memory_bytes=int(share / 100 * plain.peak_bytes)) for share in shares]
+    started = time.perf_counter()
+    found = fits(model, cards=cards, **options)  # type: ignore[arg-type]
+    whole = time.perf_counter() - started
+    rows = []
+    for limits in cards:
+        row = found.row(limits.name, "ours")
+        least = fastest.seconds or 0.0
+        rows.append(
+            {
+                "budget": limits.name,
+                "budget_bytes": limits.memory_bytes,
+                "peak_bytes": row.peak_bytes,
+                "fits": row.fits,
+                "against_plain": row.against_plain,
+                "gap_of_the_menus": None if row.seconds is None else 1 - (row.bound_seconds or 0.0) / row.seconds,
+                "gap_of_all": None if row.seconds is None else 1 - least / row.seconds,
+            }
+        )
+    return {
+        "training": name,
+        "plain_peak_bytes": plain.peak_bytes,
+        "plain_seconds": plain.seconds,
+        "first_seconds": seconds,
+        "seconds": whole,
+        "stage_seconds": found.stage_seconds,
+        "rows": rows,
+    }
+
+
+def show(found: dict[str, object]) -> None:
+    """Print the figures of one training."""
+    stages = ", ".join(f"{k} {v:.1f} s" for k, v in found["stage_seconds"].items() if v)  # type: ignore[attr-defined]
+    print(
+        f"\n{found['training']}: plain {format_bytes(found['plain_peak_bytes'])}, {format_seconds(found['plain_seconds'])}"
+    )  # type: ignore[arg-type]
+    print(f"  three budgets in {found['seconds']:.1f} s wall ({stages})")
+    for row in found["rows"]:  # type: ignore[attr-defined]
+        if not row["fits"]:
+            missing = row["peak_bytes"] - row["budget_bytes"]
+            print(f"  {row['budget']:>5}: does not fit by {format_bytes(missing)}")
+            continue
+        print(
+            f"  {row['budget']:>5}: {100 * (row['against_plain'] - 1):+.1f} % time, peak {format_bytes(row['peak_bytes'])}, "
+            f"gap {100 * row['gap_of_the_menus']:.2f} % of the menus, {100 * row['gap_of_all']:.1f} % of all"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8B")
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--shares", default="90,75,50")
+    parser.add_argument("--card", default="h100", help="data sheet of the rates")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    given = parser.parse_args()
+    shares = [float(share) for share in given.shares.split(",")]
+    print(
+        f"{given.model}, batch 1, {given.seq} tokens; rates of {given.card}; PyTorch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
+    )
+    found = []
+    for name in TRAININGS:
+        found.append(measured(name, given.model, given.seq, shares, given.card))
+        show(found[-1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"\npeak memory of the process: {format_bytes(peak)}; CPU {time.process_time():.0f} s")
+    if given.out is not None:
+        given.out.write_text(json.dumps({"process_bytes": peak, "trainings": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
