@@ -238,7 +238,9 @@ def checkpointing_step(ready: Prepared, called: Sequence[Operator], names: Seque
             later = groups[number[g] + 1 :]
             drawing = {o.group for o in called if o.draws and o.region == region_of[g]}
             implied.update(number[h] for h in later if h in drawing)
-        items.append(Item(region_of[g], tuple(sorted(tasks_of[g])), once, tuple(sorted(implied))))
+        # Inside autocast PyTorch may have the casts of weights from a cache, so that the calls of casts cannot be counted.
+        never = any(o.op in _CASTS for o in own)
+        items.append(Item(region_of[g], tuple(sorted(tasks_of[g])), once, tuple(sorted(implied)), never))
     layers = layers_of(ready.captured, program)
     regions = []
     for k, name in enumerate(names):
@@ -293,6 +295,8 @@ def _within(layer: str, region: str) -> bool:
     return not region or layer == region or layer.startswith(f"{region}.")
 
 
+#: Casts, which autocast makes of weights once and then has in a cache.
+_CASTS = frozenset({"aten._to_copy.default"})
 #: Operators that only reserve memory, which capture and PyTorch do in several ways.
 _RESERVING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 #: Operators that PyTorch takes apart before it asks a policy.

@@ -61,12 +61,14 @@ class Item:
         tasks: forward tasks.
         always: it must be saved: what it does may happen once only.
         implies: items that must be saved if this one is.
+        never: it must be recomputed.
     """
 
     region: int
     tasks: tuple[int, ...]
     always: bool = False
     implies: tuple[int, ...] = ()
+    never: bool = False
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,11 @@ class _Table:
         """The data, from the step in which nothing is saved that need not be."""
         made = checkpointed(step, least)
         tasks, stages = step.program.tasks, made.schedule.runs()
-        free = [i for i, item in enumerate(step.items) if i not in least and any(p in made.again for p in item.tasks)]
+        free = [
+            i
+            for i, item in enumerate(step.items)
+            if i not in least and not item.never and any(p in made.again for p in item.tasks)
+        ]
         owner = {made.again[p]: i for i in free for p in step.items[i].tasks if p in made.again}
         when = {p: t for t, (stage, p) in enumerate(stages) if stage and p in owner}
         there: list[frozenset[int]] = []
@@ -361,6 +367,8 @@ class _Table:
             for j in step.items[i].implies:
                 if j in columns:
                     builder.at_most(column, columns[j])
+                elif step.items[j].never:
+                    builder.at_most(column)
         return builder.finish(unit), columns
 
 

@@ -381,3 +381,29 @@ def test_the_command_writes_a_file_of_a_schedule_file(tmp_path: Path, monkeypatc
     refused = CliRunner().invoke(main, ("export", "n.pkl", "--regions", "a"))
     assert refused.exit_code == 2
     assert "give --to sac" in refused.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [False, True], ids=["backward_outside", "backward_inside"])
+def test_autocast_whose_cache_leaves_out_casts(inside: bool) -> None:
+    """The backward inside autocast finds the casts of weights in its cache: then the recomputation calls fewer operators."""
+    model, x = decoder()
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = solved(model, x, "70%")
+        policy = checkpoint_policy(plan, regions="layers.*")
+    assert "aten._to_copy.default" in {op for region in policy.plan.regions for op, _ in region.operators}
+    assert "aten._to_copy.default" not in saved_calls(policy)
+
+    def gradients(net: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(x).float().square().mean()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [loss.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
+
+    model.policy = policy
+    assert different(gradients(model), gradients(plain)) == 0
