@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..capture.captured import Captured
@@ -61,8 +61,11 @@ def own_schedules(
     return tuple(point.schedule for point in found)
 
 
-def checkpointed(program: Program) -> Schedule:
+def checkpointed(program: Program, saved_operators: Container[str] = ()) -> Schedule:
     """Plain PyTorch's operators with a checkpoint around them: the backward first runs the forward again.
+
+    Args:
+        saved_operators: names whose results are saved (selective checkpointing), such as ``"aten.mm.default"``.
 
     As with PyTorch's early stop, only what the backward needs is made again. Tasks that may run only once, such as random
     draws, and those that make a result, which the caller holds, are not run again: what they make is kept.
@@ -76,6 +79,8 @@ def checkpointed(program: Program) -> Schedule:
         index = maker.get(pending.pop())
         task = None if index is None else program.tasks[index]
         if task is None or index is None or task.runs == "first" or results.intersection(task.writes):
+            continue
+        if task.calls[-1].op in saved_operators:
             continue
         if index not in again:
             again.add(index)

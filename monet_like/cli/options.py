@@ -48,7 +48,7 @@ def with_terminal(function: Callable[..., Any]) -> Callable[..., Any]:
 attention_option = click.option(
     "--attention",
     default="",
-    help="Kind of attention that PyTorch takes: flash, efficient, cudnn or math.  [default: PyTorch's choice on that card]",
+    help="Kind of attention that PyTorch takes, such as flash; or efficient, cudnn, math.  [default: PyTorch's choice on that card]",
 )
 precision_options = combined(
     dtype_option,

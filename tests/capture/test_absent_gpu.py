@@ -18,6 +18,7 @@ from fake_gpu import build, captures
 from torch import nn
 
 from monet_like.capture import absent_gpu, absent_gpu_autocast
+from monet_like.capture.absent_gpu_attention import Absent
 from monet_like.capture.captured import Captured, fake_mode
 from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError
@@ -165,7 +166,7 @@ def test_autocast_casts_as_on_cuda(name: str) -> None:
             finally:
                 torch.set_autocast_enabled("cuda", False)
                 torch.set_autocast_dtype("cuda", torch.float16)
-            with absent_gpu.as_on(CUDA), torch.autocast("cuda", torch.bfloat16):
+            with absent_gpu.as_on(Absent(CUDA)), torch.autocast("cuda", torch.bfloat16):
                 assert result("cpu", one, other) == expected, (one, other)
 
 
@@ -176,7 +177,7 @@ def test_autocast_is_afterwards_what_it_was() -> None:
             return (a @ a).dtype, a.softmax(-1).dtype, (a @ a).exp().dtype, torch.is_autocast_enabled("cuda")
 
     before = dtypes()
-    with absent_gpu.as_on(CUDA):
+    with absent_gpu.as_on(Absent(CUDA)):
         assert dtypes() == (torch.bfloat16, torch.float32, torch.float32, True)
     assert dtypes() == before == (torch.bfloat16, torch.float32, torch.bfloat16, False)
     assert torch.get_autocast_dtype("cpu") == torch.bfloat16

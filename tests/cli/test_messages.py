@@ -788,6 +788,7 @@ def test_zoo_show_lists_a_models_schedules(monkeypatch: pytest.MonkeyPatch) -> N
     assert error(CliRunner().invoke(main, ["zoo", "show", "resnet5"])).startswith("the zoo has no 'resnet5'")
 
 
+@pytest.mark.slow
 def test_the_largest_batch_from_measured_costs() -> None:
     """Measured at two batches; what is found fits."""
     words = ["largest-batch", *SMALL, "--json", "net.py:chain", "300 KB", "normal"]

@@ -32,6 +32,7 @@ RECORD = ScheduleRecord(
     optimizer_bytes=2**28,
     cublas_bytes=2**26,
     autocast="bfloat16",
+    attention="flash",
     layout="channels_last",
     made_last=("classifier.0.weight", "classifier.3.weight"),
     note="measured at batch 2, scaled to 4",

@@ -139,7 +139,8 @@ def test_expressions_are_names_or_calls(tmp_path: Path, expression: str) -> None
     expression = expression.replace("{}", str(sentinel))
     assert refusal(expression) == (
         f"MODEL {expression!r} is not understood; give a dotted call with literal arguments "
-        '("torchvision.models.resnet18(num_classes=10)"), unet, nasnet, amoebanet, darts, or path/to/file.py:make_model'
+        '("torchvision.models.resnet18(num_classes=10)"), unet, nasnet, amoebanet, darts, '
+        "llama_1b, llama_3b, llama_8b, llama_70b, or path/to/file.py:make_model"
     )
     assert not sentinel.exists()
 

@@ -394,6 +394,7 @@ OPTIONAL = {
     "made_last",
     "cublas_bytes",
     "optimizer_in_backward",
+    "attention",
 }  # the first is three; without the others files are from before
 FIELDS = ("forward", "again", "ways", "inputs", *(f.name for f in fields(ScheduleRecord) if f.name not in OPTIONAL))
 
