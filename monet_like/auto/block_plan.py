@@ -27,7 +27,7 @@ from ..plan.block_points import Point, efficient, menu, point_of
 from ..plan.blocks import Moment, choose, peak_of, seconds_of, smallest
 from ..plan.result import Plan
 from .agreement import from_all, from_first
-from .block_wrapper import BlockCall
+from .block_wrapper import BlockCall, is_sharded
 from .step_memory import Blocks, Rehearsed, StepMemory
 
 _log = logging.getLogger("monet_like")
@@ -116,7 +116,7 @@ def plan_blocks(of: Blocks, example: Example, settings: BlockSettings) -> BlockP
     records = from_first(lambda: _records(of, kinds, points, found), together=settings.together)
     for block, content in zip(of.blocks, records, strict=True):
         block.record = ScheduleRecord.of_content(content, "the plan") if content else None
-        block._block_planned = True
+        block._block_planned, block._block_sharded = True, is_sharded(block)
     calls = first.calls
     made = BlockPlan(
         peak + cublas, moment, budget, plain_peak, seconds_of(points, calls), seconds_of(plain, calls),

@@ -64,7 +64,7 @@ class BlockSchedule(ScheduleWrapper):
         self.record = None
         self._block_name, self._block_mode = name, mode
         self._block_call: BlockCall | None = None
-        self._block_number, self._block_planned = 0, False
+        self._block_number, self._block_planned, self._block_sharded = 0, False, False
         self._rehearsal: Rehearsal | None = None
         self._block_plan: Any = None  # of the whole model, for people
 
@@ -73,7 +73,7 @@ class BlockSchedule(ScheduleWrapper):
         """The block's forward, whose backward follows the schedule.
 
         Raises:
-            UsageError: nothing was planned yet: the whole model was not called.
+            UsageError: nothing was planned yet: the whole model was not called; or the block was sharded since.
         """
         if not self.training or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
@@ -84,6 +84,11 @@ class BlockSchedule(ScheduleWrapper):
                 f"{self._block_name} has no schedule yet: schedules are planned when the model that was given to auto_schedule "
                 "is called in training mode, and the block was called without it; call that model, or give auto_schedule "
                 "example inputs"
+            )
+        if is_sharded(self) and not self._block_sharded:
+            raise UsageError(
+                f"{self._block_name} was sharded by fully_shard after its schedule was planned, so the plan does not count what "
+                "fully_shard gathers; call auto_schedule without example inputs, then fully_shard, and the first training call plans"
             )
         if self.record is None:
             return self._model(*args, **kwargs)
@@ -165,6 +170,15 @@ def _tensor(modules: dict[str, nn.Module], constants: dict[str, torch.Tensor], n
     found = modules[owner]._parameters[leaf]
     assert found is not None
     return found
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on this module."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
 
 
 def blocks_of(model: nn.Module) -> Sequence[BlockSchedule]:

@@ -53,9 +53,9 @@ def assert_same_shards(plain: nn.Module, mine: nn.Module, x: torch.Tensor, seed:
 
 
 def step_peak(model: nn.Module, x: torch.Tensor) -> int:
-    """The least of the peaks of three steps."""
+    """The least of the peaks of five steps."""
     found = []
-    for _ in range(3):
+    for _ in range(5):
         model.zero_grad()
         found.append(allocated_peak(lambda: train(model, x), CPU))
     model.zero_grad()
@@ -96,6 +96,11 @@ def _sharded(rank: int, block: Callable[[int], nn.Module], budget: str, options:
             monet_like.unwrap(mine)
         with pytest.raises(UsageError, match=r"layers.0 is sharded already; call auto_schedule first"):
             monet_like.auto_schedule(plain, blocks="layers.*")
+    early = monet_like.auto_schedule(
+        Decoder(Short), tokens(), memory_budget="90%", blocks="layers.*", same_plan=False, **OPTIONS
+    )
+    with pytest.raises(UsageError, match=r"layers.0 was sharded by fully_shard after its schedule was planned"):
+        train(sharded(early), x)
 
 
 def test_sharded_blocks_keep_the_budget(tmp_path: Path) -> None:
