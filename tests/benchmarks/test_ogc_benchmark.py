@@ -77,11 +77,13 @@ def test_one_net_end_to_end(tmp_path: Path) -> None:
     assert ratios["memory in all"] == pytest.approx(figures.predicted_ratio["memory in all"], abs=1e-3)
     assert "resnet18, batch 8, 64 x 64, ogc, normal, cpu; planned in " in done.stdout
     assert "123 of 123 tensors equal bit by bit" in done.stdout
-    for name, least in (("memory without stationary", 20.0), ("memory in all", 1.0)):
+    for name in ("memory without stationary", "memory in all"):
         (line,) = (text for text in done.stdout.splitlines() if text.startswith(name))
         measured, predicted = map(float, re.findall(r"([+-][0-9.]+) %", line))
         assert measured == pytest.approx(predicted, abs=0.1)
-        assert measured < -least
+    # In bytes: oneDNN's workspaces, which both have, are 36 MB more on some processors and with some numbers of threads.
+    activations = figures.loc["memory without stationary"]
+    assert activations.plain - activations.schedule > 8e6
     assert re.search(r"step, median +[0-9.]+ m?s +[0-9.]+ m?s +[+-][0-9.]+ % +[+-][0-9.]+ %", done.stdout)
 
 
