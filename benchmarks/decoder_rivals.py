@@ -99,13 +99,8 @@ def main(model: str, seq: int, batch: int, card: str) -> None:
         pieces = answer.pieces(sheet.capability)
         prices = {piece: answer.priced(piece, sheet) for piece in pieces.every}
         step = step_of(question, pieces, sheet.cublas_bytes)
-        order = [
-            *(pieces.kinds[kind] for kind in pieces.kind_of),
-            pieces.end,
-            *([pieces.start] if pieces.start else []),
-        ]
-        menus = [prices[piece].ours for piece in order]
-        once, found = [1] * len(order), rules(answer, prices, sheet)
+        menus = with_way(pieces, lambda piece, prices=prices: prices[piece].ours)
+        once, found = [1] * len(menus), rules(answer, prices, sheet)
         least = seconds_of(found["plain"], once)
         print(f"\n{name}: plain {format_seconds(least)}\n")
         print("| rule | peak | step | ours at that peak |\n|---|---|---|---|")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +21,7 @@ from ..capture.example_inputs import device_of, with_length
 from ..capture.guards.reads import Change
 from ..capture.precision import autocast_name
 from ..compiler.pipeline import compile_schedule
-from ..compiler.progress import Progress, is_watched
+from ..compiler.progress import Progress, announce
 from ..compiler.request import Request, captured_for
 from ..compiler.sources import Cached, keep
 from ..errors import ScheduleFileError, SolverError, UsageError, warn_caller
@@ -37,8 +35,6 @@ from ..replay.compatibility import exceeds, mismatch
 from ..replay.wrapper import ScheduleWrapper
 from .block_plan import BlockSettings
 from .blocks import BlockNames, schedule_blocks
-
-_log = logging.getLogger("monet_like")
 
 #: Everything that is exact.
 ALL_VARIANTS = MODE
@@ -330,14 +326,12 @@ def _compiled(
 def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
     """Log in one line what a schedule promises and where it is from; also on stderr, if that is wanted."""
     gap = "" if record.gap is None else f", within {100 * record.gap:.1f} % of the best possible"
-    line = (
+    announce(
         f"{record.model}: peak {format_bytes(record.peak_bytes)} instead of {format_bytes(record.plain_peak_bytes)}, step "
         f"{format_seconds(record.seconds)} instead of {format_seconds(record.plain_seconds)} (predicted){gap}; {source}; "
-        f"costs: {record.note}"
+        f"costs: {record.note}",
+        verbose,
     )
-    _log.info(line)
-    if verbose or (verbose is None and is_watched()):
-        print(f"monet_like: {line}", file=sys.stderr)
 
 
 def _digest(request: Request, budget: Budget, device: torch.device) -> str:

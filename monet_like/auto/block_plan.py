@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +13,7 @@ import torch
 
 from ..capture.example_inputs import Example, device_of
 from ..compiler.pipeline import Prepared, make_record, prepare, settled_for
-from ..compiler.progress import Progress, is_watched
+from ..compiler.progress import Progress, announce
 from ..compiler.sources import Cached
 from ..errors import InfeasibleError, UsageError
 from ..ir.schedule import Schedule
@@ -29,8 +27,6 @@ from ..plan.result import Plan
 from .agreement import from_all, from_first
 from .block_wrapper import BlockCall, is_sharded
 from .step_memory import Blocks, Rehearsed, StepMemory
-
-_log = logging.getLogger("monet_like")
 
 #: Choices that are made at most: each after a rehearsal that keeps what the one before it keeps.
 ROUNDS = 3
@@ -340,11 +336,9 @@ def _records(
 
 def _tell(of: Blocks, plan: BlockPlan, seconds: float, verbose: bool | None) -> None:
     """Log in one line what the schedules promise; also on stderr, if that is wanted."""
-    line = (
+    announce(
         f"{type(of.model).__name__}, {len(of.blocks)} blocks of {plan.kinds} kinds: peak {format_bytes(plan.peak_bytes)} instead "
         f"of {format_bytes(plan.plain_peak_bytes)}, {plan.moment}; blocks {format_seconds(plan.seconds)} instead of "
-        f"{format_seconds(plan.plain_seconds)} (predicted); planned in {format_seconds(seconds)}"
+        f"{format_seconds(plan.plain_seconds)} (predicted); planned in {format_seconds(seconds)}",
+        verbose,
     )
-    _log.info(line)
-    if verbose or (verbose is None and is_watched()):
-        print(f"monet_like: {line}", file=sys.stderr)

@@ -85,7 +85,7 @@ class BlockSchedule(ScheduleWrapper):
                 "is called in training mode, and the block was called without it; call that model, or give auto_schedule "
                 "example inputs"
             )
-        if is_sharded(self) and not self._block_sharded:
+        if not self._block_sharded and is_sharded(self):
             raise UsageError(
                 f"{self._block_name} was sharded by fully_shard after its schedule was planned, so the plan does not count what "
                 "fully_shard gathers; call auto_schedule without example inputs, then fully_shard, and the first training call plans"

@@ -67,10 +67,9 @@ class Answer:
     def _choose(
         self, card: DeviceLimits, pieces: Pieces, prices: Mapping[Piece, Priced], step: Step, plain: float
     ) -> None:
-        kinds = [pieces.kinds[kind] for kind in pieces.kind_of]
-        order = [*kinds, pieces.end, *([pieces.start] if pieces.start else [])]
+        menus = with_way(pieces, lambda piece: prices[piece].ours)
         try:
-            found = choose([prices[piece].ours for piece in order], step.moments, self.budget(card))
+            found = choose(menus, step.moments, self.budget(card))
         except InfeasibleError as error:
             self._row(card, "ours", error.smallest_bytes or 0, error.step or "", None, plain)
             return

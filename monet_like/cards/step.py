@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..compiler.request import OPTIMIZERS
-from ..plan.block_points import Point
 from ..plan.blocks import Moment
 from .decoder import Question
 from .pieces import Piece, Pieces, resident_bytes
+
+Found = TypeVar("Found")
 
 #: The loss, and its gradient: one number each, as large as CUDA's allocator makes it.
 _LOSS_BYTES = 2 * 512
@@ -97,7 +98,7 @@ def _temporaries(question: Question, gradients: int) -> int:
     return gradients if OPTIMIZERS[question.optimizer].temporaries else 0
 
 
-def with_way(pieces: Pieces, points: Callable[[Piece], Point]) -> tuple[Point, ...]:
-    """A point for every part, in the numbering of `Step`: one for each distinct part."""
-    found = [points(pieces.kinds[kind]) for kind in pieces.kind_of]
-    return (*found, points(pieces.end), *([points(pieces.start)] if pieces.start is not None else []))
+def with_way(pieces: Pieces, of: Callable[[Piece], Found]) -> tuple[Found, ...]:
+    """What ``of`` says of each part, such as a point or a menu, for every part in the numbering of `Step`."""
+    found = [of(pieces.kinds[kind]) for kind in pieces.kind_of]
+    return (*found, of(pieces.end), *([of(pieces.start)] if pieces.start is not None else []))

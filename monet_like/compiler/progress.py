@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import TracebackType
 
@@ -9,10 +10,19 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+_log = logging.getLogger("monet_like")
+
 
 def is_watched() -> bool:
     """Whether somebody sees what is shown on stderr: it is a terminal, or this is a notebook."""
     return sys.stderr.isatty() or Console(stderr=True).is_jupyter
+
+
+def announce(line: str, verbose: bool | None) -> None:
+    """Log a line (level INFO), and show it on stderr if ``verbose``; None: if somebody sees stderr."""
+    _log.info(line)
+    if verbose or (verbose is None and is_watched()):
+        print(f"monet_like: {line}", file=sys.stderr)
 
 
 class Progress:
