@@ -190,7 +190,7 @@ def main(out: Path | None) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("there is no GPU: the kernels' speed can only be measured on one")
     ops.load()
-    if not registered.available("cuda"):
+    if not ops.available("cuda"):
         raise click.ClickException(f"the CUDA kernels are not compiled: {ops.status()}")
     if not PLAUSIBLE[0] < (rate := copy_rate(2**28)) < PLAUSIBLE[1]:
         print(f"not measured: copy_ seems to move {rate:.0f} GB/s, so this device's clock shows no times")

@@ -8,9 +8,9 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -18,7 +18,8 @@ import torch
 from benchmarks.rows import write_rows
 from benchmarks.worker import apart, gradients_of, rounding_of
 from monet_like.capture.captured import Captured
-from monet_like.capture.example_inputs import Example, example_of
+from monet_like.capture.example_inputs import example_of
+from monet_like.capture.precision import autocast_as
 from monet_like.compiler.costs import measured_costs, to_profile
 from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import MonetError
@@ -26,7 +27,7 @@ from monet_like.files import write_atomically
 from monet_like.ir.mode import ALGORITHMS
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import InputSpec, ScheduleRecord
-from monet_like.models import ModelSpec, build_model
+from monet_like.models import build_model
 from monet_like.profile.devices import device_name, device_slug, known_limits, machine_at
 from monet_like.replay.allocator import reserve
 from monet_like.replay.comparison import Tensors
@@ -37,14 +38,39 @@ from monet_like.zoo.registry import FILE_NAME, Registry
 ROOT = Path(__file__).resolve().parents[1]
 MB, GIB = 10**6, 2**30
 FULL = "inplace_conv_multiway_newnode"
-#: MONeT's five nets at its batches: profiled even where there is no schedule.
-MONET = (
-    ("torchvision.models.resnet50()", (184, 3, 224, 224)),
-    ("torchvision.models.googlenet(init_weights=False)", (320, 3, 224, 224)),
-    ("torchvision.models.mobilenet_v2()", (272, 3, 224, 224)),
-    ("torchvision.models.vgg16()", (176, 3, 224, 224)),
-    ("unet", (11, 3, 416, 608)),
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is profiled: a model, its inputs, and autocast's dtype or ""."""
+
+    model: str
+    inputs: tuple[InputSpec, ...]
+    autocast: str = ""
+
+    @property
+    def slug(self) -> str:
+        """Batch and dtype, for file names."""
+        return f"{self.inputs[0].shape[0]}{'_' if self.autocast else ''}{self.autocast}"
+
+    def __str__(self) -> str:
+        return f"{self.model}, batch {self.inputs[0].shape[0]}" + (f", {self.autocast}" if self.autocast else "")
+
+
+#: MONeT's five nets at its batches, and a decoder: profiled even where there is no schedule.
+FIRST = (
+    Work("torchvision.models.resnet50()", (InputSpec((184, 3, 224, 224), "float32"),)),
+    Work("monet_like.zoo.models.llama_1b()", (InputSpec((4, 2048), "int64"),), "bfloat16"),
+    Work("torchvision.models.googlenet(init_weights=False)", (InputSpec((320, 3, 224, 224), "float32"),)),
+    Work("torchvision.models.mobilenet_v2()", (InputSpec((272, 3, 224, 224), "float32"),)),
+    Work("torchvision.models.vgg16()", (InputSpec((176, 3, 224, 224), "float32"),)),
+    Work("unet", (InputSpec((11, 3, 416, 608), "float32"),)),
 )
+
+
+def work_of(record: ScheduleRecord) -> Work:
+    """What a schedule is of."""
+    return Work(record.model, record.inputs, record.autocast)
 
 
 @dataclass(frozen=True)
@@ -53,7 +79,7 @@ class Replay:
 
     Attributes:
         profile: device the costs are from, on which predictions depend.
-        gradient_error: of all gradients together, relative, in the 2-norm; ``rounding``: that of plain PyTorch with
+        gradient_error: of all gradients together, relative, in the 2-norm, of steps `in_float32`; ``rounding``: that of plain PyTorch with
             weights changed in the last places. ``wrong``: the gradients that are not plain PyTorch's, by
             `monet_like.replay.comparison`.
         reserved_bytes: by the caching allocator, which had one block to begin with.
@@ -101,28 +127,48 @@ def on_device(gradients: Tensors, device: torch.device) -> Tensors:
     return {name: tensor.to(device) if tensor is not None else None for name, tensor in gradients.items()}
 
 
+@contextmanager
+def in_float32() -> Iterator[None]:
+    """Convolutions in float32, and, where cuDNN may choose, by algorithms that give the same bits each time.
+
+    By default PyTorch computes them in TF32, whose rounding is 8,192 times as coarse: gradients of a deep net with batch
+    norm then differ by a third from those of weights changed in the last place, and comparing them would show nothing.
+    """
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32, cudnn.deterministic
+    cudnn.allow_tf32, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, cudnn.deterministic = before
+
+
 class Plain:
     """A model as it is, measured once for all its schedules."""
 
     def __init__(self, record: ScheduleRecord, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.device, self.model = device, build_model(record.model).module.to(device)
+        with device:
+            self.device, self.model = device, build_model(record.model).module.to(device)
         self.example = real_example(example_of(record.inputs, device), device)
-        gradients = gradients_of(self.model, self.example)
-        self.model.zero_grad(set_to_none=True)
-        self.rounding = rounding_of(self.model, self.example, gradients)
+        with in_float32():
+            gradients = gradients_of(self.model, self.example)
+            self.model.zero_grad(set_to_none=True)
+            self.rounding = rounding_of(self.model, self.example, gradients)
         self.gradients = on_cpu(gradients)
         del gradients
         emptied(device)
         self.peak_bytes = step_peak(self.model, self.example, device)
         self.model.zero_grad(set_to_none=True)
-        self._captured: dict[tuple[str, bool, str, tuple[str, ...]], Captured] = {}
+        self._captured: dict[tuple[str, bool, tuple[str, ...]], Captured] = {}
 
     def captured(self, record: ScheduleRecord) -> Captured:
         """The program that a schedule is for."""
-        key = (record.mode, record.ablation, record.autocast, record.made_last)
+        key = (record.mode, record.ablation, record.made_last)
         if key not in self._captured:
-            request = Request(self.model, self.example, key[0], ablation=key[1], autocast=key[2], made_last=key[3])
+            request = Request(
+                self.model, self.example, key[0], ablation=key[1], autocast=record.autocast, made_last=key[2]
+            )
             self._captured[key] = captured_for(request, self.example)
         return self._captured[key]
 
@@ -133,14 +179,16 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     wrapped = ScheduleWrapper(copy.deepcopy(plain.model), record, example=example, captured=plain.captured(record))
     emptied(device)
     reserve(record, device)
-    gradients = on_cpu(gradients_of(wrapped, example))
+    with in_float32():
+        gradients = on_cpu(gradients_of(wrapped, example))
     wrapped.zero_grad(set_to_none=True)
     error = apart(plain.gradients, gradients)
     peak = step_peak(wrapped, example, device)
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     seconds = step_seconds([(plain.model, example), (wrapped, example)], device, steps)
     plain.model.zero_grad(set_to_none=True)
-    verdicts = judged(plain.model, example, on_device(plain.gradients, device), on_device(gradients, device))
+    with in_float32():
+        verdicts = judged(plain.model, example, on_device(plain.gradients, device), on_device(gradients, device))
     reasons = [f"{verdict.name} {verdict.reason}" for verdict in verdicts if not verdict.right]
     wrong = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
     return Replay(
@@ -150,22 +198,36 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     )  # fmt: skip
 
 
-def profile(spec: ModelSpec, example: Example, device: torch.device, folder: Path, mode: str = FULL) -> Path:
-    """Measure a model's operators at this batch and write the file that solve.py takes, adding to what it has."""
-    batch = example[0][0].shape[0]
-    request = Request(spec.module.to(device), example, mode, spec.expression, profile_batch=batch)
+def profile(work: Work, device: torch.device, folder: Path, mode: str = FULL) -> str:
+    """Measure a model's operators at this batch and write the file that solve.py takes, adding to what it has.
+
+    Returns:
+        A line on what was done, with the program's fingerprint: what is captured elsewhere for this card should have it.
+    """
+    started = time.monotonic()
+    with device:
+        spec = build_model(work.model)
+    example = real_example(example_of(work.inputs, device), device)
+    batch = work.inputs[0].shape[0]
+    request = Request(
+        spec.module.to(device), example, mode, spec.expression, profile_batch=batch, autocast=work.autocast
+    )
     captured = captured_for(request, example)
-    path = folder / f"profile_{spec.name}_{batch}_{device_slug(device)}.json"
+    path = folder / f"profile_{spec.name}_{work.slug}_{device_slug(device)}.json"
     known = Profile.load(path).costs if path.exists() else {}
+    capture_seconds = time.monotonic() - started
     costs, note = measured_costs(request, captured, device, known=known)
     to_profile(costs, device, note or f"measured at batch {batch}").save(path)
-    return path
+    return (
+        f"{path.name}: {len(costs) - len(known)} operators in {time.monotonic() - started:.0f} s, {capture_seconds:.0f} s of "
+        f"it the capture; program {captured.program.fingerprint[:12]}"
+    )
 
 
 def schedules(folder: Path, device: torch.device, models: str) -> list[tuple[str, ScheduleRecord]]:
     """One schedule of every name in ``folder``: from this device, else its datasheet's, else another's.
 
-    MONeT's nets come first, schedules of one model in a row.
+    The models of `FIRST` come first, schedules of one model in a row.
     """
     limits = known_limits(machine_at(device).name)
     wanted = (device_name(device), f"roofline:{limits.name}" if limits else "")
@@ -174,7 +236,7 @@ def schedules(folder: Path, device: torch.device, models: str) -> list[tuple[str
         rank = wanted.index(record.device) if record.device in wanted else len(wanted)
         if re.search(models, record.model) and (name not in chosen or rank < chosen[name][0]):
             chosen[name] = rank, record
-    first = [model for model, _ in MONET]
+    first = [work.model for work in FIRST]
 
     def order(pair: tuple[str, ScheduleRecord]) -> tuple[int, str, int]:
         _, record = pair
@@ -232,14 +294,10 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
     """Replay, profile, report."""
     device, deadline = torch.device(where), time.monotonic() + seconds
     found = schedules(solutions, device, models)
-    wanted: dict[tuple[str, int], tuple[InputSpec, ...]] = {
-        (model, shape[0]): (InputSpec(shape, "float32"),) for model, shape in MONET if re.search(models, model)
-    }
-    for _, record in found:
-        wanted.setdefault((record.model, record.inputs[0].shape[0]), record.inputs)
+    wanted = dict.fromkeys([work for work in FIRST if re.search(models, work.model)] + [work_of(r) for _, r in found])
     for _, record in found:  # profiled before
         if record.device == device_name(device):
-            wanted.pop((record.model, record.inputs[0].shape[0]), None)
+            wanted.pop(work_of(record), None)
     rows: list[Replay] = []
     lines: list[str] = []
 
@@ -250,33 +308,30 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
         write_rows(out / "replays.csv", rows)
 
     def profiled(mode: str, until: float, what: str) -> None:
-        for (model, batch), inputs in wanted.items():
+        for work in wanted:
             if time.monotonic() > until:
-                lines.append(f"{model}, batch {batch}: {what}not profiled, the time was over")
+                lines.append(f"{work}: {what}not profiled, the time was over")
                 continue
-            started = time.monotonic()
             try:
-                example = real_example(example_of(inputs, device), device)
-                path = profile(build_model(model), example, device, out / "profiles", mode)
-                lines.append(f"{path.name}: {what}{time.monotonic() - started:.0f} s")
+                lines.append(what + profile(work, device, out / "profiles", mode))
             except (MonetError, RuntimeError) as error:
-                lines.append(f"{model}, batch {batch}: {what}not profiled: {str(error).splitlines()[0]}")
+                lines.append(f"{work}: {what}not profiled: {str(error).splitlines()[0]}")
             emptied(device)
             report()
 
     profiled(FULL, deadline - seconds / 2, "")
-    plain: tuple[Any, Plain | None] = None, None
+    work, plain = None, None
     for name, record in found:
         if time.monotonic() > deadline - seconds / 5:
             rows.append(Replay(name, "not replayed, the time was over", record.model))
             continue
         try:
-            if plain[1] is None or plain[0] != (record.model, record.inputs):
-                plain = None, None
-                emptied(device)
-                plain = (record.model, record.inputs), Plain(record, device)
-            assert plain[1] is not None
-            rows.append(replay(name, record, plain[1], steps))
+            with autocast_as(record.autocast, device):
+                if plain is None or work != work_of(record):
+                    work, plain = work_of(record), None
+                    emptied(device)
+                    plain = Plain(record, device)
+                rows.append(replay(name, record, plain, steps))
         except (MonetError, RuntimeError) as error:
             rows.append(Replay(name, str(error).splitlines()[0].replace("|", "\\|"), record.model))
         emptied(device)

@@ -67,7 +67,9 @@ def convolutions(device: torch.device) -> Iterator[None]:
         yield
         return
 
-    def select(x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def select(*args: Any, **kwargs: Any) -> Any:
+        # PyTorch 2.14 passes the input and the weight by place, 2.11 by name.
+        x, weight = (*args, *(kwargs[name] for name in ("input", "weight") if name in kwargs))[:2]
         if not torch._C._has_cudnn and not (_in_rows(x) and _in_rows(weight)):
             raise CaptureError(
                 "how a GPU lays out the results of convolutions in channels-last is known only to a PyTorch that is built for "
@@ -75,7 +77,7 @@ def convolutions(device: torch.device) -> Iterator[None]:
             )
         mode = x.fake_mode if isinstance(x, FakeTensor) else FakeTensorMode()
         with mode:
-            there = [_twin(t, device) if isinstance(t, torch.Tensor) else t for t in (x, weight, *args)]
+            there = [_twin(t, device) if isinstance(t, torch.Tensor) else t for t in args]
             named = {n: _twin(t, device) if isinstance(t, torch.Tensor) else t for n, t in kwargs.items()}
         return own(*there, **named)
 

@@ -59,7 +59,7 @@ TRANSFORMS = {"fft", "fft_tiling"}
     ("options", "wanted"),
     [
         ({"kernel_size": 3, "padding": 1}, ANY | TRANSFORMS | {"winograd", "winograd_nonfused"}),
-        ({"kernel_size": 5, "groups": 2, "bias": False}, ANY | TRANSFORMS | {"winograd_nonfused"}),
+        ({"kernel_size": 5, "groups": 2, "bias": False}, ANY | TRANSFORMS),
         ({"kernel_size": (7, 3)}, ANY | TRANSFORMS),
         ({"kernel_size": 3, "stride": 2}, ANY),
         ({"kernel_size": 3, "dilation": 2, "padding": "same"}, ANY),

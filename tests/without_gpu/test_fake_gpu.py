@@ -170,6 +170,7 @@ def test_the_gpu_check_runs_to_its_end(fake_gpu: Run, tmp_path: Path) -> None:
         SOLUTIONS=str(found.parent), MODELS="resnet18",
     )  # fmt: skip
     assert "tests: passed" in done.stdout
+    assert "bandwidth: passed" in done.stdout, (tmp_path / "out" / "bandwidth.log").read_text()
     # Values mean nothing here, so that gradients are wrong is all that may be wrong.
     log = (tmp_path / "out" / "measure.log").read_text().splitlines()
     assert "measure: passed" in done.stdout or log[-1].startswith("wrong gradients: small (gradient of "), log[-5:]
