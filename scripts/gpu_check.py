@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
+from torch import nn
 
 from benchmarks.rows import write_rows
 from benchmarks.worker import apart, gradients_of, rounding_of
@@ -143,13 +145,28 @@ def in_float32() -> Iterator[None]:
         cudnn.allow_tf32, cudnn.deterministic = before
 
 
+class Casting(nn.Module):
+    """A model whose forward, and nothing else, runs under autocast."""
+
+    def __init__(self, model: nn.Module, autocast: str, device: torch.device) -> None:
+        super().__init__()
+        self.model, self.autocast, self.device = model, autocast, device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with autocast_as(self.autocast, self.device):
+            return self.model(*args, **kwargs)
+
+
 class Plain:
     """A model as it is, measured once for all its schedules."""
 
     def __init__(self, record: ScheduleRecord, device: torch.device) -> None:
         torch.manual_seed(0)
         with device:
-            self.device, self.model = device, build_model(record.model).module.to(device)
+            self.device, self.model = (
+                device,
+                Casting(build_model(record.model).module.to(device), record.autocast, device),
+            )
         self.example = real_example(example_of(record.inputs, device), device)
         with in_float32():
             gradients = gradients_of(self.model, self.example)
@@ -167,7 +184,7 @@ class Plain:
         key = (record.mode, record.ablation, record.made_last)
         if key not in self._captured:
             request = Request(
-                self.model, self.example, key[0], ablation=key[1], autocast=record.autocast, made_last=key[2]
+                self.model.model, self.example, key[0], ablation=key[1], autocast=record.autocast, made_last=key[2]
             )
             self._captured[key] = captured_for(request, self.example)
         return self._captured[key]
@@ -176,17 +193,21 @@ class Plain:
 def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Replay:
     """Run a schedule beside plain PyTorch."""
     device, example = plain.device, plain.example
-    wrapped = ScheduleWrapper(copy.deepcopy(plain.model), record, example=example, captured=plain.captured(record))
+    scheduled = ScheduleWrapper(
+        copy.deepcopy(plain.model.model), record, example=example, captured=plain.captured(record)
+    )
+    wrapped = Casting(scheduled, record.autocast, device)
     emptied(device)
     reserve(record, device)
+    peak = step_peak(wrapped, example, device)
+    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+    seconds = step_seconds([(plain.model, example), (wrapped, example)], device, steps)
+    for model in (plain.model, wrapped):
+        model.zero_grad(set_to_none=True)
     with in_float32():
         gradients = on_cpu(gradients_of(wrapped, example))
     wrapped.zero_grad(set_to_none=True)
     error = apart(plain.gradients, gradients)
-    peak = step_peak(wrapped, example, device)
-    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
-    seconds = step_seconds([(plain.model, example), (wrapped, example)], device, steps)
-    plain.model.zero_grad(set_to_none=True)
     with in_float32():
         verdicts = judged(plain.model, example, on_device(plain.gradients, device), on_device(gradients, device))
     reasons = [f"{verdict.name} {verdict.reason}" for verdict in verdicts if not verdict.right]
@@ -326,12 +347,11 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
             rows.append(Replay(name, "not replayed, the time was over", record.model))
             continue
         try:
-            with autocast_as(record.autocast, device):
-                if plain is None or work != work_of(record):
-                    work, plain = work_of(record), None
-                    emptied(device)
-                    plain = Plain(record, device)
-                rows.append(replay(name, record, plain, steps))
+            if plain is None or work != work_of(record):
+                work, plain = work_of(record), None
+                emptied(device)
+                plain = Plain(record, device)
+            rows.append(replay(name, record, plain, steps))
         except (MonetError, RuntimeError) as error:
             rows.append(Replay(name, str(error).splitlines()[0].replace("|", "\\|"), record.model))
         emptied(device)

@@ -1,9 +1,9 @@
 """Training-mode batch norm with what follows it: an addition, then an activation, in one pass.
 
 Run again, it is computed from the saved mean and inverse standard deviation, alone or with what follows; PyTorch's own
-recompute passes over the input once more for statistics that are a few bytes and still there. Our kernels round as ATen's
-do, so where a GPU computes by cuDNN all of this is for ``conv``; nor do they leave what cuDNN's gradient reads beside the
-statistics, and ATen's gradient can take its place.
+recompute passes over the input once more for statistics that are a few bytes and still there. Our kernels can round as
+ATen's do, so where a GPU computes by cuDNN all of this is for ``conv``; nor do they leave what cuDNN's gradient reads beside
+the statistics, and ATen's gradient can take its place.
 
 With ``conv`` the gradients of an activation and of the batch norm before it are one slot: by PyTorch's two operators,
 or in one that reads the batch norm's input alone and makes the activation's input from it. The latter sums in another
@@ -70,9 +70,8 @@ def offer(editor: Editor) -> None:
         place = {} if chain.residual is None else {"before": chain.tasks[0]}
         result = chain.tasks[-1].writes[0] if chain.tasks else out.name
         options = (chain.residual, *chain.activation)
-        statistics_exact = [True] * bool(chain.tasks)  # alone and exact it is PyTorch's own operator
-        statistics_exact += [False] * (editor.device.type == "cpu")  # on CUDA it would save one launch of three
-        for exact in statistics_exact:
+        # With ATen's bits where they are PyTorch's here; alone it would be PyTorch's own operator.
+        for exact in [True] * (call.op == NATIVE and bool(chain.tasks)) + [False]:
             train = Call(
                 "monet_like.batch_norm_train.default",
                 (x, weight, bias, mean, var, momentum, eps, *options, exact),
@@ -81,7 +80,6 @@ def offer(editor: Editor) -> None:
                 True,
             )
             variant, word = (f"{chain.name}.train", chain.word) if exact else (f"{chain.name}.train_in_vectors", "conv")
-            word = word or rounds
             writes = (result, *(value for value in task.writes[1:] if Ref(value) not in reserve))
             editor.add(task, (train,), writes, variant, word=word, runs="first", **place)
             if parts and chain.residual is None:

@@ -90,7 +90,7 @@ def offer(editor: Editor) -> None:
         back = Call(_VIEW, (Ref("made"), editor.metas[result].shape), (), (Ref(result),))
         name, word = chain.name.replace("batch_norm", "instance_norm"), chain.word or rounds
         place = {} if chain.residual is None else {"before": chain.tasks[0]}
-        for exact in (True, False)[: 1 + (editor.device.type == "cpu")]:
+        for exact in [True] * norm.exact_here + [False]:
             operands = (norm.rows, norm.weight, norm.bias, None, None, 0.0, norm.eps, *options, exact)
             outs = (Ref("made"), norm.mean, norm.invstd)
             train = Call("monet_like.batch_norm_train.default", operands, (), outs, True)

@@ -117,9 +117,11 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
             if name == "hardswish" and DEVICE == "cpu":  # on a GPU ATen multiplies by a sixth of float32, always
                 expected = (y.double() * (y.double() + 3).clamp(0, 6) * float(torch.tensor(1 / 6))).to(dtype)
             assert_close(registered.batch_norm_apply(*arguments, None, name, number, 0.0), expected, dtype)
-        got = registered.batch_norm_train(x, weight, bias, *moved, 0.1, 1e-5, None, "clamp", 0.0, inf, True)
-        for actual, expected in zip((*got, *moved), (y.relu(), mean, invstd, *running), strict=True):
-            assert_close(actual, expected, dtype)
+        for exact in (False, True):
+            mine = [stat.clone() for stat in moved]
+            got = registered.batch_norm_train(x, weight, bias, *mine, 0.1, 1e-5, None, "clamp", 0.0, inf, exact)
+            for actual, expected in zip((*got, *mine), (y.relu(), mean, invstd, *running), strict=True):
+                assert_close(actual, expected, dtype)
         grad = torch.randn_like(x)
         arguments = (grad, x, weight, bias, mean, invstd, "clamp", 0.0, inf, [True, True, True])
         made = registered.batch_norm_activation_backward(*arguments)
@@ -138,10 +140,11 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if x.is_contiguous() and x.shape[1] > 1:
             parts = [part.contiguous() for part in x.split([1, x.shape[1] - 1], 1)]
             statistics, relu = (weight, bias, mean, invstd), ("clamp", 0.0, inf)
-            joined = registered.batch_norm_train_joined(parts, weight, bias, None, None, 0.1, 1e-5, *relu, True)
-            whole = registered.batch_norm_train(x, weight, bias, None, None, 0.1, 1e-5, None, *relu, True)
-            for actual, expected in zip(joined, whole, strict=True):
-                assert_close(actual, expected, dtype)
+            for exact in (False, True):
+                joined = registered.batch_norm_train_joined(parts, weight, bias, None, None, 0.1, 1e-5, *relu, exact)
+                whole = registered.batch_norm_train(x, weight, bias, None, None, 0.1, 1e-5, None, *relu, exact)
+                for actual, expected in zip(joined, whole, strict=True):
+                    assert_close(actual, expected, dtype)
             applied = registered.batch_norm_apply_joined(parts, *statistics, *relu)
             assert torch.equal(applied, registered.batch_norm_apply(x, *statistics, None, *relu))
             for other in (None, torch.randn_like(x), larger[:, 3:]):
@@ -151,6 +154,21 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
                     assert_close(actual, expected, dtype)
         again = registered.batch_norm_activation_backward(*arguments)
         assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))  # no atomics: the same every time
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_statistics_far_from_zero(exact: bool, channels_last: bool) -> None:
+    """A mean of 1,000 standard deviations: sums of squares would have lost the variance."""
+    x = (torch.randn(8, 6, 9, 9, dtype=torch.float64) + 1e3).float().to(DEVICE)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    ones = torch.ones(6, device=DEVICE)
+    _, mean, invstd = registered.batch_norm_train(x, ones, ones, None, None, 0.1, 0.0, None, "clamp", -inf, inf, exact)
+    wide = x.double()
+    assert_close(mean, wide.mean((0, 2, 3)), torch.float32)
+    expected = wide.var((0, 2, 3), unbiased=False).rsqrt()
+    assert float((invstd.double() / expected - 1).abs().max()) < 1e-3
 
 
 def test_other_streams_and_opcheck() -> None:

@@ -320,3 +320,17 @@ def test_benchmarks_judge_tensor_by_tensor() -> None:
     model, example, _, _ = kinds()
     assert judge(copy.deepcopy(model), Built(shaken(model, 99)), example, 0.0).correct
     assert not judge(copy.deepcopy(model), Built(faulty(model, None)), example, 0.0).correct
+
+
+@pytest.mark.parametrize(("share", "rounding", "right"), [(5e-6, 1.5, True), (5e-6, 0.5, False), (1e-3, 1.5, False)])
+def test_a_small_tensor_of_nothing_but_rounding_may_be_other_rounding(
+    share: float, rounding: float, right: bool
+) -> None:
+    """Only where it is small beside the largest gradient and rounding alone changes all of it."""
+    torch.manual_seed(0)
+    small = share * torch.randn(500)
+    plain = {"gradient of a": torch.randn(500), "gradient of b": small}
+    moved = {**plain, "gradient of b": small + rounding * share * torch.randn(500)}
+    found = {**plain, "gradient of b": small + 1.1 * share * torch.randn(500)}
+    verdicts = {v.name: v.right for v in compare(plain, found, differences(plain, moved))}
+    assert verdicts == {"gradient of a": True, "gradient of b": right}
