@@ -20,10 +20,18 @@ from .terminal import Terminal
 SOLUTIONS = Path("solutions")
 
 
-def is_for_another_machine(profile_file: Path | None) -> bool:
-    """Whether the costs come from datasheet rates or were recorded on a GPU, so that no GPU is needed here."""
+def problem_of(profile_file: Path | None, **options: Any) -> Problem:
+    """Read what a user typed. Where the costs come from datasheet rates or were recorded on a GPU, none is needed here."""
+    of_a_gpu = _is_of_a_gpu(profile_file)
+    if of_a_gpu and options["device"] == "auto":
+        options["device"] = "cuda"
+    return read_problem(**options, measured=not (of_a_gpu or is_roofline(profile_file)))
+
+
+def _is_of_a_gpu(profile_file: Path | None) -> bool:
+    """Whether it is a file of costs that were measured on a GPU."""
     if profile_file is None or is_roofline(profile_file) or not profile_file.is_file():
-        return is_roofline(profile_file)
+        return False
     return Profile.load(profile_file).device.startswith("cuda")
 
 
@@ -74,7 +82,7 @@ def job_of(terminal: Terminal, problem: Problem, source: Source) -> Job:
 
 def read_job(terminal: Terminal, profile_file: Path | None, options: dict[str, Any]) -> Job:
     """The job of a command without one budget, captured and profiled."""
-    problem = read_problem(budget="1", **options, measured=not is_for_another_machine(profile_file))
+    problem = problem_of(profile_file, budget="1", **options)
     say_input(terminal, problem)
     job = job_of(terminal, problem, source_of(problem, profile_file))
     _ = job.ready
