@@ -1,13 +1,19 @@
-"""The measurements of scripts/gpu_check.sh: schedules beside plain PyTorch, and profiles. No solver is imported."""
+"""The measurements of scripts/gpu_check.sh: profiles, plans from them, and their replays beside plain PyTorch.
+
+Plans are made by the local search, in as many processes as there are cores; no solver is needed.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,39 +46,66 @@ from monet_like.zoo.registry import FILE_NAME, Registry
 ROOT = Path(__file__).resolve().parents[1]
 MB, GIB = 10**6, 2**30
 FULL = "inplace_conv_multiway_newnode"
+ALL = f"{FULL}_{ALGORITHMS}"
+#: For the local search, for each budget.
+PLAN_SECONDS = 15
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is profiled: a model, its inputs, and autocast's dtype or ""."""
+    """What is profiled, and planned for.
+
+    Attributes:
+        autocast: its dtype, or "".
+        budgets: as `solve.py` takes them.
+    """
 
     model: str
     inputs: tuple[InputSpec, ...]
     autocast: str = ""
+    mode: str = FULL
+    budgets: tuple[str, ...] = ()
 
     @property
-    def slug(self) -> str:
-        """Batch and dtype, for file names."""
-        return f"{self.inputs[0].shape[0]}{'_' if self.autocast else ''}{self.autocast}"
+    def name(self) -> str:
+        """Model, batch and dtype, for file names."""
+        word = re.sub(r"\W+", "_", re.sub(r"\(.*", "", self.model).rpartition(".")[2])
+        return "_".join(filter(None, (word, str(self.inputs[0].shape[0]), self.autocast)))
 
-    def __str__(self) -> str:
-        return f"{self.model}, batch {self.inputs[0].shape[0]}" + (f", {self.autocast}" if self.autocast else "")
+    def profile_in(self, folder: Path, device: torch.device) -> Path:
+        """The file of its operators' costs."""
+        return folder / "profiles" / f"profile_{self.name}_{device_slug(device)}.json"
 
 
-#: MONeT's five nets at its batches, and a decoder: profiled even where there is no schedule.
+def _images(batch: int, *extents: int) -> tuple[InputSpec, ...]:
+    return (InputSpec((batch, *extents), "float32"),)
+
+
+#: MONeT's five nets at its batches, decoders in bfloat16 and a 3-D U-Net. Where convolutions' workspaces are most of the
+#: peak, other algorithms are what makes a budget possible.
 FIRST = (
-    Work("torchvision.models.resnet50()", (InputSpec((184, 3, 224, 224), "float32"),)),
-    Work("monet_like.zoo.models.llama_1b()", (InputSpec((4, 2048), "int64"),), "bfloat16"),
-    Work("torchvision.models.googlenet(init_weights=False)", (InputSpec((320, 3, 224, 224), "float32"),)),
-    Work("torchvision.models.mobilenet_v2()", (InputSpec((272, 3, 224, 224), "float32"),)),
-    Work("torchvision.models.vgg16()", (InputSpec((176, 3, 224, 224), "float32"),)),
-    Work("unet", (InputSpec((11, 3, 416, 608), "float32"),)),
+    Work("torchvision.models.resnet50()", _images(184, 3, 224, 224), "", ALL, ("10", "9", "8", "7", "6", "5", "4")),
+    Work(
+        "monet_like.zoo.models.llama_1b()",
+        (InputSpec((4, 2048), "int64"),),
+        "bfloat16",
+        FULL,
+        ("70%", "60%", "50%", "40%", "30%"),
+    ),
+    Work("torchvision.models.mobilenet_v2()", _images(272, 3, 224, 224), "", FULL, ("10", "8", "6", "5")),
+    Work("torchvision.models.vgg16()", _images(176, 3, 224, 224), "", ALL, ("10", "8", "7", "6")),
+    Work("unet", _images(11, 3, 416, 608), "", ALL, ("10", "8", "6", "5")),
+    Work(
+        "torchvision.models.googlenet(init_weights=False)", _images(320, 3, 224, 224), "", FULL, ("10", "8", "6", "5")
+    ),
+    Work("monet_like.zoo.models.gpt2()", (InputSpec((8, 1024), "int64"),), "bfloat16", FULL, ("50%", "40%")),
+    Work("monet_like.models.volumes.nnunet_large()", _images(2, 1, 160, 224, 192), "", FULL, ("70%", "50%", "35%")),
 )
 
 
 def work_of(record: ScheduleRecord) -> Work:
     """What a schedule is of."""
-    return Work(record.model, record.inputs, record.autocast)
+    return Work(record.model, record.inputs, record.autocast, record.mode)
 
 
 @dataclass(frozen=True)
@@ -219,7 +252,7 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     )  # fmt: skip
 
 
-def profile(work: Work, device: torch.device, folder: Path, mode: str = FULL) -> str:
+def profile(work: Work, device: torch.device, folder: Path) -> str:
     """Measure a model's operators at this batch and write the file that solve.py takes, adding to what it has.
 
     Returns:
@@ -231,10 +264,10 @@ def profile(work: Work, device: torch.device, folder: Path, mode: str = FULL) ->
     example = real_example(example_of(work.inputs, device), device)
     batch = work.inputs[0].shape[0]
     request = Request(
-        spec.module.to(device), example, mode, spec.expression, profile_batch=batch, autocast=work.autocast
+        spec.module.to(device), example, work.mode, spec.expression, profile_batch=batch, autocast=work.autocast
     )
     captured = captured_for(request, example)
-    path = folder / f"profile_{spec.name}_{work.slug}_{device_slug(device)}.json"
+    path = work.profile_in(folder, device)
     known = Profile.load(path).costs if path.exists() else {}
     capture_seconds = time.monotonic() - started
     costs, note = measured_costs(request, captured, device, known=known)
@@ -243,6 +276,25 @@ def profile(work: Work, device: torch.device, folder: Path, mode: str = FULL) ->
         f"{path.name}: {len(costs) - len(known)} operators in {time.monotonic() - started:.0f} s, {capture_seconds:.0f} s of "
         f"it the capture; program {captured.program.fingerprint[:12]}"
     )
+
+
+def plan(work: Work, budget: str, device: torch.device, folder: Path) -> str:
+    """Solve for a budget from the profile in ``folder``, in a process of its own, by the local search alone.
+
+    Returns:
+        A line on what came of it; the schedule is in ``folder/schedules``.
+    """
+    batch, *extents = work.inputs[0].shape
+    out = folder / "schedules" / f"{work.name}_{budget.replace('%', 'p')}.pkl"
+    command = [sys.executable, ROOT / "solve.py", work.model, batch, budget, work.mode, "heuristic", "--device", device]
+    command += ["--profile", work.profile_in(folder, device), "--time-limit", PLAN_SECONDS, "--out", out]
+    command += ["--autocast", work.autocast] if work.autocast else []
+    if work.inputs[0].dtype == "float32":  # else the model makes its inputs
+        command += ["--input-shape", ",".join(map(str, extents))]
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=False)
+    said = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if "(predicted)" in line or "error:" in line]
+    return f"{out.stem}: {'; '.join(' '.join(line.split()) for line in said)}"
 
 
 def schedules(folder: Path, device: torch.device, models: str) -> list[tuple[str, ScheduleRecord]]:
@@ -307,18 +359,16 @@ def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Seq
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
 @click.option("--seconds", default=400.0, show_default=True, help="Start nothing after so many.")
-@click.option("--solutions", type=click.Path(path_type=Path), default=ROOT / "solutions", show_default=False)
+@click.option("--solutions", type=click.Path(path_type=Path), help="Replay the schedules in this folder, too.")
 @click.option("--steps", default=5, show_default=True)
 @click.option("--models", default="", help="Regular expression: only schedules and profiles of such models.")
 @click.option("--device", "where", default="cuda", hidden=True)
-def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, where: str) -> None:
-    """Replay, profile, report."""
+def main(out: Path, seconds: float, solutions: Path | None, steps: int, models: str, where: str) -> None:
+    """Profile, plan, replay, report."""
     device, deadline = torch.device(where), time.monotonic() + seconds
-    found = schedules(solutions, device, models)
-    wanted = dict.fromkeys([work for work in FIRST if re.search(models, work.model)] + [work_of(r) for _, r in found])
-    for _, record in found:  # profiled before
-        if record.device == device_name(device):
-            wanted.pop(work_of(record), None)
+    found = schedules(solutions, device, models) if solutions else []
+    works = [work for work in FIRST if re.search(models, work.model)]
+    works += dict.fromkeys(work_of(record) for _, record in found if record.device != device_name(device))
     rows: list[Replay] = []
     lines: list[str] = []
 
@@ -328,22 +378,25 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
         write_atomically(out / "gpu_check.md", text.encode())
         write_rows(out / "replays.csv", rows)
 
-    def profiled(mode: str, until: float, what: str) -> None:
-        for work in wanted:
-            if time.monotonic() > until:
-                lines.append(f"{work}: {what}not profiled, the time was over")
-                continue
-            try:
-                lines.append(what + profile(work, device, out / "profiles", mode))
-            except (MonetError, RuntimeError) as error:
-                lines.append(f"{work}: {what}not profiled: {str(error).splitlines()[0]}")
-            emptied(device)
-            report()
-
-    profiled(FULL, deadline - seconds / 2, "")
+    for work in works:
+        if time.monotonic() > deadline - seconds / 2:
+            lines.append(f"{work.name}: not profiled, the time was over")
+            continue
+        try:
+            lines.append(profile(work, device, out))
+        except (MonetError, RuntimeError) as error:
+            lines.append(f"{work.name}: not profiled: {str(error).splitlines()[0]}")
+        emptied(device)
+        report()
+    (out / "schedules").mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as processes:
+        asked = [(work, budget) for work in works for budget in work.budgets if work.profile_in(out, device).exists()]
+        lines += processes.map(lambda one: plan(*one, device, out), asked)
+    report()
+    found += schedules(out / "schedules", device, "")
     work, plain = None, None
     for name, record in found:
-        if time.monotonic() > deadline - seconds / 5:
+        if time.monotonic() > deadline - seconds / 20:
             rows.append(Replay(name, "not replayed, the time was over", record.model))
             continue
         try:
@@ -356,8 +409,6 @@ def main(out: Path, seconds: float, solutions: Path, steps: int, models: str, wh
             rows.append(Replay(name, str(error).splitlines()[0].replace("|", "\\|"), record.model))
         emptied(device)
         report()
-    # Last: they are many, profiles are whole without them, and after a library's crash nothing else would run.
-    profiled(f"{FULL}_{ALGORITHMS}", deadline - seconds / 10, "algorithms: ")
     report()
     assert "cvxpy" not in sys.modules, "a solver was imported"
     wrong = [f"{row.file} ({row.wrong})" for row in rows if row.wrong]

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# What a GPU is needed for, in one call of under ten minutes, without network or solver:
+# What a GPU is needed for, in one call of about ten minutes, without network:
 #
 #   bash scripts/gpu_check.sh [FOLDER]      default: gpu_check
 #
-# Builds csrc, runs tests/gpu, measures the kernels' GB/s beside copy_, replays the schedules in solutions/ beside plain
-# PyTorch and profiles their models.
-# FOLDER then holds gpu_check.md, replays.csv, profiles/ and a log of each stage, and FOLDER.tar.gz all of it. Schedules
-# are solved elsewhere from the profiles (solve.py --profile); a second call replays those. MINUTES (9), PYTHON (python3),
-# SOLUTIONS (a folder of schedules), MODELS (a regular expression: only these), STEPS, TESTS (tests/gpu) and BUILD (1; 0: the
-# kernels are there) can be set.
+# Builds csrc, runs tests/gpu, measures the kernels' GB/s beside copy_, profiles the models of gpu_check.py, plans for their
+# budgets by the local search, and replays the plans beside plain PyTorch. FOLDER then holds gpu_check.md, replays.csv,
+# profiles/, schedules/ and a log of each stage, and FOLDER.tar.gz all of it. MINUTES (9), PYTHON (python3), SOLUTIONS (a
+# folder of schedules to replay, too), MODELS (a regular expression: only these), STEPS, TESTS (tests/gpu) and BUILD (1; 0:
+# the kernels are there) can be set.
 set -uo pipefail
 out=$(realpath -m "${1:-gpu_check}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

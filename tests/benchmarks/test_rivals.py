@@ -29,7 +29,9 @@ from benchmarks.work import WORK, Job
 from benchmarks.worker import Verdict, judge
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.ir.schedule_file import InputSpec
 from monet_like.profile.devices import DEVICES
+from scripts import gpu_check
 
 MB = 10**6
 
@@ -453,6 +455,24 @@ def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path) -> 
     assert "| a | 1024.00 GiB |" in text
     assert "| 0e+00, rounding" in text
     assert len(list((tmp_path / "profiles").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_the_gpu_check_plans_from_its_profiles(tmp_path: Path) -> None:
+    work = gpu_check.Work(
+        "torchvision.models.resnet18()",
+        (InputSpec((24, 3, 64, 64), "float32"),),
+        "",
+        "inplace_conv_multiway_newnode",
+        ("95%", "1%"),
+    )
+    cpu = torch.device("cpu")
+    assert gpu_check.profile(work, cpu, tmp_path).startswith("profile_resnet18_24_cpu")
+    said = [gpu_check.plan(work, budget, cpu, tmp_path) for budget in work.budgets]
+    assert said[0].startswith("resnet18_24_95p: plain PyTorch (predicted)") and "this schedule (predicted)" in said[0]
+    assert said[1].startswith("resnet18_24_1p: error: no schedule fits into")
+    ((name, record),) = gpu_check.schedules(tmp_path / "schedules", cpu, "")
+    assert name == "resnet18_24_95p" and record.peak_bytes <= record.budget_bytes
 
 
 # The README's figures -------------------------------------------------------------------------------------------
