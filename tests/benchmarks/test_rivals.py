@@ -157,11 +157,12 @@ def test_blocks_are_found_in_every_model() -> None:
 
 @pytest.mark.slow
 def test_a_process_dies_at_the_limit_and_not_below(tmp_path: Path) -> None:
-    running = Running(Job("resnet18", "cpu", 24, "plain PyTorch", rounding=1.0), dict(os.environ, **EXACT))
+    """On a net without convolutions: workspaces of oneDNN, larger with more threads, are allocated and hardly touched."""
+    running = Running(Job("dropout", "cpu", 4096, "plain PyTorch", rounding=1.0), dict(os.environ, **EXACT))
     peak, static = running.ready["peak_bytes"], running.ready["static_bytes"]
     assert running.ready["correct"]
     assert peak > static + 20 * MB
-    assert running.ready["process_bytes"] == pytest.approx(peak, rel=0.15)
+    assert running.ready["process_bytes"] == pytest.approx(peak, rel=0.03)
     assert running.ask(f"limit {running.ready['process_bytes'] + run.SLACK_BYTES}") is True
     with pytest.raises(DiedError, match="allocate memory"):
         running.ask(f"limit {static}")
