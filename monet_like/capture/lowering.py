@@ -200,8 +200,18 @@ class Lowering(Values):
             return
         if _of_the_backward(node):
             self.autograd_nodes.update((slot.name, number) for slot in slots)
+            if node.target is torch.ops.aten.new_empty_strided.default:
+                self.copy_slices.add(number)
         else:
             self.forward_calls[number] += 1
+
+    def _is_autograds_own(self, number: int) -> bool:
+        """Whether a node of autograd's graph is no custom function's: that holds what its Python code holds, which no trace shows.
+
+        The forward of a node calls one operator. ``CopySlices``, the node of a call in place of a view, has a number that no
+        operator of the forward has: the call's has that of the gradient inside.
+        """
+        return self.forward_calls[number] == (0 if number in self.copy_slices else 1)
 
     def _call(self, node: fx.Node) -> None:
         """Lower a call: to a task if it makes new storages; views are emitted again by each task that reads them."""
@@ -344,8 +354,7 @@ class Lowering(Values):
             marks=self.marks,
             layers=self.layers,
             as_called=None if as_called == program else as_called,
-            # A custom function holds what its Python code holds, which no trace shows.
-            autograd_nodes={name: n for name, n in self.autograd_nodes.items() if self.forward_calls[n] == 1},
+            autograd_nodes={name: n for name, n in self.autograd_nodes.items() if self._is_autograds_own(n)},
             made_last=tuple(movable[slot] for slot in late),
             optimizer_in_backward=self.optimizer_in_backward,
             reads=self.flat.reads,

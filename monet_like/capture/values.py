@@ -83,6 +83,7 @@ class Values:
         self.in_backward = False
         self.autograd_nodes: dict[str, int] = {}  # name of a slot -> the node of autograd's graph
         self.forward_calls: Counter[int] = Counter()  # node of autograd's graph -> operators that its forward calls
+        self.copy_slices: set[int] = set()  # nodes that make a gradient of a whole tensor from that of a view
         self.marks: dict[int, Mark] = {}
         self.layers: dict[int, str] = {}
         self.in_place: set[int] = set()  # values that the model's own calls write into what they read

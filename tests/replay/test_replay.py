@@ -106,16 +106,33 @@ class Gated(nn.Module):
         return x
 
 
+class ViewInPlace(nn.Module):
+    """An activation in place of a whole view, so that autograd's ``CopySlices`` holds its incoming gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        nn.functional.leaky_relu_(y.view(-1, 512), 0.1)
+        return self.last(y)
+
+
 #: With few weights and many activations.
-PLAIN_PEAKS = {**zoo.ROOMY, "gated": lambda: (Gated().train(), (torch.randn(512, 64),), {})}
+PLAIN_PEAKS = {
+    **zoo.ROOMY,
+    "gated": lambda: (Gated().train(), (torch.randn(512, 64),), {}),
+    "view_in_place": lambda: (ViewInPlace().train(), (torch.randn(512, 64),), {}),
+}
 
 
-@pytest.mark.slow(but=["tied", "vit_b_16", "unet", "gated"])
+@pytest.mark.slow(but=["tied", "vit_b_16", "unet", "gated", "view_in_place"])
 @pytest.mark.parametrize(
     "name",
     [
         "resnet18", "unet", "volumes", "vit_b_16", "vgg16", "mobilenet_v2", "tied", "gated", "activations",
-        "efficientnet_b0", "convnext_tiny", "bert",
+        "efficientnet_b0", "convnext_tiny", "bert", "view_in_place",
     ],
 )  # fmt: skip
 def test_plain_pytorchs_peak_is_predicted(name: str) -> None:
