@@ -76,11 +76,10 @@ def test_solvers_have_an_incumbent_a_bound_and_progress_at_the_time_limit(solver
     """cvxpy calls this ``user_limit`` or ``optimal_inaccurate``, and calls the same what has no incumbent at all; CBC's
     bound stands in its log alone."""
     news: list[tuple[float, float]] = []
-    problem = hard_problem()
-    # On a busy machine SCIP is slow to find a first plan, and CBC late to look at the clock.
-    limit = {"SCIP": 12.0, "CBC": 20.0}.get(solver, 8.0)
-    found = solve(problem, solver, time_limit_seconds=limit, gap=0.0, watch=lambda *pair: news.append(pair))
-    assert found.wall_seconds < limit + 5  # not minutes
+    # Small: each solver has a first plan at once, however slow the machine, and none has a proof within minutes.
+    problem = hard_problem(rows=15, columns=200)
+    found = solve(problem, solver, time_limit_seconds=8.0, gap=0.0, watch=lambda *pair: news.append(pair))
+    assert found.wall_seconds < 13  # not minutes
     assert found.status == "feasible"
     assert found.x is not None
     assert problem.violation(found.x) < 1e-6
