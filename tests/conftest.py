@@ -67,6 +67,17 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture(scope="session")
+def fake_gpu_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that `fake_gpu.build` compiles."""
+    from fake_gpu import build
+    from shared import made_once
+
+    if build.missing():
+        pytest.skip(build.missing())
+    return made_once(tmp_path_factory, "fake_gpu", build.build) / build.RUNTIME
+
+
 @pytest.fixture(params=["kernel", "twin"])
 def impl(request: pytest.FixtureRequest) -> Callable[[str], Callable[..., Any]]:
     """The operator of that name: the compiled kernel or the plain-torch twin."""

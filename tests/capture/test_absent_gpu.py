@@ -43,19 +43,18 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What `captures` says of its cases on the fake GPU."""
-    if build.missing():
-        pytest.skip(build.missing())
-    library = build.build(tmp_path_factory.mktemp("fake_gpu"))
+def on_gpu(fake_gpu_library: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """What `captures` says, on the fake GPU, of the cases that are asked for in this run."""
+    asking = (item for item in request.session.items if "on_gpu" in getattr(item, "fixturenames", ()))
+    cases = [item.callspec.params["name"] for item in asking]
     paths = [str(ROOT), str(build.HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, str(build.HERE / "captures.py")]
+    command = [sys.executable, str(build.HERE / "captures.py"), *cases]
     done: subprocess.CompletedProcess[str] = build.run(
-        library, command, PYTHONPATH=os.pathsep.join(paths), FAKE_GPU="1"
+        fake_gpu_library, command, PYTHONPATH=os.pathsep.join(paths), FAKE_GPU="1"
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return dict(zip(captures.CASES, map(json.loads, lines), strict=True))
+    return dict(zip(cases, map(json.loads, lines), strict=True))
 
 
 @pytest.mark.slow(but=["decoder", "unet channels_last bfloat16", "vit"])

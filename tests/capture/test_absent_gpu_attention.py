@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,20 +61,13 @@ def tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.
     return q, k, v, torch.empty(length, keys, dtype=kind, device=device) if mask else None
 
 
-@pytest.fixture(scope="module")
-def fake_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    if build.missing():
-        pytest.skip(build.missing())
-    yield build.build(tmp_path_factory.mktemp("fake_gpu"))
-
-
 @pytest.mark.slow(but=["(8, 0)", "(9, 0)"])
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-def test_the_choice_is_pytorchs_own(fake_gpu: Path, capability: tuple[int, int]) -> None:
+def test_the_choice_is_pytorchs_own(fake_gpu_library: Path, capability: tuple[int, int]) -> None:
     command = [sys.executable, "-c", _ASKED, str(Path(__file__).parent)]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     number = str(10 * capability[0] + capability[1])
-    done = build.run(fake_gpu, command, PYTHONPATH=paths, FAKE_GPU="1", FAKE_GPU_CAPABILITY=number)
+    done = build.run(fake_gpu_library, command, PYTHONPATH=paths, FAKE_GPU="1", FAKE_GPU_CAPABILITY=number)
     assert done.returncode == 0, done.stderr[-4000:]
     there = json.loads(done.stdout.splitlines()[-1])
     names = {int(backend.value): name for name, backend in KINDS.items()}

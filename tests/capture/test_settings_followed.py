@@ -122,12 +122,11 @@ def test_a_capture_knows_whether_cudnn_was_on() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(build.missing()), reason=build.missing() or "there can be a fake GPU")
-def test_a_step_without_cudnn_does_not_run_its_batch_norm(tmp_path: Path) -> None:
+def test_a_step_without_cudnn_does_not_run_its_batch_norm(fake_gpu_library: Path) -> None:
     """On the fake GPU: the program without cuDNN is another one, so the schedule is refused."""
     paths = [str(ROOT), str(build.HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, str(build.HERE / "settings.py")]
-    done = build.run(build.build(tmp_path / "fake_gpu"), command, PYTHONPATH=os.pathsep.join(paths))
+    done = build.run(fake_gpu_library, command, PYTHONPATH=os.pathsep.join(paths))
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["by cudnn"]

@@ -21,6 +21,8 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 LIBRARIES = Path(torch.__file__).parent / "lib"
+#: Name of the library in the folder that it is compiled into.
+RUNTIME = "libfake_gpu.so"
 
 
 def missing() -> str:
@@ -55,7 +57,7 @@ def build(folder: Path) -> Path:
     """
     (folder / "driver").mkdir(parents=True, exist_ok=True)
     wanted = set[str]().union(*(symbols(path, "--undefined-only") for path in LIBRARIES.glob("lib*.so*")))
-    runtime = folder / "libfake_gpu.so"
+    runtime = folder / RUNTIME
     sources = [HERE / "runtime.c", HERE / "cublas.c"]
     common = ["gcc", "-shared", "-fPIC", "-O1"]
     compiled = [*common, f"-I{headers()}", *map(str, sources), "-o", str(runtime)]

@@ -24,14 +24,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
+def on_gpu(fake_gpu_library: Path) -> list[dict[str, int]]:
     """What ``fake_gpu/layouts.py`` says of ConvNeXt and Swin."""
-    if build.missing():
-        pytest.skip(build.missing())
-    library = build.build(tmp_path_factory.mktemp("fake_gpu"))
     paths = [str(ROOT), str(build.HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, str(build.HERE / "layouts.py"), "convnext", "swin"]
-    done = build.run(library, command, PYTHONPATH=os.pathsep.join(paths), FAKE_GPU="1")
+    done = build.run(fake_gpu_library, command, PYTHONPATH=os.pathsep.join(paths), FAKE_GPU="1")
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

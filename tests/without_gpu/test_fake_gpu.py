@@ -32,15 +32,14 @@ needs_kernels = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="session")
-def fake_gpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def fake_gpu(fake_gpu_library: Path) -> Run:
     """Runs a Python file, or a shell script of ours, with the fake GPU; unless told otherwise it has to end well."""
-    library = build.build(tmp_path_factory.mktemp("fake_gpu"))
 
     def run(what: str, *arguments: str, ends_well: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
         paths = [str(ROOT), str(HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = ["bash", str(ROOT / "scripts" / what)] if what.endswith(".sh") else [sys.executable, what]
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHON": sys.executable}
-        done = build.run(library, [*command, *arguments], **environment)
+        done = build.run(fake_gpu_library, [*command, *arguments], **environment)
         assert done.returncode == 0 or not ends_well, done.stderr[-4000:]
         return done
 
