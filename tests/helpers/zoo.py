@@ -30,6 +30,11 @@ def _vision(name: str, batch: int, size: int, **options: Any) -> Callable[[], Bu
     return build
 
 
+def densenet(batch: int = 4, size: int = 64) -> Built:
+    """DenseNet-121 with a third of its layers: four dense blocks and the transitions between them."""
+    return torchvision.models.DenseNet(32, (3, 5, 6, 4)).train(), (image(batch, size),), {}
+
+
 def unet(batch: int = 2, size: int = 64) -> Built:
     from monet_like.models import UNet
 
@@ -218,10 +223,10 @@ MODELS: dict[str, Callable[[], Built]] = {
     "resnet18": _vision("resnet18", 4, 64),
     "resnet50": _vision("resnet50", 4, 64),
     "googlenet": _vision("googlenet", 4, 64, init_weights=False),
-    "inception_v3": _vision("inception_v3", 2, 299, init_weights=False),
+    "inception_v3": _vision("inception_v3", 2, 128, init_weights=False, aux_logits=False),
     "mobilenet_v2": _vision("mobilenet_v2", 4, 64),
     "vgg16": _vision("vgg16", 4, 64),
-    "densenet121": _vision("densenet121", 4, 64),
+    "densenet": densenet,
     "efficientnet_b0": _vision("efficientnet_b0", 4, 64),
     "activations": activations,
     "convnext_tiny": _vision("convnext_tiny", 4, 64),
@@ -246,10 +251,10 @@ ROOMY: dict[str, Callable[[], Built]] = MODELS | {
     "resnet18": _vision("resnet18", 12, 160),
     "resnet50": _vision("resnet50", 5, 176),
     "googlenet": _vision("googlenet", 11, 128, init_weights=False),
-    "inception_v3": _vision("inception_v3", 3, 299, init_weights=False),
+    "inception_v3": _vision("inception_v3", 6, 128, init_weights=False, aux_logits=False),
     "mobilenet_v2": _vision("mobilenet_v2", 4, 112),
     "vgg16": narrow_vgg16,
-    "densenet121": _vision("densenet121", 4, 80),
+    "densenet": lambda: densenet(4, 80),
     "efficientnet_b0": _vision("efficientnet_b0", 4, 96),
     "convnext_tiny": _vision("convnext_tiny", 4, 160),
     "vit_b_16": lambda: vit(24),
