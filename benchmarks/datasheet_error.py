@@ -1,0 +1,101 @@
+"""How far times from a datasheet are from times on the card: python -m benchmarks.datasheet_error PROFILE --model MODEL
+
+Reads a profile that was measured on a GPU, which need not be here, prices plain PyTorch's step by the datasheet of the same
+card, and prints both by kind of operator. Sums over the operators of one step; profiles of `scripts/gpu_check.sh` do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+
+from monet_like.capture.example_inputs import example_of
+from monet_like.compiler.request import Request, captured_for
+from monet_like.ir.profile_file import Profile
+from monet_like.ir.program import Cost, Task
+from monet_like.ir.schedule_file import InputSpec
+from monet_like.models import build_model
+from monet_like.profile.devices import known_limits
+from monet_like.profile.roofline import roofline
+
+#: What names a task of several calls, and is told apart further.
+_CONVOLUTIONS = ("convolution", "convolution_backward")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Operators of one kind in a step: how many, and their seconds on the card and by the datasheet."""
+
+    kind: str
+    count: int
+    measured: float
+    predicted: float
+
+
+def kind_of(task: Task) -> str:
+    """The operator that a task is named by; of convolutions also whether they are 1x1 or depthwise."""
+    names = [call.op.split(".")[1] for call in task.calls]
+    name = next((name for name in names if name in _CONVOLUTIONS), names[-1])
+    if name in _CONVOLUTIONS:
+        shapes = [tuple(map(int, shape.split(", "))) for shape in re.findall(r"\[(\d+(?:, \d+){3,4})\]", task.cost)]
+        if any(set(shape[2:]) == {1} for shape in shapes):
+            return f"{name}, 1x1"
+        if any(shape[1] == 1 and shape[0] > 1 and max(shape[2:]) < 8 for shape in shapes):
+            return f"{name}, depthwise"
+    return name
+
+
+def rows(tasks: Iterator[Task], measured: Mapping[str, Cost], predicted: Mapping[str, Cost]) -> list[Row]:
+    """Sums by kind, the longest first; tasks that the profile lacks are left out."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    for task in tasks:
+        if task.cost in measured and task.cost in predicted:
+            found = sums[kind_of(task)]
+            found[0] += 1
+            found[1] += measured[task.cost].seconds
+            found[2] += predicted[task.cost].seconds
+    return sorted((Row(kind, int(n), m, p) for kind, (n, m, p) in sums.items()), key=lambda row: -row.measured)
+
+
+@click.command()
+@click.argument("profile_file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--model", required=True, help="That the profile is of, such as torchvision.models.resnet50().")
+@click.option("--inputs", required=True, help="Dtype and shape with the batch, such as float32[184,3,224,224].")
+@click.option("--autocast", default="")
+@click.option("--mode", default="normal", show_default=True)
+@click.option("--most", default=12, show_default=True, help="Rows; the others are summed up.")
+def main(profile_file: Path, model: str, inputs: str, autocast: str, mode: str, most: int) -> None:
+    """Print measured and datasheet times by kind of operator."""
+    profile = Profile.load(profile_file)
+    limits = known_limits(profile.device.removeprefix("cuda: "))
+    dtype, shape = re.fullmatch(r"(\w+)\[([\d,]+)\]", inputs.replace(" ", "")).groups()  # type: ignore[union-attr]
+    example = example_of((InputSpec(tuple(map(int, shape.split(","))), dtype),), torch.device("cpu"))
+    if limits is None:
+        raise click.ClickException(f"there is no datasheet for {profile.device}")
+    with torch.device("meta"):
+        module = build_model(model).module
+    target = torch.device("cuda", 0)
+    request = Request(module, example, mode, autocast=autocast, target=target, capability=limits.capability)
+    captured = captured_for(request, example)
+    plain = (*captured.plain.tasks, *(slot[0] for slot in captured.plain.slots))
+    found = rows(iter(task for task in plain if task.runs != "again"), profile.costs, roofline(captured, limits))
+    rest = found[most:]
+    if rest:
+        others = Row("others", *(sum(getattr(r, name) for r in rest) for name in ("count", "measured", "predicted")))
+        found = [*found[:most], others]
+    found.append(Row("all", *(sum(getattr(r, name) for r in found) for name in ("count", "measured", "predicted"))))
+    print(f"{model}, {inputs}{f', {autocast}' if autocast else ''}; {profile.device}\n")
+    print("| operator | in a step | measured | datasheet | ratio |\n|---|---|---|---|---|")
+    for row in found:
+        ratio = f"{row.measured / row.predicted:.2f}" if row.predicted else ""
+        print(f"| {row.kind} | {row.count} | {1e3 * row.measured:.2f} ms | {1e3 * row.predicted:.2f} ms | {ratio} |")
+
+
+if __name__ == "__main__":
+    main()
