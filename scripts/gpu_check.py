@@ -48,7 +48,7 @@ MB, GIB = 10**6, 2**30
 FULL = "inplace_conv_multiway_newnode"
 ALL = f"{FULL}_{ALGORITHMS}"
 #: For the local search, for each budget.
-PLAN_SECONDS = 15
+PLAN_SECONDS = 10
 
 
 @dataclass(frozen=True)
