@@ -97,26 +97,33 @@ __global__ void unpack_kernel(const uint8_t* __restrict__ mask, uint8_t* __restr
 // ---- elements and their bits ----
 
 // out[i] = change(in[i], bit i). `in` may be `out`: a thread reads its elements before it writes them.
+//
+// Neighbouring threads have neighbouring vectors, so that a warp writes whole sectors of memory. Two vectors of 32-bit
+// elements, and four of 64-bit elements, share a byte of the mask.
 template <typename T, typename F>
 __device__ __forceinline__ void change_by_bit(const T* in, const uint8_t* __restrict__ mask, T* out, int count, F change) {
+  constexpr int N = kVector<T>;
+  constexpr unsigned int kSharing = kByte / N;
   struct Masked {
-    Vector<T, kByte> values;
-    unsigned int bits;
+    Words values;
+    unsigned int byte;
   };
-  const int bytes = count / kByte;
+  const int vectors = count / N;
   for_vectors(
-      bytes, grid_thread(), grid_threads(),
-      [&](int v) { return Masked{load<kByte>(in + v * kByte), mask[v]}; },
-      [&](int v, Masked masked) {
+      vectors, grid_thread(), grid_threads(),
+      [&](int v) { return Masked{load_words(in + v * N), mask[static_cast<unsigned int>(v) / kSharing]}; },
+      [&](int v, const Masked& masked) {
+        const unsigned int bits = masked.byte >> (static_cast<unsigned int>(v) % kSharing * N);
+        Vector<T> values = elements<T>(masked.values);
 #pragma unroll
-        for (int j = 0; j < kByte; ++j) {
-          masked.values.at[j] = change(masked.values.at[j], (masked.bits >> j & 1) != 0);
+        for (int j = 0; j < N; ++j) {
+          values.at[j] = change(values.at[j], (bits >> j & 1) != 0);
         }
-        store(out + v * kByte, masked.values);
+        store(out + v * N, values);
       });
-  const int i = bytes * kByte + grid_thread();
+  const int i = vectors * N + grid_thread();
   if (i < count) {
-    out[i] = change(in[i], (mask[bytes] >> (i % kByte) & 1) != 0);
+    out[i] = change(in[i], (mask[i / kByte] >> (i % kByte) & 1) != 0);
   }
 }
 
@@ -237,7 +244,8 @@ template <typename U>
 void keep_where_typed(const at::Tensor& in, const at::Tensor& mask, const at::Tensor& out) {
   for_parts(in.numel(), [&](int64_t first, int count) {
     keep_where_kernel<U>
-        <<<grid_for<keep_where_kernel<U>>(blocks_of(count / kByte)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        <<<grid_for<keep_where_kernel<U>>(blocks_of(count / kVector<U>)), kThreads, 0,
+           c10::cuda::getCurrentCUDAStream()>>>(
             static_cast<const U*>(in.const_data_ptr()) + first, mask.const_data_ptr<uint8_t>() + first / kByte,
             static_cast<U*>(out.mutable_data_ptr()) + first, count);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -308,7 +316,7 @@ at::Tensor masked_scale(
     using O = op_type<scalar_t>;
     for_parts(x.numel(), [&](int64_t first, int count) {
       scale_where_kernel<scalar_t>
-          <<<grid_for<scale_where_kernel<scalar_t>>(blocks_of(count / kByte)), kThreads, 0,
+          <<<grid_for<scale_where_kernel<scalar_t>>(blocks_of(count / kVector<scalar_t>)), kThreads, 0,
              c10::cuda::getCurrentCUDAStream()>>>(
               in.const_data_ptr<scalar_t>() + first, packed.const_data_ptr<uint8_t>() + first / kByte,
               out.mutable_data_ptr<scalar_t>() + first, count, static_cast<O>(scale), static_cast<O>(otherwise));
