@@ -82,8 +82,7 @@ def works(x: Tensor) -> Iterator[Work]:
         "unpack_nibbles", size(halves, joined), lambda: registered.unpack_nibbles(joined, halves.shape, halves.stride())
     )
     small = registered.pack_int8(x)
-    divides = "a division of floats for each element" if x.element_size() == 2 else ""
-    yield Work("pack_int8", size(x, small), lambda: registered.pack_int8(x), divides)
+    yield Work("pack_int8", size(x, small), lambda: registered.pack_int8(x))
     yield Work("unpack_int8", size(x, small), lambda: registered.unpack_int8(small, x.shape, x.dtype, x.stride()))
     largest = registered.pack_largest(x, 1639)
     searches = "the search for the smallest magnitude that is kept"

@@ -129,8 +129,7 @@ def _of_batch_norm() -> dict[str, Bounds]:
 
 #: By the kernel's name, or that and its first template argument: "kernel<0". Pooling's elements are outputs in the forward and inputs in the backward; windows move by two.
 #: Above one in `issue` are 16-bit planes under 3 x 3 windows (nine comparisons for eleven bytes), 16-bit planes whose width
-#: is no multiple of eight, 8-bit caches of 16-bit elements (a division of floats for three bytes), and what any window or
-#: any dtype takes.
+#: is no multiple of eight, and what any window or any dtype takes.
 BOUNDS: Mapping[str, Bounds] = {
     "pack_kernel": Bounds(own, lambda _: 1 / 8, load=16, store=1, issue=0.45, resident=768),
     "pack_bool_kernel": Bounds(lambda _: 1, lambda _: 1 / 8, load=16, store=2, issue=0.35),
@@ -157,7 +156,7 @@ BOUNDS: Mapping[str, Bounds] = {
     # Rows of any width and tensors of any dtype, looked up for each element.
     "forward_kernel": Bounds(own, own, load=2, store=2, issue=1.5),
     "backward_kernel": Bounds(own, own, load=2, store=2, issue=1.5, resident=768),
-    "to_int8_kernel": Bounds(own, lambda _: 1, load=16, store=4, issue=1.4, resident=512),
+    "to_int8_kernel": Bounds(own, lambda _: 1, load=16, store=4, issue=1.0, resident=512),
     "from_int8_kernel": Bounds(lambda _: 1, own, load=4, store=16, issue=0.3),
     # Bound by the search for the smallest magnitude that is kept, not by memory.
     "pack_largest_kernel": Bounds(own, own, load=16, store=2, issue=1.0, resident=512, threads=512, whole=True),

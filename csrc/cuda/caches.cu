@@ -308,97 +308,172 @@ at::Tensor mm_largest(
 
 // ---- eight bits ----
 
-// A thread's part of a block of kScaled elements: a warp has one block, and each part starts at a multiple of 16 bytes.
-constexpr int kEighth = static_cast<int>(kScaled) / 32;
-
-// The scale of a block, of which this lane has `count` elements. A maximum does not show a NaN, so a second reduction tells
-// whether all elements are finite.
+// A thread's part of a block of kScaled elements, of which a warp has one: a vector, or several that lie 32 vectors apart,
+// so that the threads of a warp read and write next to each other.
 template <typename T>
-__device__ __forceinline__ float warp_scale(const Vector<T, kEighth>& values, int count) {
+struct Eighths {
+  static constexpr int kCount = static_cast<int>(kScaled) / 32, kVectors = kCount / kVector<T>;
+  Words words[kVectors];
+
+  // Of element j, where it lies in the block.
+  static __device__ __forceinline__ int place(int j) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    return (j / kVector<T> * 32 + lane) * kVector<T> + j % kVector<T>;
+  }
+
+  __device__ __forceinline__ op_type<T> at(int j) const {
+    return widened<T>(words[j / kVector<T>], j % kVector<T>);
+  }
+};
+
+// The scale of the block that a warp holds. A maximum does not show a NaN, but the products with zero do.
+template <typename T>
+__device__ __forceinline__ float warp_scale(const Eighths<T>& values) {
   using O = op_type<T>;
-  O top = 0;
-  bool finite = true;
+  O top = 0, zero = 0;
 #pragma unroll
-  for (int j = 0; j < kEighth; ++j) {
-    const O value = j < count ? static_cast<O>(values.at[j]) : O(0);
-    finite = finite && value - value == O(0);
-    top = max(top, value < O(0) ? -value : value);
+  for (int j = 0; j < Eighths<T>::kCount; ++j) {
+    top = max(top, std::abs(values.at(j)));
+    zero = fused(values.at(j), O(0), zero);
   }
   for (int step = 16; step > 0; step /= 2) {
     top = max(top, __shfl_xor_sync(0xffffffffu, top, step));
   }
-  return __all_sync(0xffffffffu, finite) ? int8_scale(top) : __int_as_float(0x7fc00000);
+  return __all_sync(0xffffffffu, zero == O(0)) ? int8_scale(top) : __int_as_float(0x7fc00000);
 }
+
+// int8_of for the elements of a block. Divisions of floats by one scale become products with its reciprocal: the quotient
+// is corrected twice by its remainder, which makes it the correctly rounded one (Markstein, "Computation of elementary
+// functions on the IBM RISC System/6000 processor", 1990) as long as remainders are exact. So that they are, elements and
+// scale grow by a power of two where the scale is small; without a scale all elements become zero.
+template <typename O>
+struct Units {
+  float factor, scale, reciprocal;
+
+  explicit __device__ __forceinline__ Units(float of_block)
+      : factor(of_block != of_block ? 0.0f : of_block < 0x1p-100f ? 0x1p64f : 1.0f), scale(of_block * factor),
+        reciprocal(1.0f / scale) {}
+
+  // The lowest byte of the result.
+  __device__ __forceinline__ unsigned int of(float x) const {
+    const float value = x * factor;
+    float quotient = value * reciprocal;
+#pragma unroll
+    for (int turn = 0; turn < 2; ++turn) {
+      quotient = fused(fused(-quotient, scale, value), reciprocal, quotient);
+    }
+    // Nothing but zero becomes zero. The sum's lowest bits are the rounded quotient, as the sum's unit is one.
+    const float least = std::abs(value) > 0.0f ? 1.0f : 0.0f;
+    const float units = copysignf(max(std::abs(quotient), least), value);
+    return __float_as_uint(units + 12582912.0f);  // 1.5 * 2^23
+  }
+};
+
+template <>
+struct Units<double> {
+  float scale;
+
+  explicit __device__ __forceinline__ Units(float of_block) : scale(of_block) {}
+  __device__ __forceinline__ unsigned int of(double x) const { return static_cast<unsigned int>(int8_of(x, scale)); }
+};
 
 // The bytes lie behind the scales and so start at a multiple of four only.
 template <typename T>
 __global__ void to_int8_kernel(const T* __restrict__ x, float* __restrict__ scales, int8_t* __restrict__ out, int count) {
   using O = op_type<T>;
+  using Part = Eighths<T>;
   constexpr int kBlock = static_cast<int>(kScaled);
   const int lane = static_cast<int>(threadIdx.x) % 32, blocks = count / kBlock;
   for_vectors(
       blocks, grid_thread() / 32, grid_threads() / 32,
-      [&](int b) { return load<kEighth>(x + b * kBlock + lane * kEighth); },
-      [&](int b, const Vector<T, kEighth>& values) {
-        const float scale = warp_scale(values, kEighth);
+      [&](int b) {
+        Part part;
+#pragma unroll
+        for (int k = 0; k < Part::kVectors; ++k) {
+          part.words[k] = load_words(x + b * kBlock + Part::place(k * kVector<T>));
+        }
+        return part;
+      },
+      [&](int b, const Part& part) {
+        const float scale = warp_scale(part);
         if (lane == 0) {
           scales[b] = scale;
         }
+        const Units<O> units(scale);
+        constexpr int kTogether = std::min(kVector<T>, 4);
 #pragma unroll
-        for (int half = 0; half < kEighth; half += 4) {
-          Vector<int8_t, 4> made;
+        for (int j = 0; j < Part::kCount; j += kTogether) {
+          Vector<uint8_t, kTogether> made;
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            made.at[j] = int8_of(static_cast<O>(values.at[half + j]), scale);
+          for (int i = 0; i < kTogether; ++i) {
+            made.at[i] = static_cast<uint8_t>(units.of(part.at(j + i)));
           }
-          store(out + b * kBlock + lane * kEighth + half, made);
+          store(reinterpret_cast<uint8_t*>(out) + b * kBlock + Part::place(j), made);
         }
       });
   if (grid_thread() < 32 && blocks * kBlock < count) {
-    const int start = blocks * kBlock + lane * kEighth;
-    Vector<T, kEighth> values;
+    const int start = blocks * kBlock;
+    Vector<T> values[Part::kVectors];
 #pragma unroll
-    for (int j = 0; j < kEighth; ++j) {
-      values.at[j] = start + j < count ? x[start + j] : T(0);
+    for (int j = 0; j < Part::kCount; ++j) {
+      const int i = start + Part::place(j);
+      values[j / kVector<T>].at[j % kVector<T>] = i < count ? x[i] : T(0);
     }
-    const float scale = warp_scale(values, kEighth);
+    Part part;
+    __builtin_memcpy(&part, values, sizeof(part));
+    const float scale = warp_scale(part);
     if (lane == 0) {
       scales[blocks] = scale;
     }
+    const Units<O> units(scale);
 #pragma unroll
-    for (int j = 0; j < kEighth; ++j) {
-      if (start + j < count) {
-        out[start + j] = int8_of(static_cast<O>(values.at[j]), scale);
+    for (int j = 0; j < Part::kCount; ++j) {
+      const int i = start + Part::place(j);
+      if (i < count) {
+        out[i] = static_cast<int8_t>(units.of(part.at(j)));
       }
     }
   }
 }
 
+// The bytes of one vector of results, together.
+template <typename T>
+using Packed = std::conditional_t<kVector<T> == 2, Vector<uint16_t, 1>, Vector<uint32_t, (kVector<T> + 3) / 4>>;
+
 template <typename T>
 __global__ void from_int8_kernel(
     const float* __restrict__ scales, const int8_t* __restrict__ in, T* __restrict__ out, int count) {
   using O = op_type<T>;
+  constexpr int N = kVector<T>;
+  using Word = std::remove_reference_t<decltype(Packed<T>{}.at[0])>;
+  constexpr int kWords = sizeof(Packed<T>) / sizeof(Word);
   struct Scaled {
-    Vector<uint32_t, 2> bytes;
+    Packed<T> bytes;
     float scale;
   };
-  const int vectors = count / kEighth;
+  const int vectors = count / N;
   for_vectors(
       vectors, grid_thread(), grid_threads(),
       [&](int v) {
-        const uint32_t* words = reinterpret_cast<const uint32_t*>(in) + v * 2;
-        return Scaled{{{words[0], words[1]}}, scales[v / 32]};  // kScaled elements are 32 vectors
+        Scaled scaled;
+#pragma unroll
+        for (int k = 0; k < kWords; ++k) {  // the bytes start at a multiple of four only
+          scaled.bytes.at[k] = reinterpret_cast<const Word*>(in)[v * kWords + k];
+        }
+        scaled.scale = scales[static_cast<unsigned int>(v) / (static_cast<unsigned int>(kScaled) / N)];
+        return scaled;
       },
       [&](int v, const Scaled& scaled) {
-        Vector<T, kEighth> made;
+        Vector<T> made;
 #pragma unroll
-        for (int j = 0; j < kEighth; ++j) {
-          const auto byte = static_cast<int8_t>(scaled.bytes.at[j / 4] >> (j % 4 * 8));
+        for (int j = 0; j < N; ++j) {
+          constexpr int kEach = sizeof(Word);
+          const auto byte = static_cast<int8_t>(scaled.bytes.at[j / kEach] >> (j % kEach * 8));
           made.at[j] = static_cast<T>(static_cast<O>(byte) * static_cast<O>(scaled.scale));
         }
-        store(out + v * kEighth, made);
+        store(out + v * N, made);
       });
-  const int i = vectors * kEighth + grid_thread();
+  const int i = vectors * N + grid_thread();
   if (i < count) {
     out[i] = static_cast<T>(static_cast<O>(in[i]) * static_cast<O>(scales[i / static_cast<int>(kScaled)]));
   }
@@ -414,7 +489,7 @@ at::Tensor pack_int8(const at::Tensor& x) {
   MONET_DISPATCH_FLOATS(x.scalar_type(), "pack_int8", [&] {
     for_parts(x.numel(), [&](int64_t first, int count) {
       to_int8_kernel<scalar_t>
-          <<<grid_for<to_int8_kernel<scalar_t>>(blocks_of(count / kEighth)), kThreads, 0,
+          <<<grid_for<to_int8_kernel<scalar_t>>(blocks_of(count / (kScaled / 32))), kThreads, 0,
              c10::cuda::getCurrentCUDAStream()>>>(
               in.const_data_ptr<scalar_t>() + first, scales + first / kScaled, bytes + first, count);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -434,7 +509,7 @@ at::Tensor unpack_int8(
   MONET_DISPATCH_FLOATS(dtype, "unpack_int8", [&] {
     for_parts(out.numel(), [&](int64_t first, int count) {
       from_int8_kernel<scalar_t>
-          <<<grid_for<from_int8_kernel<scalar_t>>(blocks_of(count / kEighth)), kThreads, 0,
+          <<<grid_for<from_int8_kernel<scalar_t>>(blocks_of(count / kVector<scalar_t>)), kThreads, 0,
              c10::cuda::getCurrentCUDAStream()>>>(
               scales + first / kScaled, bytes + first, out.mutable_data_ptr<scalar_t>() + first, count);
       C10_CUDA_KERNEL_LAUNCH_CHECK();

@@ -129,6 +129,17 @@ __device__ __forceinline__ Vector<T> elements(const Words& words) {
   return v;
 }
 
+// Element j of 16 bytes, in the type that it is computed in. The upper bfloat16 of a word needs a mask only.
+template <typename T>
+__device__ __forceinline__ op_type<T> widened(const Words& words, int j) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    const uint32_t word = words.at[j / 2];
+    return __uint_as_float(j % 2 == 0 ? word << 16 : word & 0xffff0000u);
+  } else {
+    return static_cast<op_type<T>>(elements<T>(words).at[j]);
+  }
+}
+
 // Whether 16 bytes can be loaded at `p`.
 template <typename T>
 MONET_HD bool is_aligned(const T* p) {
