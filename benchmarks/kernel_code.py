@@ -109,7 +109,7 @@ def _of_batch_norm() -> dict[str, Bounds]:
     found = {}
     for form, threads in (("planes", 256), ("columns", 512)):
         for kernel, loads, stores, issue, of_divisions in (
-            ("moments", own, nothing, 0.75, None),
+            ("moments", own, nothing, 0.45, None),
             ("sums", twice, nothing, 0.5, 1.3),
             ("normalise", own, own, 0.8, 1.5),
             ("input_grad", twice, own, 0.9, 1.4),
@@ -122,7 +122,7 @@ def _of_batch_norm() -> dict[str, Bounds]:
                 found[f"{kernel}_{form}_kernel"] = wide
                 continue
             for follows in range(4):
-                bounds = replace(wide, issue=of_divisions) if follows >= 2 else wide
+                bounds = replace(wide, issue=of_divisions, spills=64) if follows >= 2 else wide
                 found[f"{kernel}_{form}_kernel<{follows}"] = bounds
     return found
 

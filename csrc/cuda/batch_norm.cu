@@ -20,6 +20,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <tuple>
 
 #include "common.cuh"
@@ -193,38 +194,13 @@ __device__ __forceinline__ O normalised_at(O x, const Channel<O>& k) {
 
 // The gradient with respect to y, the batch norm's stored result.
 template <typename T, typename O, typename F>
-__device__ __forceinline__ O through(T grad, O x, const Channel<O>& k, const F& follow) {
-  return follow.gradient(static_cast<O>(grad), stored<T>(normalised_at(x, k)));
+__device__ __forceinline__ O through(O grad, O x, const Channel<O>& k, const F& follow) {
+  return follow.gradient(grad, stored<T>(normalised_at(x, k)));
 }
 
 template <typename O>
 __device__ __forceinline__ O input_gradient(O g, O x, O mean, const Slope<O>& s) {
   return fused(mean - x, s.slope, g - s.mean_grad) * s.scale;
-}
-
-// The results for N elements: last(one(j) + residual), without the sum if there is no residual. Each step rounds as if the
-// step before had stored its result.
-template <typename T, int N, typename One, typename Last>
-__device__ __forceinline__ Vector<T, N> finished(
-    bool adds, const Vector<T, N>& residual, const One& one, const Last& last) {
-  using O = op_type<T>;
-  O values[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    values[j] = stored<T>(one(j));
-  }
-  if (adds) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      values[j] = stored<T>(values[j] + static_cast<O>(residual.at[j]));
-    }
-  }
-  Vector<T, N> made;
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    made.at[j] = static_cast<T>(last(values[j]));
-  }
-  return made;
 }
 
 // N elements as they wait in registers: as words, or one element.
@@ -240,13 +216,54 @@ __device__ __forceinline__ Waiting<T, N> wait_for(const T* p) {
   }
 }
 
+// N elements in the type that they are computed in.
 template <int N, typename T>
-__device__ __forceinline__ Vector<T, N> opened(const Waiting<T, N>& waiting) {
+__device__ __forceinline__ Vector<op_type<T>, N> opened(const Waiting<T, N>& waiting) {
   if constexpr (N == 1) {
-    return waiting;
+    return {static_cast<op_type<T>>(waiting.at[0])};
   } else {
-    return elements<T>(waiting);
+    return widened<T>(waiting);
   }
+}
+
+// Numbers of which every one is the value that reads back after a store.
+template <typename T, int N>
+__device__ __forceinline__ Vector<op_type<T>, N> all_stored(const Vector<op_type<T>, N>& values) {
+  if constexpr (std::is_same_v<T, op_type<T>>) {
+    return values;
+  } else if constexpr (N == 1) {
+    return {stored<T>(values.at[0])};
+  } else {
+    const Vector<T, N> made = narrowed<T>(values);
+    Words words;
+    __builtin_memcpy(&words, &made, sizeof(words));
+    return widened<T>(words);
+  }
+}
+
+// The results for N elements: last(one(j) + residual), without the sum if there is no residual. Each step rounds as if the
+// step before had stored its result.
+template <typename T, int N, typename One, typename Last>
+__device__ __forceinline__ Vector<T, N> finished(
+    bool adds, const Vector<op_type<T>, N>& residual, const One& one, const Last& last) {
+  Vector<op_type<T>, N> values;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    values.at[j] = one(j);
+  }
+  values = all_stored<T>(values);
+  if (adds) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      values.at[j] += residual.at[j];
+    }
+    values = all_stored<T>(values);
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    values.at[j] = last(values.at[j]);
+  }
+  return narrowed<T>(values);
 }
 
 // x and the tensors that are read together with it.
@@ -272,31 +289,48 @@ struct Pitched {
 
 // ---- planes ----
 
-// A thread's part of a channel, in planes: the vectors of its lane in its own images.
+// In what order a kernel goes through its tensors. The pass that follows the sums goes backwards: the L2 cache still has
+// what the sums read last.
+enum class Order { Forwards, Backwards };
+
+// The images of a channel, in turns: in one turn a warp takes kUnroll vectors for each of its threads, of one image. The
+// warps of all blocks of the channel share the turns.
 struct Planes {
   int batch, image;
+  Divisor by_turns;  // of an image
 
-  // each(n) for the images of this thread's row of threads.
-  template <typename F>
-  __device__ __forceinline__ void images(const F& each) const {
-    const int first = static_cast<int>(blockIdx.y * blockDim.y + threadIdx.y);
-    for (int n = first; n < batch; n += static_cast<int>(gridDim.y * blockDim.y)) {
-      each(n);
+  static constexpr int kWarps = kThreads / 32, kTurn = 32 * kUnroll;
+
+  // each(image, turn of the image) for this warp's turns.
+  template <Order O, typename F>
+  __device__ __forceinline__ void turns(const F& each) const {
+    const int all = batch * static_cast<int>(by_turns.divisor);
+    const int first = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x) / 32;
+#pragma unroll 1
+    for (int i = first; i < all; i += static_cast<int>(gridDim.y) * kWarps) {
+      uint32_t turn = static_cast<uint32_t>(O == Order::Forwards ? i : all - 1 - i);
+      const uint32_t n = by_turns.split(turn);
+      each(static_cast<int>(n), static_cast<int>(turn));
     }
   }
 
-  // single(i) for elements before and behind the vectors of an image, fetch and use for the vectors, by first elements.
-  template <int N, typename T, typename Single, typename Fetch, typename Use>
-  __device__ __forceinline__ void elements(const T* start, const Single& single, const Fetch& fetch, const Use& use) const {
-    const int lane = static_cast<int>(threadIdx.x);
+  // Of one turn: single(i) for elements before and behind the vectors of the image, fetch and use for the vectors, by first
+  // elements, so many vectors of a thread together.
+  template <int N, int Together, typename T, typename Single, typename Fetch, typename Use>
+  __device__ __forceinline__ void elements(
+      const T* start, int turn, const Single& single, const Fetch& fetch, const Use& use) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     const int before = N == 1 ? 0 : min(before_aligned(start), image);
     const int vectors = (image - before) / N, odd = image - vectors * N;  // elements before and behind
-    if (blockIdx.z == 0 && lane < odd) {
+    if (turn == 0 && lane < odd) {
       single(lane < before ? lane : vectors * N + lane);
     }
-    for_vectors<int>(
-        vectors, static_cast<int>(blockIdx.z * blockDim.x) + lane, static_cast<int>(gridDim.z * blockDim.x),
-        [&](int v) { return fetch(before + v * N); }, [&](int v, const auto& fetched) { use(before + v * N, fetched); });
+#pragma unroll 1
+    for (int part = 0; part < kTurn; part += 32 * Together) {
+      take_vectors<Together>(
+          vectors, turn * kTurn + part + lane, 32, [&](int v) { return fetch(before + v * N); },
+          [&](int v, const auto& fetched) { use(before + v * N, fetched); });
+    }
   }
 };
 
@@ -305,7 +339,7 @@ __device__ __forceinline__ int thread_of_block() {
 }
 
 __device__ __forceinline__ bool is_first_part() {
-  return blockIdx.y == 0 && blockIdx.z == 0;
+  return blockIdx.y == 0;
 }
 
 template <typename O>
@@ -344,8 +378,7 @@ __device__ __forceinline__ void put_sums(Pair<O> sums, O* partial, int channels)
     for (int warp = 0; warp < kThreads / 32; ++warp) {
       all += shared[thread][warp];
     }
-    const int64_t part = blockIdx.z * gridDim.y + blockIdx.y;
-    partial[(part * 2 + thread) * channels + blockIdx.x] = all;
+    partial[(static_cast<int64_t>(blockIdx.y) * 2 + thread) * channels + blockIdx.x] = all;
   }
 }
 
@@ -364,17 +397,17 @@ __device__ __forceinline__ void moments_of_planes(const T* x, int pitch, op_type
   }
   shift /= kSamples;
   Pair<O> sums{0, 0};
-  const auto add = [&](Pair<O>& to, T element) {
-    const O off = static_cast<O>(element) - shift;
+  const auto add = [&](Pair<O>& to, O value) {
+    const O off = value - shift;
     to.first += off;
     to.second = fused(off, off, to.second);
   };
-  planes.images([&](int image) {
+  planes.turns<Order::Forwards>([&](int image, int turn) {
     const T* from = in.at(image, channel);
-    planes.elements<N>(
-        from, [&](int i) { add(sums, from[i]); }, [&](int i) { return wait_for<N>(from + i); },
+    planes.elements<N, kUnroll>(
+        from, turn, [&](int i) { add(sums, static_cast<O>(from[i])); }, [&](int i) { return wait_for<N>(from + i); },
         [&](int, const Waiting<T, N>& waiting) {
-          const Vector<T, N> values = opened<N, T>(waiting);
+          const Vector<O, N> values = opened<N, T>(waiting);
           Pair<O> some{0, 0};
 #pragma unroll
           for (int j = 0; j < N; ++j) {
@@ -387,7 +420,7 @@ __device__ __forceinline__ void moments_of_planes(const T* x, int pitch, op_type
   const int channels = static_cast<int>(gridDim.x);
   put_sums(sums, partial, channels);
   if (is_first_part() && thread_of_block() == 0) {
-    partial[static_cast<int64_t>(gridDim.y) * gridDim.z * 2 * channels + blockIdx.x] = shift;
+    partial[static_cast<int64_t>(gridDim.y) * 2 * channels + blockIdx.x] = shift;
   }
 }
 
@@ -401,19 +434,19 @@ __device__ __forceinline__ void sums_of_planes(
   const int64_t channel = static_cast<int64_t>(c) * planes.image;
   const Channel<O> k = statistics.saved(c);
   Pair<O> sums{0, 0};
-  const auto add = [&](Pair<O>& to, T element, T upstream) {
-    const O value = static_cast<O>(element), g = through(upstream, value, k, follow);
+  const auto add = [&](Pair<O>& to, O value, O upstream) {
+    const O g = through<T>(upstream, value, k, follow);
     to.first += g;
     to.second = fused(value - k.mean, g, to.second);
   };
-  planes.images([&](int image) {
+  planes.turns<Order::Forwards>([&](int image, int turn) {
     const T* from = Pitched<const T>{x, pitch}.at(image, channel);
     const T* upstream = Pitched<const T>{grad, grad_pitch}.at(image, channel);
-    planes.elements<N>(
-        from, [&](int i) { add(sums, from[i], upstream[i]); },
+    planes.elements<N, kUnroll>(
+        from, turn, [&](int i) { add(sums, static_cast<O>(from[i]), static_cast<O>(upstream[i])); },
         [&](int i) { return Two<T, N>{wait_for<N>(from + i), wait_for<N>(upstream + i)}; },
         [&](int, const Two<T, N>& waiting) {
-          const Vector<T, N> values = opened<N, T>(waiting.x), gradients = opened<N, T>(waiting.other);
+          const Vector<O, N> values = opened<N, T>(waiting.x), gradients = opened<N, T>(waiting.other);
           Pair<O> some{0, 0};
 #pragma unroll
           for (int j = 0; j < N; ++j) {
@@ -436,16 +469,16 @@ __device__ __forceinline__ void normalise_planes(
   const Pair<O> moments = statistics.source == Statistics<O>::Moments ? total(statistics.moments, c) : Pair<O>{0, 0};
   const Channel<O> k = statistics.channel(c, moments, is_first_part() && thread_of_block() == 0);
   const bool adds = residual != nullptr;
-  planes.images([&](int image) {
+  planes.turns<Order::Backwards>([&](int image, int turn) {
     const T* from = Pitched<const T>{x, pitch}.at(image, channel);
     const T* more = adds ? Pitched<const T>{residual, residual_pitch}.at(image, channel) : nullptr;
     T* to = Pitched<T>{out, out_pitch}.at(image, channel);
     const auto put = [&](int i, const auto& values, const auto& others) {
-      store(to + i, finished(adds, others, [&](int j) { return normalised_at(static_cast<O>(values.at[j]), k); }, follow));
+      store(to + i, finished<T>(adds, others, [&](int j) { return normalised_at(values.at[j], k); }, follow));
     };
-    planes.elements<N>(
-        from,
-        [&](int i) { put(i, Vector<T, 1>{from[i]}, Vector<T, 1>{adds ? more[i] : T(0)}); },
+    planes.elements<N, kUnroll>(
+        from, turn,
+        [&](int i) { put(i, opened<1, T>({from[i]}), opened<1, T>({adds ? more[i] : T(0)})); },
         [&](int i) {
           return Two<T, N>{wait_for<N>(from + i), adds ? wait_for<N>(more + i) : Waiting<T, N>{}};
         },
@@ -465,22 +498,22 @@ __device__ __forceinline__ void input_grad_of_planes(
   const Pair<O> sums = total(gradients.sums, c);
   const Slope<O> slope = gradients.channel(c, k, sums, is_first_part() && thread_of_block() == 0);
   const bool adds = residual != nullptr;
-  planes.images([&](int image) {
+  planes.turns<Order::Backwards>([&](int image, int turn) {
     const T* from = Pitched<const T>{x, pitch}.at(image, channel);
     const T* upstream = Pitched<const T>{grad, grad_pitch}.at(image, channel);
     const T* more = adds ? Pitched<const T>{residual, residual_pitch}.at(image, channel) : nullptr;
     T* to = Pitched<T>{out, out_pitch}.at(image, channel);
     const auto put = [&](int i, const auto& values, const auto& gradients, const auto& others) {
       const auto one = [&](int j) {
-        const O value = static_cast<O>(values.at[j]);
-        return input_gradient(through(gradients.at[j], value, k, follow), value, k.mean, slope);
+        const O value = values.at[j];
+        return input_gradient(through<T>(gradients.at[j], value, k, follow), value, k.mean, slope);
       };
-      store(to + i, finished(adds, others, one, [](O made) { return made; }));
+      store(to + i, finished<T>(adds, others, one, [](O made) { return made; }));
     };
-    planes.elements<N>(
-        from,
+    planes.elements<N, kUnroll / 2>(
+        from, turn,
         [&](int i) {
-          put(i, Vector<T, 1>{from[i]}, Vector<T, 1>{upstream[i]}, Vector<T, 1>{adds ? more[i] : T(0)});
+          put(i, opened<1, T>({from[i]}), opened<1, T>({upstream[i]}), opened<1, T>({adds ? more[i] : T(0)}));
         },
         [&](int i) {
           return Three<T, N>{
@@ -521,11 +554,12 @@ struct Columns {
     return static_cast<int>(by_inner.quotient(static_cast<uint32_t>(own_column<N>() + j)));
   }
 
-  template <typename Fetch, typename Use>
+  template <Order O, typename Fetch, typename Use>
   __device__ __forceinline__ void own_rows(const Fetch& fetch, const Use& use) const {
+    const auto row = [&](int i) { return O == Order::Forwards ? i : rows - 1 - i; };
     for_vectors<int>(
-        rows, static_cast<int>(blockIdx.y * blockDim.y + threadIdx.y), static_cast<int>(gridDim.y * blockDim.y), fetch,
-        use);
+        rows, static_cast<int>(blockIdx.y * blockDim.y + threadIdx.y), static_cast<int>(gridDim.y * blockDim.y),
+        [&](int i) { return fetch(row(i)); }, [&](int i, const auto& fetched) { use(row(i), fetched); });
   }
 };
 
@@ -660,13 +694,13 @@ __device__ __forceinline__ void moments_of_columns(const T* x, int pitch, op_typ
       shift[j] = shifts[columns.channel_of<N>(j)];
     }
     const int64_t column = columns.first_column<N>();
-    columns.own_rows(
+    columns.own_rows<Order::Forwards>(
         [&](int row) { return wait_for<N>(in.at(row, column)); },
         [&](int, const Waiting<T, N>& waiting) {
-          const Vector<T, N> values = opened<N, T>(waiting);
+          const Vector<O, N> values = opened<N, T>(waiting);
 #pragma unroll
           for (int j = 0; j < N; ++j) {
-            const O off = static_cast<O>(values.at[j]) - shift[j];
+            const O off = values.at[j] - shift[j];
             first[j] += off;
             second[j] = fused(off, off, second[j]);
           }
@@ -711,13 +745,13 @@ __device__ __forceinline__ void sums_of_columns(
     table.get(columns, own);
     const int64_t column = columns.first_column<N>();
     const Pitched<const T> in{x, pitch}, upstream{grad, grad_pitch};
-    columns.own_rows(
+    columns.own_rows<Order::Forwards>(
         [&](int row) { return Two<T, N>{wait_for<N>(in.at(row, column)), wait_for<N>(upstream.at(row, column))}; },
         [&](int, const Two<T, N>& waiting) {
-          const Vector<T, N> values = opened<N, T>(waiting.x), gradients = opened<N, T>(waiting.other);
+          const Vector<O, N> values = opened<N, T>(waiting.x), gradients = opened<N, T>(waiting.other);
 #pragma unroll
           for (int j = 0; j < N; ++j) {
-            const O value = static_cast<O>(values.at[j]), g = through(gradients.at[j], value, own[j], follow);
+            const O value = values.at[j], g = through<T>(gradients.at[j], value, own[j], follow);
             first[j] += g;
             second[j] = fused(value - own[j].mean, g, second[j]);
           }
@@ -744,15 +778,15 @@ __device__ __forceinline__ void normalise_columns(
   const bool adds = residual != nullptr;
   const Pitched<const T> in{x, pitch}, more{residual, residual_pitch};
   const Pitched<T> to{out, out_pitch};
-  columns.own_rows(
+  columns.own_rows<Order::Backwards>(
       [&](int row) {
         return Two<T, N>{
             wait_for<N>(in.at(row, column)), adds ? wait_for<N>(more.at(row, column)) : Waiting<T, N>{}};
       },
       [&](int row, const Two<T, N>& waiting) {
-        const Vector<T, N> values = opened<N, T>(waiting.x);
-        const auto one = [&](int j) { return normalised_at(static_cast<O>(values.at[j]), own[j]); };
-        store(to.at(row, column), finished(adds, opened<N, T>(waiting.other), one, follow));
+        const Vector<O, N> values = opened<N, T>(waiting.x);
+        const auto one = [&](int j) { return normalised_at(values.at[j], own[j]); };
+        store(to.at(row, column), finished<T>(adds, opened<N, T>(waiting.other), one, follow));
       });
 }
 
@@ -787,34 +821,38 @@ __device__ __forceinline__ void input_grad_of_columns(
   const bool adds = residual != nullptr;
   const Pitched<const T> in{x, pitch}, upstream{grad, grad_pitch}, more{residual, residual_pitch};
   const Pitched<T> to{out, out_pitch};
-  columns.own_rows(
+  columns.own_rows<Order::Backwards>(
       [&](int row) {
         return Three<T, N>{
             wait_for<N>(in.at(row, column)), wait_for<N>(upstream.at(row, column)),
             adds ? wait_for<N>(more.at(row, column)) : Waiting<T, N>{}};
       },
       [&](int row, const Three<T, N>& waiting) {
-        const Vector<T, N> values = opened<N, T>(waiting.x), upstreams = opened<N, T>(waiting.grad);
+        const Vector<O, N> values = opened<N, T>(waiting.x), upstreams = opened<N, T>(waiting.grad);
         const auto one = [&](int j) {
-          const O value = static_cast<O>(values.at[j]);
-          return input_gradient(through(upstreams.at[j], value, own[j], follow), value, own[j].mean, slope[j]);
+          const O value = values.at[j];
+          return input_gradient(through<T>(upstreams.at[j], value, own[j], follow), value, own[j].mean, slope[j]);
         };
-        store(to.at(row, column), finished(adds, opened<N, T>(waiting.other), one, [](O made) { return made; }));
+        store(to.at(row, column), finished<T>(adds, opened<N, T>(waiting.other), one, [](O made) { return made; }));
       });
 }
 
 // ---- kernels ----
 
+// Blocks of planes that a multiprocessor shall hold: activations that divide take more registers.
+template <Activation A>
+inline constexpr int kResident = A == Activation::Clamp || A == Activation::LeakyRelu ? 4 : 3;
+
 #define MONET_READS(name) const T* __restrict__ name, int name##_pitch
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) moments_planes_kernel(
+__global__ void __launch_bounds__(kThreads, 4) moments_planes_kernel(
     MONET_READS(x), op_type<T>* __restrict__ partial, Planes planes) {
   moments_of_planes<kVector<T>>(x, x_pitch, partial, planes);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) any_moments_planes_kernel(
+__global__ void __launch_bounds__(kThreads, 4) any_moments_planes_kernel(
     MONET_READS(x), op_type<T>* __restrict__ partial, Planes planes) {
   moments_of_planes<1>(x, x_pitch, partial, planes);
 }
@@ -832,7 +870,7 @@ __global__ void __launch_bounds__(kColumnThreads) any_moments_columns_kernel(
 }
 
 template <Activation A, typename T>
-__global__ void __launch_bounds__(kThreads) sums_planes_kernel(
+__global__ void __launch_bounds__(kThreads, kResident<A>) sums_planes_kernel(
     MONET_READS(grad), MONET_READS(x), Statistics<op_type<T>> statistics, op_type<T>* __restrict__ partial,
     Planes planes, Follow<A, op_type<T>> follow) {
   sums_of_planes<kVector<T>>(grad, grad_pitch, x, x_pitch, statistics, partial, planes, follow);
@@ -860,7 +898,7 @@ __global__ void __launch_bounds__(kColumnThreads) any_sums_columns_kernel(
 }
 
 template <Activation A, typename T>
-__global__ void __launch_bounds__(kThreads) normalise_planes_kernel(
+__global__ void __launch_bounds__(kThreads, kResident<A>) normalise_planes_kernel(
     MONET_READS(x), MONET_READS(residual), T* __restrict__ out, int out_pitch, Statistics<op_type<T>> statistics,
     Planes planes, Follow<A, op_type<T>> follow) {
   normalise_planes<kVector<T>>(
@@ -868,7 +906,7 @@ __global__ void __launch_bounds__(kThreads) normalise_planes_kernel(
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) any_normalise_planes_kernel(
+__global__ void __launch_bounds__(kThreads, 4) any_normalise_planes_kernel(
     MONET_READS(x), MONET_READS(residual), T* __restrict__ out, int out_pitch, Statistics<op_type<T>> statistics,
     Planes planes, FollowAny<op_type<T>> follow) {
   normalise_planes<1>(x, x_pitch, residual, residual_pitch, out, out_pitch, statistics, planes, follow);
@@ -890,7 +928,7 @@ __global__ void __launch_bounds__(kColumnThreads) any_normalise_columns_kernel(
 }
 
 template <Activation A, typename T>
-__global__ void __launch_bounds__(kThreads) input_grad_planes_kernel(
+__global__ void __launch_bounds__(kThreads, kResident<A>) input_grad_planes_kernel(
     MONET_READS(grad), MONET_READS(x), MONET_READS(residual), T* __restrict__ out, int out_pitch,
     Statistics<op_type<T>> statistics, Gradients<op_type<T>> gradients, Planes planes, Follow<A, op_type<T>> follow) {
   input_grad_of_planes<kVector<T>>(
@@ -977,15 +1015,10 @@ struct Form {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16);
   }
 
-  // A warp or several walk along an image, so that each thread has a few vectors of it at once.
   void see_planes() {
-    const int64_t vectors = shape.image / vector;
-    unsigned int lanes = 32;
-    while (lanes < kThreads && vectors >= 2 * kUnroll * static_cast<int64_t>(lanes)) {
-      lanes *= 2;
-    }
-    threads = dim3(lanes, kThreads / lanes);
-    planes = {narrow(shape.batch), narrow(shape.image)};
+    threads = dim3(kThreads);
+    const int64_t each = static_cast<int64_t>(vector) * Planes::kTurn;
+    planes = {narrow(shape.batch), narrow(shape.image), Divisor((shape.image + each - 1) / each)};
   }
 
   // Channels last, 128 bytes of a row; else as many whole channels as there are threads for. Each block's channels begin at
@@ -1009,19 +1042,35 @@ struct Form {
   template <auto Kernel>
   dim3 blocks() const {
     const int64_t resident = resident_blocks<Kernel>(in_columns ? kColumnThreads : kThreads);
-    const auto bounded = [](int64_t wanted, int64_t work, int64_t each) {
-      return std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>((work + each - 1) / each, 1, 65535));
-    };
     if (in_columns) {
       const int64_t across = (shape.channels + columns.tile - 1) / columns.tile;
-      const int64_t down = bounded(resident / across, columns.rows, int64_t(threads.y) * kUnroll);
+      const int64_t work = blocks_for(columns.rows, int64_t(threads.y) * kUnroll);
+      const int64_t down = std::clamp<int64_t>(resident / across, 1, work);
       return dim3(static_cast<unsigned int>(across), static_cast<unsigned int>(down));
     }
-    const int64_t wanted = (resident + shape.channels - 1) / shape.channels;
-    const int64_t down = bounded(wanted, planes.batch, threads.y);
-    const int64_t along = bounded((wanted + down - 1) / down, planes.image / vector, int64_t(threads.x) * kUnroll);
-    return dim3(
-        static_cast<unsigned int>(shape.channels), static_cast<unsigned int>(down), static_cast<unsigned int>(along));
+    return dim3(static_cast<unsigned int>(shape.channels), static_cast<unsigned int>(blocks_of_channel(resident)));
+  }
+
+  static int64_t blocks_for(int64_t work, int64_t each) {
+    return std::clamp<int64_t>((work + each - 1) / each, 1, 65535);
+  }
+
+  // Blocks for each channel of planes. All blocks run at once, or in a few waves of full ones where the channels do not
+  // share the multiprocessors evenly; the start of a block takes about as long as kStart turns.
+  int64_t blocks_of_channel(int64_t resident) const {
+    constexpr int64_t kWaves = 4, kStart = 2;
+    const int64_t work = blocks_for(shape.batch * planes.by_turns.divisor, Planes::kWarps);
+    const int64_t least = (shape.channels + resident - 1) / resident;
+    int64_t best = 1, best_time = std::numeric_limits<int64_t>::max();
+    for (int64_t waves = least; waves < least + kWaves; ++waves) {
+      const int64_t blocks = std::clamp<int64_t>(waves * resident / shape.channels, 1, work);
+      const int64_t time = waves * ((work + blocks - 1) / blocks + kStart);
+      if (time < best_time) {
+        best = blocks;
+        best_time = time;
+      }
+    }
+    return best;
   }
 };
 
@@ -1043,7 +1092,7 @@ at::TensorOptions options_of_sums(const at::Tensor& x) {  // and of statistics
 // Memory for the sums of `parts` blocks for each channel: two numbers for each part, and one for each channel.
 template <typename O>
 Sums<O> sums_of(const Form& form, dim3 blocks, const at::Tensor& x, at::Tensor& partial) {
-  const int64_t parts = int64_t(blocks.y) * blocks.z;
+  const int64_t parts = blocks.y;
   partial = at::empty({2 * parts + 1, form.shape.channels}, options_of_sums(x));
   return {data_of<const O>(partial), static_cast<int>(parts), static_cast<int>(form.shape.channels)};
 }

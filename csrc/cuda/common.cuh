@@ -140,6 +140,43 @@ __device__ __forceinline__ op_type<T> widened(const Words& words, int j) {
   }
 }
 
+// The same elements in the type that they are computed in.
+template <typename T>
+__device__ __forceinline__ Vector<op_type<T>, kVector<T>> widened(const Words& words) {
+  Vector<op_type<T>, kVector<T>> values;
+#pragma unroll
+  for (int j = 0; j < kVector<T>; ++j) {
+    values.at[j] = widened<T>(words, j);
+  }
+  return values;
+}
+
+// Numbers rounded to T, next to each other; an instruction rounds two to 16 bits.
+template <typename T, int N>
+__device__ __forceinline__ Vector<T, N> narrowed(const Vector<op_type<T>, N>& values) {
+  Vector<T, N> made;
+#if defined(__NVCC__)
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+    for (int j = 0; j < N; j += 2) {
+      if constexpr (std::is_same_v<T, c10::BFloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(values.at[j], values.at[j + 1]);
+        __builtin_memcpy(&made.at[j], &pair, sizeof(pair));
+      } else {
+        const __half2 pair = __floats2half2_rn(values.at[j], values.at[j + 1]);
+        __builtin_memcpy(&made.at[j], &pair, sizeof(pair));
+      }
+    }
+    return made;
+  }
+#endif
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    made.at[j] = static_cast<T>(values.at[j]);
+  }
+  return made;
+}
+
 // Whether 16 bytes can be loaded at `p`.
 template <typename T>
 MONET_HD bool is_aligned(const T* p) {
@@ -162,25 +199,31 @@ inline at::Tensor aligned(const at::Tensor& t) {
 
 // ---- the loop ----
 
-// For vectors first, first + step, ... below count: use(v, fetch(v)), with kUnroll fetches before the first use. One loop
-// with a condition on each vector, rather than a second loop for the rest, keeps the code short.
+// For the Unroll vectors first, first + step, ... that are below count: use(v, fetch(v)), all fetches before the first use.
+// A condition on each vector, rather than a second loop for the rest, keeps the code short.
+template <int Unroll, typename Index, typename Fetch, typename Use>
+__device__ __forceinline__ void take_vectors(Index count, Index first, Index step, const Fetch& fetch, const Use& use) {
+  decltype(fetch(first)) fetched[Unroll];
+#pragma unroll
+  for (int k = 0; k < Unroll; ++k) {
+    if (first + k * step < count) {
+      fetched[k] = fetch(first + k * step);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < Unroll; ++k) {
+    if (first + k * step < count) {
+      use(first + k * step, fetched[k]);
+    }
+  }
+}
+
+// The same for all vectors first, first + step, ... below count.
 template <typename Index, typename Fetch, typename Use>
 __device__ __forceinline__ void for_vectors(Index count, Index first, Index step, const Fetch& fetch, const Use& use) {
 #pragma unroll 1
   for (Index v = first; v < count; v += kUnroll * step) {
-    decltype(fetch(v)) fetched[kUnroll];
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      if (v + k * step < count) {
-        fetched[k] = fetch(v + k * step);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      if (v + k * step < count) {
-        use(v + k * step, fetched[k]);
-      }
-    }
+    take_vectors<kUnroll>(count, v, step, fetch, use);
   }
 }
 
