@@ -177,6 +177,28 @@ __device__ __forceinline__ Vector<T, N> narrowed(const Vector<op_type<T>, N>& va
   return made;
 }
 
+// Of two pairs of 16-bit floats: all bits of a half in which the first is greater than the second, or a NaN.
+template <typename T>
+__device__ __forceinline__ uint32_t greater_or_nan(uint32_t a, uint32_t b) {
+#if defined(__NVCC__)
+  using Pair = std::conditional_t<std::is_same_v<T, c10::BFloat16>, __nv_bfloat162, __half2>;
+  Pair first, second;
+  __builtin_memcpy(&first, &a, sizeof(a));
+  __builtin_memcpy(&second, &b, sizeof(b));
+  return __hgt2_mask(first, second) | __hneu2_mask(first, first);
+#else
+  Vector<T, 2> first, second;
+  __builtin_memcpy(&first, &a, sizeof(a));
+  __builtin_memcpy(&second, &b, sizeof(b));
+  uint32_t mask = 0;
+  for (int j = 0; j < 2; ++j) {
+    const float value = first.at[j];
+    mask |= value > static_cast<float>(second.at[j]) || value != value ? 0xffffu << (16 * j) : 0u;
+  }
+  return mask;
+#endif
+}
+
 // Whether 16 bytes can be loaded at `p`.
 template <typename T>
 MONET_HD bool is_aligned(const T* p) {

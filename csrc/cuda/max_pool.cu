@@ -191,20 +191,38 @@ struct Cells {
     }
   }
 
-  // The number of a cell; `taken` may be the number of the cell that was read in its place.
-  __device__ __forceinline__ uint8_t number(int taken) const {
-    const int kh = min(max(taken / K, -start_h), last_h - start_h);
-    const int kw = min(max(taken % K, -start_w), last_w - start_w);
-    return static_cast<uint8_t>(kh * K + kw);
+  // Of a window that begins `right` columns further, where only the numbers of the cells are of interest.
+  __device__ __forceinline__ Cells(const Cells& first, int right) : Cells(first) { start_w += right; }
+
+  // The number of a cell; (kh, kw) may be the cell that was read in its place.
+  __device__ __forceinline__ int number(int kh, int kw) const {
+    return min(max(kh, -start_h), last_h - start_h) * K + min(max(kw, -start_w), last_w - start_w);
   }
 };
 
-template <typename O>
-__device__ __forceinline__ void consider(O value, int cell, O& best, int& chosen) {
-  if (value > best || value != value) {
+// What is compared at a time: an element, or two of 16 bits in one word, each with the number of its cell.
+template <typename T>
+inline constexpr bool kPairs = sizeof(T) == 2;
+
+template <typename T>
+using Compared = std::conditional_t<kPairs<T>, uint32_t, T>;
+
+template <typename T>
+__device__ __forceinline__ void consider(Compared<T> value, uint32_t cell, Compared<T>& best, uint32_t& chosen) {
+  if constexpr (kPairs<T>) {
+    const uint32_t taken = greater_or_nan<T>(value, best);
+    best = (value & taken) | (best & ~taken);
+    chosen = (cell & taken) | (chosen & ~taken);
+  } else if (value > best || value != value) {
     best = value;
     chosen = cell;
   }
+}
+
+// The number of a cell for each of the elements that are compared at a time.
+template <typename T>
+__device__ __forceinline__ uint32_t for_compared(int cell) {
+  return static_cast<uint32_t>(cell) * (kPairs<T> ? 0x10001u : 1u);
 }
 
 // Planes are processed in bands: some rows of a plane, or some whole planes. The elements that a band reads are adjacent in
@@ -265,10 +283,40 @@ __device__ __forceinline__ int load_tile(const T* __restrict__ from, int begin, 
   return origin;
 }
 
+constexpr int kOutputs = 4;  // that a thread has at a time, next to each other in a row
+
+// One row of the cells of kOutputs windows, which begin kStep columns apart.
+template <typename T, int K>
+struct CellRow {
+  static constexpr int kColumns = (kOutputs - 1) * kStep + K;
+  static constexpr int kCompared = kPairs<T> ? kOutputs / 2 : kOutputs;
+  T values[kColumns];
+
+  __device__ __forceinline__ CellRow(const T* row, const int (&columns)[kColumns]) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      values[c] = row[columns[c]];
+    }
+  }
+
+  // Cell kw of window `window`, or of windows 2 * window and 2 * window + 1.
+  __device__ __forceinline__ Compared<T> at(int window, int kw) const {
+    if constexpr (kPairs<T>) {
+      const Vector<T, 2> pair{{values[2 * window * kStep + kw], values[(2 * window + 1) * kStep + kw]}};
+      uint32_t word;
+      __builtin_memcpy(&word, &pair, sizeof(word));
+      return word;
+    } else {
+      return values[window * kStep + kw];
+    }
+  }
+};
+
 template <typename T, int K>
 __global__ void pool_planes_kernel(
-    const T* __restrict__ in, T* __restrict__ y, uint8_t* __restrict__ offsets, Geometry g, Bands bands) {
-  using O = op_type<T>;
+    const T* __restrict__ in, T* __restrict__ y, uint8_t* __restrict__ offsets, Geometry g, Bands bands,
+    Divisor by_groups) {
+  using Row = CellRow<T, K>;
   __shared__ Vector<T> shared[kTile / 16];
   T* tile = reinterpret_cast<T*>(shared);
   for (int index = blockIdx.x; index < bands.count; index += gridDim.x) {
@@ -279,26 +327,59 @@ __global__ void pool_planes_kernel(
         in, band.plane * g.in_area() + top * g.in_w, (band.plane + band.planes - 1) * g.in_area() + bottom * g.in_w,
         tile);
     __syncthreads();
-    const int first = band.plane * g.out_area() + band.row * g.out_w, count = band.planes * band.rows * g.out_w;
+    const int count = band.planes * band.rows * static_cast<int>(by_groups.divisor);
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      uint32_t ow = static_cast<uint32_t>(i), oh = g.by_out_w.split(ow);
+      uint32_t group = static_cast<uint32_t>(i), oh = by_groups.split(group);
       const int plane = band.plane + static_cast<int>(bands.by_rows.split(oh));
-      const Cells<K> cells(band.row + static_cast<int>(oh), static_cast<int>(ow), g);
+      const int h = band.row + static_cast<int>(oh), w = static_cast<int>(group) * kOutputs;
+      const Cells<K> cells(h, w, g);  // of the first window
+      int columns[Row::kColumns];
+#pragma unroll
+      for (int c = 0; c < Row::kColumns; ++c) {
+        columns[c] = c < K ? cells.column[c] : min(cells.start_w + c, cells.last_w);
+      }
       const T* from = tile + (plane * g.in_area() - origin);
-      O best = static_cast<O>(from[cells.row[0] * g.in_w + cells.column[0]]);
-      int chosen = 0;
+      Compared<T> best[Row::kCompared];
+      uint32_t chosen[Row::kCompared] = {};
+      constexpr int kHigh = 16;  // the number of a cell is kh * kHigh + kw here
 #pragma unroll
       for (int kh = 0; kh < K; ++kh) {
+        const Row row(from + cells.row[kh] * g.in_w, columns);
 #pragma unroll
-        for (int kw = 0; kw < K; ++kw) {
-          if (kh + kw > 0) {
-            consider(static_cast<O>(from[cells.row[kh] * g.in_w + cells.column[kw]]), kh * K + kw, best, chosen);
+        for (int m = 0; m < Row::kCompared; ++m) {
+#pragma unroll
+          for (int kw = 0; kw < K; ++kw) {
+            if (kh + kw == 0) {
+              best[m] = row.at(m, 0);
+            } else {
+              consider<T>(row.at(m, kw), for_compared<T>(kh * kHigh + kw), best[m], chosen[m]);
+            }
           }
         }
       }
-      y[first + i] = static_cast<T>(best);
-      offsets[first + i] = cells.number(chosen);
+      Vector<T, kOutputs> tops;
+      __builtin_memcpy(&tops, best, sizeof(tops));
+      Vector<uint8_t, kOutputs> numbers;
+#pragma unroll
+      for (int p = 0; p < kOutputs; ++p) {
+        const int cell = static_cast<int>(kPairs<T> ? chosen[p / 2] >> (p % 2 * 16) & 255u : chosen[p]);
+        const Cells<K> own(cells, p * kStep);
+        numbers.at[p] = static_cast<uint8_t>(own.number(cell / kHigh, cell % kHigh));
+      }
+      const int at = plane * g.out_area() + h * g.out_w + w;
+      if (g.out_w % kOutputs == 0) {
+        store(y + at, tops);
+        store(offsets + at, numbers);
+      } else {
+#pragma unroll
+        for (int p = 0; p < kOutputs; ++p) {
+          if (w + p < g.out_w) {
+            y[at + p] = tops.at[p];
+            offsets[at + p] = numbers.at[p];
+          }
+        }
+      }
     }
     __syncthreads();
   }
@@ -309,31 +390,36 @@ template <typename T, int K>
 __global__ void pool_pixels_kernel(
     const T* __restrict__ in, T* __restrict__ y, uint8_t* __restrict__ offsets, Geometry g, Divisor by_vectors,
     int count) {
-  using O = op_type<T>;
-  constexpr int N = kVector<T>;
+  constexpr int N = kVector<T>, kCompared = kPairs<T> ? N / 2 : N;
   for (int i = grid_thread(); i < count; i += grid_threads()) {
     const Place at = place_of(i, g.by_out_h, g.by_out_w, by_vectors);
     const Cells<K> cells(at.h, at.w, g);
     const T* from = in + at.unit * g.in_area() * g.lanes + at.lane * N;
-    Vector<T, N> values[K * K];
+    Vector<Compared<T>> values[K * K];
 #pragma unroll
     for (int k = 0; k < K * K; ++k) {
-      values[k] = load<N>(from + (cells.row[k / K] * g.in_w + cells.column[k % K]) * g.lanes);
+      values[k] = load<kCompared>(
+          reinterpret_cast<const Compared<T>*>(from + (cells.row[k / K] * g.in_w + cells.column[k % K]) * g.lanes));
     }
-    Vector<T, N> top;
+    uint32_t chosen[kCompared];
+#pragma unroll
+    for (int k = 0; k < K * K; ++k) {
+      const uint32_t cell = for_compared<T>(cells.number(k / K, k % K));
+#pragma unroll
+      for (int j = 0; j < kCompared; ++j) {
+        if (k == 0) {
+          chosen[j] = cell;
+        } else {
+          consider<T>(values[k].at[j], cell, values[0].at[j], chosen[j]);
+        }
+      }
+    }
     Vector<uint8_t, N> numbers;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      O best = static_cast<O>(values[0].at[j]);
-      int chosen = 0;
-#pragma unroll
-      for (int k = 1; k < K * K; ++k) {
-        consider(static_cast<O>(values[k].at[j]), k, best, chosen);
-      }
-      top.at[j] = static_cast<T>(best);
-      numbers.at[j] = cells.number(chosen);
+      numbers.at[j] = static_cast<uint8_t>(kPairs<T> ? chosen[j / 2] >> (j % 2 * 16) : chosen[j]);
     }
-    store(y + i * N, top);
+    store(reinterpret_cast<Compared<T>*>(y + i * N), values[0]);
     store(offsets + i * N, numbers);
   }
 }
@@ -514,7 +600,7 @@ bool pool_by_two(const Units& u, const T* in, T* y, uint8_t* offsets) {
     return false;
   }
   pool_planes_kernel<T, K><<<grid_for<pool_planes_kernel<T, K>>(bands.count), kThreads, 0, u.stream>>>(
-      in, y, offsets, g, bands);
+      in, y, offsets, g, bands, Divisor((g.out_w + kOutputs - 1) / kOutputs));
   return true;
 }
 
