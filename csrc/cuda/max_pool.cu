@@ -466,16 +466,16 @@ __global__ void __launch_bounds__(kThreads, 4) pool_planes_backward_kernel(
       O sums[kStep][Columns] = {};
 #pragma unroll
       for (int j = 0; j < Over::kCount; ++j) {
-        const bool row_inside = oh0 + j >= 0 && oh0 + j < g.out_h;
+        if ((Over::kLow + j < 0 && oh0 + j < 0) || oh0 + j >= g.out_h) {
+          continue;
+        }
         const int row = plane * g.out_area() + (oh0 + j) * g.out_w + ow0;
 #pragma unroll
         for (int m = 0; m < kWindows; ++m) {
-          int cell = K * K;  // a window that does not exist chose no input
-          O value = 0;
-          if (row_inside && ow0 + m >= 0 && ow0 + m < g.out_w) {
-            cell = chosen[row + m - offset_origin];
-            value = static_cast<O>(gradients[row + m - grad_origin]);
-          }
+          // Only the outermost windows may not exist: widths are even. Such a window chose no input.
+          const bool exists = (m > 0 || Over::kLow == 0 || ow0 >= 0) && (m < kWindows - 1 || ow0 + m < g.out_w);
+          const int cell = exists ? chosen[row + m - offset_origin] : K * K;
+          const O value = exists ? static_cast<O>(gradients[row + m - grad_origin]) : O(0);
 #pragma unroll
           for (int ih = 0; ih < kStep; ++ih) {
 #pragma unroll
@@ -493,12 +493,12 @@ __global__ void __launch_bounds__(kThreads, 4) pool_planes_backward_kernel(
       for (int ih = 0; ih < kStep; ++ih) {
         const int h = (band.row + static_cast<int>(a)) * kStep + ih;
         if (h < g.in_h) {
-          Vector<T, Columns> made;
+          Vector<O, Columns> made;
 #pragma unroll
           for (int iw = 0; iw < Columns; ++iw) {
-            made.at[iw] = static_cast<T>(sums[ih][iw]);
+            made.at[iw] = sums[ih][iw];
           }
-          store(out + plane * g.in_area() + h * g.in_w + static_cast<int>(x) * Columns, made);
+          store(out + plane * g.in_area() + h * g.in_w + static_cast<int>(x) * Columns, narrowed<T>(made));
         }
       }
     }
