@@ -109,6 +109,7 @@ template <typename T>
 struct Held {
   Words words[kHeld];
 
+  Held() = default;
   __device__ __forceinline__ Held(const T* row, int width) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
@@ -124,6 +125,7 @@ struct HeldAs {
   static constexpr int kParts = sizeof(G) / sizeof(T);
   Words words[kHeld][kParts];
 
+  HeldAs() = default;
   __device__ __forceinline__ HeldAs(const G* row, int width) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
@@ -134,10 +136,25 @@ struct HeldAs {
       }
     }
   }
-  __device__ __forceinline__ G at(int k, int j) const {
-    return elements<G>(words[k][j / kVector<G>]).at[j % kVector<G>];
+  __device__ __forceinline__ op_type<T> at(int k, int j) const {
+    return widened<G>(words[k][j / kVector<G>], j % kVector<G>);
   }
 };
+
+// N elements at a multiple of 16 bytes, in the type that they are computed in.
+template <int N, typename W>
+__device__ __forceinline__ Vector<op_type<W>, N> load_widened(const W* p) {
+  Vector<op_type<W>, N> values;
+#pragma unroll
+  for (int part = 0; part < N / kVector<W>; ++part) {
+    const Words words = load_words(p + part * kVector<W>);
+#pragma unroll
+    for (int j = 0; j < kVector<W>; ++j) {
+      values.at[part * kVector<W> + j] = widened<W>(words, j);
+    }
+  }
+  return values;
+}
 
 template <typename T, typename W, typename Y>
 __global__ void __launch_bounds__(kMostThreads) forward_row_kernel(
@@ -195,7 +212,17 @@ __global__ void __launch_bounds__(kMostThreads) forward_row_kernel(
   }
 }
 
-// partial[block, i] sums what the block's rows add to the weight's gradient; a thread's columns are the same in all rows.
+// What the gradient of a row is computed from, besides the weight.
+template <typename T, typename G>
+struct HeldRow {
+  Held<T> x;
+  HeldAs<T, G> grad;
+  op_type<T> rstd;
+};
+
+// partial[block, i] sums what the block's rows add to the weight's gradient; a thread's columns are the same in all rows. The
+// next row is loaded before this one is used, unless its gradients are wider than x. Products with the weight are computed
+// twice, because there are no registers for them.
 template <typename T, typename W, typename G>
 __global__ void __launch_bounds__(kMostThreads) backward_row_kernel(
     const G* __restrict__ grad, const T* __restrict__ x, const W* __restrict__ weight,
@@ -204,50 +231,66 @@ __global__ void __launch_bounds__(kMostThreads) backward_row_kernel(
   using O = op_type<T>;
   constexpr int N = kVector<T>;
   O sums[kHeld][N] = {};
+  const auto first_element = [](int k) {
+    return (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * N;
+  };
+  // Gradients times weights; those past the end of the row are zeros.
+  const auto through = [&](const HeldAs<T, G>& upstream, int k) {
+    const int i = first_element(k);
+    Vector<O, N> values;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      values.at[j] = upstream.at(k, j);
+    }
+    if (weight != nullptr && i < width) {
+      const Vector<O, N> w = load_widened<N>(weight + i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        values.at[j] *= w.at[j];
+      }
+    }
+    return values;
+  };
+  const auto load_row = [&](int64_t row) {
+    return HeldRow<T, G>{Held<T>(x + row * width, width), HeldAs<T, G>(grad + row * width, width), rstd[row]};
+  };
+  constexpr bool kAhead = sizeof(G) == sizeof(T);
+  HeldRow<T, G> next;
+  if (kAhead) {
+    next = load_row(blockIdx.x);
+  }
   int turn = 0;
+#pragma unroll 1
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const int64_t start = row * width;
-    const Held<T> held(x + start, width);
-    const HeldAs<T, G> upstream(grad + start, width);
-    const Held<T> before(residual == nullptr ? nullptr : residual + start, width);
-    const O r = rstd[row];
+    const HeldRow<T, G> held = kAhead ? next : load_row(row);
+    if (kAhead && row + gridDim.x < rows) {
+      next = load_row(row + gridDim.x);
+    }
+    const O r = held.rstd;
     O dot = 0;
-    O through[kHeld][N];  // gradients times weights
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * N;
-      const Vector<T> values = elements<T>(held.words[k]);
+      const Vector<O, N> values = widened<T>(held.x.words[k]), gradients = through(held.grad, k);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const O g = static_cast<O>(upstream.at(k, j)), value = static_cast<O>(values.at[j]);
-        sums[k][j] += g * (value * r);
-        through[k][j] = g;
-      }
-      if (weight != nullptr && i < width) {
-        const Vector<W, N> w = load<N>(weight + i);
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          through[k][j] *= static_cast<O>(w.at[j]);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        dot += through[k][j] * static_cast<O>(values.at[j]);
+        sums[k][j] += held.grad.at(k, j) * (values.at[j] * r);
+        dot += gradients.at[j] * values.at[j];
       }
     }
     const O slope = block_sum(dot, turn++) / static_cast<O>(width) * r * r * r;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * N;
+      const int i = first_element(k);
       if (i < width) {
-        const Vector<T> values = elements<T>(held.words[k]), more = elements<T>(before.words[k]);
-        Vector<T> made;
+        const Vector<O, N> values = widened<T>(held.x.words[k]), gradients = through(held.grad, k);
+        const Words before = residual == nullptr ? Words{} : load_words(residual + row * width + i);
+        Vector<O, N> made;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-          const O own = through[k][j] * r - static_cast<O>(values.at[j]) * slope;
-          made.at[j] = static_cast<T>(static_cast<O>(more.at[j]) + own);
+          const O own = gradients.at[j] * r - values.at[j] * slope;
+          made.at[j] = widened<T>(before, j) + own;
         }
-        store(grad_x + start + i, made);
+        store(grad_x + row * width + i, narrowed<T>(made));
       }
     }
   }
@@ -256,7 +299,7 @@ __global__ void __launch_bounds__(kMostThreads) backward_row_kernel(
   }
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * N;
+    const int i = first_element(k);
     if (i < width) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
