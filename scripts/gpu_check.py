@@ -16,14 +16,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.rows import write_rows
+from benchmarks.work import ASIDE, WORK
 from benchmarks.worker import apart, gradients_of, rounding_of
 from monet_like.capture.captured import Captured
 from monet_like.capture.example_inputs import example_of
@@ -47,6 +50,11 @@ ROOT = Path(__file__).resolve().parents[1]
 MB, GIB = 10**6, 2**30
 FULL = "inplace_conv_multiway_newnode"
 ALL = f"{FULL}_{ALGORITHMS}"
+#: Class names of the modules that a user would give to ``torch.utils.checkpoint``.
+BLOCKS = {
+    "LlamaDecoderLayer",
+    *(name for work in (*WORK.values(), *ASIDE.values()) for name in work.blocks if name != "Sequential"),
+}
 #: For the local search, for each budget.
 PLAN_SECONDS = 10
 
@@ -196,10 +204,8 @@ class Plain:
     def __init__(self, record: ScheduleRecord, device: torch.device) -> None:
         torch.manual_seed(0)
         with device:
-            self.device, self.model = (
-                device,
-                Casting(build_model(record.model).module.to(device), record.autocast, device),
-            )
+            module = build_model(record.model).module.to(device)
+        self.device, self.model = device, Casting(module, record.autocast, device)
         self.example = real_example(example_of(record.inputs, device), device)
         with in_float32():
             gradients = gradients_of(self.model, self.example)
@@ -221,6 +227,26 @@ class Plain:
             )
             self._captured[key] = captured_for(request, self.example)
         return self._captured[key]
+
+
+def checkpointed(record: ScheduleRecord, plain: Plain, steps: int) -> Iterator[Replay]:
+    """``torch.utils.checkpoint`` around every block, beside plain PyTorch; nothing if the model has none that we know."""
+    device, example, model = plain.device, plain.example, copy.deepcopy(plain.model)
+    blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
+    if not blocks:
+        return
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    emptied(device)
+    peak = step_peak(model, example, device)
+    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+    seconds = step_seconds([(plain.model, example), (model, example)], device, steps)
+    plain.model.zero_grad(set_to_none=True)
+    yield Replay(
+        f"{work_of(record).name}: checkpoint per block", "measured", record.model, record.inputs[0].shape[0],
+        plain_peak_bytes=plain.peak_bytes + record.cublas_bytes, peak_bytes=peak + record.cublas_bytes, reserved_bytes=reserved,
+        plain_seconds=seconds[0], seconds=seconds[1],
+    )  # fmt: skip
 
 
 def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Replay:
@@ -344,14 +370,20 @@ def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Seq
         if row.status != "measured":
             text += f"| {row.file} | {row.status} |" + " |" * 9 + "\n"
             continue
-        over, told = row.seconds / row.plain_seconds - 1, row.predicted_seconds / row.predicted_plain_seconds - 1
+        over, told = row.seconds / row.plain_seconds - 1, ""
+        planned = ["", "", ""]
+        if row.predicted_plain_seconds:
+            told = f"{100 * (row.predicted_seconds / row.predicted_plain_seconds - 1):+.1f} %"
+            planned = [
+                f"{row.budget_bytes / GIB:.2f} GiB", f"{row.predicted_bytes / MB:,.0f} MB",
+                f"{row.gradient_error:.0e}, rounding {row.rounding:.0e}",
+            ]  # fmt: skip
         text += (
-            f"| {row.file} | {row.budget_bytes / GIB:.2f} GiB | {row.plain_peak_bytes / MB:,.0f} MB | "
-            f"{row.peak_bytes / MB:,.0f} MB | {row.predicted_bytes / MB:,.0f} MB | {row.reserved_bytes / MB:,.0f} MB | "
-            f"{1e3 * row.plain_seconds:,.1f} ms | {1e3 * row.seconds:,.1f} ms | {100 * over:+.1f} % | {100 * told:+.1f} % | "
-            f"{row.gradient_error:.0e}, rounding {row.rounding:.0e} |\n"
+            f"| {row.file} | {planned[0]} | {row.plain_peak_bytes / MB:,.0f} MB | {row.peak_bytes / MB:,.0f} MB | {planned[1]} | "
+            f"{row.reserved_bytes / MB:,.0f} MB | {1e3 * row.plain_seconds:,.1f} ms | {1e3 * row.seconds:,.1f} ms | "
+            f"{100 * over:+.1f} % | {told} | {planned[2]} |\n"
         )
-    if any(row.status == "measured" and row.profile != device_name(device) for row in rows):
+    if any(row.profile not in ("", device_name(device)) for row in rows):
         text += "\nTimes predicted from other devices' costs are not this device's.\n"
     return text + "".join(f"\n* {line}" for line in lines) + "\n"
 
@@ -404,6 +436,7 @@ def main(out: Path, seconds: float, solutions: Path | None, steps: int, models: 
                 work, plain = work_of(record), None
                 emptied(device)
                 plain = Plain(record, device)
+                rows += checkpointed(record, plain, steps)
             rows.append(replay(name, record, plain, steps))
         except (MonetError, RuntimeError) as error:
             rows.append(Replay(name, str(error).splitlines()[0].replace("|", "\\|"), record.model))

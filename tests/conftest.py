@@ -14,10 +14,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-from monet_like import ops  # noqa: E402
+from monet_like import ops
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 

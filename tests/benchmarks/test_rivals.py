@@ -455,6 +455,7 @@ def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path) -> 
     text = (tmp_path / "gpu_check.md").read_text()
     assert "| a | 1024.00 GiB |" in text
     assert "| 0e+00, rounding" in text
+    assert "| resnet18_2: checkpoint per block |" in text
     assert len(list((tmp_path / "profiles").iterdir())) == 1
 
 
