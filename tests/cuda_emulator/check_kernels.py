@@ -205,6 +205,18 @@ def check_caches(x: Tensor, keeps: tuple[int, ...]) -> None:
     assert_bits(back, caches.unpack_int8(packed, x.shape, x.dtype, x.stride()))
 
 
+def test_quotients_near_a_half() -> None:
+    """Eight-bit caches round as a division does: elements are within two bits of where their byte changes."""
+    scale = 2.0 ** torch.randint(-126, 120, (400, 1)).double() * (1 + torch.rand(400, 1).double())
+    x = ((torch.randint(0, 127, (400, 256)) + 0.5) * scale).float()
+    x[:, 0] = (127 * scale[:, 0]).float()
+    for _ in range(2):
+        towards = torch.randint(-1, 2, x.shape) * math.inf
+        x = torch.where(towards.isnan(), x, torch.nextafter(x, towards))
+    assert_bits(call("pack_int8", x), caches.pack_int8(x))
+    assert_bits(call("pack_int8", -x), caches.pack_int8(-x))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_damaged_caches(dtype: torch.dtype) -> None:
     """Whatever a cache holds, nothing but the result is touched."""
