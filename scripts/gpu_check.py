@@ -171,15 +171,15 @@ def on_device(gradients: Tensors, device: torch.device) -> Tensors:
 
 
 @contextmanager
-def in_float32() -> Iterator[None]:
-    """Convolutions in float32, and, where cuDNN may choose, by algorithms that give the same bits each time.
+def in_float32(mode: str = "") -> Iterator[None]:
+    """Convolutions in float32, and, unless a mode names algorithms, by some that give the same bits each time.
 
     By default PyTorch computes them in TF32, whose rounding is 8,192 times as coarse: gradients of a deep net with batch
     norm then differ by a third from those of weights changed in the last place, and comparing them would show nothing.
     """
     cudnn = torch.backends.cudnn
     before = cudnn.allow_tf32, cudnn.deterministic
-    cudnn.allow_tf32, cudnn.deterministic = False, True
+    cudnn.allow_tf32, cudnn.deterministic = False, ALGORITHMS not in mode
     try:
         yield
     finally:
@@ -263,7 +263,7 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     seconds = step_seconds([(plain.model, example), (wrapped, example)], device, steps)
     for model in (plain.model, wrapped):
         model.zero_grad(set_to_none=True)
-    with in_float32():
+    with in_float32(record.mode):
         gradients = on_cpu(gradients_of(wrapped, example))
     wrapped.zero_grad(set_to_none=True)
     error = apart(plain.gradients, gradients)
