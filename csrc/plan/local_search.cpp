@@ -445,7 +445,7 @@ class Judge {
       if (!wanted_[v]) continue;
       for (std::int32_t d : list(t_.first_start, t_.first, v)) {
         if (d >= c) break;
-        if (effort(d) < mine) return false;
+        if (effort(d) < mine && !(t_.shared[d] && conflicts(d))) return false;  // a blocked one is no alternative
       }
     }
     return true;

@@ -335,7 +335,8 @@ class _Account:
         if any(0 <= prefer[v] < c for v in made):
             return False
         mine = self._effort(c)
-        return all(self._effort(d) >= mine for v in made for d in t.first[v] if d < c)
+        cheaper = (d for v in made for d in t.first[v] if d < c and self._effort(d) < mine)
+        return all(t.shared[d] and self._conflicts(d) for d in cheaper)  # what is blocked is no alternative
 
     def _share(self, c: int, d: int) -> bool:
         return any(self.t.output[v] and v in self.t.writes[d] for v in self.t.writes[c])
