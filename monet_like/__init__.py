@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .capture.annotations import mark
     from .cards.fits import fits
     from .export.selective import checkpoint_policy
+    from .inductor.options import compile_options
     from .job.start import problem
     from .nn.dropit import to_dropit
     from .nn.sync_batch_norm import convert_sync_batchnorm
@@ -30,6 +31,7 @@ __all__ = [
     "auto_schedule",
     "block_plan",
     "checkpoint_policy",
+    "compile_options",
     "convert_sync_batchnorm",
     "fits",
     "mark",
@@ -46,6 +48,7 @@ _LAZY = {
     "auto_schedule": "auto.auto_schedule",
     "block_plan": "auto.blocks",
     "checkpoint_policy": "export.selective",
+    "compile_options": "inductor.options",
     "convert_sync_batchnorm": "nn.sync_batch_norm",
     "fits": "cards.fits",
     "mark": "capture.annotations",

@@ -27,7 +27,7 @@ ORDER = (
     ("compiler",),
     ("zoo",),
     ("replay",),
-    ("cards", "dropit", "report", "testing"),
+    ("cards", "dropit", "inductor", "report", "testing"),
     ("export", "job"),
     ("auto",),
     ("cli", "integrations"),

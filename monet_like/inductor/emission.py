@@ -1,0 +1,166 @@
+"""A schedule of a joint graph as the two graphs that Inductor compiles: every kernel stands where the schedule has it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._functorch._aot_autograd import descriptors
+from torch.fx._lazy_graph_module import _make_graph_module
+
+from ..ir.schedule import Schedule, kept_values
+from .joint import is_elementwise
+from .kernels import Kernel, Kernels
+from .written import written_operator
+
+#: In a node's ``meta``: the number of the group of kernels that Inductor may fuse it with.
+GROUP = "monet_like_group"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a kernel.
+
+    Attributes:
+        kernel: None: the effects of the forward.
+        group: runs of one group stand next to each other, and Inductor may fuse them.
+    """
+
+    kernel: Kernel | None
+    group: int
+
+
+def saved_nodes(kernels: Kernels, schedule: Schedule) -> list[fx.Node]:
+    """What the forward hands to the backward: items that are kept, and the inputs that the backward reads."""
+    kept = kept_values(kernels.program, schedule)
+    for slot, again in enumerate(schedule.again):
+        way = kernels.program.slots[slot][schedule.ways[slot]]
+        for task in (*(kernels.program.tasks[p] for p in again), way):
+            kept.update(v for v in task.reads if kernels.program.values[v].kind in ("parameter", "buffer", "input"))
+    nodes = sorted((node for node, v in kernels.value_of.items() if v in kept), key=kernels.order.__getitem__)
+    return nodes
+
+
+def modules_of(
+    module: fx.GraphModule, kernels: Kernels, schedule: Schedule, forward: Sequence[Run], backward: Sequence[Run]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward of a schedule, with the inputs and results that AOTAutograd expects of a partitioner.
+
+    The forward takes all inputs, and returns its results and what is saved. The backward takes what is saved and the incoming
+    gradients.
+
+    Args:
+        module: the joint graph.
+        forward, backward: all runs in order.
+    """
+    joint = kernels.joint
+    saved = sorted(saved_nodes(kernels, schedule), key=_is_unchecked)  # those last whose version is not checked
+    inputs = joint.graph.find_nodes(op="placeholder")
+    returned = pytree.arg_tree_leaves(*joint.graph.output_node().args)
+    descriptions = pytree.arg_tree_leaves(joint.graph.output_node().meta.get("desc", [None] * len(returned)))
+    count = len(joint.forward_outputs)
+    described = [*descriptions[:count], *(_description(node, place) for place, node in enumerate(saved))]
+    first = _Emitter(kernels, [node for node in inputs if node not in joint.backward])
+    second = _Emitter(kernels, [*saved, *(node for node in inputs if node in joint.backward)])
+    return (
+        first.emit(module, forward, [*returned[:count], *saved], described),
+        second.emit(module, backward, returned[count:], descriptions[count:], late=True),
+    )
+
+
+def _is_unchecked(node: fx.Node) -> bool:
+    """Whether PyTorch does not check that a saved tensor has not been changed since."""
+    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
+def _description(node: fx.Node, place: int) -> Any:
+    kind = "SavedForBackwardsNoVcCheckAOTOutput" if _is_unchecked(node) else "SavedForBackwardsAOTOutput"
+    return getattr(descriptors, kind)(place)
+
+
+class _Emitter:
+    """Writes a graph with these inputs, items or inputs of the joint graph."""
+
+    def __init__(self, kernels: Kernels, inputs: Sequence[fx.Node]) -> None:
+        self.kernels, self.inputs = kernels, inputs
+        self.graph = fx.Graph()
+        self.now: dict[fx.Node, fx.Node] = {}  # of items and inputs: the copy that is valid
+
+    def emit(
+        self,
+        module: fx.GraphModule,
+        runs: Sequence[Run],
+        results: Sequence[Any],
+        descriptions: Sequence[Any],
+        *,
+        late: bool = False,
+    ) -> fx.GraphModule:
+        """The module that runs these kernels and returns these nodes of the joint graph.
+
+        Args:
+            descriptions: of the results, for AOTAutograd.
+            late: it is the backward.
+        """
+        for node in self.inputs:
+            made = self.graph.placeholder(node.name)
+            made.meta = node.meta
+            self.now[node] = made
+        for run in runs:
+            if run.kernel is None:
+                for effect in self.kernels.joint.effects:
+                    self._copied(effect, {}, run.group)
+            else:
+                self._run(run.kernel, run.group)
+        local: dict[fx.Node, fx.Node] = {}
+        group = runs[-1].group if runs else 0
+        copies = [self._copied(node, local, group) if isinstance(node, fx.Node) else node for node in results]
+        end = self.graph.output(tuple(copies))
+        end.meta["desc"] = list(descriptions)
+        traces = [node.meta.get("stack_trace") if isinstance(node, fx.Node) else None for node in copies]
+        end.meta["output_stack_traces"] = traces
+        for node in self.graph.nodes:
+            if late and node.op in ("call_function", "get_attr"):
+                node.meta["autograd_backward"] = True
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return _make_graph_module(module, self.graph)
+
+    def _run(self, kernel: Kernel, group: int) -> None:
+        local: dict[fx.Node, fx.Node] = {}
+        if kernel.root is None:
+            return
+        for node in (*kernel.inlined, kernel.root):
+            local[node] = self._copy(node, local, group)
+        for node in kernel.writes:
+            made = local[node] if node is kernel.root else self._copy(node, local, group)
+            self.now[node] = self._written(node, made)
+
+    def _written(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        """Has Inductor write an elementwise result that several kernels read, instead of computing it anew in each."""
+        if not is_elementwise(node):
+            return made
+        forced = self.graph.call_function(written_operator(), (made,))
+        forced.meta = copy.copy(made.meta)
+        return forced
+
+    def _copied(self, node: fx.Node, local: dict[fx.Node, fx.Node], group: int) -> fx.Node:
+        """The copy of a node; what it is made from and has no copy yet is computed first."""
+        if node in self.now:
+            return self.now[node]
+        if node not in local:
+            for given in node.all_input_nodes:
+                self._copied(given, local, group)
+            local[node] = self._copy(node, local, group)
+        return local[node]
+
+    def _copy(self, node: fx.Node, local: Mapping[fx.Node, fx.Node], group: int) -> fx.Node:
+        def there(given: fx.Node) -> fx.Node:
+            return local[given] if given in local else self.now[given]
+
+        made = self.graph.node_copy(node, there)
+        made.meta[GROUP] = group
+        return made

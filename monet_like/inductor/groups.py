@@ -1,0 +1,101 @@
+"""Which kernels Inductor may fuse, and in which order they run: its scheduler fuses within groups, never across them.
+
+Neighbouring generated kernels of a schedule form a group as long as everything that they write can exist at once within the
+schedule's peak. The number of its group stands in the ``meta`` of every node; `grouped` has Inductor's scheduler keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..ir.program import Cost
+from ..ir.schedule import Schedule
+from ..ir.simulate import moments
+from .emission import GROUP, Run
+from .kernels import Kernel, Kernels
+
+#: How groups of nodes are called in Inductor's scheduler.
+_GROUP_NAME = "monet_like_group_of_"
+
+
+def runs_of(
+    kernels: Kernels, schedule: Schedule, costs: Mapping[str, Cost], limit_bytes: int
+) -> tuple[list[Run], list[Run]]:
+    """The runs of the forward and of the backward, in groups.
+
+    Args:
+        limit_bytes: what a group may raise the memory to; resident memory beyond the program's is not counted.
+    """
+    program, values = kernels.program, kernels.program.values
+    ordered: list[Kernel | None] = [kernels.tasks[p] for p in schedule.forward]
+    for slot, again in enumerate(schedule.again):
+        ordered += [kernels.tasks[p] for p in again]
+        ordered.append(kernels.slots[slot][schedule.ways[slot]])
+    runs: list[Run] = []
+    group, begun, written = 0, 0, 0
+    for place, (kernel, moment) in enumerate(zip(ordered, moments(program, schedule, costs), strict=True)):
+        task = moment.task
+        fresh = sum(values[v].bytes for v in task.writes)
+        taken = values[task.overwrites].bytes if task.overwrites is not None else 0
+        before = moment.step.bytes + taken - fresh - (costs[task.cost].workspace_bytes if task.cost else 0)
+        previous = runs[-1].kernel if runs else None
+        fusible = kernel is not None and kernel.generated and previous is not None and previous.generated
+        if not fusible or place == len(schedule.forward) or begun + written + fresh > limit_bytes:
+            group, begun, written = group + 1, before, 0
+        written += fresh
+        runs.append(Run(kernel, group))
+    return runs[: len(schedule.forward)], runs[len(schedule.forward) :]
+
+
+def grouped(nodes: list[Any]) -> list[Any]:
+    """Nodes of Inductor's scheduler in groups, for ``config._pre_fusion_custom_pass``; as given, if they are of another graph."""
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, GroupedSchedulerNode, NopKernelSchedulerNode
+    from torch._inductor.utils import cache_on_self
+
+    class Group(GroupedSchedulerNode):
+        """With a name of its own: unpacking removes the name, which in a group of one would be its member's."""
+
+        @cache_on_self
+        def get_name(self) -> str:
+            return f"{_GROUP_NAME}{self.snodes[0].get_name()}"
+
+    number = _numbers(nodes)
+    if number is None:
+        return nodes
+    nodes = sorted(nodes, key=number.__getitem__)
+    for place, node in enumerate(nodes):
+        node.min_order = node.max_order = place
+    made: list[Any] = []
+    while nodes:
+        first = number[nodes[0]]
+        count = next((k for k, node in enumerate(nodes) if number[node] != first), len(nodes))
+        members, nodes = nodes[:count], nodes[count:]
+        alone = [isinstance(n, ExternKernelSchedulerNode | NopKernelSchedulerNode) for n in members]
+        if any(alone):
+            made += members
+        else:
+            made.append(Group.create(members))
+    return made
+
+
+def ungrouped(nodes: list[Any]) -> list[Any]:
+    """The members of groups, fused, for ``config._post_fusion_custom_pass``."""
+    made: list[Any] = []
+    for node in nodes:
+        made += node.unpack() if node.get_name().startswith(_GROUP_NAME) else [node]
+    return made
+
+
+def _numbers(nodes: Iterable[Any]) -> dict[Any, int] | None:
+    """The group of every node; None: the nodes are not from a plan."""
+    found: dict[Any, int] = {}
+    maker = {name: node for node in nodes for name in node.get_buffer_names()}
+    known = False
+    for node in nodes:
+        origins = getattr(node.node, "origins", ()) if getattr(node, "node", None) is not None else ()
+        own = [origin.meta[GROUP] for origin in origins if GROUP in origin.meta]
+        known = known or bool(own)
+        before = [found[maker[d.name]] for d in node.unmet_dependencies if maker.get(d.name) in found]
+        found[node] = max([*own, *before, 0])
+    return found if known else None

@@ -1,0 +1,295 @@
+"""The joint graph that Inductor hands to a partitioner: what its nodes are, and which of them have memory of their own.
+
+The graph is functional and decomposed: the forward, then the backward, in the order of execution. Inductor puts elementwise
+operators into the kernels that read them. So a node of the graph is one of:
+
+* an *item*: its result is written to memory. Products, convolutions, reductions, gathers; elementwise results that one of
+  these reads as a whole, that the graph returns, or that cost fewer bytes than what they are made from;
+* *inlined*: views, and all other elementwise operators. Each kernel that reads one computes it anew, for free.
+
+An elementwise item that is made from about as many bytes as it has is *cheap*: a kernel may also compute it anew.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from ..capture.captured import allocated_bytes
+from ..errors import UsageError
+
+#: A result is cheap if its sources have at most so many times its bytes; narrow if they have at least so many.
+CHEAP, NARROW = 1.1, 2.0
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_ELEMENTWISE = frozenset(
+    {
+        "aten::clone", "aten::where", "aten::full", "aten::full_like", "aten::zeros_like", "aten::ones_like",
+        "aten::scalar_tensor", "aten::arange", "aten::select_scatter", "aten::slice_scatter",
+        "aten::_to_copy", "aten::constant_pad_nd", "aten::copy", "aten::fill", "aten::expand_copy", "aten::zeros",
+        "aten::ones", "aten::empty", "aten::permute_copy", "aten::lift_fresh_copy",
+        "prims::convert_element_type", "prims::inductor_random", "prims::inductor_lookup_seed", "prims::iota", "prims::fma",
+        "prims::_low_memory_max_pool_offsets_to_indices", "prims::broadcast_in_dim", "prims::inductor_force_stride_order",
+    }
+)  # fmt: skip
+_REDUCTIONS = frozenset(
+    {
+        "aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var_mean", "aten::var", "aten::std", "aten::prod",
+        "aten::any", "aten::all", "aten::argmax", "aten::argmin", "aten::max", "aten::min", "aten::logsumexp",
+        "aten::cumsum", "aten::_softmax", "aten::_log_softmax", "aten::std_mean", "aten::count_nonzero",
+        "prims::prepare_softmax_online",
+    }
+)  # fmt: skip
+#: Kernels of Inductor that read elements of their inputs in another order.
+_GATHERS = frozenset(
+    {
+        "aten::cat", "aten::index", "aten::gather", "aten::embedding", "aten::index_select", "aten::_unsafe_index",
+        "aten::avg_pool2d", "aten::avg_pool2d_backward", "aten::max_pool2d_with_indices", "aten::upsample_nearest2d",
+        "aten::flip", "aten::roll", "aten::repeat", "aten::scatter", "aten::scatter_add", "aten::index_put",
+        "aten::_unsafe_index_put", "aten::max_pool2d_with_indices_backward", "aten::scatter_reduce",
+        "prims::_low_memory_max_pool_with_offsets",
+    }
+)  # fmt: skip
+_VIEWS = frozenset({"aten::_unsafe_view", "aten::alias", "aten::detach"})
+_ONCE = frozenset({"prims::inductor_seeds", "prims::inductor_seed"})
+_EFFECTS = frozenset({"aten::copy_", "aten::_assert_async", "aten::_assert_scalar", "aten::_assert_tensor_metadata"})
+
+
+def name_of(node: fx.Node) -> str:
+    """The operator of a node, such as ``aten::mm``; "" if it is none."""
+    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a node's result."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result lies in the memory of the first input."""
+    if node.target is operator.getitem:
+        return is_view(node.all_input_nodes[0])
+    return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or name_of(node) in _VIEWS)
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether Inductor computes an element of the result from one element of each input, within any kernel."""
+    if not isinstance(node.target, torch._ops.OpOverload) or draws(node):
+        return False
+    return torch.Tag.pointwise in node.target.tags or name_of(node) in _ELEMENTWISE
+
+
+def is_generated(node: fx.Node) -> bool:
+    """Whether Inductor generates the kernel, so that it can be fused with its neighbours."""
+    return is_elementwise(node) or name_of(node) in _REDUCTIONS | _GATHERS
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether it must run once only, because it draws random numbers."""
+    if name_of(node) in _ONCE:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    chance = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(chance != 0.0)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph and what its nodes are.
+
+    Attributes:
+        graph: of the module that Inductor hands over.
+        forward_outputs, backward_outputs: what it returns; None: no tensor, or no gradient.
+        effects: nodes that write into inputs, such as a batch norm's statistics; all in the forward.
+        backward: nodes that depend on an incoming gradient.
+        forward: nodes that the forward cannot do without.
+        items: nodes with memory of their own, inputs apart.
+        cheap: elementwise items that a kernel may also compute anew.
+        narrow: the same of items that have much fewer bytes than what they are made from.
+        changed: inputs that the effects write into.
+        device: of the computation.
+    """
+
+    graph: fx.Graph
+    forward_outputs: tuple[fx.Node | None, ...]
+    backward_outputs: tuple[fx.Node | None, ...]
+    effects: tuple[fx.Node, ...]
+    backward: frozenset[fx.Node]
+    forward: frozenset[fx.Node]
+    items: frozenset[fx.Node]
+    cheap: frozenset[fx.Node]
+    narrow: frozenset[fx.Node]
+    changed: frozenset[fx.Node]
+    device: torch.device
+
+    def bytes_of(self, node: fx.Node) -> int:
+        """Memory of a node's tensors as the allocator counts it."""
+        return sum(allocated_bytes(t.numel() * t.element_size(), self.device) for t in tensors_of(node.meta.get("val")))
+
+
+def read_joint(module: fx.GraphModule, forward_count: int) -> Joint:
+    """Read a joint graph.
+
+    Args:
+        module: of Inductor; dead code is removed from it.
+        forward_count: how many of its results the forward returns.
+
+    Raises:
+        UsageError: it has what a plan cannot express; says what.
+    """
+    module.graph.eliminate_dead_code()
+    nodes = list(module.graph.nodes)
+    _check(nodes)
+    returned = pytree.arg_tree_leaves(*nodes[-1].args)
+    outputs = tuple(node if isinstance(node, fx.Node) else None for node in returned)
+    effects = tuple(node for node in nodes if name_of(node) in _EFFECTS)
+    backward = _closure((n for n in nodes if n.op == "placeholder" and "tangents" in str(n.target)), lambda n: n.users)
+    if not backward.isdisjoint(effects):
+        raise UsageError(
+            "this model changes a tensor in place in its backward, which compile_options cannot plan; compile it without"
+        )
+    needed = (node for node in (*outputs[:forward_count], *effects) if node is not None)
+    forward = _closure(needed, lambda n: n.all_input_nodes)
+    written = [node.args[0] for node in effects if name_of(node) == "aten::copy_"]
+    changed = _closure(written, lambda n: [user for user in n.users if is_view(user)])
+    devices = [t.device for node in nodes for t in tensors_of(node.meta.get("val"))]
+    device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+    joint = Joint(
+        module.graph, outputs[:forward_count], outputs[forward_count:], effects, backward, forward,
+        frozenset(), frozenset(), frozenset(), changed, device,
+    )  # fmt: skip
+    return _with_items(joint, nodes)
+
+
+def _check(nodes: Iterable[fx.Node]) -> None:
+    for node in nodes:
+        values = pytree.tree_leaves(node.meta.get("val"))
+        if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in values) or any(
+            isinstance(size, torch.SymInt) for t in tensors_of(values) for size in (*t.shape, *t.stride())
+        ):
+            raise UsageError(
+                f"{node.name} has a size that changes from call to call, and a plan needs fixed sizes; compile with "
+                "dynamic=False, and give inputs of one shape"
+            )
+        known = node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
+        if node.op == "call_function" and not known:
+            raise UsageError(
+                f"{node.name} calls {node.target}, which compile_options cannot plan; compile this part of the model without it"
+            )
+        if name_of(node).startswith("_c10d_functional"):
+            raise UsageError(
+                f"{node.name} is a collective, which compile_options cannot plan; compile the blocks between collectives"
+            )
+
+
+def _closure(start: Iterable[fx.Node], neighbours: Any) -> frozenset[fx.Node]:
+    """The nodes that can be reached, ``start`` included."""
+    found, pending = set[fx.Node](), list(start)
+    while pending:
+        node = pending.pop()
+        if node not in found and node.op != "output":
+            found.add(node)
+            pending += neighbours(node)
+    return frozenset(found)
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that read a node's elements, through views."""
+    for user in node.users:
+        if is_view(user):
+            yield from readers(user)
+        else:
+            yield user
+
+
+def _with_items(joint: Joint, nodes: list[fx.Node]) -> Joint:
+    """Decide which nodes have memory, in the order of the graph: it depends on the bytes that a node is made from."""
+    items, cheap, narrow = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+    made_from: dict[fx.Node, dict[fx.Node, int]] = {}  # of inlined and cheap nodes, without resident ones
+    for node in nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        sources: dict[fx.Node, int] = {}
+        for given in node.all_input_nodes:
+            if given in items and given not in cheap | narrow:
+                sources[given] = joint.bytes_of(given)
+            sources.update(made_from.get(given, {}))
+            if "tangents" in given.name and given.op == "placeholder":
+                sources[given] = joint.bytes_of(given)
+        if is_view(node):
+            made_from[node] = sources
+        elif not is_elementwise(node):
+            if node not in joint.effects:
+                items.add(node)
+        else:
+            own, total = joint.bytes_of(node), sum(sources.values())
+            few = total <= CHEAP * own
+            wide = NARROW * own <= total and node not in joint.backward and bool(own)
+            if _is_item(joint, node, few, wide):
+                items.add(node)
+                if (few or wide) and node not in joint.backward and not _reads_changed(joint, node):
+                    (cheap if few else narrow).add(node)
+                    made_from[node] = sources
+            else:
+                made_from[node] = sources
+    found = {**vars(joint), "items": frozenset(items), "cheap": frozenset(cheap), "narrow": frozenset(narrow)}
+    return Joint(**found)
+
+
+def _is_item(joint: Joint, node: fx.Node, few: bool, wide: bool) -> bool:
+    """Whether an elementwise result is written to memory."""
+    reading = dict.fromkeys(readers(node))
+    if _reads_changed(joint, node):  # what it reads is gone when the forward ends
+        return True
+    for reader in reading:
+        if reader.op == "output" or reader in joint.effects or not is_generated(reader):
+            return True
+        if name_of(reader) in _GATHERS and node.all_input_nodes:
+            return True
+    late = any(reader in joint.backward for reader in reading)
+    if node not in joint.backward and late and wide:
+        return True
+    return len(reading) > 1 and not few
+
+
+def _reads_changed(joint: Joint, node: fx.Node) -> bool:
+    return not joint.changed.isdisjoint(node.all_input_nodes)
+
+
+def walk(
+    root: fx.Node, stop: frozenset[fx.Node], order: Mapping[fx.Node, int]
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """What a kernel for ``root`` reads, and the nodes that it computes on the way.
+
+    Args:
+        root: an item.
+        stop: the items that it reads from memory; it computes all others anew.
+        order: the place of every node in the graph.
+
+    Returns:
+        Items and inputs, and inlined nodes, each in the order of the graph.
+    """
+    read, inlined = set[fx.Node](), set[fx.Node]()
+    pending = list(root.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node in read or node in inlined:
+            continue
+        if node.op == "placeholder" or node in stop:
+            read.add(node)
+        else:
+            inlined.add(node)
+            pending += node.all_input_nodes
+    return tuple(sorted(read, key=order.__getitem__)), tuple(sorted(inlined, key=order.__getitem__))

@@ -1,0 +1,242 @@
+"""A joint graph as a program: each task is a kernel that writes one item, with all that Inductor computes on the way."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from ..errors import UsageError
+from ..ir.program import Program, Runs, Task, Value, ValueKind
+from .joint import Joint, draws, is_elementwise, is_generated, is_view, name_of, walk
+
+#: Views that keep the order of the elements.
+_IN_ORDER = frozenset({"aten::view", "aten::unsqueeze", "aten::squeeze", "aten::_unsafe_view", "aten::alias"})
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: what it reads from memory, what it computes on the way, and what it writes.
+
+    Attributes:
+        root: the node whose result is written; None: nothing is, it only returns what it reads.
+        reads: items and inputs, in the order of the graph.
+        inlined: nodes that are computed on the way, in the order of the graph.
+        writes: ``root``, or the parts of its result.
+    """
+
+    root: fx.Node | None
+    reads: tuple[fx.Node, ...]
+    inlined: tuple[fx.Node, ...]
+    writes: tuple[fx.Node, ...]
+
+    @property
+    def generated(self) -> bool:
+        """Whether Inductor generates its code."""
+        return self.root is not None and is_generated(self.root)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A joint graph as a program.
+
+    Attributes:
+        joint: the graph.
+        program: forward tasks are kernels of the forward; slots those of the backward.
+        value_of: the value of every item and input; of no others.
+        tasks: the kernel of every forward task; None: the effects of the forward, which run at its end.
+        slots: the kernels of every slot's ways.
+        order: the place of every node in the graph.
+    """
+
+    joint: Joint
+    program: Program
+    value_of: Mapping[fx.Node, int]
+    tasks: tuple[Kernel | None, ...]
+    slots: tuple[tuple[Kernel, ...], ...]
+    order: Mapping[fx.Node, int]
+
+
+def kernels_of(joint: Joint, static: Collection[int] = ()) -> Kernels:
+    """The program of a joint graph.
+
+    Args:
+        static: places of the inputs that are parameters or buffers.
+
+    Raises:
+        UsageError: the backward needs an input that the forward overwrites.
+    """
+    return _Builder(joint, static).build()
+
+
+class _Builder:
+    def __init__(self, joint: Joint, static: Collection[int]) -> None:
+        self.joint, self.static = joint, static
+        self.order = {node: place for place, node in enumerate(joint.graph.nodes)}
+        self.values: list[Value] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self.tasks: list[tuple[Task, Kernel | None]] = []
+        self.slots: list[list[tuple[Task, Kernel]]] = []
+        self.stops = tuple(
+            dict.fromkeys((joint.items, joint.items - joint.narrow, joint.items - joint.narrow - joint.cheap))
+        )
+
+    def build(self) -> Kernels:
+        joint = self.joint
+        self._add_values()
+        for node in joint.graph.nodes:
+            if node not in joint.items or node.target is operator.getitem:
+                continue
+            if node in joint.backward:
+                self.slots.append([self._task(node, k, place) for place, k in enumerate(self._variants(node))])
+            else:
+                self.tasks += [self._task(node, k, place) for place, k in enumerate(self._variants(node))]
+        outputs = self._bases(node for node in joint.forward_outputs if node is not None)
+        if joint.effects:
+            outputs.append(self._add_effects())
+        returned = self._bases(node for node in joint.backward_outputs if node is not None)
+        gradients = [node for node in returned if self.values[node].kind == "backward"]
+        late = [v for v in returned if self.values[v].kind == "forward"]
+        if late:
+            nodes = tuple(node for node, v in self.value_of.items() if v in late)
+            task = Task("returned", tuple(late), ())
+            self.slots.append([(task, Kernel(None, nodes, (), ()))])
+        read = {v for ways in self.slots for v in ways[0][0].reads}
+        tangents = [v for v, value in enumerate(self.values) if value.name.startswith("tangents") and v in read]
+        program = Program(
+            tuple(self.values),
+            tuple(task for task, _ in self.tasks),
+            tuple(tuple(task for task, _ in ways) for ways in _in_place(self.slots, self.values, gradients, tangents)),
+            tuple(dict.fromkeys(v for v in outputs if self.values[v].kind == "forward")),
+            tuple(tangents),
+            tuple(
+                dict.fromkeys(v for v in gradients if v in tangents or not self.values[v].name.startswith("tangents"))
+            ),
+        )
+        program.check()
+        return Kernels(
+            joint, program, self.value_of, tuple(k for _, k in self.tasks),
+            tuple(tuple(k for _, k in ways) for ways in self.slots), self.order,
+        )  # fmt: skip
+
+    def _add_values(self) -> None:
+        inputs = 0
+        for node in self.joint.graph.nodes:
+            kind: ValueKind
+            if node.op == "placeholder":
+                kind = "backward" if node in self.joint.backward else "input"
+                if kind == "input":
+                    kind = "parameter" if inputs in self.static else "input"
+                    inputs += 1
+            elif node in self.joint.items and not isinstance(node.meta.get("val"), tuple | list):
+                kind = "backward" if node in self.joint.backward else "forward"
+            else:
+                continue
+            value = node.meta.get("val")
+            spec = f"{str(value.dtype)[6:]}{list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            self.value_of[node] = len(self.values)
+            self.values.append(Value(node.name, self.joint.bytes_of(node), kind, spec))
+
+    def _variants(self, root: fx.Node) -> list[Kernel]:
+        """The kernels that may write an item: they read what is there, or compute more of it anew."""
+        writes: tuple[fx.Node, ...] = (root,)
+        if isinstance(root.meta.get("val"), tuple | list):
+            writes = tuple(user for user in root.users if user.target is operator.getitem)
+        found: dict[tuple[fx.Node, ...], Kernel] = {}
+        alone = not is_generated(root)
+        for stop in self.stops[:1] if alone else self.stops:
+            reads, inlined = walk(root, stop, self.order)
+            found.setdefault(reads, Kernel(root, reads, inlined, writes))
+        return list(found.values())
+
+    def _task(self, root: fx.Node, kernel: Kernel, place: int) -> tuple[Task, Kernel]:
+        joint = self.joint
+        reads = tuple(self.value_of[node] for node in kernel.reads if node in self.value_of)
+        writes = tuple(self.value_of[node] for node in kernel.writes)
+        runs: Runs = "both"
+        touched = joint.changed.intersection((*kernel.reads, *kernel.inlined))
+        if touched and root in joint.backward:
+            raise UsageError(
+                f"{root.name} of the backward reads {next(iter(touched)).name}, which the forward overwrites; "
+                "compile_options cannot plan this model"
+            )
+        if draws(root) or touched:
+            runs = "first"
+        elif root not in joint.forward and root not in joint.backward:
+            given = sum(self.values[v].bytes for v in reads if self.values[v].kind == "forward")
+            if given <= sum(self.values[v].bytes for v in writes):
+                runs = "again"
+        name = f"{root.name}.{place}" if place else root.name
+        variant = "aten" if not place else "fused"
+        return Task(name, reads, writes, _key(kernel), variant, runs=runs), kernel
+
+    def _bases(self, nodes: Iterable[fx.Node]) -> list[int]:
+        """The values in whose memory nodes lie."""
+        found = []
+        for node in nodes:
+            while node not in self.value_of and is_view(node):
+                node = node.all_input_nodes[0]
+            if node in self.value_of:
+                found.append(self.value_of[node])
+        return list(dict.fromkeys(found))
+
+    def _add_effects(self) -> int:
+        """The effects of the forward: a task that makes a value of no bytes."""
+        read: dict[int, None] = {}
+        for node in self.joint.effects:
+            reads, _ = walk(node, self.joint.items, self.order)
+            read.update((self.value_of[n], None) for n in reads if n in self.value_of)
+        done = len(self.values)
+        self.values.append(Value("effects", 0, "forward"))
+        self.tasks.append((Task("effects", tuple(read), (done,), runs="first"), None))
+        return done
+
+
+def _key(kernel: Kernel) -> str:
+    """The same for kernels that cost the same."""
+
+    def shown(node: fx.Node) -> str:
+        tensors = node.meta.get("val")
+        return f"{tensors.dtype}{tuple(tensors.shape)}{tensors.stride()}" if isinstance(tensors, torch.Tensor) else ""
+
+    def literals(node: fx.Node) -> str:
+        def show(leaf: fx.Node) -> str:
+            return shown(leaf)
+
+        return str(fx.map_arg((node.args, node.kwargs), show)) if not is_elementwise(node) else ""
+
+    assert kernel.root is not None
+    parts = [
+        str(kernel.root.target),
+        *map(shown, kernel.reads),
+        "->",
+        *map(shown, kernel.writes),
+        literals(kernel.root),
+    ]
+    return " ".join(parts)
+
+
+def _in_place(
+    slots: list[list[tuple[Task, Kernel]]], values: list[Value], gradients: Collection[int], tangents: Collection[int]
+) -> Iterable[list[tuple[Task, Kernel]]]:
+    """Slots that write into the memory of a gradient that nobody reads later, as Inductor has them do."""
+    last = {v: place for place, ways in enumerate(slots) for v in ways[0][0].reads if values[v].kind == "backward"}
+    kept = {*gradients, *tangents}
+    for place, ways in enumerate(slots):
+        made = []
+        for task, kernel in ways:
+            dying = [v for v in task.reads if last.get(v) == place and v not in kept]
+            taken = next((v for v in dying if _can_take(kernel, values, v, task)), None)
+            made.append((replace(task, overwrites=taken), kernel))
+        yield made
+
+
+def _can_take(kernel: Kernel, values: list[Value], v: int, task: Task) -> bool:
+    if kernel.root is None or not is_elementwise(kernel.root) or len(task.writes) != 1:
+        return False
+    straight = all(is_elementwise(n) or name_of(n) in _IN_ORDER for n in kernel.inlined)
+    same = values[v].spec.split("[")[0] == values[task.writes[0]].spec.split("[")[0]
+    return straight and same and values[v].bytes == values[task.writes[0]].bytes

@@ -1,0 +1,83 @@
+"""`compile_options`: has ``torch.compile`` save and recompute what a plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..ir.defaults import SOLVER
+from ..ir.units import Budget, parse_budget
+
+#: Settings of Inductor that a plan needs. It may not sort kernels anew; a buffer is freed after its last use, not kept for
+#: the next of its size; and tensors keep the layouts that the graph says they have.
+SETTINGS = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "allow_buffer_reuse": False,
+    "layout_optimization": False,
+}
+
+
+def compile_options(
+    memory_budget: str | int | Budget,
+    *,
+    extra_bytes: int = 0,
+    calls: int = 1,
+    quick: bool = False,
+    measured: bool = True,
+    solver: str = SOLVER,
+    time_limit_seconds: float = 30.0,
+    gap: float = 0.01,
+) -> dict[str, Any]:
+    """Options for ``torch.compile`` with which its step stays within a memory budget, as fast as a plan makes it.
+
+    ``torch.compile(model, options=monet_like.compile_options("8 GB"))``. Inductor's joint graph of forward and backward is
+    planned: what is saved, and what is recomputed when and how often. Inductor then fuses and generates as it does otherwise.
+    The options serve one model: what one of its graphs holds, the next ones do not have.
+
+    Args:
+        memory_budget: of forward and backward: parameters, inputs, saved activations, gradients, workspaces. ``"8 GB"``,
+            bytes as an int, or a percentage such as ``"60%"`` of what each graph needs with nothing recomputed.
+        extra_bytes: memory that exists besides, such as the optimizer's state, and parameters and gradients that no graph of
+            the model sees. It counts only where the budget is an amount.
+        calls: how often a step calls each graph, each time with parameters of its own: for blocks that are compiled one by
+            one. The budget is for all of them.
+        quick: plan by the local search alone, in a second or two for a small graph.
+        measured: time what Inductor does not generate, such as products and convolutions, and measure its workspace; else
+            times come from the device's rates, and workspaces count as 0.
+        solver, time_limit_seconds, gap: as of `monet_like.plan.plan`, for every graph.
+
+    Returns:
+        The options. ``options["custom_partitioner_fn"].graphs`` has the plan and the predicted peak of every graph once the
+        model has been called.
+
+    Raises:
+        UsageError: an argument is wrong, or this PyTorch has no such hook. In the first call of the model: a graph has what
+            a plan cannot express, such as sizes that change.
+        InfeasibleError: in the first call of the model: a graph does not fit; says what would.
+    """
+    if extra_bytes < 0 or calls < 1:
+        raise UsageError(f"extra_bytes ({extra_bytes}) must be at least 0, and calls ({calls}) at least 1")
+    from torch._inductor import config
+
+    hooks = ("custom_partitioner_fn", "_pre_fusion_custom_pass", "_post_fusion_custom_pass")
+    missing = [name for name in hooks if not hasattr(config, name)]
+    if missing:
+        raise UsageError(
+            f"compile_options needs torch._inductor.config.{missing[0]}, which PyTorch {torch.__version__} lacks; install 2.14, "
+            "or use monet_like.ScheduleWrapper"
+        )
+    from .groups import grouped, ungrouped
+    from .partitioner import PlannedPartitioner, Settings
+
+    settings = Settings(
+        parse_budget(memory_budget), extra_bytes, calls, quick, measured, solver, time_limit_seconds, gap
+    )
+    return {
+        "custom_partitioner_fn": PlannedPartitioner(settings),
+        "_pre_fusion_custom_pass": grouped,
+        "_post_fusion_custom_pass": ungrouped,
+        **{name: value for name, value in SETTINGS.items() if hasattr(config, name)},
+    }

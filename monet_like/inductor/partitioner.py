@@ -1,0 +1,228 @@
+"""The partitioner that Inductor calls with every joint graph: it plans the graph within what is left of the budget."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from .._version import __version__
+from ..errors import InfeasibleError
+from ..ir.defaults import SOLVER
+from ..ir.program import Cost, Program
+from ..ir.schedule import Schedule
+from ..ir.simulate import Report, simulate
+from ..ir.units import Budget, format_bytes, format_seconds
+from ..plan import plan, store_all
+from ..plan.block_points import menu
+from ..plan.local_search.searcher import quick_evaluations
+from ..plan.result import Plan
+from .emission import modules_of, saved_nodes
+from .groups import runs_of
+from .joint import read_joint
+from .kernels import Kernels, kernels_of
+from .prices import prices
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the plans of a partitioner: see `monet_like.inductor.options.compile_options`."""
+
+    budget: Budget
+    extra_bytes: int = 0
+    calls: int = 1
+    quick: bool = False
+    measured: bool = True
+    solver: str = SOLVER
+    time_limit_seconds: float = 30.0
+    gap: float = 0.01
+
+
+@dataclass(frozen=True)
+class PlannedGraph:
+    """The plan of one joint graph.
+
+    Attributes:
+        program: the graph: tasks and slots are kernels, with the names of the nodes whose results they write.
+        costs: of its kernels.
+        plan: the schedule; its report counts what one call of the graph needs, without other graphs and ``extra_bytes``.
+        plain: the simulator's report on the graph with everything kept that its backward reads.
+        budget_bytes: what one call was planned for.
+        saved_bytes: of what the forward hands to the backward, without parameters and buffers.
+        equal: how many graphs like it were compiled: all have this plan.
+    """
+
+    program: Program
+    costs: Mapping[str, Cost]
+    plan: Plan
+    plain: Report
+    budget_bytes: int
+    saved_bytes: int
+    equal: int = 1
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the plan."""
+        return self.plan.schedule
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of one call's forward and backward."""
+        return self.plan.report.peak_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What the graph adds to the memory while another graph's backward runs: parameters, and what is saved."""
+        return self.saved_bytes + parameter_bytes(self.program)
+
+    def __repr__(self) -> str:
+        report = self.plan.report
+        return (
+            f"PlannedGraph({len(self.program.slots)} backward kernels, {self.schedule.rerun_count} recomputations: peak "
+            f"{format_bytes(report.peak_bytes)}, step {format_seconds(report.seconds)}, saved {format_bytes(self.saved_bytes)}; "
+            f"nothing recomputed: {format_bytes(self.plain.peak_bytes)}, {format_seconds(self.plain.seconds)})"
+        )
+
+
+def parameter_bytes(program: Program) -> int:
+    """Bytes of a graph's parameters and buffers."""
+    return sum(value.bytes for value in program.values if value.kind == "parameter")
+
+
+class PlannedPartitioner(CustomPartitionerFn):
+    """Plans the joint graphs of one compiled model.
+
+    Attributes:
+        settings: as given.
+        graphs: the plan of every distinct graph so far, in the order in which they were compiled.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.graphs: list[PlannedGraph] = []
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and backward of a joint graph, as Inductor asks for them.
+
+        Raises:
+            UsageError: the graph has what a plan cannot express.
+            InfeasibleError: the graph does not fit into what is left of the budget.
+        """
+        joint = read_joint(gm, kwargs["num_fwd_outputs"])
+        kernels = kernels_of(joint, kwargs.get("static_lifetime_input_indices") or ())
+        found = self._known(kernels) or self._planned(kernels)
+        forward, backward = runs_of(kernels, found.schedule, found.costs, found.peak_bytes)
+        return modules_of(gm, kernels, found.schedule, forward, backward)
+
+    def _known(self, kernels: Kernels) -> PlannedGraph | None:
+        """The plan of an equal graph that has the same share of the budget, such as that of another block."""
+        if self.settings.calls == 1 and self.settings.budget.bytes is not None:
+            return None  # what is left of the amount is another
+        for place, graph in enumerate(self.graphs):
+            if _nameless(graph.program) == _nameless(kernels.program):
+                self.graphs[place] = replace(graph, equal=graph.equal + 1)
+                return graph
+        return None
+
+    @property
+    def _held_bytes(self) -> int:
+        """What earlier graphs hold; graphs that are called several times stand for the same blocks, the first of which differs."""
+        return sum(graph.held_bytes for graph in self.graphs) if self.settings.calls == 1 else 0
+
+    def _planned(self, kernels: Kernels) -> PlannedGraph:
+        program = kernels.program
+        costs = prices(kernels, measured=self.settings.measured)
+        plain = simulate(program, store_all(program), costs)
+        before = self.settings.extra_bytes + self._held_bytes
+        whole = self.settings.budget.of(_of_all_calls(kernels, store_all(program), plain, self.settings.calls))
+        budget = whole - (before if self.settings.budget.bytes is not None else 0)
+        try:
+            found, for_one = self._plan_calls(kernels, costs, budget)
+        except InfeasibleError as error:
+            raise self._explained(error, budget) from None
+        graph = PlannedGraph(program, costs, found, plain, for_one, _saved_bytes(kernels, found.schedule))
+        self.graphs.append(graph)
+        return graph
+
+    def _plan_calls(self, kernels: Kernels, costs: Mapping[str, Cost], budget: int) -> tuple[Plan, int]:
+        """The plan of one call with which all calls of a step fit, and the budget that the call has."""
+        calls = self.settings.calls
+        if calls == 1:
+            return self._plan(kernels.program, costs, budget), budget
+        settings, program = self.settings, kernels.program
+        points = menu(
+            program, costs, solver=settings.solver, strategy="heuristic" if settings.quick else "milp",
+            time_limit_seconds=settings.time_limit_seconds, gap=settings.gap, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        reports = [(point.schedule, simulate(program, point.schedule, costs)) for point in points]
+        needed = [_of_all_calls(kernels, schedule, report, calls) for schedule, report in reports]
+        fitting = [found for found, size in zip(reports, needed, strict=True) if size <= budget]
+        if not fitting:
+            raise InfeasibleError(
+                f"{calls} calls of this graph do not fit into {format_bytes(budget)}: with the least that was found they need "
+                f"{format_bytes(min(needed))} ({min(needed)} bytes); give that much",
+                min(needed),
+            )
+        schedule, report = min(fitting, key=lambda found: found[1].seconds)
+        return Plan(schedule, report, "feasible", found_by="menu"), report.peak_bytes
+
+    def _plan(self, program: Program, costs: Mapping[str, Cost], budget: int) -> Plan:
+        settings = self.settings
+        if settings.quick:
+            return plan(program, costs, max(1, budget), strategy="heuristic", evaluations=quick_evaluations())
+        return plan(
+            program, costs, max(1, budget), solver=settings.solver, time_limit_seconds=settings.time_limit_seconds,
+            gap=settings.gap, threads=torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _explained(self, error: InfeasibleError, budget: int) -> InfeasibleError:
+        """The error, and what other graphs take of the budget."""
+        if not self.graphs or self.settings.budget.bytes is None:
+            return error
+        held = self._held_bytes
+        return InfeasibleError(
+            f"{error}. {format_bytes(held)} of the budget are held by {len(self.graphs)} graph(s) of this model that were "
+            'compiled before; give more, or a percentage, such as "60%", which each graph has of its own peak',
+            error.smallest_bytes,
+            error.step,
+            proven=error.proven,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedPartitioner:
+        """Itself: PyTorch copies its configuration, and all copies are to know the same graphs."""
+        return self
+
+    def uuid(self) -> str:
+        """Changes with all that the next decision depends on."""
+        before = [(graph.budget_bytes, graph.held_bytes) for graph in self.graphs]
+        return hashlib.sha256(f"{__version__} {torch.__version__} {self.settings} {before}".encode()).hexdigest()
+
+
+def _nameless(program: Program) -> tuple[Any, ...]:
+    """All of a program that plans depend on."""
+    tasks = [(t.reads, t.writes, t.cost, t.runs, t.overwrites) for t in program.every_task()]
+    values = [(value.bytes, value.kind, value.spec) for value in program.values]
+    return values, tasks, [len(ways) for ways in program.slots], program.outputs, program.tangents, program.gradients
+
+
+def _saved_bytes(kernels: Kernels, schedule: Schedule) -> int:
+    saved = (kernels.program.values[kernels.value_of[node]] for node in saved_nodes(kernels, schedule))
+    return sum(value.bytes for value in saved if value.kind != "parameter")
+
+
+def _of_all_calls(kernels: Kernels, schedule: Schedule, report: Report, calls: int) -> int:
+    """The most memory of a step that calls a graph several times, each time with parameters of its own.
+
+    While one call runs backward, each of the others holds its parameters, and what it has saved or its gradients.
+    """
+    program = kernels.program
+    gradients = sum(program.values[v].bytes for v in program.gradients if v not in program.tangents)
+    other = parameter_bytes(program) + max(_saved_bytes(kernels, schedule), gradients)
+    return report.peak_bytes + (calls - 1) * other

@@ -1,0 +1,124 @@
+"""What kernels cost: generated ones by the bytes that they move, others measured once, or by their arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..ir.program import Cost
+from ..profile.devices import DeviceLimits
+from ..profile.measure import allocated_peak, seconds_of
+from ..profile.rates import limits_like, measured_limits
+from .joint import tensors_of
+from .kernels import Kernel, Kernels
+
+#: Kernels whose tensors have more bytes than this are not run for measuring.
+MOST_MEASURED_BYTES = 2**31
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and its rates."""
+
+    device: torch.device
+    limits: DeviceLimits
+
+
+@lru_cache
+def device_of(device: torch.device, measured: bool) -> Device:
+    """The rates of a device: measured here, or those of its datasheet."""
+    with unset_fake_temporarily():
+        return Device(device, measured_limits(device) if measured else limits_like(device))
+
+
+def prices(kernels: Kernels, *, measured: bool) -> dict[str, Cost]:
+    """The cost of every kernel, by its task's key.
+
+    Args:
+        measured: run what Inductor does not generate once for its workspace and twice for its time; else all is estimated
+            from the device's rates, and workspaces are taken to be 0.
+    """
+    device = device_of(kernels.joint.device, measured)
+    found: dict[str, Cost] = {}
+    tasks = zip(kernels.program.tasks, kernels.tasks, strict=True)
+    slots = (
+        pair for ways in zip(kernels.program.slots, kernels.slots, strict=True) for pair in zip(*ways, strict=True)
+    )
+    for task, kernel in (*tasks, *slots):
+        if task.cost and task.cost not in found and kernel is not None and kernel.root is not None:
+            run = measured and not kernel.generated
+            found[task.cost] = (_measured(kernel, device) if run else None) or _estimated(kernel, device.limits)
+    return found
+
+
+def _bytes(nodes: Iterable[fx.Node]) -> int:
+    return sum(t.numel() * t.element_size() for node in nodes for t in tensors_of(node.meta.get("val")))
+
+
+def _estimated(kernel: Kernel, limits: DeviceLimits) -> Cost:
+    """The larger of memory traffic and arithmetic at the device's rates."""
+    moved = _bytes((*kernel.reads, *kernel.writes)) / limits.bytes_per_second
+    if kernel.generated or kernel.root is None:
+        return Cost(max(limits.launch_seconds, moved))
+    products, convolutions = _flops(kernel.root)
+    half = any(t.element_size() == 2 for node in kernel.reads for t in tensors_of(node.meta.get("val")))
+    of_products = limits.half_flops_per_second if half else limits.flops_per_second
+    of_convolutions = limits.half_flops_per_second if half else limits.convolution_flops_per_second
+    return Cost(max(limits.launch_seconds, moved, products / of_products + convolutions / of_convolutions))
+
+
+def _flops(node: fx.Node) -> tuple[int, int]:
+    """Floating-point operations of matrix products and of convolutions; 0 where PyTorch does not know."""
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            _call(node, lambda value: value)
+    except (RuntimeError, NotImplementedError):
+        return 0, 0
+    counts = counter.get_flop_counts().get("Global", {})
+    convolutions = sum(int(count) for operator, count in counts.items() if "convolution" in str(operator))
+    return int(counter.get_total_flops()) - convolutions, convolutions
+
+
+def _call(node: fx.Node, tensor_like: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Call a node's operator on tensors made from those that the graph says it has."""
+
+    def given(argument: fx.Node) -> Any:
+        return pytree.tree_map_only(torch.Tensor, tensor_like, argument.meta["val"])
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), given)
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _measured(kernel: Kernel, device: Device) -> Cost | None:
+    """Seconds and workspace of a kernel that is an operator of PyTorch's; None: it does not run by itself, or is too large."""
+    root = kernel.root
+    assert root is not None
+    if _bytes((*kernel.reads, *kernel.writes)) > MOST_MEASURED_BYTES:
+        return None
+    made: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def like(fake: torch.Tensor) -> torch.Tensor:
+        key = (fake.dtype, tuple(fake.shape), fake.stride(), fake.device)
+        if key not in made:
+            tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+            made[key] = tensor.fill_(1) if fake.is_floating_point() or fake.is_complex() else tensor.zero_()
+        return made[key]
+
+    try:
+        with unset_fake_temporarily(), torch.no_grad(), torch._C._DisableAutocast():
+            _call(root, like)  # what libraries set up in their first call
+            peak = allocated_peak(lambda: _call(root, like), device.device)
+            seconds = seconds_of(lambda: _call(root, like), device.device, enough_seconds=0.02)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return Cost(seconds, max(0, peak - _bytes(kernel.writes)))

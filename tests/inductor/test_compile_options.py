@@ -1,0 +1,308 @@
+"""`compile_options`: plans within ``torch.compile``, against plain PyTorch, ``torch.compile`` alone and measured memory."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._higher_order_ops.invoke_subgraph import NestedCompileRegionOptions
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.utils import run_fw_bw_and_get_code
+
+import monet_like
+from monet_like.errors import InfeasibleError, UsageError
+from monet_like.inductor.emission import GROUP
+from monet_like.inductor.partitioner import PlannedGraph, PlannedPartitioner
+from monet_like.ir.simulate import simulate
+from monet_like.profile.measure import allocated_peak
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """A layer of a decoder, with dropout."""
+
+    def __init__(self, width: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.dropout(self.out(attended))
+        return x + self.dropout(self.down(F.gelu(self.up(self.second(x)))))
+
+
+class Loss(nn.Module):
+    """A model with its loss, so that a step is one graph."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def chain(layers: int = 8) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    made = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(layers))
+    return Loss(*made), torch.randn(256, 32)
+
+
+def decoder(layers: int = 3) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Loss(*(Block(32) for _ in range(layers))), torch.randn(4, 64, 32)
+
+
+def net() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for width in (3, 8, 8):
+        layers += [nn.Conv2d(width, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    return Loss(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 64, 4)), torch.randn(8, 3, 16, 16)
+
+
+def run_as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+    """In the place of Inductor's code generation: runs a graph operator by operator."""
+    return make_boxed_func(graph.forward)
+
+
+def partitioned(
+    model: nn.Module, budget: str | int, seen: Callable[..., Any] = run_as_it_is, **settings: Any
+) -> tuple[Any, PlannedPartitioner]:
+    """The model with Inductor's graphs partitioned by a plan, and run without generating code."""
+    options = monet_like.compile_options(budget, quick=True, measured=False, **settings)
+    backend = partial(compile_fx, inner_compile=seen, config_patches=options)
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend), options["custom_partitioner_fn"]
+
+
+def gradients(model: nn.Module, function: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(1)
+    function(x).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    """Relative, of all gradients together."""
+    return float(torch.cat([(a - b).flatten() for a, b in zip(found, wanted, strict=True)]).norm() / _norm(wanted))
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.flatten() for t in tensors]).norm()
+
+
+def compiled(model: nn.Module, budget: str | int, **settings: Any) -> tuple[Any, PlannedPartitioner]:
+    options = monet_like.compile_options(budget, quick=True, **settings)
+    torch._dynamo.reset()
+    return torch.compile(model, options=options), options["custom_partitioner_fn"]
+
+
+def measured_peak(model: nn.Module, function: Any, x: torch.Tensor) -> int:
+    """Bytes of a step with the model and its input."""
+    function(x).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
+    return allocated_peak(lambda: function(x).backward(), CPU) + resident
+
+
+def recomputed(graph: PlannedGraph) -> Counter[int]:
+    """How often each value is recomputed."""
+    tasks = graph.program.tasks
+    return Counter(tasks[p].writes[0] for again in graph.schedule.again for p in again)
+
+
+def test_a_plan_has_as_many_copies_of_a_kernel_as_it_recomputes_it() -> None:
+    model, x = chain()
+    wanted = gradients(model, model, x)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def seen(graph: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+        graphs.append(graph)
+        return run_as_it_is(graph, inputs)
+
+    function, partitioner = partitioned(model, "54%", seen)
+    assert error(gradients(model, function, x), wanted) < 1e-6
+    (graph,) = partitioner.graphs
+    again = recomputed(graph)
+    assert max(again.values()) > 1
+    products = sum(graph.program.tasks[p].name.startswith("addmm") for runs in graph.schedule.again for p in runs)
+    backward = Counter(str(node.target) for node in graphs[1].graph.nodes)
+    assert backward["aten.addmm.default"] == products
+    groups = [node.meta[GROUP] for node in graphs[1].graph.nodes if GROUP in node.meta]
+    assert groups == sorted(groups)
+
+
+def test_the_peak_and_the_time_of_plans_are_monotone_in_the_budget() -> None:
+    model, x = chain()
+    peaks, seconds = [], []
+    for budget in ("100%", "80%", "54%"):
+        function, partitioner = partitioned(model, budget)
+        function(x).backward()
+        (graph,) = partitioner.graphs
+        assert simulate(graph.program, graph.schedule, graph.costs).peak_bytes == graph.peak_bytes <= graph.budget_bytes
+        peaks.append(graph.peak_bytes)
+        seconds.append(graph.plan.report.seconds)
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
+    assert seconds == sorted(seconds)
+
+
+def test_the_uuid_changes_with_the_budget_and_with_what_earlier_graphs_hold() -> None:
+    model, x = chain()
+    function, partitioner = partitioned(model, "70%")
+    before = partitioner.uuid()
+    assert before == partitioned(model, "70%")[1].uuid()
+    assert before != partitioned(model, "60%")[1].uuid()
+    assert before != partitioned(model, "70%", time_limit_seconds=5.0)[1].uuid()
+    function(x).backward()
+    assert partitioner.uuid() != before
+
+
+def test_what_cannot_be_planned_is_refused_in_words() -> None:
+    model, x = chain()
+    with pytest.raises(UsageError, match="extra_bytes"):
+        monet_like.compile_options("8 GB", extra_bytes=-1)
+    with pytest.raises(UsageError, match="memory budget"):
+        monet_like.compile_options("much")
+    function, _ = partitioned(model, "10%")
+    with pytest.raises(Exception, match="smallest known budget is") as raised:
+        function(x)
+    assert InfeasibleError.__name__ in str(raised.value)
+    torch._dynamo.reset()
+    options = monet_like.compile_options("70%", quick=True)
+    backend = partial(compile_fx, inner_compile=run_as_it_is, config_patches=options)
+    with pytest.raises(Exception, match="size that changes from call to call"):
+        torch.compile(model, backend=backend, dynamic=True)(x)
+
+
+@pytest.mark.slow(but=["chain-60%"])
+@pytest.mark.parametrize(("make", "budget"), [(chain, "60%"), (decoder, "60%"), (net, "70%")])
+def test_gradients_are_those_of_torch_compile_and_the_peak_is_the_predicted_one(
+    make: Callable[[], tuple[nn.Module, torch.Tensor]], budget: str
+) -> None:
+    model, x = make()
+    torch._dynamo.reset()
+    wanted = gradients(model, torch.compile(model), x)
+    buffers = [b.clone() for b in model.buffers()]
+    model, x = make()
+    function, partitioner = compiled(model, budget)
+    assert error(gradients(model, function, x), wanted) < 1e-5
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(model.buffers(), buffers, strict=True))
+    (graph,) = partitioner.graphs
+    assert graph.schedule.rerun_count
+    assert measured_peak(model, function, x) == pytest.approx(graph.peak_bytes, rel=0.03)
+
+
+@pytest.mark.slow
+def test_the_generated_code_runs_kernels_in_the_order_of_the_plan() -> None:
+    model, x = chain()
+    function, partitioner = compiled(model, "54%")
+    _, codes = run_fw_bw_and_get_code(lambda: function(x))
+    (graph,) = partitioner.graphs
+    wanted, program = [], graph.program
+    for slot, runs in enumerate(graph.schedule.again):
+        wanted += [program.tasks[p].name for p in runs]
+        wanted.append(program.slots[slot][graph.schedule.ways[slot]].name)
+    products = [re.sub(r"[_0-9.]*$", "", name) for name in wanted if name.startswith(("addmm", "mm"))]
+    assert re.findall(r"extern_kernels\.(\w+)\(", codes[1]) == products
+    assert products.count("addmm") > 8
+
+
+@pytest.mark.slow
+def test_an_amount_is_for_all_graphs_of_a_model_and_a_percentage_for_each() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = chain(4)[0].layers, chain(6)[0].layers  # type: ignore[union-attr]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(y).square().mean()  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = Broken(), torch.randn(256, 32)
+    wanted = gradients(model, model, x)
+    function, partitioner = partitioned(model, "80%")
+    assert error(gradients(model, function, x), wanted) < 1e-6
+    first, second = partitioner.graphs
+    assert first.budget_bytes == int(0.8 * first.plain.peak_bytes)
+    assert second.budget_bytes == int(0.8 * second.plain.peak_bytes)
+    amount = first.plain.peak_bytes + second.plain.peak_bytes + 5000
+    function, partitioner = partitioned(model, amount, extra_bytes=5000)
+    assert error(gradients(model, function, x), wanted) < 1e-6
+    first, second = partitioner.graphs
+    assert first.budget_bytes == amount - 5000 and second.budget_bytes == amount - 5000 - first.held_bytes
+    assert first.held_bytes + second.peak_bytes <= amount - 5000
+    with pytest.raises(Exception, match=r"held by 1 graph\(s\) of this model that were compiled before"):
+        partitioned(model, first.held_bytes + 100_000)[0](x)
+
+
+def blocks() -> tuple[Loss, torch.Tensor]:
+    torch.manual_seed(0)
+    made = (nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32), nn.Tanh()) for _ in range(6))
+    return Loss(*made), torch.randn(256, 32)
+
+
+@pytest.mark.slow
+def test_equal_blocks_have_one_plan_for_a_budget_of_all_together() -> None:
+    model, x = blocks()
+    wanted = gradients(model, model, x)
+    peaks = []
+    for budget in ("100%", "70%"):
+        torch._dynamo.reset()
+        options = monet_like.compile_options(budget, calls=6, quick=True, measured=False)
+        for block in model.layers:
+            block.compile(options=options)
+        assert error(gradients(model, model, x), wanted) < 1e-5
+        partitioner = options["custom_partitioner_fn"]
+        first, others = partitioner.graphs  # nobody asks for the gradient of the first block's input
+        assert len(first.program.slots) == len(others.program.slots) - 1
+        peaks.append(measured_peak(model, model, x))
+        each = 6 * (others.saved_bytes + 2 * 4 * (2 * 32 * 96 + 96 + 32))
+        assert peaks[-1] <= each + others.peak_bytes
+        for block in model.layers:
+            block._compiled_call_impl = None
+    assert peaks[1] < 0.75 * peaks[0]
+
+
+@pytest.mark.slow
+def test_nested_regions_take_the_plan_of_their_partitioner() -> None:
+    model, x = blocks()
+    wanted = gradients(model, model, x)
+    options = monet_like.compile_options("80%", quick=True, measured=False)
+    partitioner = options.pop("custom_partitioner_fn")
+    region = NestedCompileRegionOptions(partitioner=partitioner, inductor_config_patches=options)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(enable_invoke_subgraph_regional_compile=True):
+
+        @torch.compiler.nested_compile_region(options=region)
+        def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return block(x)  # type: ignore[no-any-return]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for block in model.layers:
+                x = run(block, x)
+            return x.square().mean()
+
+        backend = partial(compile_fx, inner_compile=run_as_it_is)  # PyTorch's own code for regions is not right
+        found = gradients(model, torch.compile(step, fullgraph=True, backend=backend), x)
+    assert error(found, wanted) < 1e-5
+    assert len(partitioner.graphs) == 2
+    assert all(graph.schedule.rerun_count for graph in partitioner.graphs)
