@@ -142,6 +142,15 @@ def compiled(job: Job, model: nn.Module, example: Example, *, eager: bool = Fals
     return Built(module)
 
 
+def compiled_planned(job: Job, model: nn.Module, example: Example) -> Built:
+    """``torch.compile`` with our plan of Inductor's joint graph for the job's budget; planned in the first step."""
+    from monet_like.inductor.options import compile_options
+
+    options = compile_options(job.budget_bytes or 2**50, time_limit_seconds=job.solver_seconds)
+    module: Any = torch.compile(model, options=options)
+    return Built(module)
+
+
 def rockmate(job: Job, model: nn.Module, example: Example) -> Built:
     """Rockmate or HiRemate for a budget, such as ``hilp 45%``.
 
@@ -241,6 +250,14 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
             front="inductor",
             compiles=True,
             batches="0.2",
+        ),
+        "torch.compile planned": Contender(
+            compiled_planned,
+            ("80%", "60%", "45%", "30%"),
+            ("45%",),
+            front="inductor",
+            compiles=True,
+            batches="limit",
         ),
         "Rockmate": Contender(rockmate, ("hilp 45%", "rockmate 45%"), ("hilp 45%",)),
         "strategy ogc": Contender(partial(ours, strategy="ogc", mode="normal"), plans=True, batches=""),

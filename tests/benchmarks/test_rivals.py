@@ -47,6 +47,12 @@ def verdict(contender: str, setting: str = "", budget_bytes: int = 0, model: str
 
 
 @pytest.mark.slow
+def test_the_gradients_of_compiled_plans_are_right_for_the_masks_of_inductor() -> None:
+    found = verdict("torch.compile planned")
+    assert (found.correct, found.checked) == (True, "finite differences")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("contender", "setting"),
     [
