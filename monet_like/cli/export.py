@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..capture.precision import autocast_as
 from ..errors import UsageError
 from ..export.decisions import Decisions, decisions_of
 from ..export.policy_file import SelectivePlan, write_policy
 from ..export.selective import SelectivePolicy, selective_plan
+from ..inductor.options import compile_options
+from ..inductor.plan_file import CompilePlan, GraphDecisions, plan_model
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..job.job import Job
 from ..replay.compatibility import check_program
+from ..replay.verify import real_example
 from .output import check_results
 from .prepare import job_of, source_of
 from .report import problem_of, rates_of
 from .terminal import Terminal, aligned_table
 
 #: The ends of the names of files by default.
-_ENDS = {"json": ".decisions.json", "sac": ".sac.json"}
+_ENDS = {"json": ".decisions.json", "sac": ".sac.json", "inductor": ".inductor.json"}
 
 
 def export(
@@ -32,12 +36,12 @@ def export(
     profile_file: Path | None,
     terminal: Terminal,
 ) -> None:
-    """Capture the model of a schedule file and write its decisions, or those of selective checkpointing for its budget.
+    """Capture the model of a schedule file and write its decisions, or those of another mechanism for its budget.
 
     Raises:
         UsageError: an argument is wrong, or the model must be named.
         ScheduleFileError: the file is unreadable, or of another program.
-        InfeasibleError: selective checkpointing cannot reach the budget.
+        InfeasibleError: the mechanism cannot reach the budget.
     """
     if regions and to != "sac":
         raise UsageError(f"--regions are of selective checkpointing; give --to sac, or leave them out for --to {to}")
@@ -45,17 +49,35 @@ def export(
     record = ScheduleRecord.load(file)
     check_results(None, path)
     job = _job(terminal, record, model, device, profile_file)
-    found: Decisions | SelectivePlan
+    found: Decisions | SelectivePlan | CompilePlan
     if to == "json":
         found = decisions_of(record, job.ready)
         found.to_json(path)
         _show(terminal, found)
+    elif to == "inductor":
+        found = _compile_plan(terminal, record, job)
+        found.write(path)
     else:
         found = selective_plan(record, job.ready, job.request, job.device, regions or ("",))
         write_policy(found, path)
         terminal.console.print(repr(SelectivePolicy(found)), soft_wrap=True)
     terminal.console.print(f"wrote {path}", soft_wrap=True)
     terminal.result(found.content())
+
+
+def _compile_plan(terminal: Terminal, record: ScheduleRecord, job: Job) -> CompilePlan:
+    """Plans of Inductor's joint graphs for the budget of a schedule."""
+    if job.request.target is not None:
+        raise UsageError(
+            "this schedule is for a GPU that is not here, and Inductor's graphs are planned where they run; export there"
+        )
+    extra = record.optimizer_bytes + record.cublas_bytes
+    options = compile_options(record.budget_bytes, extra_bytes=extra)
+    example = real_example(job.request.example, job.device)
+    graphs = plan_model(job.request.model, example, options, autocast_as(job.request.autocast, job.device))
+    for graph in graphs:
+        terminal.console.print(repr(graph), soft_wrap=True)
+    return CompilePlan(record.model, record.device, record.budget_bytes, extra, tuple(map(GraphDecisions.of, graphs)))
 
 
 def _job(terminal: Terminal, record: ScheduleRecord, model: str | None, device: str, profile_file: Path | None) -> Job:

@@ -15,11 +15,12 @@ from .options import device_option, with_terminal
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--to",
-    type=click.Choice(["json", "sac"]),
+    type=click.Choice(["json", "sac", "inductor"]),
     default="json",
     show_default=True,
     help="json: what becomes of the results of every operator, by module. sac: the best answers to PyTorch's selective activation "
-    "checkpointing for the same budget, for monet_like.checkpoint_policy.",
+    "checkpointing for the same budget, for monet_like.checkpoint_policy. inductor: plans of torch.compile's graphs for the same budget, "
+    "for monet_like.compile_options; one step runs.",
 )
 @click.option(
     "--regions",
@@ -34,7 +35,7 @@ from .options import device_option, with_terminal
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="File to write, such as d.json.  [default: FILE with .decisions.json or .sac.json]",
+    help="File to write, such as d.json.  [default: FILE with .decisions.json, .sac.json or .inductor.json]",
 )
 @device_option("Where to measure")
 @click.option(
@@ -53,6 +54,7 @@ def export_command(**options: Any) -> None:
     Examples:
       monet-like export mine.pkl --to json --model net.py:make_model
       monet-like export mine.pkl --to sac --model net.py:make_model --regions 'layers.*'
+      monet-like export mine.pkl --to inductor --model net.py:make_model
     """
     from .export import export
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ SETTINGS = {
 
 
 def compile_options(
-    memory_budget: str | int | Budget,
+    memory_budget: str | int | Budget | Path,
     *,
     extra_bytes: int = 0,
     calls: int = 1,
@@ -39,7 +40,9 @@ def compile_options(
 
     Args:
         memory_budget: of forward and backward: parameters, inputs, saved activations, gradients, workspaces. ``"8 GB"``,
-            bytes as an int, or a percentage such as ``"60%"`` of what each graph needs with nothing recomputed.
+            bytes as an int, or a percentage such as ``"60%"`` of what each graph needs with nothing recomputed. Or
+            a file that ``monet-like export --to inductor`` has written, a path that ends with ``.json``: its plans are taken, and
+            nothing else is planned.
         extra_bytes: memory that exists besides, such as the optimizer's state, and parameters and gradients that no graph of
             the model sees. It counts only where the budget is an amount.
         calls: how often a step calls each graph, each time with parameters of its own: for blocks that are compiled one by
@@ -56,6 +59,7 @@ def compile_options(
     Raises:
         UsageError: an argument is wrong, or this PyTorch has no such hook. In the first call of the model: a graph has what
             a plan cannot express, such as sizes that change.
+        ScheduleFileError: the file is none of these.
         InfeasibleError: in the first call of the model: a graph does not fit; says what would.
     """
     if extra_bytes < 0 or calls < 1:
@@ -72,11 +76,17 @@ def compile_options(
     from .groups import grouped, ungrouped
     from .partitioner import PlannedPartitioner, Settings
 
-    settings = Settings(
-        parse_budget(memory_budget), extra_bytes, calls, quick, measured, solver, time_limit_seconds, gap
-    )
+    planned = {}
+    if isinstance(memory_budget, Path) or str(memory_budget).endswith(".json"):
+        from .plan_file import read_plan
+
+        known = read_plan(Path(str(memory_budget)))
+        memory_budget, extra_bytes = known.budget_bytes, known.extra_bytes
+        planned = {graph.key: graph.schedule for graph in known.graphs}
+    budget = parse_budget(memory_budget)
+    settings = Settings(budget, extra_bytes, calls, quick, measured, solver, time_limit_seconds, gap)
     return {
-        "custom_partitioner_fn": PlannedPartitioner(settings),
+        "custom_partitioner_fn": PlannedPartitioner(settings, planned),
         "_pre_fusion_custom_pass": grouped,
         "_post_fusion_custom_pass": ungrouped,
         **{name: value for name, value in SETTINGS.items() if hasattr(config, name)},

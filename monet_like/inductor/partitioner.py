@@ -12,7 +12,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from .._version import __version__
-from ..errors import InfeasibleError
+from ..errors import InfeasibleError, UsageError
 from ..ir.defaults import SOLVER
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
@@ -53,6 +53,7 @@ class PlannedGraph:
         plan: the schedule; its report counts what one call of the graph needs, without other graphs and ``extra_bytes``.
         plain: the simulator's report on the graph with everything kept that its backward reads.
         budget_bytes: what one call was planned for.
+        saved: names of the nodes that the forward hands to the backward, inputs apart.
         saved_bytes: of what the forward hands to the backward, without parameters and buffers.
         equal: how many graphs like it were compiled: all have this plan.
     """
@@ -62,6 +63,7 @@ class PlannedGraph:
     plan: Plan
     plain: Report
     budget_bytes: int
+    saved: tuple[str, ...]
     saved_bytes: int
     equal: int = 1
 
@@ -98,12 +100,13 @@ class PlannedPartitioner(CustomPartitionerFn):
     """Plans the joint graphs of one compiled model.
 
     Attributes:
-        settings: as given.
+        settings, planned: as given: what decides, and schedules that are known in advance, by `graph_key`; where there are
+            some, no others are looked for.
         graphs: the plan of every distinct graph so far, in the order in which they were compiled.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, planned: Mapping[str, Schedule] | None = None) -> None:
+        self.settings, self.planned = settings, dict(planned or {})
         self.graphs: list[PlannedGraph] = []
 
     def __call__(
@@ -144,12 +147,28 @@ class PlannedPartitioner(CustomPartitionerFn):
         whole = self.settings.budget.of(_of_all_calls(kernels, store_all(program), plain, self.settings.calls))
         budget = whole - (before if self.settings.budget.bytes is not None else 0)
         try:
-            found, for_one = self._plan_calls(kernels, costs, budget)
+            found, for_one = self._from_file(program, costs) or self._plan_calls(kernels, costs, budget)
         except InfeasibleError as error:
             raise self._explained(error, budget) from None
-        graph = PlannedGraph(program, costs, found, plain, for_one, _saved_bytes(kernels, found.schedule))
+        size, saved = _saved_bytes(kernels, found.schedule), saved_nodes(kernels, found.schedule)
+        names = tuple(node.name for node in saved if node.op != "placeholder")
+        graph = PlannedGraph(program, costs, found, plain, for_one, names, size)
         self.graphs.append(graph)
         return graph
+
+    def _from_file(self, program: Program, costs: Mapping[str, Cost]) -> tuple[Plan, int] | None:
+        """The plan that was made in advance; None: none was."""
+        if not self.planned:
+            return None
+        schedule = self.planned.get(graph_key(program))
+        if schedule is None:
+            raise UsageError(
+                f"the plan is of {len(self.planned)} other graph(s): it fits one model, its inputs' shapes and dtypes, this PyTorch, and "
+                "a compiled part that is the model alone; export it again, or give compile_options a budget"
+            )
+        return Plan(
+            schedule, simulate(program, schedule, costs), "feasible", found_by="file"
+        ), self.settings.budget.bytes or 0
 
     def _plan_calls(self, kernels: Kernels, costs: Mapping[str, Cost], budget: int) -> tuple[Plan, int]:
         """The plan of one call with which all calls of a step fit, and the budget that the call has."""
@@ -202,7 +221,14 @@ class PlannedPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Changes with all that the next decision depends on."""
         before = [(graph.budget_bytes, graph.held_bytes) for graph in self.graphs]
-        return hashlib.sha256(f"{__version__} {torch.__version__} {self.settings} {before}".encode()).hexdigest()
+        return hashlib.sha256(
+            f"{__version__} {torch.__version__} {self.settings} {self.planned} {before}".encode()
+        ).hexdigest()
+
+
+def graph_key(program: Program) -> str:
+    """The same for graphs whose schedules can be exchanged."""
+    return hashlib.sha256(repr(_nameless(program)).encode()).hexdigest()
 
 
 def _nameless(program: Program) -> tuple[Any, ...]:

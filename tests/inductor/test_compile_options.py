@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
+from click.testing import CliRunner
 from torch import nn
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.invoke_subgraph import NestedCompileRegionOptions
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 import monet_like
-from monet_like.errors import InfeasibleError, UsageError
+from monet_like.cli.group import main
+from monet_like.errors import InfeasibleError, ScheduleFileError, UsageError
 from monet_like.inductor.emission import GROUP
 from monet_like.inductor.partitioner import PlannedGraph, PlannedPartitioner
+from monet_like.inductor.plan_file import read_plan
 from monet_like.ir.simulate import simulate
 from monet_like.profile.measure import allocated_peak
 
@@ -43,6 +48,25 @@ class Block(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.dropout(self.out(attended))
         return x + self.dropout(self.down(F.gelu(self.up(self.second(x)))))
+
+
+class DecoderLayer(nn.Module):
+    """A layer as Llama's: without biases, with a gated product."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up, self.down = (
+            nn.Linear(*shape, bias=False) for shape in 2 * [(width, 3 * width)] + [(3 * width, width)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+        y = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 class Loss(nn.Module):
@@ -306,3 +330,75 @@ def test_nested_regions_take_the_plan_of_their_partitioner() -> None:
     assert error(found, wanted) < 1e-5
     assert len(partitioner.graphs) == 2
     assert all(graph.schedule.rerun_count for graph in partitioner.graphs)
+
+
+@pytest.mark.slow
+def test_plans_need_no_more_than_the_activation_memory_budget_of_torch_compile() -> None:
+    """The case of pytorch/pytorch#197838, in small: layers of a decoder, at small budgets."""
+    torch.manual_seed(0)
+    model, x = Loss(*(DecoderLayer(32) for _ in range(4))), torch.randn(4, 64, 32)
+    others = []
+    for budget in (0.3, 0.05):
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            others.append(measured_peak(model, torch.compile(model), x))
+    peaks = []
+    for amount in (max(others), int(0.9 * min(others))):
+        function, partitioner = compiled(model, amount)
+        peaks.append(measured_peak(model, function, x))
+        (graph,) = partitioner.graphs
+        assert peaks[-1] == pytest.approx(graph.peak_bytes, rel=0.03)
+        assert graph.peak_bytes <= amount
+    assert peaks[1] < peaks[0] <= 1.01 * max(others) and peaks[1] < min(others)
+
+
+NET = """from torch import nn
+
+
+def make_model():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+"""
+
+
+@pytest.mark.slow
+def test_the_command_plans_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NET)
+    runner = CliRunner()
+    solve = (
+        "solve",
+        "net.py:make_model",
+        "256",
+        "90%",
+        "normal",
+        "heuristic",
+        "--input-shape",
+        "64",
+        "--out",
+        "n.pkl",
+        "--quiet",
+    )
+    done = runner.invoke(main, solve)
+    assert done.exit_code == 0, done.output
+    done = runner.invoke(main, ("export", "n.pkl", "--to", "inductor", "--model", "net.py:make_model", "--json"))
+    assert done.exit_code == 0, done.output
+    (planned,) = read_plan(Path("n.inductor.json")).graphs
+    assert json.loads(done.stdout)["graphs"][0]["key"] == planned.key
+    assert planned.peak_bytes <= planned.budget_bytes
+
+    names: dict[str, Any] = {}
+    exec(NET, names)
+    options = monet_like.compile_options("n.inductor.json", measured=False)
+    backend = partial(compile_fx, inner_compile=run_as_it_is, config_patches=options)
+    torch._dynamo.reset()
+    torch.compile(names["make_model"](), backend=backend)(torch.randn(256, 64)).square().mean().backward()
+    (graph,) = options["custom_partitioner_fn"].graphs
+    assert (graph.schedule, graph.plan.found_by) == (planned.schedule, "file")
+    torch._dynamo.reset()
+    options = monet_like.compile_options("n.inductor.json")
+    backend = partial(compile_fx, inner_compile=run_as_it_is, config_patches=options)
+    with pytest.raises(Exception, match=r"the plan is of 1 other graph\(s\)"):
+        torch.compile(names["make_model"](), backend=backend)(torch.randn(128, 64))
+    Path("n.inductor.json").write_text("{}")
+    with pytest.raises(ScheduleFileError, match="export it again"):
+        monet_like.compile_options("n.inductor.json")

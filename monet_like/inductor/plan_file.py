@@ -1,0 +1,161 @@
+"""Plans of ``torch.compile`` made in advance: found without generating code, and kept as JSON. Nothing in a file can run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..capture.example_inputs import Example
+from ..errors import ScheduleFileError
+from ..files import read_bytes, write_atomically
+from ..ir.schedule import Schedule
+from ..replay.verify import train_step
+from .partitioner import PlannedGraph, graph_key
+
+FORMAT, VERSION = "monet_like compile plan", 1
+
+
+@dataclass(frozen=True)
+class GraphDecisions:
+    """The plan of one joint graph.
+
+    Attributes:
+        key: of the graph; a graph with another one has another plan.
+        budget_bytes, peak_bytes, seconds: of one call.
+        plain_peak_bytes, plain_seconds: with everything kept that the backward reads.
+        saved: names of the nodes that the forward hands to the backward, inputs apart.
+        recomputed: for every recomputation the node and the node of the backward before which it runs.
+        forward, again, ways: the schedule, as in a schedule file.
+    """
+
+    key: str
+    budget_bytes: int
+    peak_bytes: int
+    seconds: float
+    plain_peak_bytes: int
+    plain_seconds: float
+    saved: tuple[str, ...]
+    recomputed: tuple[tuple[str, ...], ...]
+    forward: tuple[int, ...]
+    again: tuple[tuple[int, ...], ...]
+    ways: tuple[int, ...]
+
+    @staticmethod
+    def of(graph: PlannedGraph) -> GraphDecisions:
+        """The decisions of a plan."""
+        program, schedule = graph.program, graph.schedule
+        names = [slot[way].name for slot, way in zip(program.slots, schedule.ways, strict=True)]
+        again = [(program.tasks[p].name, names[k]) for k, runs in enumerate(schedule.again) for p in runs]
+        return GraphDecisions(
+            graph_key(program), graph.budget_bytes, graph.peak_bytes, graph.plan.report.seconds, graph.plain.peak_bytes,
+            graph.plain.seconds, graph.saved, tuple(again), schedule.forward, schedule.again, schedule.ways,
+        )  # fmt: skip
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the graph."""
+        return Schedule(self.forward, self.again, self.ways)
+
+
+@dataclass(frozen=True)
+class CompilePlan:
+    """Plans of all graphs of a model.
+
+    Attributes:
+        model, device: as in the schedule file.
+        budget_bytes, extra_bytes: as given to `monet_like.compile_options`.
+        graphs: in the order in which they are compiled.
+    """
+
+    model: str
+    device: str
+    budget_bytes: int
+    extra_bytes: int
+    graphs: tuple[GraphDecisions, ...]
+
+    def content(self) -> dict[str, Any]:
+        """The content of the file, as builtins."""
+        header = {name: value for name, value in vars(self).items() if name != "graphs"}
+        return {"format": FORMAT, "version": VERSION, **header, "graphs": [vars(graph) for graph in self.graphs]}
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        write_atomically(path, (json.dumps(self.content(), indent=1) + "\n").encode())
+
+
+def read_plan(path: Path) -> CompilePlan:
+    """Read a file that `CompilePlan.write` has written.
+
+    Raises:
+        ScheduleFileError: it is unreadable or none of these.
+    """
+    try:
+        content = json.loads(read_bytes(path, "compile plan"))
+        if (content["format"], content["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"its format is {content['format']!r}, version {content['version']!r}")
+        graphs = tuple(
+            GraphDecisions(**{f.name: _typed(g[f.name], str(f.type)) for f in fields(GraphDecisions)})
+            for g in content["graphs"]
+        )
+        scalars = {f.name: _typed(content[f.name], str(f.type)) for f in fields(CompilePlan) if f.name != "graphs"}
+        return CompilePlan(graphs=graphs, **scalars)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ScheduleFileError(f"{path} is no compile plan of monet_like: {error}; export it again") from error
+
+
+def _typed(value: Any, kind: str) -> Any:
+    """The value as the type of that name; lists become tuples."""
+    if kind.startswith("tuple["):
+        inner = kind.removeprefix("tuple[").removesuffix("]").removesuffix(", ...")
+        if type(value) is not list:
+            raise TypeError(f"a field holds {type(value).__name__}, not a list")
+        return tuple(_typed(part, inner) for part in value)
+    wanted = {"str": (str,), "int": (int,), "float": (float, int)}[kind]
+    if type(value) not in wanted or (kind == "float" and not math.isfinite(value)):
+        raise TypeError(f"a field holds {type(value).__name__}, not {kind}")
+    return value
+
+
+def plan_model(
+    model: nn.Module,
+    example: Example,
+    options: dict[str, Any],
+    precision: AbstractContextManager[Any] | None = None,
+) -> list[PlannedGraph]:
+    """Plan the graphs of a model without generating code: one step runs, operator by operator.
+
+    Args:
+        model: keeps its parameters; its gradients are dropped.
+        example: positional and keyword arguments.
+        options: of `monet_like.compile_options`.
+        precision: the autocast that the model trains in.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    backend = partial(compile_fx, inner_compile=_run_as_it_is, config_patches=options)
+    with precision or nullcontext():
+        train_step(torch.compile(model, backend=backend), example)
+    for parameter in model.parameters():
+        parameter.grad = None
+    found: list[PlannedGraph] = options["custom_partitioner_fn"].graphs
+    return found
+
+
+def _run_as_it_is(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+    """In the place of Inductor's code generation."""
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(graph.forward)
