@@ -94,9 +94,10 @@ def decoder(layers: int = 3) -> tuple[nn.Module, torch.Tensor]:
 def net() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for width in (3, 8, 8):
-        layers += [nn.Conv2d(width, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
-    return Loss(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 64, 4)), torch.randn(8, 3, 16, 16)
+    for width in (3, 16, 16, 16):
+        layers += [nn.Conv2d(width, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    layers += [nn.MaxPool2d(2), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(8 * 15 * 15, 4)]
+    return Loss(*layers), torch.randn(8, 3, 34, 34)
 
 
 def run_as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
@@ -216,7 +217,7 @@ def test_what_cannot_be_planned_is_refused_in_words() -> None:
 
 
 @pytest.mark.slow(but=["chain-60%"])
-@pytest.mark.parametrize(("make", "budget"), [(chain, "60%"), (decoder, "60%"), (net, "70%")])
+@pytest.mark.parametrize(("make", "budget"), [(chain, "60%"), (decoder, "60%"), (net, "60%")])
 def test_gradients_are_those_of_torch_compile_and_the_peak_is_the_predicted_one(
     make: Callable[[], tuple[nn.Module, torch.Tensor]], budget: str
 ) -> None:
