@@ -128,8 +128,8 @@ def _of_batch_norm() -> dict[str, Bounds]:
 
 
 #: By the kernel's name, or that and its first template argument: "kernel<0". Pooling's elements are outputs in the forward and inputs in the backward; windows move by two.
-#: Above one in `issue` are the backward of pooled 16-bit planes whose width is no multiple of eight, and what any window or
-#: any dtype takes.
+#: Above one in `issue` are 16-bit planes under 3 x 3 windows (nine comparisons for eleven bytes), the backward of pooled
+#: 16-bit planes whose width is no multiple of eight, and what any window or any dtype takes.
 BOUNDS: Mapping[str, Bounds] = {
     "pack_kernel": Bounds(own, lambda _: 1 / 8, load=16, store=1, issue=0.45, resident=768),
     "pack_bool_kernel": Bounds(lambda _: 1, lambda _: 1 / 8, load=16, store=2, issue=0.35),
@@ -138,8 +138,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "scale_where_kernel": Bounds(lambda s: s[0] + 1 / 8, own, load=16, store=16, issue=0.25, resident=1024),
     "join_nibbles_kernel": Bounds(lambda _: 1, lambda _: 1 / 2, load=16, store=8, issue=0.25),
     "split_nibbles_kernel": Bounds(lambda _: 1 / 2, lambda _: 1, load=8, store=16, issue=0.25),
-    # bfloat16 comes near these on sm_80, which does not compare two of them at a time.
-    "pool_planes_kernel": Bounds(lambda s: 4 * s[0], lambda s: s[0] + 1, load=16, store=8, issue=0.7, resident=768),
+    "pool_planes_kernel": Bounds(lambda s: 4 * s[0], lambda s: s[0] + 1, load=16, store=2, issue=1.4),
+    # bfloat16 comes near this on sm_80, which does not compare two of them at a time.
     "pool_pixels_kernel": Bounds(lambda s: 4 * s[0], lambda s: s[0] + 1, load=16, store=16, issue=0.9),
     "pool_planes_backward_kernel": Bounds(lambda s: (s[0] + 1) / 4, own, load=16, store=4, issue=1.5),
     "pool_pixels_backward_kernel": Bounds(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import matplotlib
 import networkx as nx
+import pandas
 import torch
 import torchvision
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
@@ -26,6 +27,7 @@ from matplotlib import pyplot
 
 VALUE, TASK, SLOT = "#cfe3f7", "#fbe3b5", "#e3d5f2"
 BATCH, SHARE = 64, 0.5
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 #: Where a box of the package stands from left to right; its height follows from its imports.
 COLUMNS = {
     "cli": 2.0, "integrations": 0.8, "auto": 1.2, "export": 3.6, "inductor": 3.7, "job": 2.2, "report": 3.0, "cards": 5.2, "compiler": 1.2, "replay": 2.5, "variants": 0.0, "profile": 1.3, "capture": 0.6,
@@ -43,6 +45,7 @@ def draw_all(folder: Path) -> None:
         draw_memory(folder / "memory.svg")
         draw_house(folder / "house.svg")
         draw_planner(folder / "planner.svg")
+        draw_gpu(folder / "gpu.svg")
 
 
 def draw_program(path: Path) -> None:
@@ -170,6 +173,29 @@ def draw_planner(path: Path) -> None:
     box(5.2, 1.4, "refined bound, in a thread", TASK, 3.3)
     for x, start in ((3.12, 2.02), (5.2, 1.02), (7.26, 2.02)):
         arrow(x, start, 0.78)
+    save(figure, path)
+
+
+def draw_gpu(path: Path) -> None:
+    """Measured steps against measured peaks on a GPU, each in units of plain PyTorch's: from a table of gpu_check."""
+    rows = pandas.read_csv(RESULTS / "cuda-nvidia-h200" / "replays.csv")
+    rows = rows[rows.status == "measured"].assign(
+        peak=rows.peak_bytes / rows.plain_peak_bytes, step=rows.seconds / rows.plain_seconds
+    )
+    figure, axes = pyplot.subplots(figsize=(8.6, 3.6), layout="constrained")
+    axes.axhline(1, color="#999", linewidth=0.8)
+    axes.plot(1, 1, "*", color="#555", markersize=11)
+    axes.annotate("plain PyTorch", (1, 1), (-6, 6), textcoords="offset points", ha="right")
+    for (model, found), marker in zip(rows.groupby("model", sort=False), "osD^vPXh", strict=False):
+        plans = found[found.budget_bytes > 0].sort_values("peak")
+        name = model.partition("(")[0].rpartition(".")[2] + f", batch {plans.batch.iloc[0]}"
+        (line,) = axes.plot(plans.peak, plans.step, marker=marker, label=name, markersize=5)
+        rival = found[found.budget_bytes == 0]
+        axes.plot(rival.peak, rival.step, "x", color=line.get_color(), markersize=9, markeredgewidth=2)
+    axes.plot([], [], "x", color="#555", markersize=9, markeredgewidth=2, label="checkpoint per block")
+    axes.set(xlabel="peak memory, plain PyTorch's = 1", ylabel="step, plain PyTorch's = 1", xlim=(0.2, 1.03))
+    axes.legend(fontsize=8, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
 
 

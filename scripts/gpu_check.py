@@ -267,7 +267,7 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
         gradients = on_cpu(gradients_of(wrapped, example))
     wrapped.zero_grad(set_to_none=True)
     error = apart(plain.gradients, gradients)
-    with in_float32():
+    with in_float32(), autocast_as(record.autocast, device):  # by the tolerance of the dtype that was computed in
         verdicts = judged(plain.model, example, on_device(plain.gradients, device), on_device(gradients, device))
     reasons = [f"{verdict.name} {verdict.reason}" for verdict in verdicts if not verdict.right]
     wrong = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")

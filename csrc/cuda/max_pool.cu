@@ -191,9 +191,6 @@ struct Cells {
     }
   }
 
-  // Of a window that begins `right` columns further, where only the numbers of the cells are of interest.
-  __device__ __forceinline__ Cells(const Cells& first, int right) : Cells(first) { start_w += right; }
-
   // The number of a cell; (kh, kw) may be the cell that was read in its place.
   __device__ __forceinline__ int number(int kh, int kw) const {
     return min(max(kh, -start_h), last_h - start_h) * K + min(max(kw, -start_w), last_w - start_w);
@@ -283,40 +280,12 @@ __device__ __forceinline__ int load_tile(const T* __restrict__ from, int begin, 
   return origin;
 }
 
-constexpr int kOutputs = 4;  // that a thread has at a time, next to each other in a row
-
-// One row of the cells of kOutputs windows, which begin kStep columns apart.
-template <typename T, int K>
-struct CellRow {
-  static constexpr int kColumns = (kOutputs - 1) * kStep + K;
-  static constexpr int kCompared = kPairs<T> ? kOutputs / 2 : kOutputs;
-  T values[kColumns];
-
-  __device__ __forceinline__ CellRow(const T* row, const int (&columns)[kColumns]) {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      values[c] = row[columns[c]];
-    }
-  }
-
-  // Cell kw of window `window`, or of windows 2 * window and 2 * window + 1.
-  __device__ __forceinline__ Compared<T> at(int window, int kw) const {
-    if constexpr (kPairs<T>) {
-      const Vector<T, 2> pair{{values[2 * window * kStep + kw], values[(2 * window + 1) * kStep + kw]}};
-      uint32_t word;
-      __builtin_memcpy(&word, &pair, sizeof(word));
-      return word;
-    } else {
-      return values[window * kStep + kw];
-    }
-  }
-};
-
+// One output for each thread: neighbours then read the tile two columns apart. With four outputs for each they would read
+// it eight apart, from an eighth of the banks, which took 1.4 times as long (H200, float32).
 template <typename T, int K>
 __global__ void pool_planes_kernel(
-    const T* __restrict__ in, T* __restrict__ y, uint8_t* __restrict__ offsets, Geometry g, Bands bands,
-    Divisor by_groups) {
-  using Row = CellRow<T, K>;
+    const T* __restrict__ in, T* __restrict__ y, uint8_t* __restrict__ offsets, Geometry g, Bands bands) {
+  using O = op_type<T>;
   __shared__ Vector<T> shared[kTile / 16];
   T* tile = reinterpret_cast<T*>(shared);
   for (int index = blockIdx.x; index < bands.count; index += gridDim.x) {
@@ -327,59 +296,28 @@ __global__ void pool_planes_kernel(
         in, band.plane * g.in_area() + top * g.in_w, (band.plane + band.planes - 1) * g.in_area() + bottom * g.in_w,
         tile);
     __syncthreads();
-    const int count = band.planes * band.rows * static_cast<int>(by_groups.divisor);
+    const int first = band.plane * g.out_area() + band.row * g.out_w, count = band.planes * band.rows * g.out_w;
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      uint32_t group = static_cast<uint32_t>(i), oh = by_groups.split(group);
+      uint32_t ow = static_cast<uint32_t>(i), oh = g.by_out_w.split(ow);
       const int plane = band.plane + static_cast<int>(bands.by_rows.split(oh));
-      const int h = band.row + static_cast<int>(oh), w = static_cast<int>(group) * kOutputs;
-      const Cells<K> cells(h, w, g);  // of the first window
-      int columns[Row::kColumns];
-#pragma unroll
-      for (int c = 0; c < Row::kColumns; ++c) {
-        columns[c] = c < K ? cells.column[c] : min(cells.start_w + c, cells.last_w);
-      }
+      const Cells<K> cells(band.row + static_cast<int>(oh), static_cast<int>(ow), g);
       const T* from = tile + (plane * g.in_area() - origin);
-      Compared<T> best[Row::kCompared];
-      uint32_t chosen[Row::kCompared] = {};
-      constexpr int kHigh = 16;  // the number of a cell is kh * kHigh + kw here
+      O best = static_cast<O>(from[cells.row[0] * g.in_w + cells.column[0]]);
+      int chosen = 0;
 #pragma unroll
       for (int kh = 0; kh < K; ++kh) {
-        const Row row(from + cells.row[kh] * g.in_w, columns);
 #pragma unroll
-        for (int m = 0; m < Row::kCompared; ++m) {
-#pragma unroll
-          for (int kw = 0; kw < K; ++kw) {
-            if (kh + kw == 0) {
-              best[m] = row.at(m, 0);
-            } else {
-              consider<T>(row.at(m, kw), for_compared<T>(kh * kHigh + kw), best[m], chosen[m]);
-            }
+        for (int kw = 0; kw < K; ++kw) {
+          const O value = static_cast<O>(from[cells.row[kh] * g.in_w + cells.column[kw]]);
+          if (kh + kw > 0 && (value > best || value != value)) {
+            best = value;
+            chosen = kh * K + kw;
           }
         }
       }
-      Vector<T, kOutputs> tops;
-      __builtin_memcpy(&tops, best, sizeof(tops));
-      Vector<uint8_t, kOutputs> numbers;
-#pragma unroll
-      for (int p = 0; p < kOutputs; ++p) {
-        const int cell = static_cast<int>(kPairs<T> ? chosen[p / 2] >> (p % 2 * 16) & 255u : chosen[p]);
-        const Cells<K> own(cells, p * kStep);
-        numbers.at[p] = static_cast<uint8_t>(own.number(cell / kHigh, cell % kHigh));
-      }
-      const int at = plane * g.out_area() + h * g.out_w + w;
-      if (g.out_w % kOutputs == 0) {
-        store(y + at, tops);
-        store(offsets + at, numbers);
-      } else {
-#pragma unroll
-        for (int p = 0; p < kOutputs; ++p) {
-          if (w + p < g.out_w) {
-            y[at + p] = tops.at[p];
-            offsets[at + p] = numbers.at[p];
-          }
-        }
-      }
+      y[first + i] = static_cast<T>(best);
+      offsets[first + i] = static_cast<uint8_t>(cells.number(chosen / K, chosen % K));
     }
     __syncthreads();
   }
@@ -600,7 +538,7 @@ bool pool_by_two(const Units& u, const T* in, T* y, uint8_t* offsets) {
     return false;
   }
   pool_planes_kernel<T, K><<<grid_for<pool_planes_kernel<T, K>>(bands.count), kThreads, 0, u.stream>>>(
-      in, y, offsets, g, bands, Divisor((g.out_w + kOutputs - 1) / kOutputs));
+      in, y, offsets, g, bands);
   return true;
 }
 
