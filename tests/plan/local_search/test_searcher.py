@@ -8,9 +8,12 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from planning import network, peak
 from random_programs import best_seconds, random_program
+from torch import nn
 
+from monet_like.capture.lowering import capture
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
@@ -19,6 +22,7 @@ from monet_like.plan.local_search.native import NativeEngine, library
 from monet_like.plan.local_search.policy import Settings, Tables, make_tables, to_policy, to_schedule
 from monet_like.plan.local_search.reference import PythonEngine
 from monet_like.plan.local_search.searcher import Found, Searcher, find_start, smallest_known
+from monet_like.variants import admitted
 
 
 def settings(tables: Tables, budget: int, seed: int, evaluations: int) -> Settings:
@@ -224,3 +228,25 @@ def test_policies_that_lack_a_needed_value_give_no_schedule() -> None:
     assert PythonEngine(barren).judge(nothing, 1) is None
     compiled = library()
     assert compiled is None or NativeEngine(barren, compiled).judge(nothing, 1) is None
+
+
+def test_the_fastest_ways_have_a_plan_where_a_gpu_has_many_batch_norms() -> None:
+    """Three tasks may write a batch norm's statistics, one of them with the sum after it; cuDNN's alone writes its reserve."""
+    block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+
+    class Inverted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.after = block, nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Any) -> Any:
+            return self.after(x + self.block(x))
+
+    target = torch.device("cuda", 0)
+    captured = admitted(capture(Inverted(), (torch.randn(2, 4, 6, 6),), target=target), "inplace_conv_multiway_newnode")
+    for seed in range(40):
+        draw = random.Random(seed)
+        costs = {task.cost: Cost(draw.uniform(1.0, 3.0), 0) for task in captured.every_task()}
+        searcher = Searcher(captured.program, costs)
+        everything = [True] * len(captured.program.values)
+        assert searcher.judge(searcher.tables.policy(everything, hold=True, smallest=False), 2**40), seed
