@@ -16,9 +16,9 @@ def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | 
     """Allocate and free one block as large as a schedule's step needs beyond the memory that is allocated now.
 
     To be called before the first step, with the model on its device. PyTorch's allocator keeps the block and cuts the
-    step's tensors from it; else it asks the driver for blocks of many sizes, some of which fit nothing later on. With
-    ``PYTORCH_ALLOC_CONF=expandable_segments:True`` none of this is needed. cuBLAS's workspaces are taken before the
-    block, so that they lie beside it.
+    step's tensors from it; else it asks the driver for blocks of many sizes, some of which fit nothing later on. What fits
+    into no gap of the block is still taken beside it (docs/faq.md, Fragmentation). cuBLAS's workspaces are taken before
+    the block, so that they lie beside it.
 
     Args:
         schedule: a schedule file, or a loaded `ScheduleRecord`.
