@@ -5,99 +5,84 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torchvision
+from click.testing import CliRunner
 from commands import call
 from torch import nn
 from training import run, twin
 
 import monet_like
+from monet_like.cli.group import main
 from monet_like.errors import InfeasibleError, UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.wrapper import MANY_STEPS
 
-ROOT = Path(__file__).parents[2]
-PROBLEM = ["torchvision.models.resnet18()", "16", "0.14", "inplace_conv_multiway_newnode", "CBC"]
-SMALL = ["--input-shape", "3,112,112"]
+NET = """
+from torch import nn
+
+def net():
+    layers = [m for _ in range(3) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 16 * 16, 4))
+"""
+
+
+def run_here(*arguments: str, exit_code: int = 0) -> str:
+    """What a command prints, in this process."""
+    result = CliRunner().invoke(main, arguments, env={"COLUMNS": "160"}, catch_exceptions=False)
+    assert result.exit_code == exit_code, result.output
+    return result.output if exit_code else result.stdout
 
 
 @pytest.mark.slow
-def test_solve_check_and_inspect(tmp_path: Path) -> None:
-    first = call(tmp_path, "solve.py", *PROBLEM, *SMALL, "--time-limit", "4")
+def test_solve_check_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two scripts in processes of their own, and the same commands here."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET)
+    problem = ("net.py:net", "16", "85%", "inplace_conv_multiway_newnode", "CBC", "--input-shape", "8,16,16")
+    first = call(tmp_path, "solve.py", *problem, "--time-limit", "2")
     assert first.returncode == 0, first.stderr
     for word in ("plain PyTorch (predicted)", "columns", "rows", "bound, gap", "capture", "kept for the backward"):
         assert word in first.stdout
-    path = tmp_path / "solution_resnet18_16_inplace_conv_multiway_newnode_0.14.pkl"
+    path = tmp_path / "solution_net_net_16_inplace_conv_multiway_newnode_85percent.pkl"
     record = ScheduleRecord.load(path)
-    assert record.peak_bytes <= record.budget_bytes == int(0.14 * 2**30)
-    assert record.peak_bytes < record.plain_peak_bytes
+    assert record.peak_bytes <= record.budget_bytes == int(0.85 * record.plain_peak_bytes)
     (profile,) = (tmp_path / "cache").glob("profile_*.json")
     content = profile.read_bytes()
 
-    again = call(tmp_path, "solve.py", *PROBLEM, *SMALL, "--time-limit", "4")
-    assert again.returncode == 0, again.stderr
+    run_here("solve", *problem, "--time-limit", "1")
     assert profile.read_bytes() == content  # reused, not measured anew
 
-    checked = call(
-        tmp_path, "scripts/schedule.py", *PROBLEM, *SMALL, "--solution_file", str(path), "--check_diff", "--run-bs"
-    )
+    checks = ("--check_diff", "--run-bs", "--check_runtime", "--steps", "2")
+    checked = call(tmp_path, "scripts/schedule.py", *problem, "--solution_file", str(path), *checks)
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "check_diff: passed" in checked.stdout
-    assert "run_bs: fitted" in checked.stdout
-
-    timed = call(tmp_path, "scripts/schedule.py", *PROBLEM, *SMALL, "--check_runtime", "--steps", "2")
-    assert timed.returncode == 0, timed.stderr
-    assert "medians of 2 alternating steps" in timed.stdout
-
-    shown = subprocess.run(
-        [sys.executable, "-c", "from monet_like.cli import main; main()", "inspect", str(path), "--json"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(shown.stdout)["mode"] == "inplace_conv_multiway_newnode"
+    for word in ("check_diff: passed", "run_bs: fitted", "medians of 2 alternating steps"):
+        assert word in checked.stdout
+    assert json.loads(run_here("inspect", str(path), "--json"))["mode"] == "inplace_conv_multiway_newnode"
 
 
 @pytest.mark.slow
-def test_a_smaller_profile_batch_is_scaled_and_said(tmp_path: Path) -> None:
-    options = ("--profile-batch", "2", "--time-limit", "4", "--out", "small.pkl")
-    done = call(tmp_path, "solve.py", *PROBLEM, *SMALL, *options)
-    assert done.returncode == 0, done.stderr
-    assert "measured at batch 2, scaled to 16" in done.stdout
-    assert (tmp_path / "small.pkl").exists()
-
-
-@pytest.mark.slow
-def test_ablation_recomputes_nothing(tmp_path: Path) -> None:
-    problem = [*PROBLEM[:2], "0.16", *PROBLEM[3:]]
-    done = call(
-        tmp_path,
-        "solve.py",
-        *problem,
-        *SMALL,
-        "--ablation",
-        "--profile",
-        "roofline:cpu",
-        "--time-limit",
-        "4",
-        "--out",
-        "a.pkl",
-    )
-    assert done.returncode == 0, done.stderr
-    assert ScheduleRecord.load(tmp_path / "a.pkl").schedule.rerun_count == 0
+def test_options_of_the_problem_reach_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller batch is measured, scaled and said; the ablation recomputes nothing, where a plan would."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET)
+    net, mode = ("net.py:net", "16"), ("inplace_multiway_newnode", "heuristic", "--input-shape", "8,16,16")
+    said = run_here("solve", *net, "92%", *mode, "--profile-batch", "2", "--out", "a.pkl")
+    assert "measured at batch 2, scaled to 16" in said
+    assert ScheduleRecord.load(tmp_path / "a.pkl").schedule.rerun_count > 0
+    ablation = ("--ablation", "--profile", "roofline:cpu", "--out", "b.pkl")
+    assert "no schedule fits" in run_here("solve", *net, "92%", *mode, *ablation, exit_code=2)
+    run_here("solve", *net, "99%", *mode, *ablation)
+    record = ScheduleRecord.load(tmp_path / "b.pkl")
+    assert record.ablation and record.schedule.rerun_count == 0
 
 
 def test_auto_schedule_is_exact_fits_and_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = torchvision.models.resnet18().train(), torch.randn(16, 3, 112, 112)
+    layers = [part for _ in range(4) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    model, x = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 16 * 16, 4)), torch.randn(16, 8, 16, 16)
     plain = run(twin(model), (x,), {})
     wrapped = monet_like.auto_schedule(twin(model), x, memory_budget="88%", mode="inplace", time_limit_seconds=4)
     assert max(plain.differences(run(wrapped, (x,), {})).values()) == 0.0

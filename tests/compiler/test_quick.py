@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import call
+from click.testing import CliRunner
 from torch import nn
 from training import run, twin
 
 import monet_like
 from monet_like.auto import auto_schedule as auto
 from monet_like.capture.captured import Captured, distinct_tasks
+from monet_like.cli.group import main
 from monet_like.compiler import pipeline, quick
 from monet_like.compiler.costs import inputs_on, measured_costs
 from monet_like.compiler.influence import by_influence
@@ -282,16 +283,17 @@ def test_a_quick_plan_trains_as_plain_pytorch() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_and_auto_schedule_have_one_store(tmp_path: Path) -> None:
+def test_the_command_line_and_auto_schedule_have_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(
         "from torch import nn\ndef make(): return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))\n"
     )
-    words = ("solve.py", "net.py:make", "8", "1", "normal", "HIGHS", "--input-shape", "16")
-    first = call(tmp_path, *words, "--quick")
-    assert first.returncode == 0, first.stderr
+    words = ("solve", "net.py:make", "8", "1", "normal", "HIGHS", "--input-shape", "16")
+    first = CliRunner().invoke(main, [*words, "--quick"])
+    assert first.exit_code == 0, first.output
     assert "timed quickly at batch 8" in first.stdout and not [*cache_folder().glob("profile_*.json")]
-    done = call(tmp_path, *words)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     (store,) = cache_folder().glob("profile_*.json")
     count = len(Profile.load(store).costs)
@@ -300,5 +302,5 @@ def test_the_command_line_and_auto_schedule_have_one_store(tmp_path: Path) -> No
     ).record
     assert record is not None
     assert record.note.startswith(f"{count} of {count} operators reused, measured on 20")
-    refused = call(tmp_path, *words, "--quick", "--strategy", "ogc")
-    assert refused.returncode == 2 and "leave out --quick or --strategy ogc" in refused.stderr
+    refused = CliRunner().invoke(main, [*words, "--quick", "--strategy", "ogc"])
+    assert refused.exit_code == 2 and "leave out --quick or --strategy ogc" in refused.stderr
