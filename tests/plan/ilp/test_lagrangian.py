@@ -104,7 +104,7 @@ def test_lagrangian_bound_holds_for_every_schedule(pool: Pool, monkeypatch: pyte
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_deep_programs_are_planned_from_parts_alone(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monet_like.plan.ilp.search.MOST_WINDOWED", 0)
-    program, costs = blocks_in_a_row(40)
+    program, costs = blocks_in_a_row(20)
     most = simulate(program, store_all(program), costs).peak_bytes
     budget = int(program.resident_bytes + share * (most - program.resident_bytes))
     found = plan(program, costs, budget, solver="HIGHS", time_limit_seconds=20, gap=0.02)
@@ -117,7 +117,7 @@ def test_deep_programs_are_planned_from_parts_alone(share: float, monkeypatch: p
 @pytest.mark.slow
 def test_equal_blocks_are_solved_once(pool: Pool) -> None:
     solved = []
-    for blocks in (20, 60):
+    for blocks in (12, 24):
         program, costs = blocks_in_a_row(blocks)
         most = simulate(program, store_all(program), costs).peak_bytes
         parts, found = composed(program, costs, most // 2, pool)
