@@ -130,12 +130,13 @@ def test_milp_saves_memory_on_nested_skips_where_ogc_saves_none() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
-def test_milp_is_at_least_as_good_as_every_other(share: float) -> None:
-    programs = [network(12), unet_of(4), *(random_program(random.Random(seed), 4) for seed in range(5))]
+def test_milp_is_at_least_as_good_as_every_other() -> None:
+    problems = [(*made, int(share * peak(*made))) for made in (network(8), unet_of(4)) for share in (0.9, 0.5)]
+    for seed in range(4):
+        program, costs = random_program(random.Random(seed), 4)
+        problems.append((program, costs, program.resident_bytes + 15))
     compared = 0
-    for program, costs in programs:
-        budget = max(program.resident_bytes + 15, int(share * peak(program, costs)))
+    for program, costs, budget in problems:
         others = []
         for name in STRATEGIES:
             try:
@@ -148,13 +149,13 @@ def test_milp_is_at_least_as_good_as_every_other(share: float) -> None:
             compared += len(fitting) - 1
         if len(program.tasks) < 5:
             assert fitting.get("milp") == pytest.approx(best_seconds(program, costs, budget))
-    assert compared > 20
+    assert compared > 30
 
 
 @pytest.mark.slow
 def test_checkmate_is_the_best_without_variants() -> None:
     solved = 0
-    for seed in range(20):
+    for seed in range(8):
         program, costs = random_program(random.Random(seed), 5)
         plain = plain_operators(program)
         budget = program.resident_bytes + 18
@@ -165,7 +166,7 @@ def test_checkmate_is_the_best_without_variants() -> None:
         assert found.seconds == pytest.approx(best), seed
         assert found.peak_bytes <= budget
         solved += 1
-    assert solved > 7
+    assert solved > 4
 
 
 def fewest_runs(links: int, snapshots: int) -> int:
