@@ -143,7 +143,7 @@ def different(one: list[torch.Tensor], other: list[torch.Tensor]) -> int:
 @pytest.mark.slow(but=["decoder-60%"])
 @pytest.mark.parametrize(
     ("net", "budget"),
-    [("decoder", "80%"), ("decoder", "60%"), ("vit", "80%"), ("vit", "50%"), ("resnet", "90%"), ("resnet", "75%")],
+    [("decoder", "60%"), ("vit", "50%"), ("resnet", "75%")],
     ids=lambda word: word,
 )
 def test_a_step_equals_plain_pytorchs_and_its_peak_the_prediction(net: str, budget: str) -> None:
@@ -269,7 +269,7 @@ class Llama(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         config = transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=88, num_hidden_layers=4, num_attention_heads=4,
+            vocab_size=64, hidden_size=32, intermediate_size=88, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, use_cache=False,
         )  # fmt: skip
         self.net = transformers.LlamaForCausalLM(config)
@@ -284,7 +284,7 @@ def test_hugging_face_takes_it_for_its_layers() -> None:
     torch.manual_seed(0)
     model = Llama()
     plain, x = copy.deepcopy(model), torch.randint(0, 64, (8, 64))
-    plan = solved(model, x, "65%")
+    plan = solved(model, x, "70%")
     policy = checkpoint_policy(plan, regions="net.model.layers.*")
     model.net.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": policy}
@@ -384,8 +384,7 @@ def test_the_command_writes_a_file_of_a_schedule_file(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inside", [False, True], ids=["backward_outside", "backward_inside"])
-def test_autocast_whose_cache_leaves_out_casts(inside: bool) -> None:
+def test_autocast_whose_cache_leaves_out_casts() -> None:
     """The backward inside autocast finds the casts of weights in its cache: then the recomputation calls fewer operators."""
     model, x = decoder()
     plain = copy.deepcopy(model)
@@ -395,8 +394,9 @@ def test_autocast_whose_cache_leaves_out_casts(inside: bool) -> None:
     assert "aten._to_copy.default" in {op for region in policy.plan.regions for op, _ in region.operators}
     assert "aten._to_copy.default" not in saved_calls(policy)
 
-    def gradients(net: nn.Module) -> list[torch.Tensor]:
+    def gradients(net: nn.Module, inside: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
+        net.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16):
             loss = net(x).float().square().mean()
             if inside:
@@ -406,4 +406,5 @@ def test_autocast_whose_cache_leaves_out_casts(inside: bool) -> None:
         return [loss.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
 
     model.policy = policy
-    assert different(gradients(model), gradients(plain)) == 0
+    for inside in (False, True):
+        assert different(gradients(model, inside), gradients(plain, inside)) == 0
