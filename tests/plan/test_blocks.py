@@ -150,9 +150,11 @@ def test_what_runs_before_the_rest_runs_after_it() -> None:
     assert without_rest(early) == Schedule((0, 1, 2), ((0, 1), (), ()), (0, 0, 0))
 
 
-def test_a_menu_goes_from_least_carried_to_fastest() -> None:
-    program, costs = network(6)
-    found = menu(program, costs, time_limit_seconds=60)
+@pytest.mark.slow(but=["heuristic"])
+@pytest.mark.parametrize("strategy", ["heuristic", "milp"])
+def test_a_menu_goes_from_least_carried_to_fastest(strategy: str) -> None:
+    program, costs = network(4)
+    found = menu(program, costs, strategy=strategy, time_limit_seconds=60)
     plain = point_of(program, store_all(program), costs)
     assert found[0].carried_bytes == 0 and len(found) >= 4
     assert min(p.seconds for p in found) == pytest.approx(plain.seconds)
