@@ -28,7 +28,7 @@ def solved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a schedule and its memory timeline."""
     folder = tmp_path_factory.mktemp("solved")
     files = ("--out", str(folder / "s.pkl"), "--csv", str(folder / "timeline.csv"))
-    text = run("solve", CHAIN, "16", "80%", "normal", "heuristic", "--profile", "roofline:cpu", *files)
+    text = run("solve", CHAIN, "1", "80%", "normal", "heuristic", "--profile", "roofline:cpu", *files)
     assert f"wrote {folder / 'timeline.csv'}" in text
     return folder
 
@@ -50,7 +50,7 @@ def test_an_inspected_schedule(solved: Path, tmp_path: Path) -> None:
 
 def test_a_report_has_measured_bytes_too(solved: Path, tmp_path: Path) -> None:
     files = ("--out", str(tmp_path / "s.html"), "--csv", str(tmp_path / "timeline.csv"))
-    words = ("--model", CHAIN, "--front", "off", "--live", "--device", "cpu", "--json")
+    words = ("--model", CHAIN, "--profile", "roofline:cpu", "--front", "off", "--live", "--device", "cpu", "--json")
     told = json.loads(run("report", str(solved / "s.pkl"), *words, *files))
     timeline = pandas.read_csv(tmp_path / "timeline.csv")
     assert list(timeline.bytes) == list(pandas.read_csv(solved / "timeline.csv").bytes)
