@@ -102,16 +102,23 @@ def test_sharded_blocks_keep_the_budget(tmp_path: Path) -> None:
     together(tmp_path, _sharded, Short, "80%", {}, within_seconds=300.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("block", "processes"), [(Layer, 2), (Short, 4)])
-def test_mixed_precision_and_more_processes(block: Any, processes: int, tmp_path: Path) -> None:
-    options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    together(tmp_path, _sharded, block, "75%", options, processes=processes)
+MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 
 
 @pytest.mark.slow
-def test_parameters_that_stay_gathered(tmp_path: Path) -> None:
-    together(tmp_path, _sharded, Layer, "75%", {"reshard_after_forward": False})
+def test_more_processes(tmp_path: Path) -> None:
+    together(tmp_path, _sharded, Short, "75%", MIXED, processes=4)
+
+
+def _with_options(rank: int) -> None:
+    for options in (MIXED, {"reshard_after_forward": False}):
+        torch.manual_seed(0)
+        _sharded(rank, Layer, "75%", options)
+
+
+@pytest.mark.slow
+def test_mixed_precision_and_parameters_that_stay_gathered(tmp_path: Path) -> None:
+    together(tmp_path, _with_options)
 
 
 def _refused(rank: int) -> None:
@@ -131,11 +138,6 @@ def _refused(rank: int) -> None:
         train(sharded(early), tokens())
 
 
-@pytest.mark.slow
-def test_every_process_gets_the_error(tmp_path: Path) -> None:
-    together(tmp_path, _refused, within_seconds=300.0)
-
-
 def _replicated(rank: int) -> None:
     plain = Decoder(Layer)
     mine = monet_like.auto_schedule(copy.deepcopy(plain), tokens(), memory_budget="75%", blocks="layers.*", **OPTIONS)
@@ -147,9 +149,15 @@ def _replicated(rank: int) -> None:
     assert plan is not None and all(block.record.schedule.rerun_count for block in blocks_of(mine)[:1])
 
 
+def _refused_and_replicated(rank: int) -> None:
+    _refused(rank)
+    torch.manual_seed(0)
+    _replicated(rank)
+
+
 @pytest.mark.slow
-def test_blocks_under_distributed_data_parallel(tmp_path: Path) -> None:
-    together(tmp_path, _replicated)
+def test_every_process_gets_the_error_and_blocks_under_distributed_data_parallel(tmp_path: Path) -> None:
+    together(tmp_path, _refused_and_replicated)
 
 
 @pytest.mark.slow
