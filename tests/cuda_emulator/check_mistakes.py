@@ -21,7 +21,7 @@ from . import check_kernels, control
 ALL = os.environ.get("MONET_LIKE_EMULATED_MISTAKES") == "all"
 SOURCES = control.sources()
 #: Mistakes of one kind and file that are tried.
-TRIES = None if ALL else 5
+TRIES = None if ALL else 3
 
 
 def _checks() -> list[Callable[[], None]]:
