@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ import nbclient
 import nbformat
 import pytest
 import torch
+from click.testing import CliRunner
 from torchvision.io import write_png
+
+from monet_like.cli.group import main
 
 ROOT = Path(__file__).parents[2]
 #: For the examples that plan themselves.
@@ -25,9 +29,11 @@ def losses(command: list[str], folder: Path) -> list[float]:
     environment = {**os.environ, "MONET_LIKE_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    return [
-        float(found) for found in re.findall(r"^(?:epoch \d+ )?step \S+: loss (\d+\.\d+)", done.stdout, re.MULTILINE)
-    ]
+    return printed_losses(done.stdout)
+
+
+def printed_losses(output: str) -> list[float]:
+    return [float(found) for found in re.findall(r"^(?:epoch \d+ )?step \S+: loss (\d+\.\d+)", output, re.MULTILINE)]
 
 
 @pytest.mark.slow
@@ -77,28 +83,32 @@ SMALL = ("--image-size", "32", "-p", "1", "-j", "0", "--seed", "1", "--epochs", 
 
 
 def solve(folder: Path, batch: int, mode: str, *options: str, model: str = MODEL) -> str:
-    """Plan for one thread, as the example trains: oneDNN's workspaces grow with their number, and processors differ."""
-    command = [sys.executable, f"{ROOT}/solve.py", model, str(batch), "120%", mode, "HIGHS", "--input-shape", "3,32,32"]
-    command += ["--time-limit", "5", *options]
-    cache, threads = {"MONET_LIKE_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}, {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--out", "schedule.pkl"], cwd=folder, env={**os.environ, **cache, **threads}, capture_output=True,
-        text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    """Plan in this process, whose one thread the example has too: oneDNN's workspaces grow with their number."""
+    command = ["solve", model, str(batch), "120%", mode, "heuristic", "--input-shape", "3,32,32", *options]
+    done = CliRunner().invoke(main, [*command, "--out", str(folder / "schedule.pkl")])
+    assert done.exit_code == 0, done.output
     return "schedule.pkl"
 
 
 @pytest.mark.slow
-def test_imagenet_trains_as_without_a_schedule(tmp_path: Path, image_folder: Path) -> None:
+def test_imagenet_trains_as_without_a_schedule(
+    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """69 images in batches of 16: the last has five. Equal to the bit with no word that changes an order of sums."""
-    plain = [sys.executable, f"{ROOT}/examples/imagenet.py", str(image_folder), *SMALL, "-b", "16"]
-    wanted = losses(plain, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = runpy.run_path(f"{ROOT}/examples/imagenet.py")["main"]
+
+    def trained(*options: str) -> list[float]:
+        done = CliRunner().invoke(command, [str(image_folder), *SMALL, "-b", "16", *options], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return printed_losses(done.stdout)
+
+    wanted = trained()
     schedule = solve(tmp_path, 16, "inplace_multiway_newnode")
-    assert losses([*plain, "--solution_file", schedule], tmp_path) == wanted
+    assert trained("--solution_file", schedule) == wanted
     assert len(wanted) == 2 * 5
-    assert losses([*plain, "--resume", "checkpoint.pth.tar", "--epochs", "3"], tmp_path)
-    assert losses([*plain, "--resume", "checkpoint.pth.tar", "-e"], tmp_path) == []
+    assert trained("--resume", "checkpoint.pth.tar", "--epochs", "3")
+    assert trained("--resume", "checkpoint.pth.tar", "-e") == []
 
 
 @pytest.mark.slow
@@ -109,7 +119,7 @@ def test_imagenet_in_two_processes(tmp_path: Path, image_folder: Path) -> None:
     (tmp_path / "net.py").write_text(
         f"import monet_like, torchvision\n\ndef net():\n    return monet_like.convert_sync_batchnorm({MODEL})\n"
     )
-    schedule = solve(tmp_path, 8, "inplace_multiway_newnode", "--processes", "2", model="net.py:net")
+    schedule = solve(tmp_path, 8, "inplace_multiway_newnode", "--processes", "2", model=f"{tmp_path}/net.py:net")
     assert losses([*plain, "--solution_file", schedule], tmp_path) == losses(plain, tmp_path)
 
 
