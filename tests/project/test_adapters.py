@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from monet_like.integrations.huggingface import MemoryBudget
 
-QUICK: dict[str, Any] = {"mode": "inplace_multiway_newnode", "time_limit_seconds": 1.0}
+QUICK: dict[str, Any] = {"mode": "inplace_multiway_newnode", "effort": "quick"}
 
 
 @pytest.fixture(autouse=True)
