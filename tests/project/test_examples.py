@@ -115,12 +115,14 @@ def test_imagenet_trains_as_without_a_schedule(
 def test_imagenet_in_two_processes(tmp_path: Path, image_folder: Path) -> None:
     """The schedule is one for SyncBatchNorm alone."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    plain = [*torchrun, f"{ROOT}/examples/imagenet.py", str(image_folder), *SMALL, "-b", "16", "--sync-bn"]
+    options = (*SMALL, "--epochs", "1", "-b", "16", "--sync-bn")
+    plain = [*torchrun, f"{ROOT}/examples/imagenet.py", str(image_folder), *options]
     (tmp_path / "net.py").write_text(
         f"import monet_like, torchvision\n\ndef net():\n    return monet_like.convert_sync_batchnorm({MODEL})\n"
     )
     schedule = solve(tmp_path, 8, "inplace_multiway_newnode", "--processes", "2", model=f"{tmp_path}/net.py:net")
-    assert losses([*plain, "--solution_file", schedule], tmp_path) == losses(plain, tmp_path)
+    found = losses([*plain, "--solution_file", schedule], tmp_path)
+    assert found and found == losses(plain, tmp_path)
 
 
 def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> list[Any]:
