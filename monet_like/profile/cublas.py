@@ -5,7 +5,8 @@ they are resident: a constant of the device that counts for every schedule with 
 
 PyTorch chooses their size (``getChosenWorkspaceSize`` in aten/src/ATen/cuda/CublasHandlePool.cpp, version 2.14): what
 ``CUBLAS_WORKSPACE_CONFIG`` says where that is set; else 32 MiB on GPUs of capability 9.x, 10.x and 12.x (Hopper, Blackwell),
-and 8.1 MiB on others. Products of cuBLASLt use the same ones.
+and 8.1 MiB on others. Products of cuBLASLt use the same ones; in version 2.11 they have one of 1 MiB beside it, in the
+thread that calls the model, and capabilities 10.x and 12.x have the small ones. On the device all of it is measured.
 """
 
 from __future__ import annotations

@@ -98,12 +98,13 @@ def have_workspaces(device: torch.device) -> None:
     """Have cuBLAS allocate its workspaces: one for the thread of the forward, and one for autograd's.
 
     It takes them from PyTorch's allocator in the first product of either thread; else the first step would seem to need
-    them. Their sizes: `monet_like.profile.cublas`.
+    them. Sums of a product and a bias are cuBLASLt's, which has another of 1 MiB before PyTorch 2.14. Their sizes:
+    `monet_like.profile.cublas`.
     """
     if device.type == "cuda":
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             x = torch.ones(8, 8, device=device, requires_grad=True)
-            (x @ x).sum().backward()
+            torch.nn.functional.linear(x @ x, x, x[0]).sum().backward()
             torch.cuda.synchronize(device)
 
 

@@ -88,7 +88,7 @@ def test_the_allocator_sees_what_is_predicted_of_other_models(fake_gpu: Run) -> 
 def test_a_budget_has_room_for_what_cublas_keeps(fake_gpu: Run, name: str) -> None:
     """By default, 32 MiB for each of two threads: all that is allocated, from nothing on, is what was predicted."""
     (found,) = asked(fake_gpu, f"whole:{name}")
-    assert found["cublas"] == 2**26, found
+    assert found["cublas"] - 2**26 in (0, 2**20), found  # the latter for cuBLASLt, before PyTorch 2.14
     assert 0.98 * found["predicted"] < found["asked"] <= found["predicted"], found
     assert 0.98 * found["predicted"] < found["most"] <= found["predicted"] + found["unsplit"], found
     assert found["predicted"] <= 0.8 * found["plain predicted"], found
