@@ -143,6 +143,10 @@ def _without_dropit(captured: Captured, model: nn.Module) -> Captured:
     return replace(captured, no_dropit=values)
 
 
+#: Of a ``CopySlices`` whose call's gradient computes nothing: a new tensor, a copy into it, a clone of the view, a copy back.
+_COPIES = 4
+
+
 class Lowering(Values):
     """Lowers the joint graph to values and tasks, node by node in the order of execution.
 
@@ -209,9 +213,13 @@ class Lowering(Values):
         """Whether a node of autograd's graph is no custom function's: that holds what its Python code holds, which no trace shows.
 
         The forward of a node calls one operator. ``CopySlices``, the node of a call in place of a view, has a number that no
-        operator of the forward has: the call's has that of the gradient inside.
+        operator of the forward has: the call's has that of the gradient inside. Where that gradient is the one that comes in,
+        as an addition's is, the node has its copies alone, and was measured not to hold what comes in.
         """
-        return self.forward_calls[number] == (0 if number in self.copy_slices else 1)
+        if number in self.copy_slices:
+            slots = sum(node == number for node in self.autograd_nodes.values())
+            return not self.forward_calls[number] and slots > _COPIES
+        return self.forward_calls[number] == 1
 
     def _call(self, node: fx.Node) -> None:
         """Lower a call: to a task if it makes new storages; views are emitted again by each task that reads them."""
