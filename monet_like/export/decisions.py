@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..compiler.pipeline import Prepared, with_workspaces_of
 from ..files import write_atomically
 from ..ir.frames import frame
+from ..ir.json_fields import headed
 from ..ir.program import Cost, Program, Task
 from ..ir.schedule import Schedule, kept_values
 from ..ir.schedule_file import ScheduleRecord
@@ -96,13 +97,12 @@ class Decisions:
 
     def content(self) -> dict[str, Any]:
         """The content of the JSON file, as builtins: the decisions of each module under its name, in order of execution."""
-        header = {name: value for name, value in vars(self).items() if name != "decisions"}
         modules: dict[str, list[dict[str, Any]]] = {}
         for decision in self.decisions:
             modules.setdefault(decision.module, []).append(
                 {name: value for name, value in asdict(decision).items() if name != "module"}
             )
-        return {"format": FORMAT, "version": VERSION, **header, "modules": modules}
+        return {**headed(self, FORMAT, VERSION, without="decisions"), "modules": modules}
 
     def to_json(self, path: str | Path) -> None:
         """Write the content as JSON, one line for each operator.

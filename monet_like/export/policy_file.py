@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from ..errors import ScheduleFileError
 from ..files import read_bytes, write_atomically
+from ..ir.json_fields import headed, typed
 
 FORMAT = "monet_like checkpoint policy"
 VERSION = 1
@@ -76,8 +76,7 @@ class SelectivePlan:
                     "operators": calls,
                 }
             )
-        header = {name: value for name, value in vars(self).items() if name != "regions"}
-        return {"format": FORMAT, "version": VERSION, **header, "regions": regions}
+        return {**headed(self, FORMAT, VERSION, without="regions"), "regions": regions}
 
 
 def write_policy(plan: SelectivePlan, path: Path) -> None:
@@ -115,7 +114,7 @@ def read_policy(path: Path) -> SelectivePlan:
         regions = tuple(_region(entry) for entry in content["regions"])
         if not regions:
             raise ValueError("it has no regions")
-        scalars = {f.name: _typed(content[f.name], f.type) for f in fields(SelectivePlan) if f.name != "regions"}
+        scalars = {f.name: typed(content[f.name], str(f.type)) for f in fields(SelectivePlan) if f.name != "regions"}
         return SelectivePlan(regions=regions, **scalars)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ScheduleFileError(f"{path} is no checkpoint policy of monet_like: {error}; write it again") from error
@@ -125,21 +124,13 @@ def _region(entry: Any) -> RegionDecisions:
     calls = []
     counts: Counter[str] = Counter()
     for op, number, word in entry["operators"]:
-        if _typed(op, "str") and number != counts[op]:
+        if typed(op, "str") and number != counts[op]:
             raise ValueError(f"call {number} of {op} stands where call {counts[op]} should")
         counts[op] += 1
         calls.append((op, _WORDS[word]))
     return RegionDecisions(
-        _typed(entry["module"], "str"),
+        typed(entry["module"], "str"),
         tuple(calls),
-        _typed(entry["saved_bytes"], "int"),
-        _typed(entry["in_place"], "bool"),
+        typed(entry["saved_bytes"], "int"),
+        typed(entry["in_place"], "bool"),
     )
-
-
-def _typed(value: Any, kind: Any) -> Any:
-    """The value, if it has the type of that name."""
-    wanted = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}[kind]
-    if type(value) not in wanted or (kind == "float" and not math.isfinite(value)):
-        raise TypeError(f"a field holds {type(value).__name__}, not {kind}")
-    return value

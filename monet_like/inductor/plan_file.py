@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -17,6 +16,7 @@ from torch import fx, nn
 from ..capture.example_inputs import Example
 from ..errors import ScheduleFileError
 from ..files import read_bytes, write_atomically
+from ..ir.json_fields import headed, typed
 from ..ir.schedule import Schedule
 from ..replay.verify import train_step
 from .partitioner import PlannedGraph, graph_key
@@ -84,8 +84,7 @@ class CompilePlan:
 
     def content(self) -> dict[str, Any]:
         """The content of the file, as builtins."""
-        header = {name: value for name, value in vars(self).items() if name != "graphs"}
-        return {"format": FORMAT, "version": VERSION, **header, "graphs": [vars(graph) for graph in self.graphs]}
+        return {**headed(self, FORMAT, VERSION, without="graphs"), "graphs": [vars(graph) for graph in self.graphs]}
 
     def write(self, path: Path) -> None:
         """Write it as JSON.
@@ -107,26 +106,13 @@ def read_plan(path: Path) -> CompilePlan:
         if (content["format"], content["version"]) != (FORMAT, VERSION):
             raise ValueError(f"its format is {content['format']!r}, version {content['version']!r}")
         graphs = tuple(
-            GraphDecisions(**{f.name: _typed(g[f.name], str(f.type)) for f in fields(GraphDecisions)})
+            GraphDecisions(**{f.name: typed(g[f.name], str(f.type)) for f in fields(GraphDecisions)})
             for g in content["graphs"]
         )
-        scalars = {f.name: _typed(content[f.name], str(f.type)) for f in fields(CompilePlan) if f.name != "graphs"}
+        scalars = {f.name: typed(content[f.name], str(f.type)) for f in fields(CompilePlan) if f.name != "graphs"}
         return CompilePlan(graphs=graphs, **scalars)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ScheduleFileError(f"{path} is no compile plan of monet_like: {error}; export it again") from error
-
-
-def _typed(value: Any, kind: str) -> Any:
-    """The value as the type of that name; lists become tuples."""
-    if kind.startswith("tuple["):
-        inner = kind.removeprefix("tuple[").removesuffix("]").removesuffix(", ...")
-        if type(value) is not list:
-            raise TypeError(f"a field holds {type(value).__name__}, not a list")
-        return tuple(_typed(part, inner) for part in value)
-    wanted = {"str": (str,), "int": (int,), "float": (float, int)}[kind]
-    if type(value) not in wanted or (kind == "float" and not math.isfinite(value)):
-        raise TypeError(f"a field holds {type(value).__name__}, not {kind}")
-    return value
 
 
 def plan_model(
