@@ -17,6 +17,7 @@ from ..ir.program import Cost
 from ..profile.devices import DeviceLimits
 from ..profile.measure import allocated_peak, seconds_of
 from ..profile.rates import limits_like, measured_limits
+from ..profile.roofline import counted
 from .joint import tensors_of
 from .kernels import Kernel, Kernels
 
@@ -70,8 +71,7 @@ def _estimated(kernel: Kernel, limits: DeviceLimits) -> Cost:
         return Cost(max(limits.launch_seconds, moved))
     products, convolutions = _flops(kernel.root)
     half = any(t.element_size() == 2 for node in kernel.reads for t in tensors_of(node.meta.get("val")))
-    of_products = limits.half_flops_per_second if half else limits.flops_per_second
-    of_convolutions = limits.half_flops_per_second if half else limits.convolution_flops_per_second
+    of_products, of_convolutions = limits.flop_rates(half)
     return Cost(max(limits.launch_seconds, moved, products / of_products + convolutions / of_convolutions))
 
 
@@ -83,9 +83,7 @@ def _flops(node: fx.Node) -> tuple[int, int]:
             _call(node, lambda value: value)
     except (RuntimeError, NotImplementedError):
         return 0, 0
-    counts = counter.get_flop_counts().get("Global", {})
-    convolutions = sum(int(count) for operator, count in counts.items() if "convolution" in str(operator))
-    return int(counter.get_total_flops()) - convolutions, convolutions
+    return counted(counter)
 
 
 def _call(node: fx.Node, tensor_like: Callable[[torch.Tensor], torch.Tensor]) -> Any:

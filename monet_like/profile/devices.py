@@ -107,6 +107,12 @@ class DeviceLimits:
     cublas_bytes: int = 0
     capability: tuple[int, int] | None = None
 
+    def flop_rates(self, half: bool) -> tuple[float, float]:
+        """Floating-point operations a second of matrix products and of convolutions; ``half``: of 16-bit floats."""
+        if half:
+            return self.half_flops_per_second, self.half_flops_per_second
+        return self.flops_per_second, self.convolution_flops_per_second
+
     @property
     def settings(self) -> str:
         """The settings that the rates are of, in words; "" for a CPU, where there is no choice."""

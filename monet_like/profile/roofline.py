@@ -157,8 +157,7 @@ def _seconds(captured: Captured, task: Task, work: _Work, limits: DeviceLimits) 
         return limits.launch_seconds + copied / limits.host_bytes_per_second
     half = any(call.op == _SCALED_INT8 for call in task.calls)  # at least that rate
     half |= any(metas[v].dtype.itemsize == 2 and metas[v].dtype.is_floating_point for v in task.reads)
-    products = limits.half_flops_per_second if half else limits.flops_per_second
-    convolutions = limits.half_flops_per_second if half else limits.convolution_flops_per_second
+    products, convolutions = limits.flop_rates(half)
     if work.channels < TILE:
         share = work.channels / TILE if work.channels > 1 else 0.0
         convolutions = max(limits.flops_per_second, share * convolutions)
@@ -192,9 +191,14 @@ def _flops(captured: Captured, task: Task) -> tuple[int, int]:
         return sum(_im2col_flops(captured, call) for call in task.calls if call.op == _IM2COL), 0
     counter = FlopCounterMode(display=False, custom_mapping=_flop_formulas())
     _run_fake(captured, task, counter)
+    return counted(counter)
+
+
+def counted(counter: FlopCounterMode) -> tuple[int, int]:
+    """What PyTorch's counter has seen: floating-point operations of matrix products, and of convolutions."""
     counts = counter.get_flop_counts().get("Global", {})
-    convolutions = sum(count for operator, count in counts.items() if "convolution" in str(operator))
-    return int(counter.get_total_flops()) - int(convolutions), int(convolutions)
+    convolutions = sum(int(count) for operator, count in counts.items() if "convolution" in str(operator))
+    return int(counter.get_total_flops()) - convolutions, convolutions
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
