@@ -20,8 +20,11 @@ from .terminal import Terminal
 SOLUTIONS = Path("solutions")
 
 
-def problem_of(profile_file: Path | None, **options: Any) -> Problem:
-    """Read what a user typed. Where the costs come from datasheet rates or were recorded on a GPU, none is needed here."""
+def problem_priced_by(profile_file: Path | None, **options: Any) -> Problem:
+    """Read what a user typed, to be priced by a profile, if there is one.
+
+    Where it has datasheet rates or was measured on a GPU, no GPU is needed here; the latter's operators are a GPU's alone.
+    """
     of_a_gpu = _is_of_a_gpu(profile_file)
     if of_a_gpu and options["device"] == "auto":
         options["device"] = "cuda"
@@ -82,7 +85,7 @@ def job_of(terminal: Terminal, problem: Problem, source: Source) -> Job:
 
 def read_job(terminal: Terminal, profile_file: Path | None, options: dict[str, Any]) -> Job:
     """The job of a command without one budget, captured and profiled."""
-    problem = problem_of(profile_file, budget="1", **options)
+    problem = problem_priced_by(profile_file, budget="1", **options)
     say_input(terminal, problem)
     job = job_of(terminal, problem, source_of(problem, profile_file))
     _ = job.ready

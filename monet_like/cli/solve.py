@@ -13,7 +13,7 @@ from ..ir.units import format_bytes, format_seconds
 from ..job.solved import SolvedPlan
 from .inspect import add_counts, bound_in_words, summary
 from .output import check_results, write_table
-from .prepare import check_out, job_of, problem_of, say_input, schedule_path, source_of
+from .prepare import check_out, job_of, problem_priced_by, say_input, schedule_path, source_of
 from .terminal import Terminal, aligned_table
 
 
@@ -28,7 +28,7 @@ def solve(
 ) -> SolvedPlan:
     """Read the problem, compile it, print a summary and write the schedule and profile files."""
     terminal = terminal or Terminal()
-    problem = problem_of(profile_file, **options)
+    problem = problem_priced_by(profile_file, **options)
     strategy = problem.request.strategy
     if quick and strategy != "milp":
         raise UsageError(f"--quick plans by the local search; leave out --quick or --strategy {strategy}")

@@ -27,7 +27,7 @@ from ..replay.verify import real_example, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
 from .batch_search import Batches, Trial, Tuner, largest_power
 from .output import check_results, draw, write_table
-from .prepare import check_out, problem_of, say_input, schedule_path, source_of
+from .prepare import check_out, problem_priced_by, say_input, schedule_path, source_of
 from .terminal import Terminal, aligned_table
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> int:
     """The largest batch for which the search finds a schedule within a budget: doubling, then halving the step."""
-    problem = problem_of(profile_file, budget=budget, **{**options, "batch": "1"})
+    problem = problem_priced_by(profile_file, budget=budget, **{**options, "batch": "1"})
     limit = problem.budget_bytes
     source = source_of(problem, profile_file)
     limits = source.known if isinstance(source.known, DeviceLimits) else None
