@@ -1,4 +1,4 @@
-"""How far times from a datasheet are from times on the card: python -m benchmarks.datasheet_error PROFILE --model MODEL
+"""How far times from a datasheet are from times on the card: python -m benchmarks.datasheet_error PROFILE --model MODEL --inputs INPUTS
 
 Reads a profile that was measured on a GPU, which need not be here, prices plain PyTorch's step by the datasheet of the same
 card, and prints both by kind of operator. Sums over the operators of one step; profiles of `scripts/gpu_check.sh` do.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def kind_of(task: Task) -> str:
     return name
 
 
-def rows(tasks: Iterator[Task], measured: Mapping[str, Cost], predicted: Mapping[str, Cost]) -> list[Row]:
+def rows(tasks: Iterable[Task], measured: Mapping[str, Cost], predicted: Mapping[str, Cost]) -> list[Row]:
     """Sums by kind, the longest first; tasks that the profile lacks are left out."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for task in tasks:
@@ -61,6 +61,11 @@ def rows(tasks: Iterator[Task], measured: Mapping[str, Cost], predicted: Mapping
             found[1] += measured[task.cost].seconds
             found[2] += predicted[task.cost].seconds
     return sorted((Row(kind, int(n), m, p) for kind, (n, m, p) in sums.items()), key=lambda row: -row.measured)
+
+
+def together(kind: str, added: Sequence[Row]) -> Row:
+    """The sum of some rows."""
+    return Row(kind, *(sum(getattr(row, name) for row in added) for name in ("count", "measured", "predicted")))
 
 
 @click.command()
@@ -74,25 +79,23 @@ def main(profile_file: Path, model: str, inputs: str, autocast: str, mode: str, 
     """Print measured and datasheet times by kind of operator."""
     profile = Profile.load(profile_file)
     limits = known_limits(profile.device.removeprefix("cuda: "))
-    dtype, shape = re.fullmatch(r"(\w+)\[([\d,]+)\]", inputs.replace(" ", "")).groups()  # type: ignore[union-attr]
-    example = example_of((InputSpec(tuple(map(int, shape.split(","))), dtype),), torch.device("cpu"))
     if limits is None:
         raise click.ClickException(f"there is no datasheet for {profile.device}")
+    read = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", inputs.replace(" ", ""))
+    if read is None:
+        raise click.ClickException(f"--inputs {inputs!r} is no dtype and shape; give it as float32[184,3,224,224]")
+    example = example_of((InputSpec(tuple(map(int, read[2].split(","))), read[1]),), torch.device("cpu"))
     with torch.device("meta"):
         module = build_model(model).module
     target = torch.device("cuda", 0)
     request = Request(module, example, mode, autocast=autocast, target=target, capability=limits.capability)
     captured = captured_for(request, example)
     plain = (*captured.plain.tasks, *(slot[0] for slot in captured.plain.slots))
-    found = rows(iter(task for task in plain if task.runs != "again"), profile.costs, roofline(captured, limits))
-    rest = found[most:]
-    if rest:
-        others = Row("others", *(sum(getattr(r, name) for r in rest) for name in ("count", "measured", "predicted")))
-        found = [*found[:most], others]
-    found.append(Row("all", *(sum(getattr(r, name) for r in found) for name in ("count", "measured", "predicted"))))
+    found = rows((task for task in plain if task.runs != "again"), profile.costs, roofline(captured, limits))
+    shown = [*found[:most], *([together("others", found[most:])] if found[most:] else []), together("all", found)]
     print(f"{model}, {inputs}{f', {autocast}' if autocast else ''}; {profile.device}\n")
     print("| operator | in a step | measured | datasheet | ratio |\n|---|---|---|---|---|")
-    for row in found:
+    for row in shown:
         ratio = f"{row.measured / row.predicted:.2f}" if row.predicted else ""
         print(f"| {row.kind} | {row.count} | {1e3 * row.measured:.2f} ms | {1e3 * row.predicted:.2f} ms | {ratio} |")
 

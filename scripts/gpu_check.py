@@ -229,19 +229,27 @@ class Plain:
         return self._captured[key]
 
 
+def beside(plain: Plain, model: nn.Module, steps: int) -> tuple[int, int, list[float]]:
+    """A model's peak, what the allocator reserved for it, and the seconds of plain PyTorch's step and of its own."""
+    device, example = plain.device, plain.example
+    peak = step_peak(model, example, device)
+    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+    seconds = step_seconds([(plain.model, example), (model, example)], device, steps)
+    for trained in (plain.model, model):
+        trained.zero_grad(set_to_none=True)
+    return peak, reserved, seconds
+
+
 def checkpointed(record: ScheduleRecord, plain: Plain, steps: int) -> Iterator[Replay]:
     """``torch.utils.checkpoint`` around every block, beside plain PyTorch; nothing if the model has none that we know."""
-    device, example, model = plain.device, plain.example, copy.deepcopy(plain.model)
+    model = copy.deepcopy(plain.model)
     blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
     if not blocks:
         return
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    emptied(device)
-    peak = step_peak(model, example, device)
-    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
-    seconds = step_seconds([(plain.model, example), (model, example)], device, steps)
-    plain.model.zero_grad(set_to_none=True)
+    emptied(plain.device)
+    peak, reserved, seconds = beside(plain, model, steps)
     yield Replay(
         f"{work_of(record).name}: checkpoint per block", "measured", record.model, record.inputs[0].shape[0],
         plain_peak_bytes=plain.peak_bytes + record.cublas_bytes, peak_bytes=peak + record.cublas_bytes, reserved_bytes=reserved,
@@ -258,11 +266,7 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     wrapped = Casting(scheduled, record.autocast, device)
     emptied(device)
     reserve(record, device)
-    peak = step_peak(wrapped, example, device)
-    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
-    seconds = step_seconds([(plain.model, example), (wrapped, example)], device, steps)
-    for model in (plain.model, wrapped):
-        model.zero_grad(set_to_none=True)
+    peak, reserved, seconds = beside(plain, wrapped, steps)
     with in_float32(record.mode):
         gradients = on_cpu(gradients_of(wrapped, example))
     wrapped.zero_grad(set_to_none=True)
