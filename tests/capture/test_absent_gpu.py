@@ -45,7 +45,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def on_gpu(fake_gpu_library: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """What `captures` says, on the fake GPU, of the cases that are asked for in this run."""
-    asking = (item for item in request.session.items if "on_gpu" in getattr(item, "fixturenames", ()))
+    asking = (item for item in request.session.items if request.path == item.path and "on_gpu" in item.fixturenames)  # type: ignore[attr-defined]
     cases = [item.callspec.params["name"] for item in asking]
     paths = [str(ROOT), str(build.HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, str(build.HERE / "captures.py"), *cases]

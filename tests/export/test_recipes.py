@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 PAGE = Path(__file__).parents[2] / "docs" / "other_machinery.md"
 RECIPES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
@@ -15,6 +16,7 @@ RECIPES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
 @pytest.mark.parametrize("number", range(len(RECIPES)))
 def test_a_recipe_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()  # a process of its own would know nothing of the graphs of other tests
     names: dict[str, object] = {}
     exec(RECIPES[number], names)
     trained = [p for p in names["model"].parameters() if p.grad is not None]  # type: ignore[attr-defined]
