@@ -196,9 +196,7 @@ class AutoSchedule(ScheduleWrapper):
             reason = mismatch(record, self._model, args, kwargs)
             if reason:
                 continue
-            found = captured
-            if record.made_last != captured.made_last:  # what pays at its own, larger batch
-                found = captured_for(replace(request, made_last=record.made_last), request.example)
+            found = _captured_as(record, request, captured)  # what pays at its own, larger batch
             if _is_of(record, found, device):
                 return record, found
         if self.records:
@@ -206,7 +204,8 @@ class AutoSchedule(ScheduleWrapper):
                 str(change) if change else "other parameters are frozen, other parts in eval mode, or results larger"
             )
             warn_caller(f"planning {type(self._model).__name__} anew: {reason}")
-        return self._plan(request, settings, device, captured), captured
+        record = self._plan(request, settings, device, captured)
+        return record, _captured_as(record, request, captured)
 
     def _plan_lengths(self, request: Request, device: torch.device) -> None:
         """Plan for every length that is expected, the largest first."""
@@ -243,8 +242,8 @@ def _record(
     started = time.monotonic()
     digest = _digest(request, settings.budget, device)
     whole, first = (cache_folder() / f"schedule_{digest}{suffix}.pkl" for suffix in ("", "_quick"))
-    found, place = _kept(whole, captured, device), whole
-    began = _kept(first, captured, device) if settings.effort != "full" else None
+    found, place = _kept(whole, request, captured, device), whole
+    began = _kept(first, request, captured, device) if settings.effort != "full" else None
     if found is None and not _refines(first, settings):
         found, place = began, first
     if found is not None:
@@ -267,12 +266,19 @@ def _record(
     return record
 
 
-def _kept(path: Path, captured: Captured, device: torch.device) -> ScheduleRecord | None:
+def _kept(path: Path, request: Request, captured: Captured, device: torch.device) -> ScheduleRecord | None:
     """The schedule in a file of the cache, if there is one that fits this program."""
     with contextlib.suppress(ScheduleFileError):  # none is there, or a damaged one
         record = ScheduleRecord.load(path)
-        return record if _is_of(record, captured, device) else None
+        return record if _is_of(record, _captured_as(record, request, captured), device) else None
     return None
+
+
+def _captured_as(record: ScheduleRecord, request: Request, captured: Captured) -> Captured:
+    """The captured step with those gradients delayed that a schedule delays."""
+    if record.made_last == captured.made_last:
+        return captured
+    return captured_for(replace(request, made_last=record.made_last), request.example)
 
 
 #: What is said of a quick plan.

@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..capture.captured import Captured
+from ..capture.delayed_gradients import LEAST_GAIN
 from ..capture.example_inputs import input_spec
 from ..capture.precision import weights_layout
 from ..errors import InfeasibleError, SolverError
@@ -297,12 +298,11 @@ def prepare(
     if budget is not None and not isinstance(profile, DeviceLimits):
         _check_floor(request, captured, budget, device, profile)
     started = time.perf_counter()
-    if quick and not isinstance(profile, DeviceLimits) and (profile is None or profile.device == device_name(device)):
-        partly = quick_costs(request, captured, device, profile, progress)
-        found, guessed = partly.profile, partly.guessed
-    else:
-        found = profiled(request, captured, device, profile, save_profile, progress)
-        guessed = most_workspaces(captured, found) if found.device == device_name(device) else {}
+    found, guessed = _priced(request, captured, device, profile, save_profile, progress, quick=quick)
+    if _delays_cost(request, captured, found.costs):
+        captured = captured_for(replace(request, made_last=()), request.example)
+        known = profile if isinstance(profile, DeviceLimits) else found
+        found, guessed = _priced(request, captured, device, known, save_profile, progress, quick=quick)
     ready = prepared(request, captured, found, found.costs, seconds)
     if guessed:
         extra = ready.extra_bytes
@@ -317,6 +317,38 @@ def prepare(
             save_profile(as_filed(ready.profile))
     seconds["profile"] = time.perf_counter() - started
     return ready
+
+
+def _priced(
+    request: Request,
+    captured: Captured,
+    device: torch.device,
+    profile: Profile | DeviceLimits | None,
+    save_profile: Callable[[Profile], None] | None,
+    progress: Progress | None,
+    *,
+    quick: bool,
+) -> tuple[Profile, Mapping[str, int]]:
+    """The costs of a program, and the keys of those whose workspace is guessed; arguments as of `prepare`."""
+    if quick and not isinstance(profile, DeviceLimits) and (profile is None or profile.device == device_name(device)):
+        partly = quick_costs(request, captured, device, profile, progress)
+        return partly.profile, partly.guessed
+    found = profiled(request, captured, device, profile, save_profile, progress)
+    return found, most_workspaces(captured, found) if found.device == device_name(device) else {}
+
+
+def _delays_cost(request: Request, captured: Captured, costs: Mapping[str, Cost]) -> bool:
+    """Whether the gradients that were delayed make the step need more memory than in autograd's order.
+
+    Which are delayed is chosen before any cost is known, without workspaces. A delayed gradient whose operator has a large one
+    can need more at the end, beside all other gradients: more than the smallest step in autograd's order by so much as a
+    delay is worth at least, or more than plain PyTorch's whole step.
+    """
+    if request.made_last is not None or not captured.made_last:
+        return False
+    most = plain_report(captured.plain, costs, 0, autograd_nodes=captured.autograd_nodes).peak_bytes
+    most = min(most, int((1 + LEAST_GAIN) * floor_bytes(captured.plain, costs)[0]))
+    return floor_bytes(captured.program, costs)[0] > most
 
 
 def _check_floor(

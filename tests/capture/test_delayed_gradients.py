@@ -17,10 +17,12 @@ from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture.captured import Captured
 from monet_like.capture.delayed_gradients import _least_bytes, find_delayed_gradients
 from monet_like.capture.lowering import capture
+from monet_like.compiler.costs import to_profile
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
+from monet_like.compiler.sources import Cached
 from monet_like.errors import InfeasibleError, ScheduleFileError
-from monet_like.ir.program import FREE
+from monet_like.ir.program import FREE, Cost
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan.budgets import smallest_budget
 from monet_like.replay.verify import step_peak
@@ -123,6 +125,40 @@ def test_auto_schedule_replays_a_batch_at_which_it_would_choose_otherwise(
         warnings.simplefilter("error")
         wrapped(small).sum().backward()
     assert len(wrapped.records) == 1
+
+
+class Wide(nn.Module):
+    """A linear layer that is called twice, convolutions, and a larger linear layer, whose gradient alone can be delayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.features = nn.Linear(512, 512), nn.Sequential(nn.Conv2d(2, 64, 3, padding=1), nn.MaxPool2d(4))
+        self.large = nn.Linear(1024, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(self.features(self.first(self.first(x)).view(-1, 2, 16, 16)).flatten(1))
+
+
+def test_a_gradient_with_a_large_workspace_is_not_delayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
+    model, x = Wide(), torch.randn(32, 512)
+    captured = captured_for(Request(model, ((x,), {}), MODE), ((x,), {}))
+    assert captured.made_last == ("large.weight",)
+    costs = {task.cost: Cost(1e-4, 0) for task in captured.every_task()}
+    values = captured.program.values
+    ways = (way for slot in captured.program.slots for way in slot)
+    large = {way.cost for way in ways if sum(values[v].bytes for v in way.writes) == 4 << 20}
+    for workspace, delayed in ((0, captured.made_last), (8 << 20, ())):
+        Cached.of(CPU).save(to_profile(costs | dict.fromkeys(large, Cost(1e-4, workspace)), CPU, ""))
+        wrapped = auto_schedule(model, x, memory_budget="100 %", effort="full", time_limit_seconds=20)
+        assert wrapped.record is not None
+        assert wrapped.record.made_last == delayed
+        with pytest.MonkeyPatch.context() as patch:  # another start takes it from the cache
+            patch.setattr("monet_like.auto.auto_schedule.compile_schedule", None)
+            again = auto_schedule(model, x, memory_budget="100 %", effort="full", time_limit_seconds=20)
+        assert again.record == wrapped.record
+        for path in tmp_path.glob("schedule_*"):
+            path.unlink()
 
 
 def test_what_would_need_more_memory_stays_where_it_is() -> None:

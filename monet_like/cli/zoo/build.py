@@ -289,7 +289,8 @@ def prepared_model(model: str, batch: int, profile: str) -> tuple[Problem, Prepa
     """A model's program with costs from the datasheet rates of a profile."""
     limits = replace(DEVICES[profile], cublas_bytes=0)  # the zoo's budgets, as MONeT's, are without what cuBLAS keeps
     problem, captured = _captured(model, batch, limits.device)
-    return problem, prepare(problem.request, problem.device, profile=limits, captured=captured)
+    request = replace(problem.request, made_last=captured.made_last)  # for all cards the same program
+    return problem, prepare(request, problem.device, profile=limits, captured=captured)
 
 
 def add_measured(folder: Path, path: Path, name: str, profile: str, profile_file: Path) -> Listed:
