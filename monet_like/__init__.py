@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .nn.dropit import to_dropit
     from .nn.sync_batch_norm import convert_sync_batchnorm
     from .plan.strategies import register_strategy
-    from .replay.allocator import reserve
+    from .replay.allocator import place_memory, reserve
     from .replay.wrapper import ScheduleWrapper
     from .variants import register_variant
 
@@ -35,6 +35,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "fits",
     "mark",
+    "place_memory",
     "problem",
     "register_strategy",
     "register_variant",
@@ -52,6 +53,7 @@ _LAZY = {
     "convert_sync_batchnorm": "nn.sync_batch_norm",
     "fits": "cards.fits",
     "mark": "capture.annotations",
+    "place_memory": "replay.allocator",
     "problem": "job.start",
     "register_strategy": "plan.strategies",
     "register_variant": "variants",

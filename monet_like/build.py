@@ -5,7 +5,9 @@ Shared libraries, in `lib/` beside this file:
     monet_like_kernels.so        the operators' schemas and CPU kernels
     monet_like_kernels_cuda.so   their CUDA kernels, where there is a GPU and nvcc, or where they are asked for
     monet_like_kernels_cudnn.so  convolutions by named algorithms, where also the headers of torch's cuDNN are found
-    monet_like_search.so         the planner's local search, which knows nothing of torch
+    monet_like_search.so         the planner's local search and placement, which know nothing of torch
+    monet_like_arena.so          places the memory of training steps on a CPU
+    monet_like_arena_cuda.so     the same on a GPU, where CUDA is compiled for and torch's allocator is a known one
 
 Environment:
     MONET_LIKE_CUDA       1: compile the CUDA sources or fail, 0: do not; unset: if torch sees a GPU and nvcc is found
@@ -56,7 +58,7 @@ class KernelBuildError(MonetError):
 
 
 def library_path(part: str = "kernels") -> Path:
-    """Path of a compiled library, built or not: ``kernels``, ``kernels_cuda``, ``kernels_cudnn`` or ``search``."""
+    """Path of a compiled library, built or not: ``kernels``, ``kernels_cuda``, ``kernels_cudnn``, ``search``, ``arena``, ``arena_cuda``."""
     return Path(__file__).resolve().parent / "lib" / f"monet_like_{part}.so"
 
 
@@ -86,6 +88,14 @@ class _Cudnn:
 
 
 @dataclass(frozen=True)
+class _CudaAllocator:
+    """Where CUDA's headers are, and which functions torch's CUDA allocator has that not all versions have."""
+
+    include: Path
+    functions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class _Toolchain:
     """Compilers and flags of one build."""
 
@@ -96,6 +106,7 @@ class _Toolchain:
     architectures: tuple[str, ...]
     link_flags: tuple[str, ...]
     cudnn: _Cudnn | None
+    allocator: _CudaAllocator | None
 
 
 def build(
@@ -119,7 +130,7 @@ def build(
     note = library_path().with_suffix(".json")
     folder = note.parent / "build"
     folder.mkdir(parents=True, exist_ok=True)
-    needed = [library_path(part) for part in ("kernels", "search", *(["kernels_cuda"] if tools.nvcc else []))]
+    needed = [library_path(part) for part in ("kernels", "search", "arena", *(["kernels_cuda"] if tools.nvcc else []))]
     made = [*needed]
     with FileLock(folder / "lock"):
         (folder / "build.ninja").write_text(_rules(tools, source_directory()))
@@ -128,11 +139,10 @@ def build(
             _run([*command, "-t", "clean"])
         command += ["-v"] if verbose else []
         _run([*command, *map(str, needed)], progress or verbose)
-        if tools.cudnn:
-            made += _unless_it_fails(
-                [*command, str(library_path("kernels_cudnn"))], library_path("kernels_cudnn"), progress or verbose
-            )
-        for part in ("kernels_cuda", "kernels_cudnn"):
+        for part, there in (("kernels_cudnn", tools.cudnn), ("arena_cuda", tools.allocator)):
+            if there:
+                made += _unless_it_fails([*command, str(library_path(part))], library_path(part), progress or verbose)
+        for part in ("kernels_cuda", "kernels_cudnn", "arena_cuda"):
             if library_path(part) not in made:
                 library_path(part).unlink(missing_ok=True)
         note.write_text(json.dumps({"torch": tools.torch_version, "cuda": str(bool(tools.nvcc))}, indent=1) + "\n")
@@ -144,7 +154,7 @@ def _unless_it_fails(command: Sequence[str], library: Path, show: bool) -> list[
     try:
         _run(command, show)
     except KernelBuildError as error:
-        print(f"cuDNN's algorithms are left out: {error}", file=sys.stderr)
+        print(f"{library.name} is left out: {error}", file=sys.stderr)
         return []
     return [library]
 
@@ -161,6 +171,7 @@ def _rules(tools: _Toolchain, source: Path) -> str:
     for rule, words in (
         ("cxx", (tools.cxx, *_COMMON_FLAGS, *_CXX_FLAGS, *with_torch)),
         ("plain", (tools.cxx, *_COMMON_FLAGS)),
+        ("cxx_cuda", (tools.cxx, *_COMMON_FLAGS, *with_torch, *_allocator_flags(tools.allocator))),
         ("nvcc", (str(tools.nvcc), "-ccbin", tools.cxx, *_NVCC_FLAGS, *with_torch, *tools.architectures)),
         (
             "nvcc_cudnn",
@@ -186,12 +197,21 @@ def _rules(tools: _Toolchain, source: Path) -> str:
 
     library("kernels", ("ops.cpp", "cpu/*.cpp"), "cxx", "link", tools.link_flags)
     library("search", ("plan/*.cpp",), "plain", "link", ())
+    library("arena", ("arena/cpu.cpp",), "cxx", "link", tools.link_flags)
+    if tools.allocator:
+        library("arena_cuda", ("arena/cuda.cpp",), "cxx_cuda", "link", (*tools.link_flags, "-lc10_cuda"))
     if tools.nvcc:
         library("kernels_cuda", ("cuda/*.cu",), "nvcc", "link_cuda", (*tools.link_flags, "-lc10_cuda"))
     if tools.cudnn:
         flags = (*tools.link_flags, "-lc10_cuda", "-ltorch_cuda", "-Xlinker", str(tools.cudnn.library))
         library("kernels_cudnn", ("cudnn/*.cpp",), "nvcc_cudnn", "link_cuda", flags)
     return text.getvalue()
+
+
+def _allocator_flags(found: _CudaAllocator | None) -> tuple[str, ...]:
+    return (
+        () if found is None else ("-isystem", str(found.include), *(f"-DMONET_LIKE_HAS_{f}" for f in found.functions))
+    )
 
 
 def _shell(words: Sequence[str]) -> str:
@@ -279,6 +299,31 @@ def _find_cudnn(torch_root: Path) -> _Cudnn | None:
     return None
 
 
+def _find_allocator(torch_root: Path, nvcc: str | None) -> _CudaAllocator | None:
+    """CUDA's headers, and the functions of torch's allocator if csrc/arena/cuda.cpp knows them all; else None."""
+    wheels = (torch_root.parent / "nvidia").glob("cu*")
+    roots = [
+        *([Path(nvcc).resolve().parents[1]] if nvcc else []),
+        Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")),
+        *wheels,
+    ]
+    include = next((root / "include" for root in roots if (root / "include/crt/host_defines.h").exists()), None)
+    header = torch_root / "include" / "c10" / "cuda" / "CUDACachingAllocator.h"
+    if include is None or not header.exists():
+        return None
+    text = header.read_text().partition("class CUDAAllocator")[2].partition("\n};")[0]
+    functions = re.findall(r"virtual [^;{(]*?(\w+)\(", text)
+    known = (source_directory() / "arena" / "cuda.cpp").read_text()
+    if unknown := [name for name in functions if f" {name}(" not in known and f"*{name}(" not in known]:
+        print(
+            f"{library_path('arena_cuda').name} is left out: this torch's CUDA allocator has functions that it does not pass on "
+            f"({', '.join(unknown)})",
+            file=sys.stderr,
+        )
+        return None
+    return _CudaAllocator(include, tuple(name for name in functions if f"MONET_LIKE_HAS_{name}\n" in known))
+
+
 def _toolchain(cuda: bool | None) -> _Toolchain:
     cxx = find_cxx()
     try:
@@ -305,6 +350,9 @@ def _toolchain(cuda: bool | None) -> _Toolchain:
         architectures=_architectures() if nvcc else (),
         link_flags=(f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10", *openmp),
         cudnn=_find_cudnn(torch_root) if nvcc else None,
+        allocator=_find_allocator(torch_root, nvcc)
+        if nvcc or (cuda is not False and torch.cuda.is_available())
+        else None,
     )
 
 

@@ -57,6 +57,7 @@ class BlockSchedule(ScheduleWrapper):
     """
 
     record: ScheduleRecord | None  # type: ignore[assignment]
+    plans_its_memory = False
 
     def __init__(self, model: nn.Module, name: str, mode: str, backend: str = "eager") -> None:
         nn.Module.__init__(self)

@@ -1,15 +1,18 @@
-"""Reserves one block of GPU memory for a whole step, before the caching allocator has fragmented the memory."""
+"""One block of memory for a whole step: reserved before the allocator has fragmented the memory, or cut by a plan."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from ..errors import MonetError
+from ..errors import MonetError, UsageError
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes
 from ..profile.measure import have_workspaces
+from .arena import Arena, arena_library
+from .wrapper import ScheduleWrapper
 
 
 def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | None = None) -> int:
@@ -48,3 +51,26 @@ def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | 
             f"{format_bytes(total)} are free; end what else uses it, or solve for a smaller budget"
         ) from None
     return wanted
+
+
+def place_memory(model: nn.Module) -> None:
+    """Have a model's training steps cut their tensors from one block of memory, each at a place that is chosen ahead.
+
+    What the allocator takes from the device then hardly exceeds the schedule's peak: the steps' tensors of a MiB and more come from
+    the block, all others from PyTorch's allocator as before. Results do not change. The model's first two steps run without: they
+    show what a step allocates.
+
+    Args:
+        model: a `ScheduleWrapper`, or what `monet_like.auto_schedule` returns without ``blocks``; on a CPU or a GPU.
+
+    Raises:
+        UsageError: another model, or the library is not compiled.
+    """
+    if not isinstance(model, ScheduleWrapper) or not model.plans_its_memory:
+        raise UsageError(
+            f"place_memory was given a {type(model).__name__}; it takes a ScheduleWrapper, or a model of auto_schedule without blocks"
+        )
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    arena_library(device.type)
+    if model._arena is None:
+        model._arena = Arena()

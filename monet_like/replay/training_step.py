@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..ir.schedule import Schedule
 from ..ir.simulate import Free, simulate
 from ..runtime.batch_norm import backward_of
 from ..runtime.codegen import Block, compile_block, compile_chain, liveness
+from .arena import StepMemory
 from .changed_inputs import check_changeable
 from .functional import without_cudnn
 from .fusion import Fused, fuse
@@ -71,6 +73,7 @@ class Step:
         reads: Python values that the model read when it was captured; None: not recorded.
         for_row_major: the same step, whose backward takes incoming gradients in row-major order, where the model's results lie
             in another: plain PyTorch's kernels round differently for another layout. None: it takes copies.
+        memory: where its tensors are placed; None: where PyTorch's allocator puts them.
     """
 
     parameter_slots: Sequence[tuple[dict[str, Any], str]] = ()
@@ -78,6 +81,7 @@ class Step:
     fused: Fused | None = None
     reads: Reads | None = None
     for_row_major: Step | None = None
+    memory: StepMemory | None = None
 
     def __init__(
         self,
@@ -283,7 +287,8 @@ class _Head(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, token: Any, residents: list[torch.Tensor], *_: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        with torch._C._DisableAutocast():
+        memory = call.step.memory
+        with memory.forward() if memory else nullcontext(), torch._C._DisableAutocast():
             outputs, saved = call.step.forward(list(residents))
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(
@@ -342,7 +347,8 @@ class _SegmentNode(torch.autograd.Function):
         if call.segments is None:
             raise RuntimeError("a segment of the backward was reached before the one above it")
         call.check_versions(segment)
-        with torch._C._DisableAutocast():
+        memory = call.step.memory
+        with memory.backward() if memory else nullcontext(), torch._C._DisableAutocast():
             handed = next(call.segments)
         if segment is call.step.segments[-1]:  # the caller may hold the graph, and with it this call, for longer
             call.segments, call.versions = None, {}

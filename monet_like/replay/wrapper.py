@@ -32,6 +32,7 @@ from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import is_synchronised, world
 from ..profile.devices import known_limits, machine_at
 from ..variants import admitted
+from .arena import Arena
 from .compatibility import check_program, check_shapes, mismatch, replayed_in_words, warn_elsewhere
 from .inductor import check_inductor
 from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
@@ -79,6 +80,8 @@ class ScheduleWrapper(StandIn):
 
     #: Attributes of the wrapper itself; all others are the model's.
     _OWN = frozenset({"backend", "record", "training"})
+    #: Whether one step is all that its tensors' places depend on; not so for one of many blocks.
+    plans_its_memory = True
 
     def __init__(
         self,
@@ -121,6 +124,7 @@ class ScheduleWrapper(StandIn):
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training, self.backend = model.training, backend
         self._steps: dict[Any, list[Step]] = {}
+        self._arena: Arena | None = None  # see `monet_like.place_memory`
         self._synchronised = is_synchronised(model)
 
     @SignedAsModel
@@ -138,6 +142,8 @@ class ScheduleWrapper(StandIn):
             step = self._steps_with(key) or self._step(key, args, kwargs)
         parameters = [owner[name] for owner, name in step.parameter_slots]
         buffers = [owner[name] for owner, name in step.buffer_slots]
+        if self._arena is not None and step.memory is None:
+            step.memory = self._arena.memory_of(step.captured.device)
         return run_step(step, parameters, buffers, inputs)
 
     def _attention(self) -> AbstractContextManager[None]:
@@ -292,7 +298,8 @@ class ScheduleWrapper(StandIn):
             return getattr(self.__dict__["_model"], name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_steps": {}}  # compiled anew where it is unpickled or copied
+        # Steps are compiled anew where it is unpickled or copied, and no memory is shared.
+        return {**super().__getstate__(), "_steps": {}, "_arena": None}
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""

@@ -49,7 +49,8 @@ def library() -> ctypes.CDLL | None:
     """The compiled library; None if it was not built or is of another version."""
     try:
         loaded = ctypes.CDLL(str(library_path("search")))
-        loaded.monet_like_sizes.restype = loaded.monet_like_improve.restype = ctypes.c_int64
+        for function in (loaded.monet_like_sizes, loaded.monet_like_improve, loaded.monet_like_place):
+            function.restype = ctypes.c_int64
         sizes = [loaded.monet_like_sizes(which) for which in range(4)]
     except (OSError, AttributeError):
         return None

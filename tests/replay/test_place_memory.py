@@ -1,0 +1,285 @@
+"""Steps whose tensors lie where a plan puts them compute the same bits, whatever a trainer does with the tensors."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import monet_like
+from monet_like.build import library_path
+from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.request import Request
+from monet_like.errors import UsageError
+from monet_like.profile.devices import DEVICES
+from monet_like.replay.arena import MOST_RECORDINGS, RECORDED, StepMemory
+from monet_like.replay.wrapper import ScheduleWrapper
+
+if not library_path("arena").exists():
+    pytest.skip("the library that places memory is not compiled", allow_module_level=True)
+
+MIB, CPU = 2**20, torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Activations of 2 and 3 MiB at 8 images, dropout, and a weight of 3 MiB."""
+
+    def __init__(self, p: float = 0.2) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 24, 3, padding=1)
+        self.drop, self.last = nn.Dropout(p), nn.Linear(24 * 8 * 8, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.second(self.first(x).relu()).relu())
+        return x * self.last(nn.functional.avg_pool2d(x, 8).flatten(1)).mean(1)[:, None, None, None]
+
+
+def images(batch: int = 8, seed: int = 0) -> torch.Tensor:
+    return torch.randn(batch, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def pair(p: float = 0.2) -> tuple[ScheduleWrapper, ScheduleWrapper]:
+    """The same model twice, with a schedule that recomputes; the second one's memory is placed."""
+    torch.manual_seed(0)
+    model = Net(p)
+    request = Request(model, ((images(),), {}), "inplace_multiway_newnode", strategy="heuristic")
+    record = compile_schedule(request, lambda plain: int(0.85 * plain), CPU, profile=DEVICES["cpu"]).record
+    usual, placed = (ScheduleWrapper(copy.deepcopy(model), record) for _ in range(2))
+    monet_like.place_memory(placed)
+    return usual, placed
+
+
+def memories(model: ScheduleWrapper) -> list[StepMemory]:
+    return [step.memory for steps in model._steps.values() for step in steps if step.memory]
+
+
+def memory(model: ScheduleWrapper) -> StepMemory:
+    (one,) = memories(model)
+    return one
+
+
+def steps(model: nn.Module, count: int, seed: int = 0) -> Iterator[torch.Tensor]:
+    """Training steps with an optimizer; yields every loss."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for number in range(count):
+        torch.manual_seed(seed + number)
+        loss = model(images(seed=number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_the_bits_are_the_same_and_every_large_tensor_has_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    usual, placed = pair()
+    with caplog.at_level(logging.INFO, "monet_like"):
+        for number, (mine, theirs) in enumerate(zip(steps(usual, 6), steps(placed, 6), strict=True), 1):
+            assert torch.equal(mine, theirs)
+            assert equal(usual, placed)
+            there, missed = memory(placed).counts
+            assert (there > 5 and missed == 0) if number > RECORDED else there == 0
+    assert placed.record is not None
+    assert 0 < memory(placed).placed_bytes <= placed.record.peak_bytes
+    assert "tensors of the training step are placed in" in caplog.text
+
+
+def test_the_block_is_as_small_as_the_step_allows() -> None:
+    """Two tensors of 2 MiB and a MiB live at once: nothing is left over."""
+    _, placed = pair()
+    list(steps(placed, 4))
+    seen = memory(placed)._seen
+    assert all(one.bytes >= MIB and one.end > one.begin for one in seen)
+    at_once = max(sum(one.bytes for one in seen if one.begin <= t < one.end) for t in range(len(seen)))
+    assert memory(placed).placed_bytes == at_once
+
+
+def kept_results(model: nn.Module) -> list[torch.Tensor]:
+    """A trainer that keeps every result: their places are taken when the next step wants them."""
+    kept = []
+    for number in range(6):
+        torch.manual_seed(number)
+        result = model(images(seed=number))
+        result.sum().backward()
+        kept.append(result.detach())
+    return kept
+
+
+def kept_later(model: nn.Module) -> list[torch.Tensor]:
+    """Results and gradients that no step outlived while it was recorded, and from then on all do."""
+    kept = []
+    for number in range(8):
+        torch.manual_seed(number)
+        result = model(images(seed=number))
+        result.sum().backward()
+        if number > RECORDED + 1:
+            kept += [result.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        del result
+        model.zero_grad()
+    return kept
+
+
+def two_forwards(model: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for number in range(5):
+        torch.manual_seed(number)
+        (model(images(seed=number)).sum() * model(images(seed=number + 1)).mean()).backward()
+        found.append(model.last.weight.grad.clone())  # type: ignore[union-attr, operator]
+        model.zero_grad()
+    return found
+
+
+def accumulated(model: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for number in range(8):
+        torch.manual_seed(number)
+        model(images(seed=number)).sum().backward()
+        found.append(model.last.weight.grad.clone())  # type: ignore[union-attr, operator]
+        if number % 2:
+            model.zero_grad(set_to_none=number % 4 == 1)
+    return found
+
+
+def smaller_batches(model: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for number in range(9):
+        torch.manual_seed(number)
+        model(images(8 if number % 3 else 6, seed=number)).sum().backward()
+        found.append(model.last.weight.grad.clone())  # type: ignore[union-attr, operator]
+        model.zero_grad()
+    return found
+
+
+def no_backward_at_first(model: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for number in range(8):
+        torch.manual_seed(number)
+        result = model(images(seed=number))
+        if number > 3:
+            result.sum().backward()
+        found.append(result.detach().clone())
+    return [*found, model.last.weight.grad]  # type: ignore[list-item, union-attr]
+
+
+def failing_in_between(model: nn.Module) -> list[torch.Tensor]:
+    found = []
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("in the middle of the backward")
+
+    for number in range(6):
+        torch.manual_seed(number)
+        hook = model.last.weight.register_hook(fail) if number == 3 else None  # type: ignore[union-attr, operator]
+        result = model(images(seed=number))
+        try:
+            result.sum().backward()
+        except ValueError:
+            assert hook is not None
+            hook.remove()
+        found.append(result.detach().clone())
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+    return found
+
+
+TRAINERS = [
+    kept_results,
+    kept_later,
+    two_forwards,
+    accumulated,
+    smaller_batches,
+    no_backward_at_first,
+    failing_in_between,
+]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.__name__)
+def test_whatever_the_trainer_does(trainer: Callable[[nn.Module], list[torch.Tensor]]) -> None:
+    usual, placed = pair()
+    for mine, theirs in zip(trainer(usual), trainer(placed), strict=True):
+        assert torch.equal(mine, theirs)
+    assert all(found._recordings <= MOST_RECORDINGS for found in memories(placed))
+    assert any(found.placed_bytes for found in memories(placed))
+
+
+def test_tensors_that_outlive_their_places_are_left_out() -> None:
+    """With gradients that stay, every other step frees them late; what is recorded again is then right for both."""
+    _, placed = pair()
+    accumulated(placed)
+    for _ in range(4):
+        placed(images()).sum().backward()
+    assert memory(placed).counts[0] > 0
+    assert memory(placed).counts[1] == 0
+
+
+def test_a_block_outlives_its_model_while_tensors_lie_in_it() -> None:
+    usual, placed = pair()
+    found = []
+    for model in (usual, placed):
+        for number in range(4):
+            torch.manual_seed(number)
+            model.zero_grad()
+            model(images(seed=number)).sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    lying = [g.clone() for g in found[1] if g is not None]
+    del placed, model
+    more = [torch.full((MIB,), 7.0) for _ in range(20)]  # they would overwrite memory that was given back
+    assert all(torch.equal(a, b) for a, b in zip(found[1], lying, strict=True) if a is not None)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None and b is not None)
+    del more
+
+
+def test_copies_and_pickles_have_no_part_in_it() -> None:
+    _, placed = pair()
+    list(steps(placed, 4))
+    for other in (copy.deepcopy(placed), pickle.loads(pickle.dumps(placed))):
+        assert other._arena is None
+        for mine, theirs in zip(steps(copy.deepcopy(placed), 2), steps(other, 2), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_threads_have_plans_of_their_own() -> None:
+    """Random masks are drawn from one generator, so the models have none here; all else as if each trained alone."""
+    usual, first = pair(p=0.0)
+    second = copy.deepcopy(first)
+    monet_like.place_memory(second)
+    wanted = undisturbed(usual)
+    found: list[list[torch.Tensor]] = [[], []]
+    threads = [
+        threading.Thread(target=lambda to=to, model=model: to.extend(undisturbed(model)))  # type: ignore[misc]
+        for to, model in zip(found, (first, second), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine in found:
+        assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
+    assert memory(first).counts[0] > 0 < memory(second).counts[0]
+
+
+def undisturbed(model: nn.Module) -> list[torch.Tensor]:
+    losses = []
+    for number in range(6):
+        loss = model(images(seed=number)).square().mean()
+        loss.backward()
+        losses += [loss.detach(), model.last.weight.grad]  # type: ignore[union-attr, list-item]
+        model.zero_grad()
+    return losses
+
+
+def test_what_cannot_be_placed_is_said() -> None:
+    with pytest.raises(UsageError, match="place_memory was given a Net; it takes a ScheduleWrapper"):
+        monet_like.place_memory(Net())
+    blocks = monet_like.auto_schedule(nn.Sequential(Net()), memory_budget="80%", blocks=["0"])
+    with pytest.raises(UsageError, match="it takes a ScheduleWrapper, or a model of auto_schedule without blocks"):
+        monet_like.place_memory(next(m for m in blocks.modules() if isinstance(m, ScheduleWrapper)))
