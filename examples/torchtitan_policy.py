@@ -1,7 +1,7 @@
 """A plan as a memory policy of torchtitan's graph trainer: what it saves and recomputes of every layer.
 
-    monet-like export mine.pkl --to sac --model net.py:make_model --regions 'layers.*'
-    MONET_LIKE_POLICY=mine.sac.json torchrun ... --compile.memory_policy monet_like
+    monet-like export mine.pkl --to torchtitan --model net.py:make_model
+    MONET_LIKE_POLICY=mine.torchtitan.json torchrun ... --compile.memory_policy monet_like
 
 Import this file before the trainer starts. The graph trainer keeps sharding, collectives and CUDA graphs to itself; it asks this
 policy for a tag on each forward operator. It recomputes just before a result is read, so its peak is not the file's.
@@ -28,7 +28,9 @@ from monet_like.export.policy_file import SelectivePlan, read_policy
 def monet_like_policy(gm: fx.GraphModule, *, config: Any) -> fx.GraphModule:
     """Tag the graph by the file that $MONET_LIKE_POLICY names."""
     if "MONET_LIKE_POLICY" not in os.environ:
-        raise UsageError("memory policy monet_like: set MONET_LIKE_POLICY to a file of monet-like export --to sac")
+        raise UsageError(
+            "memory policy monet_like: set MONET_LIKE_POLICY to a file of monet-like export --to torchtitan"
+        )
     return tagged(gm, read_policy(Path(os.environ["MONET_LIKE_POLICY"])))
 
 

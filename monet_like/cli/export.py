@@ -22,7 +22,9 @@ from .report import problem_of, rates_of
 from .terminal import Terminal, aligned_table
 
 #: The ends of the names of files by default.
-_ENDS = {"json": ".decisions.json", "sac": ".sac.json", "inductor": ".inductor.json"}
+_ENDS = {"json": ".decisions.json", "sac": ".sac.json", "inductor": ".inductor.json", "torchtitan": ".torchtitan.json"}
+#: The regions by default: the whole model, and what torchtitan's models call their layers.
+_REGIONS = {"sac": ("",), "torchtitan": ("layers.*",)}
 
 
 def export(
@@ -43,8 +45,10 @@ def export(
         ScheduleFileError: the file is unreadable, or of another program.
         InfeasibleError: the mechanism cannot reach the budget.
     """
-    if regions and to != "sac":
-        raise UsageError(f"--regions are of selective checkpointing; give --to sac, or leave them out for --to {to}")
+    if regions and to not in _REGIONS:
+        raise UsageError(
+            f"--regions are of selective checkpointing; give --to sac or torchtitan, or leave them out for --to {to}"
+        )
     path = out or file.with_suffix(_ENDS[to])
     record = ScheduleRecord.load(file)
     check_results(None, path)
@@ -58,7 +62,8 @@ def export(
         found = _compile_plan(terminal, record, job)
         found.write(path)
     else:
-        found = selective_plan(record, job.ready, job.request, job.device, regions or ("",))
+        patterns, draws_saved = regions or _REGIONS[to], to == "torchtitan"  # its graph trainer cannot repeat a draw
+        found = selective_plan(record, job.ready, job.request, job.device, patterns, draws_saved=draws_saved)
         write_policy(found, path)
         terminal.console.print(repr(SelectivePolicy(found)), soft_wrap=True)
     terminal.console.print(f"wrote {path}", soft_wrap=True)

@@ -15,17 +15,19 @@ from .options import device_option, with_terminal
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--to",
-    type=click.Choice(["json", "sac", "inductor"]),
+    type=click.Choice(["json", "sac", "inductor", "torchtitan"]),
     default="json",
     show_default=True,
     help="json: what becomes of the results of every operator, by module. sac: the best answers to PyTorch's selective activation "
     "checkpointing for the same budget, for monet_like.checkpoint_policy. inductor: plans of torch.compile's graphs for the same budget, "
-    "for monet_like.compile_options; one step runs.",
+    "for monet_like.compile_options; one step runs. torchtitan: as sac, with all random draws saved, for the memory policy of "
+    "examples/torchtitan_policy.py.",
 )
 @click.option(
     "--regions",
     multiple=True,
-    help="For sac: the modules that are checkpointed, such as 'layers.*'; may be given several times.  [default: the whole model]",
+    help="For sac and torchtitan: the modules that are checkpointed, such as 'layers.*'; may be given several times.  [default: the "
+    "whole model for sac, 'layers.*' for torchtitan]",
 )
 @click.option(
     "--model",
@@ -35,7 +37,7 @@ from .options import device_option, with_terminal
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="File to write, such as d.json.  [default: FILE with .decisions.json, .sac.json or .inductor.json]",
+    help="File to write, such as d.json.  [default: FILE with .decisions.json, .sac.json, .inductor.json or .torchtitan.json]",
 )
 @device_option("Where to measure")
 @click.option(
@@ -55,6 +57,7 @@ def export_command(**options: Any) -> None:
       monet-like export mine.pkl --to json --model net.py:make_model
       monet-like export mine.pkl --to sac --model net.py:make_model --regions 'layers.*'
       monet-like export mine.pkl --to inductor --model net.py:make_model
+      monet-like export mine.pkl --to torchtitan --model net.py:make_model
     """
     from .export import export
 

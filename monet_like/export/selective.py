@@ -171,6 +171,7 @@ def selective_plan(
     device: torch.device,
     patterns: Sequence[str],
     *,
+    draws_saved: bool = False,
     solver: str = SOLVER,
     time_limit_seconds: float = 60.0,
 ) -> SelectivePlan:
@@ -178,6 +179,7 @@ def selective_plan(
 
     Args:
         patterns: names of regions, in which ``*`` stands for one part of a name.
+        draws_saved: save the result of every operator that draws random numbers, for those who cannot repeat a draw.
     """
     if request.target is not None:
         raise UsageError(
@@ -189,7 +191,7 @@ def selective_plan(
         example = real_example(example, device)
     with autocast_as(request.autocast, device):
         called = record_operators(model, example, names)
-    step, groups = checkpointing_step(ready, called, names)
+    step, groups = checkpointing_step(ready, called, names, draws_saved=draws_saved)
     choice = choose(step, record.budget_bytes, solver=solver, time_limit_seconds=time_limit_seconds)
     saved = {groups[i] for i in choice.saved}
     return SelectivePlan(
@@ -215,8 +217,13 @@ def _decided(name: str, called: Sequence[Operator], saved: Collection[int | None
     return RegionDecisions(name, answers, kept, in_place)
 
 
-def checkpointing_step(ready: Prepared, called: Sequence[Operator], names: Sequence[str]) -> tuple[Step, list[int]]:
+def checkpointing_step(
+    ready: Prepared, called: Sequence[Operator], names: Sequence[str], *, draws_saved: bool = False
+) -> tuple[Step, list[int]]:
     """Plain PyTorch's step with its regions and items, and the group of operators that each item is.
+
+    Args:
+        draws_saved: random draws must be saved.
 
     Raises:
         UsageError: the operators are not those of the program.
@@ -232,7 +239,7 @@ def checkpointing_step(ready: Prepared, called: Sequence[Operator], names: Seque
     for g in groups:
         own = [o for o in called if o.group == g]
         draws = any(o.draws for o in own)
-        once = not draws and any(program.tasks[p].runs == "first" for p in tasks_of[g])
+        once = draws_saved if draws else any(program.tasks[p].runs == "first" for p in tasks_of[g])
         implied = {number[o.group] for o in called if g in o.early and o.group in number}
         if draws:  # the random state of the recomputation is right until the first draw that is left out
             later = groups[number[g] + 1 :]

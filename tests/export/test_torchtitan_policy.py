@@ -6,6 +6,7 @@ notes ``module_fqn`` on nodes; both are made here alike. The graph is traced and
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx.traceback
+from click.testing import CliRunner, Result
 from torch import fx, nn
 from torch._functorch._activation_checkpointing.remat_using_tags_for_fwd_loss_bwd_graph_pass import (
     remat_using_tags_for_fwd_loss_bwd_graph,
@@ -25,7 +27,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 import monet_like
+from monet_like.cli.group import main
 from monet_like.errors import UsageError
+from monet_like.export.policy_file import read_policy
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchtitan_policy.py"
 NAME = "torchtitan.experiments.graph_trainer.registry"
@@ -58,19 +62,28 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> StandInForTheRegistry:
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         width = 64
         self.layers = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 128), nn.GELU(), nn.Linear(128, width))
             for _ in range(4)
         )
+        if dropout:
+            for layer in self.layers:
+                layer.append(nn.Dropout(dropout))
         self.lm_head = nn.Linear(width, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + layer(x)
         return self.lm_head(x)
+
+
+def with_dropout() -> nn.Module:
+    """For `monet-like solve`, which finds it by the name of this file."""
+    torch.manual_seed(0)
+    return Model(0.1)
 
 
 def traced(model: nn.Module, x: torch.Tensor) -> fx.GraphModule:
@@ -158,5 +171,68 @@ def test_without_a_file_it_says_what_is_needed(
     registry: StandInForTheRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MONET_LIKE_POLICY", raising=False)
-    with pytest.raises(UsageError, match="set MONET_LIKE_POLICY to a file of monet-like export --to sac"):
+    with pytest.raises(UsageError, match="set MONET_LIKE_POLICY to a file of monet-like export --to torchtitan"):
         registry.MEMORY_POLICY_REGISTRY["monet_like"](fx.GraphModule({}, fx.Graph()), config=None)
+
+
+@pytest.mark.slow
+def test_the_command_writes_what_the_policy_reads(
+    registry: StandInForTheRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = f"{Path(__file__)}:with_dropout"
+
+    def exported(budget: str, to: str) -> Result:
+        solve = (
+            "solve",
+            model,
+            "256",
+            budget,
+            "normal",
+            "heuristic",
+            "--input-shape",
+            "64",
+            "--out",
+            "m.pkl",
+            "--quiet",
+        )
+        done = CliRunner().invoke(main, solve)
+        assert done.exit_code == 0, done.output
+        regions = ("--regions", "layers.*") if to == "sac" else ()
+        return CliRunner().invoke(main, ("export", "m.pkl", "--to", to, "--model", model, "--json", *regions))
+
+    # So little memory that checkpointing must draw masks again, which torchtitan cannot.
+    assert exported("55%", "sac").exit_code == 0
+    assert not all(
+        s for r in read_policy(tmp_path / "m.sac.json").regions for op, s in r.operators if "bernoulli" in op
+    )
+    refused = exported("55%", "torchtitan")
+    assert refused.exit_code != 0
+    assert "selective checkpointing cannot fit" in refused.output
+    done = exported("60%", "torchtitan")
+    assert done.exit_code == 0, done.output
+    plan = read_policy(tmp_path / "m.torchtitan.json")
+    assert json.loads(done.stdout) == plan.content()
+    assert [region.module for region in plan.regions] == [f"layers.{k}" for k in range(4)]
+    assert plan.peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+    draws = [saved for region in plan.regions for op, saved in region.operators if "dropout" in op or "bernoulli" in op]
+    assert draws == 4 * [True]
+    assert not all(saved for region in plan.regions for _, saved in region.operators)
+
+    made, x = with_dropout(), torch.randn(256, 64)
+    gm = traced(made, x)
+    parameters = list(made.parameters())
+    torch.manual_seed(2)
+    wanted = gm(parameters, x)
+    monkeypatch.setenv("MONET_LIKE_POLICY", "m.torchtitan.json")
+    before = sum(node.op == "call_function" for node in gm.graph.nodes)
+    gm = remat_using_tags_for_fwd_loss_bwd_graph(registry.MEMORY_POLICY_REGISTRY["monet_like"](gm, config=None))
+    assert sum(node.op == "call_function" for node in gm.graph.nodes) > before  # something runs again
+    torch.manual_seed(2)
+    assert all(torch.equal(a, b) for a, b in zip(gm(*parameters, x), wanted, strict=True))
+
+
+def test_regions_are_of_policies_alone() -> None:
+    refused = CliRunner().invoke(main, ("export", "n.pkl", "--to", "inductor", "--regions", "a"))
+    assert refused.exit_code == 2
+    assert "give --to sac or torchtitan, or leave them out for --to inductor" in refused.output
