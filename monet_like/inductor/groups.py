@@ -1,12 +1,15 @@
 """Which kernels Inductor may fuse, and in which order they run: its scheduler fuses within groups, never across them.
 
 Neighbouring generated kernels of a schedule form a group as long as everything that they write can exist at once within the
-schedule's peak. The number of its group stands in the ``meta`` of every node; `grouped` has Inductor's scheduler keep it.
+schedule's peak. The number of its group stands in the ``meta`` of every node; `grouped` has Inductor's scheduler keep it, and
+`ungrouped` its C++ backend, which otherwise writes all kernels between two products as one function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from ..ir.program import Cost
@@ -67,12 +70,10 @@ def grouped(nodes: list[Any]) -> list[Any]:
     for place, node in enumerate(nodes):
         node.min_order = node.max_order = place
     made: list[Any] = []
-    while nodes:
-        first = number[nodes[0]]
-        count = next((k for k, node in enumerate(nodes) if number[node] != first), len(nodes))
-        members, nodes = nodes[:count], nodes[count:]
-        alone = [isinstance(n, ExternKernelSchedulerNode | NopKernelSchedulerNode) for n in members]
-        if any(alone):
+    for (_, is_extern), found in groupby(nodes, key=lambda n: (number[n], isinstance(n, ExternKernelSchedulerNode))):
+        members = list(found)
+        # A concatenation is a node without a kernel behind those that write its parts: it belongs to their group.
+        if is_extern or all(isinstance(n, NopKernelSchedulerNode) for n in members):
             made += members
         else:
             made.append(Group.create(members))
@@ -80,11 +81,41 @@ def grouped(nodes: list[Any]) -> list[Any]:
 
 
 def ungrouped(nodes: list[Any]) -> list[Any]:
-    """The members of groups, fused, for ``config._post_fusion_custom_pass``."""
+    """The members of groups, fused, for ``config._post_fusion_custom_pass``; each group is written before the next one begins."""
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
     made: list[Any] = []
+    ends: list[Any] = []
     for node in nodes:
-        made += node.unpack() if node.get_name().startswith(_GROUP_NAME) else [node]
+        if node.get_name().startswith(_GROUP_NAME):
+            members = node.unpack()
+            made += members
+            ends.append([member for member in members if not isinstance(member, NopKernelSchedulerNode)][-1])
+        else:
+            made.append(node)
+    if ends:
+        _write_after(ends)
     return made
+
+
+def _write_after(ends: Sequence[Any]) -> None:
+    """Have the C++ backend write what it has collected when it comes to one of these nodes.
+
+    It puts all kernels between two products into one C++ function. Their buffers are allocated before it is called and freed after
+    it, whatever fusion has decided. Triton's backend writes every kernel by itself.
+    """
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    scheduler, names = ends[0].scheduler, {node.get_name() for node in ends}
+    for device in {node.get_device() for node in ends}:
+        backend = scheduler.get_backend(device)
+        if isinstance(backend, CppScheduling):
+            ends_group = partial(_is_full_or_at, backend.ready_to_flush, scheduler, names)
+            backend.ready_to_flush = ends_group  # type: ignore[method-assign]
+
+
+def _is_full_or_at(full: Callable[[], bool], scheduler: Any, names: Collection[str]) -> bool:
+    return full() or scheduler.current_node.get_name() in names
 
 
 def _numbers(nodes: Iterable[Any]) -> dict[Any, int] | None:

@@ -5,7 +5,8 @@ operators into the kernels that read them. So a node of the graph is one of:
 
 * an *item*: its result is written to memory. Products, convolutions, reductions, gathers; elementwise results that one of
   these reads as a whole, that the graph returns, or that cost fewer bytes than what they are made from;
-* *inlined*: views, and all other elementwise operators. Each kernel that reads one computes it anew, for free.
+* *inlined*: views, and all other elementwise operators. Each kernel that reads one computes it anew, for free. What only a
+  concatenation reads is computed in its place there.
 
 An elementwise item that is made from about as many bytes as it has is *cheap*: a kernel may also compute it anew.
 """
@@ -256,7 +257,8 @@ def _is_item(joint: Joint, node: fx.Node, few: bool, wide: bool) -> bool:
     for reader in reading:
         if reader.op == "output" or reader in joint.effects or not is_generated(reader):
             return True
-        if name_of(reader) in _GATHERS and node.all_input_nodes:
+        in_place = name_of(reader) == "aten::cat" and len(reading) == 1  # it is computed where the concatenation has it
+        if name_of(reader) in _GATHERS and node.all_input_nodes and not in_place:
             return True
     late = any(reader in joint.backward for reader in reading)
     if node not in joint.backward and late and wide:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -44,8 +44,8 @@ def prices(kernels: Kernels, *, measured: bool) -> dict[str, Cost]:
     """The cost of every kernel, by its task's key.
 
     Args:
-        measured: run what Inductor does not generate once for its workspace and twice for its time; else all is estimated
-            from the device's rates, and workspaces are taken to be 0.
+        measured: run what Inductor does not generate once for its workspace and twice for its time, if this process has not
+            done so before; else all is estimated from the device's rates, and workspaces are taken to be 0.
     """
     device = device_of(kernels.joint.device, measured)
     found: dict[str, Cost] = {}
@@ -56,7 +56,8 @@ def prices(kernels: Kernels, *, measured: bool) -> dict[str, Cost]:
     for task, kernel in (*tasks, *slots):
         if task.cost and task.cost not in found and kernel is not None and kernel.root is not None:
             run = measured and not kernel.generated
-            found[task.cost] = (_measured(kernel, device) if run else None) or _estimated(kernel, device.limits)
+            cost = measured_cost(kernel.root, kernel.writes, device) if run else None
+            found[task.cost] = cost or _estimated(kernel, device.limits)
     return found
 
 
@@ -69,13 +70,13 @@ def _estimated(kernel: Kernel, limits: DeviceLimits) -> Cost:
     moved = _bytes((*kernel.reads, *kernel.writes)) / limits.bytes_per_second
     if kernel.generated or kernel.root is None:
         return Cost(max(limits.launch_seconds, moved))
-    products, convolutions = _flops(kernel.root)
+    products, convolutions = flops_of(kernel.root)
     half = any(t.element_size() == 2 for node in kernel.reads for t in tensors_of(node.meta.get("val")))
     of_products, of_convolutions = limits.flop_rates(half)
     return Cost(max(limits.launch_seconds, moved, products / of_products + convolutions / of_convolutions))
 
 
-def _flops(node: fx.Node) -> tuple[int, int]:
+def flops_of(node: fx.Node) -> tuple[int, int]:
     """Floating-point operations of matrix products and of convolutions; 0 where PyTorch does not know."""
     counter = FlopCounterMode(display=False)
     try:
@@ -97,12 +98,31 @@ def _call(node: fx.Node, tensor_like: Callable[[torch.Tensor], torch.Tensor]) ->
     return target(*args, **kwargs)
 
 
-def _measured(kernel: Kernel, device: Device) -> Cost | None:
-    """Seconds and workspace of a kernel that is an operator of PyTorch's; None: it does not run by itself, or is too large."""
-    root = kernel.root
-    assert root is not None
-    if _bytes((*kernel.reads, *kernel.writes)) > MOST_MEASURED_BYTES:
-        return None
+#: What was measured in this process: a call that is met again costs the same.
+_MEASURED: dict[str, Cost | None] = {}
+
+
+def measured_cost(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> Cost | None:
+    """Seconds and workspace of an operator of PyTorch's; None: it does not run by itself, or is too large.
+
+    Args:
+        root: the call.
+        writes: it, or the parts of its result.
+    """
+
+    def shown(argument: fx.Node) -> Any:
+        tensors = tensors_of(argument.meta["val"])
+        return [f"{t.dtype}{tuple(t.shape)}{t.stride()}" for t in tensors]
+
+    arguments = fx.map_arg((root.args, root.kwargs), shown)
+    key = f"{device.device}, {torch.get_num_threads()}: {root.target} {arguments} {_bytes(writes)}"
+    if key not in _MEASURED:
+        small = _bytes((*root.all_input_nodes, *writes)) <= MOST_MEASURED_BYTES
+        _MEASURED[key] = _measured(root, writes, device) if small else None
+    return _MEASURED[key]
+
+
+def _measured(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> Cost | None:
     made: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def like(fake: torch.Tensor) -> torch.Tensor:
@@ -119,4 +139,4 @@ def _measured(kernel: Kernel, device: Device) -> Cost | None:
             seconds = seconds_of(lambda: _call(root, like), device.device, enough_seconds=0.02)
     except (RuntimeError, NotImplementedError):
         return None
-    return Cost(seconds, max(0, peak - _bytes(kernel.writes)))
+    return Cost(seconds, max(0, peak - _bytes(writes)))
