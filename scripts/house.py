@@ -7,6 +7,7 @@ A box is a module at the package's root, or a folder; its floor is one more than
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import networkx as nx
@@ -51,7 +52,7 @@ def arrows(root: Path = ROOT) -> nx.DiGraph:
     graph.add_nodes_from(files)
     for name, path in files.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _imports(path.read_text()):
             for target in _imported(node, package):
                 # ``from .capture import tracing`` names a module, ``from .capture import capture`` a function of one
                 module = target if target in files else target.rpartition(".")[0]
@@ -60,12 +61,16 @@ def arrows(root: Path = ROOT) -> nx.DiGraph:
     return graph
 
 
-def _imported(node: ast.AST, package: str) -> list[str]:
+@functools.cache
+def _imports(text: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """The imports of a module, wherever they stand."""
+    return tuple(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def _imported(node: ast.Import | ast.ImportFrom, package: str) -> list[str]:
     """What a statement imports of the package, without the package's name."""
     if isinstance(node, ast.Import):
         return [alias.name.removeprefix(f"{PACKAGE}.") for alias in node.names if alias.name.startswith(f"{PACKAGE}.")]
-    if not isinstance(node, ast.ImportFrom):
-        return []
     if node.level:
         parts = package.split(".") if package else []
         base = parts[: len(parts) - (node.level - 1)] + ([node.module] if node.module else [])
@@ -79,10 +84,10 @@ def _imported(node: ast.AST, package: str) -> list[str]:
 def libraries(path: Path) -> set[str]:
     """The packages that a module imports by their names, wherever the import stands."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _imports(path.read_text()):
         if isinstance(node, ast.Import):
             found.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
+        elif not node.level:
             found.add((node.module or "").partition(".")[0])
     return found
 
