@@ -66,10 +66,10 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def _steps_and_accumulation(rank: int, record: ScheduleRecord, options: dict[str, Any]) -> None:
+def _steps_and_accumulation(rank: int, record: ScheduleRecord, options: dict[str, Any], turns: int = 4) -> None:
     plain, ours = pair(record, lambda m: DistributedDataParallel(m, bucket_cap_mb=0.05, **options))
     torch.manual_seed(rank)
-    batches = [images() for _ in range(4)]
+    batches = [images() for _ in range(turns)]
     for turn, x in enumerate(batches):
         for model in (plain, ours):
             model.zero_grad(set_to_none=turn % 2 == 0)
@@ -84,10 +84,13 @@ def _steps_and_accumulation(rank: int, record: ScheduleRecord, options: dict[str
     assert_same(plain, ours)
 
 
-@pytest.mark.slow(but=["static_graph"])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
-def test_gradients_are_plain_ddps(options: dict[str, Any], tmp_path: Path) -> None:
-    together(tmp_path, _steps_and_accumulation, made(Net()), options)
+def test_gradients_are_plain_ddps_in_a_group_of_one(tmp_path: Path) -> None:
+    """In this process: buckets, hooks and accumulation are there, sums over processes are not."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        _steps_and_accumulation(0, made(Net()), {"find_unused_parameters": True}, turns=2)
+    finally:
+        dist.destroy_process_group()
 
 
 def _buckets(rank: int, record: ScheduleRecord) -> None:
@@ -116,11 +119,6 @@ def _buckets(rank: int, record: ScheduleRecord) -> None:
     assert all(abs(one - other) <= 2 for one, other in zip(plain, ours, strict=True)), arrived
 
 
-@pytest.mark.slow
-def test_buckets_are_sent_while_the_backward_runs(tmp_path: Path) -> None:
-    together(tmp_path, _buckets, made(Net()))
-
-
 def _sharded(rank: int, record: ScheduleRecord) -> None:
     plain, ours = pair(record, lambda m: fully_shard(m))
     torch.manual_seed(rank)
@@ -138,6 +136,16 @@ def _sharded(rank: int, record: ScheduleRecord) -> None:
         ScheduleWrapper(inside, record)
 
 
+def _all(rank: int, record: ScheduleRecord) -> None:
+    for options in OPTIONS:
+        torch.manual_seed(0)
+        _steps_and_accumulation(rank, record, options)
+    for work in (_buckets, _sharded):
+        torch.manual_seed(0)
+        work(rank, record)
+
+
 @pytest.mark.slow
-def test_fully_shard_goes_around_the_schedule(tmp_path: Path) -> None:
-    together(tmp_path, _sharded, made(Net()))
+def test_two_processes_train_as_plain_modules_do(tmp_path: Path) -> None:
+    """Gradients under `DistributedDataParallel` with every set of options, when its buckets are sent, and `fully_shard`."""
+    together(tmp_path, _all, made(Net()))
