@@ -98,6 +98,7 @@ def _sharded(rank: int, block: Callable[[int], nn.Module], budget: str, options:
             monet_like.auto_schedule(plain, blocks="layers.*")
 
 
+@pytest.mark.slow
 def test_sharded_blocks_keep_the_budget(tmp_path: Path) -> None:
     together(tmp_path, _sharded, Short, "80%", {}, within_seconds=300.0)
 

@@ -50,8 +50,8 @@ def _own_environment() -> Iterator[None]:
 def llama(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    options = {"tie_word_embeddings": True, "pad_token_id": 0, **options}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes, **options)).train()  # type: ignore[no-any-return]
+    options = {"num_hidden_layers": 2, "tie_word_embeddings": True, "pad_token_id": 0, **options}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **options)).train()  # type: ignore[no-any-return]
 
 
 def gpt2() -> nn.Module:
@@ -161,7 +161,7 @@ def test_embeddings_can_be_resized() -> None:
 
 def test_use_cache_needs_no_hand() -> None:
     """In training nothing is cached; in evaluation the model does what it does."""
-    model = wrapped(llama(use_cache=True))
+    model = wrapped(llama(use_cache=True, num_hidden_layers=1))
     found = model(input_ids=TOKENS, labels=TOKENS)
     assert found.past_key_values is None
     found.loss.backward()
@@ -180,6 +180,7 @@ def test_gradient_checkpointing_is_said_not_to_count() -> None:
     assert both.record == plain.record
 
 
+@pytest.mark.slow
 def test_an_adapter_is_saved_alone(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = wrapped(peft.get_peft_model(llama(), peft.LoraConfig(r=2, task_type="CAUSAL_LM")).train())

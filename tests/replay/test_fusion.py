@@ -161,6 +161,7 @@ def test_dropout_has_the_masks_of_plain_pytorch() -> None:
         assert difference(parameter.detach(), other.detach()) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_batch_norm_moves_its_statistics_once_a_step() -> None:
     torch.manual_seed(0)
     model, x = Images().train(), torch.randn(4, 8, 16, 16)
