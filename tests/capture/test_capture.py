@@ -140,7 +140,7 @@ def test_what_has_several_names_is_one_value() -> None:
 
 
 @pytest.mark.slow(but=["gpt2"])
-@pytest.mark.parametrize("name", ["densenet", "swin_t", "gpt2", "googlenet"])
+@pytest.mark.parametrize("name", ["densenet", "swin", "gpt2", "googlenet"])
 def test_variants_keep_programs_well_formed(name: str) -> None:
     model, args, kwargs = zoo.MODELS[name]()
     captured = with_variants(capture(model, args, kwargs))

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 import torchvision
 from torch import nn
+from torchvision.models.convnext import CNBlockConfig
+from torchvision.models.efficientnet import MBConvConfig
+from torchvision.models.resnet import BasicBlock, Bottleneck
+from torchvision.models.segmentation.deeplabv3 import _deeplabv3_resnet
 
 from monet_like.models.volumes import VolumeUNet
 
@@ -30,9 +34,54 @@ def _vision(name: str, batch: int, size: int, **options: Any) -> Callable[[], Bu
     return build
 
 
+def shallow_resnet(num_classes: int = 1000) -> nn.Module:
+    """ResNet-18 with one block at each width instead of two."""
+    return torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], num_classes=num_classes)
+
+
+def mobilenet(batch: int = 4, size: int = 112, *, requires_grad: bool = False) -> Built:
+    """The first six blocks of MobileNetV2's seventeen: each kind, with and without a residual."""
+    blocks = [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 3, 2]]
+    model = torchvision.models.MobileNetV2(inverted_residual_setting=blocks)
+    return model.train(), (image(batch, size, requires_grad=requires_grad),), {}
+
+
 def densenet(batch: int = 4, size: int = 64) -> Built:
-    """DenseNet-121 with a third of its layers: four dense blocks and the transitions between them."""
-    return torchvision.models.DenseNet(32, (3, 5, 6, 4)).train(), (image(batch, size),), {}
+    """DenseNet-121 with a sixth of its layers: four dense blocks and the transitions between them."""
+    return torchvision.models.DenseNet(32, (2, 3, 3, 2)).train(), (image(batch, size),), {}
+
+
+def googlenet(batch: int = 4, size: int = 64) -> Built:
+    """With six of its nine modules, and both auxiliary outputs: those that follow one of their own kind are left out."""
+    model = torchvision.models.googlenet(init_weights=False)
+    model.inception4b = model.inception4c = model.inception5a = nn.Identity()
+    return model.train(), (image(batch, size),), {}
+
+
+def inception(batch: int = 6, size: int = 128) -> Built:
+    """One module of each kind of Inception v3."""
+    model = torchvision.models.inception_v3(init_weights=False, aux_logits=False)
+    model.Mixed_5d = model.Mixed_6c = model.Mixed_6d = model.Mixed_6e = model.Mixed_7c = nn.Identity()
+    return model.train(), (image(batch, size),), {}
+
+
+def efficientnet(batch: int = 4, size: int = 96) -> Built:
+    """Four of EfficientNet's sixteen blocks: with and without expansion, strides and residuals."""
+    settings = [(1, 3, 1, 32, 16, 1), (6, 3, 2, 16, 24, 2), (6, 5, 2, 24, 40, 1)]
+    blocks = [MBConvConfig(*setting) for setting in settings]
+    return torchvision.models.EfficientNet(blocks, 0.2, last_channel=320).train(), (image(batch, size),), {}
+
+
+def convnext(batch: int = 4, size: int = 160) -> Built:
+    """Three stages of ConvNeXt, of half the width, with four of its eighteen blocks."""
+    blocks = [CNBlockConfig(48, 96, 1), CNBlockConfig(96, 192, 2), CNBlockConfig(192, None, 1)]
+    return torchvision.models.ConvNeXt(blocks, stochastic_depth_prob=0.1).train(), (image(batch, size),), {}
+
+
+def swin(batch: int = 4, size: int = 64) -> Built:
+    """Three stages of Swin Transformer, of half the width; in each one block with shifted windows and one without."""
+    model = torchvision.models.SwinTransformer([4, 4], 48, [2, 2, 2], [3, 6, 12], [7, 7], stochastic_depth_prob=0.2)
+    return model.train(), (image(batch, size),), {}
 
 
 def unet(batch: int = 2, size: int = 64) -> Built:
@@ -41,12 +90,12 @@ def unet(batch: int = 2, size: int = 64) -> Built:
     return UNet(width=8).train(), (image(batch, size),), {}
 
 
-def narrow_vgg16() -> Built:
-    """VGG-16 with a classifier of few weights: else no activations of a small batch outweigh it."""
-    model = torchvision.models.vgg16()
+def narrow_vgg(batch: int = 6, size: int = 128) -> Built:
+    """VGG-11 with a classifier of few weights: else no activations of a small batch outweigh it."""
+    model = torchvision.models.vgg11()
     for place, (wide, narrow) in {0: (25088, 32), 3: (32, 32), 6: (32, 10)}.items():
         model.classifier[place] = nn.Linear(wide, narrow)
-    return model.train(), (image(6, 160),), {}
+    return model.train(), (image(batch, size),), {}
 
 
 def vit(batch: int = 4) -> Built:
@@ -58,9 +107,9 @@ def vit(batch: int = 4) -> Built:
 
 
 def deeplab(batch: int = 2, size: int = 48) -> Built:
-    model = torchvision.models.segmentation.deeplabv3_resnet50(
-        weights=None, weights_backbone=None, num_classes=5, aux_loss=True
-    )
+    """With a ResNet of one bottleneck at each width, the last two dilated."""
+    backbone = torchvision.models.ResNet(Bottleneck, [1, 1, 1, 1], replace_stride_with_dilation=[False, True, True])
+    model = _deeplabv3_resnet(backbone, 5, True)
     return model.train(), (image(batch, size),), {}
 
 
@@ -201,37 +250,38 @@ def volumes(side: int = 16) -> Built:
 
 
 def frozen_parameters() -> Built:
-    model = torchvision.models.mobilenet_v2().train()
+    model, inputs, _ = mobilenet()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(("features.0", "features.1.", "features.2.", "features.3.")))
-    return model, (image(4, 112),), {}
+    return model, inputs, {}
 
 
 def frozen_batch_norm() -> Built:
-    model = torchvision.models.mobilenet_v2().train()
+    model, inputs, _ = mobilenet()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    return model, (image(4, 112),), {}
+    return model, inputs, {}
 
 
 def input_gradient() -> Built:
-    return torchvision.models.mobilenet_v2().train(), (image(4, 112, requires_grad=True),), {}
+    return mobilenet(requires_grad=True)
 
 
 MODELS: dict[str, Callable[[], Built]] = {
     "resnet18": _vision("resnet18", 4, 64),
+    "shallow_resnet": lambda: (shallow_resnet().train(), (image(4, 64),), {}),
     "resnet50": _vision("resnet50", 4, 64),
-    "googlenet": _vision("googlenet", 4, 64, init_weights=False),
-    "inception_v3": _vision("inception_v3", 2, 128, init_weights=False, aux_logits=False),
-    "mobilenet_v2": _vision("mobilenet_v2", 4, 64),
-    "vgg16": _vision("vgg16", 4, 64),
+    "googlenet": googlenet,
+    "inception_v3": inception,
+    "mobilenet_v2": lambda: mobilenet(4, 64),
+    "vgg": lambda: narrow_vgg(4, 64),
     "densenet": densenet,
-    "efficientnet_b0": _vision("efficientnet_b0", 4, 64),
+    "efficientnet_b0": lambda: efficientnet(4, 64),
     "activations": activations,
-    "convnext_tiny": _vision("convnext_tiny", 4, 64),
+    "convnext": convnext,
     "vit_b_16": vit,
-    "swin_t": _vision("swin_t", 4, 64),
+    "swin": swin,
     "unet": unet,
     "volumes": volumes,
     "deeplab": deeplab,
@@ -246,19 +296,17 @@ MODELS: dict[str, Callable[[], Built]] = {
 }
 
 #: The same models with inputs so large that activations outweigh weights: 60 % of the plain peak can be reached by
-#: most; in resnet18, vgg16, deeplab and two_in_two_out single layers take more.
+#: most; in resnet18, vgg, deeplab and two_in_two_out single layers take more.
 ROOMY: dict[str, Callable[[], Built]] = MODELS | {
     "resnet18": _vision("resnet18", 12, 160),
     "resnet50": _vision("resnet50", 5, 176),
-    "googlenet": _vision("googlenet", 11, 128, init_weights=False),
-    "inception_v3": _vision("inception_v3", 6, 128, init_weights=False, aux_logits=False),
-    "mobilenet_v2": _vision("mobilenet_v2", 4, 112),
-    "vgg16": narrow_vgg16,
+    "googlenet": lambda: googlenet(11, 128),
+    "mobilenet_v2": mobilenet,
+    "vgg": narrow_vgg,
     "densenet": lambda: densenet(4, 80),
-    "efficientnet_b0": _vision("efficientnet_b0", 4, 96),
-    "convnext_tiny": _vision("convnext_tiny", 4, 160),
+    "efficientnet_b0": efficientnet,
     "vit_b_16": lambda: vit(24),
-    "swin_t": _vision("swin_t", 3, 160),
+    "swin": lambda: swin(3, 160),
     "unet": lambda: unet(4, 128),
     "volumes": lambda: volumes(48),
     "deeplab": lambda: deeplab(3, 96),

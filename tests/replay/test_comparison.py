@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torchvision
 from replays import record_for
 from rich.console import Console
 from torch import nn
+from zoo import shallow_resnet
 
 from benchmarks.contenders import Built
 from benchmarks.worker import judge
@@ -229,7 +229,7 @@ def dropped() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    return torchvision.models.resnet18(num_classes=10)
+    return shallow_resnet(10)
 
 
 ALL = "inplace_conv_multiway_newnode"
@@ -237,11 +237,11 @@ NETS = {
     "unet": Net(UNet, (1, 3, 64, 64), ALL),
     "unet with biases": Net(BiasedUNet, (2, 3, 32, 32), ALL),
     "relu near zero": Net(NearZero, (16, 32), ALL),
-    "resnet18": Net(resnet, (4, 3, 64, 64), ALL),
-    "resnet18 conv": Net(resnet, (4, 3, 64, 64), "conv_normal"),
-    "resnet18 autocast": Net(resnet, (4, 3, 64, 64), ALL, "bfloat16"),
-    "resnet18 bfloat16": Net(resnet, (4, 3, 64, 64), ALL, dtype=torch.bfloat16),
-    "resnet18 float64": Net(resnet, (4, 3, 64, 64), ALL, dtype=torch.float64),
+    "resnet": Net(resnet, (4, 3, 64, 64), ALL),
+    "resnet conv": Net(resnet, (4, 3, 64, 64), "conv_normal"),
+    "resnet autocast": Net(resnet, (4, 3, 64, 64), ALL, "bfloat16"),
+    "resnet bfloat16": Net(resnet, (4, 3, 64, 64), ALL, dtype=torch.bfloat16),
+    "resnet float64": Net(resnet, (4, 3, 64, 64), ALL, dtype=torch.float64),
     "dropout": Net(dropped, (4, 3, 8, 8), ALL),
 }
 
