@@ -7,6 +7,8 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,12 @@ import nbclient
 import nbformat
 import pytest
 import torch
+import torchvision
 from click.testing import CliRunner
+from processes import scripts_together
 from torchvision.io import write_png
+from torchvision.models import MobileNetV2
+from zoo import shallow_resnet
 
 from monet_like.cli.group import main
 
@@ -24,12 +30,11 @@ ROOT = Path(__file__).parents[2]
 QUICK = ("--size", "64", "--planning", "2")
 
 
-def losses(command: list[str], folder: Path) -> list[float]:
-    """Run a command in ``folder`` and read the losses it prints."""
-    environment = {**os.environ, "MONET_LIKE_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return printed_losses(done.stdout)
+def few_blocks(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Give the examples a MobileNetV2 of three blocks and a shallow ResNet by any name."""
+    blocks = [[1, 16, 1, 2], [6, 24, 1, 2], [6, 32, 1, 2]]
+    replace(torchvision.models, "mobilenet_v2", partial(MobileNetV2, inverted_residual_setting=blocks))
+    replace(torchvision.models, "get_model", lambda name, **options: shallow_resnet(**options))
 
 
 def printed_losses(output: str) -> list[float]:
@@ -37,32 +42,18 @@ def printed_losses(output: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_training(tmp_path: Path) -> None:
-    found = losses([sys.executable, f"{ROOT}/examples/training.py", "--steps", "6", *QUICK], tmp_path)
+@pytest.mark.parametrize(
+    "words",
+    [("training.py", *QUICK), ("volumes.py", "--device", "cpu", "--side", "16", "--budget", "70%")],
+    ids=lambda words: words[0],
+)
+def test_training(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    few_blocks(monkeypatch.setattr)
+    command = runpy.run_path(f"{ROOT}/examples/{words[0]}")["main"]
+    done = CliRunner().invoke(command, [*words[1:], "--steps", "6"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    found = printed_losses(done.stdout)
     assert len(found) == 6 and found[-1] < found[0]
-
-
-@pytest.mark.slow
-def test_volumes(tmp_path: Path) -> None:
-    script = [sys.executable, f"{ROOT}/examples/volumes.py", "--device", "cpu", "--side", "32", "--budget", "70%"]
-    found = losses([*script, "--steps", "6"], tmp_path)
-    assert len(found) == 6 and found[-1] < found[0]
-
-
-@pytest.mark.slow
-def test_distributed_training_under_torchrun(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = losses([*torchrun, f"{ROOT}/examples/dist_training.py", "--steps", "5", "--sync-bn", *QUICK], tmp_path)
-    assert len(found) == 5 and found[-1] < found[0]
-    assert (tmp_path / "schedule.pkl").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("example", ["fsdp2", "lora_blocks"])
-def test_blocks_sharded_over_two_processes(example: str, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = losses([*torchrun, f"{ROOT}/examples/{example}.py", "--steps", "4"], tmp_path)
-    assert len(found) == 4 and found[-1] < found[0]
 
 
 @pytest.fixture
@@ -78,16 +69,19 @@ def image_folder(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-MODEL = "torchvision.models.resnet18(num_classes=3)"
-SMALL = ("--image-size", "32", "-p", "1", "-j", "0", "--seed", "1", "--epochs", "2", "--lr", "0.01")
+SMALL = ("--image-size", "32", "-p", "1", "-j", "0", "--seed", "1", "-b", "16", "--lr", "0.01")
 
 
-def solve(folder: Path, batch: int, mode: str, *options: str, model: str = MODEL) -> str:
+def solve(folder: Path, batch: int, *options: str, convert: str = "") -> str:
     """Plan in this process, whose one thread the example has too: oneDNN's workspaces grow with their number."""
-    command = ["solve", model, str(batch), "120%", mode, "heuristic", "--input-shape", "3,32,32", *options]
-    done = CliRunner().invoke(main, [*command, "--out", str(folder / "schedule.pkl")])
+    (folder / "net.py").write_text(
+        f"import monet_like\nfrom zoo import shallow_resnet\n\ndef net():\n    return {convert}(shallow_resnet(3))\n"
+    )
+    command = ["solve", f"{folder}/net.py:net", str(batch), "120%", "inplace_multiway_newnode", "heuristic"]
+    made = folder / "imagenet.pkl"
+    done = CliRunner().invoke(main, [*command, "--input-shape", "3,32,32", *options, "--out", str(made)])
     assert done.exit_code == 0, done.output
-    return "schedule.pkl"
+    return str(made)
 
 
 @pytest.mark.slow
@@ -96,33 +90,40 @@ def test_imagenet_trains_as_without_a_schedule(
 ) -> None:
     """69 images in batches of 16: the last has five. Equal to the bit with no word that changes an order of sums."""
     monkeypatch.chdir(tmp_path)
+    few_blocks(monkeypatch.setattr)
     command = runpy.run_path(f"{ROOT}/examples/imagenet.py")["main"]
 
     def trained(*options: str) -> list[float]:
-        done = CliRunner().invoke(command, [str(image_folder), *SMALL, "-b", "16", *options], catch_exceptions=False)
+        done = CliRunner().invoke(command, [str(image_folder), *SMALL, *options], catch_exceptions=False)
         assert done.exit_code == 0, done.output
         return printed_losses(done.stdout)
 
-    wanted = trained()
-    schedule = solve(tmp_path, 16, "inplace_multiway_newnode")
-    assert trained("--solution_file", schedule) == wanted
+    wanted = trained("--epochs", "2")
+    schedule = solve(tmp_path, 16)
+    assert trained("--epochs", "2", "--solution_file", schedule) == wanted
     assert len(wanted) == 2 * 5
     assert trained("--resume", "checkpoint.pth.tar", "--epochs", "3")
     assert trained("--resume", "checkpoint.pth.tar", "-e") == []
 
 
 @pytest.mark.slow
-def test_imagenet_in_two_processes(tmp_path: Path, image_folder: Path) -> None:
-    """The schedule is one for SyncBatchNorm alone."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = (*SMALL, "--epochs", "1", "-b", "16", "--sync-bn")
-    plain = [*torchrun, f"{ROOT}/examples/imagenet.py", str(image_folder), *options]
-    (tmp_path / "net.py").write_text(
-        f"import monet_like, torchvision\n\ndef net():\n    return monet_like.convert_sync_batchnorm({MODEL})\n"
-    )
-    schedule = solve(tmp_path, 8, "inplace_multiway_newnode", "--processes", "2", model=f"{tmp_path}/net.py:net")
-    found = losses([*plain, "--solution_file", schedule], tmp_path)
-    assert found and found == losses(plain, tmp_path)
+def test_two_processes_train(tmp_path: Path, image_folder: Path) -> None:
+    """Every example for several processes, in one pair of them; ImageNet's as without a schedule, with SyncBatchNorm."""
+    schedule = solve(tmp_path, 8, "--processes", "2", convert="monet_like.convert_sync_batchnorm")
+    plain = ["imagenet.py", str(image_folder), *SMALL, "--epochs", "1", "--sync-bn"]
+    runs = [
+        ["dist_training.py", "--steps", "5", "--sync-bn", *QUICK],
+        ["fsdp2.py", "--steps", "4"],
+        ["lora_blocks.py", "--steps", "4"],
+        plain,
+        [*plain, "--solution_file", schedule],
+    ]
+    printed = scripts_together(tmp_path, [(f"{ROOT}/examples/{name}", *words) for name, *words in runs], few_blocks)
+    *trained, wanted, found = map(printed_losses, printed)
+    for (name, *_), losses, steps in zip(runs, trained, (5, 4, 4), strict=False):
+        assert len(losses) == steps and losses[-1] < losses[0], (name, losses)
+    assert (tmp_path / "schedule.pkl").exists()
+    assert found and found == wanted
 
 
 def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> list[Any]:
@@ -160,6 +161,7 @@ def test_notebook_on_granularity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all("gradients equal" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_the_walk_prints_what_the_manual_says(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MONET_LIKE_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", f"{ROOT}/examples/walk.py"]
