@@ -21,6 +21,9 @@ from .transform import Sources, transform_tree, transformed, write_if_changed
 HERE = Path(__file__).resolve().parent
 #: Where libraries and objects are kept; git ignores it.
 FOLDER = HERE.parents[1] / "build" / "cuda_emulator"
+#: Compiled by themselves: the largest, and one whose names are those of others. All other sources are one unit, since
+#: PyTorch's headers take longer than what follows them.
+ALONE = ("batch_norm.cpp", "caches.cpp")
 #: Compilers that run at the same time.
 JOBS = int(os.environ.get("MAX_JOBS") or 2)
 
@@ -124,9 +127,11 @@ def _rules(folder: Path, sources: Sources, library: Path) -> str:
     objects: list[str] = []
     # The longest first. Of inline functions that several objects have, the linker takes the first object's: it must be
     # the emulator's, whose accesses are not checked.
-    for path in [HERE / "emulator.cpp", *sources.files]:
-        rule = "host" if path.name in ("emulator.cpp", "ops.cpp") else "kernels"
-        objects += writer.build(f"{path.stem}.o", rule, str(path))
+    alone = [path for path in sources.files if path.name in ALONE]
+    joined = folder / "src" / "joined.cpp"
+    write_if_changed(joined, "".join(f'#include "{path}"\n' for path in sources.files if path not in alone))
+    for path in [HERE / "emulator.cpp", *alone, joined]:
+        objects += writer.build(f"{path.stem}.o", "host" if path.name == "emulator.cpp" else "kernels", str(path))
     writer.build(str(library), "link", objects)
     return text.getvalue()
 
