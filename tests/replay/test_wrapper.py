@@ -29,7 +29,7 @@ from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
 
 
-def made(name: str = "resnet18", *, drop: float = 0.5) -> tuple[nn.Module, ScheduleRecord, zoo.Built]:
+def made(name: str = "shallow_resnet", *, drop: float = 0.5) -> tuple[nn.Module, ScheduleRecord, zoo.Built]:
     """A model, a schedule with some recompute for it, and its inputs."""
     example = zoo.MODELS[name]()
     return example[0], recorded(name, drop), example
@@ -71,7 +71,7 @@ def test_it_has_the_models_own_names_and_tensors() -> None:
 def test_state_dict_round_trip_and_assignment_are_followed() -> None:
     model, record, (_, (x,), _) = made()
     wrapped = ScheduleWrapper(model, record)
-    fresh = torchvision.models.resnet18()
+    fresh = zoo.shallow_resnet()
     wrapped.load_state_dict(fresh.state_dict())
     model.fc.weight = nn.Parameter(fresh.fc.weight.detach() * 2)  # another Parameter object
     plain = twin(model)
@@ -166,6 +166,7 @@ def test_a_larger_batch_another_size_or_another_model_is_refused() -> None:
         ScheduleWrapper(wrapped, record)
 
 
+@pytest.mark.slow
 def test_freezing_a_parameter_between_steps_is_an_error_that_says_so() -> None:
     model, record, (_, (x,), _) = made()
     wrapped = ScheduleWrapper(model, record)
@@ -236,6 +237,7 @@ def gradients_after(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return gradients(model)
 
 
+@pytest.mark.slow
 def test_checkpoint_saved_and_resumed_to_equal_losses() -> None:
     model, record, (_, (x,), _) = made()
     wrapped = ScheduleWrapper(model, record)
@@ -330,6 +332,7 @@ def count_alive(model: nn.Module) -> int:
     return sum(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_accumulating_needs_no_second_set_of_gradients() -> None:
     model, record, (_, (x,), _) = made(drop=0.0)
     device = torch.device("cpu")
@@ -343,7 +346,7 @@ def test_accumulating_needs_no_second_set_of_gradients() -> None:
 
 @pytest.mark.slow
 def test_the_gradient_of_the_input_alone_as_in_adversarial_training() -> None:
-    example = zoo.MODELS["resnet18"]()
+    example = zoo.MODELS["shallow_resnet"]()
     model, (x,), _ = example
     x.requires_grad_()
     captured = admitted(capture(model, (x,)), "normal")
