@@ -165,6 +165,12 @@ class Arenas {
     ++of.recordings;
   }
 
+  // How many tensors lie in a block.
+  int64_t taken(int64_t number) {
+    const std::lock_guard lock(mutex_);
+    return static_cast<int64_t>(blocks_.at(number)->taken.size());
+  }
+
   std::shared_ptr<Plan> plan(int64_t number) {
     const std::lock_guard lock(mutex_);
     return plans_.at(number);
@@ -280,6 +286,7 @@ class Arenas {
   MONET_LIKE_EXPORT void arena_drop_block(int64_t number) { Arenas::all().drop_block(number); }                  \
   MONET_LIKE_EXPORT void arena_record(int64_t plan, int on) { Arenas::all().record(plan, on != 0); }             \
   MONET_LIKE_EXPORT void arena_leave() { monet_like::arena::active() = {}; }                                     \
+  MONET_LIKE_EXPORT int64_t arena_taken(int64_t block) { return Arenas::all().taken(block); }                    \
   MONET_LIKE_EXPORT int64_t arena_count(int64_t plan) {                                                          \
     return static_cast<int64_t>(Arenas::all().plan(plan)->allocations.size());                                   \
   }                                                                                                              \

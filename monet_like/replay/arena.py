@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import time
 import weakref
 from array import array
 from functools import cache
@@ -28,6 +29,9 @@ _log = logging.getLogger("monet_like")
 
 #: The step that is recorded: the first also makes what lasts, such as workspaces of libraries.
 RECORDED = 2
+#: Autograd's thread may still be freeing what the step before has left: so many seconds are given to it, in so many parts. A
+#: trainer that keeps tensors is waited for in vain, and not more often than so.
+WAIT_SECONDS, WAIT_PARTS, MOST_WAITS_IN_VAIN = 0.002, 20, 3
 #: A step that is not like the recorded one is recorded again, at most so often.
 MOST_RECORDINGS = 4
 
@@ -93,6 +97,7 @@ class StepMemory:
         self._steps = self._recordings = 0
         self._recording = self._had_memory = False
         self._seen: list[Lifetime] = []
+        self._waits_in_vain = 0
         self.placed_bytes = 0
 
     @property
@@ -105,6 +110,7 @@ class StepMemory:
     def forward(self) -> _Within:
         """A context for the forward, with which a step begins."""
         self._steps += 1
+        self._wait()
         if self._recording:
             self._place()
         elif self._is_to_be_recorded() and self._block.give_back():
@@ -118,6 +124,15 @@ class StepMemory:
         """A context for a part of the backward."""
         return _Within(self, anew=False)
 
+    def _wait(self) -> None:
+        """Wait until nothing of the step before lies in the block."""
+        for _ in range(WAIT_PARTS if self._waits_in_vain < MOST_WAITS_IN_VAIN else 0):
+            if not self._library.arena_taken(self._block.number):
+                self._waits_in_vain = 0
+                return
+            time.sleep(WAIT_SECONDS / WAIT_PARTS)
+        self._waits_in_vain += 1
+
     def _is_to_be_recorded(self) -> bool:
         """Whether the step that begins is the first to be recorded, or the one before was not like the recorded one."""
         if self._recordings == 0:
@@ -126,6 +141,7 @@ class StepMemory:
 
     def _place(self) -> None:
         """Choose offsets for what was recorded."""
+        time.sleep(WAIT_SECONDS)
         self._recording = False
         self._library.arena_record(self._plan, 0)
         made = self._recorded()
@@ -194,10 +210,11 @@ def arena_library(kind: str) -> Any:
         raise UsageError(
             f"the library that places memory is not there; run python -m monet_like.build ({error})"
         ) from None
-    for name in ("arena_add_plan", "arena_add_block", "arena_count"):
+    for name in ("arena_add_plan", "arena_add_block", "arena_count", "arena_taken"):
         getattr(loaded, name).restype = ctypes.c_int64
     for name, *arguments in (
         ("arena_drop_plan", ctypes.c_int64), ("arena_drop_block", ctypes.c_int64), ("arena_count", ctypes.c_int64),
+        ("arena_taken", ctypes.c_int64),
         ("arena_record", ctypes.c_int64, ctypes.c_int), ("arena_read", ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
         ("arena_place", ctypes.c_int64, ctypes.c_void_p), ("arena_counts", ctypes.c_int64, ctypes.c_void_p),
         ("arena_fill", ctypes.c_int64, ctypes.c_int, ctypes.c_int64),

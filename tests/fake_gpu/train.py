@@ -90,6 +90,11 @@ def vit() -> Made:
     return model, (image(16, 64),)
 
 
+def large_vit() -> Made:
+    model = torchvision.models.VisionTransformer(64, 8, 4, 4, 256, 768, num_classes=10)
+    return model, (image(64, 64),)
+
+
 def unet() -> Made:
     return UNet(width=8, depth=2), (image(6, 64),)
 
@@ -110,6 +115,7 @@ def large_decoder() -> Made:
 CASES: dict[str, tuple[Callable[[], Made], torch.dtype | None]] = {
     "mobilenet channels_last bfloat16": (mobilenet, torch.bfloat16),
     "vit bfloat16": (vit, torch.bfloat16),
+    "large vit": (large_vit, None),
     "unet": (unet, None),
     "decoder": (decoder, None),
     "decoder bfloat16": (decoder, torch.bfloat16),
@@ -270,6 +276,41 @@ def reserve(name: str) -> dict[str, Any]:
     }
 
 
+def placed(name: str) -> dict[str, Any]:
+    """With the tensors of a step cut from one block: what the allocator has taken from the device after some steps."""
+    wrapped, args, running = planned(name, mode="normal", memory_budget="70%")
+    step(running, args)
+    running.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    without = torch.cuda.memory_allocated(CUDA)
+    step(running, args)
+    running.zero_grad(set_to_none=True)
+    usual = torch.cuda.memory_reserved(CUDA)
+    monet_like.place_memory(wrapped)
+    for _ in range(4):
+        step(running, args)
+    (memory,) = (kept.memory for steps in wrapped._steps.values() for kept in steps)
+    assert memory is not None
+    counts = memory.counts
+    running.zero_grad(set_to_none=True)
+    result = wrapped(*args)
+    result.record_stream(torch.cuda.Stream())  # freed, its place waits for that stream
+    inside = memory.counts
+    del result
+    step(running, args)
+    return {
+        "without": without,
+        "usual": usual,
+        "block": memory.placed_bytes,
+        "counts": counts,
+        "inside": inside,
+        "again": memory.counts,
+        "allocated": torch.cuda.memory_allocated(CUDA),
+        "reserved": torch.cuda.memory_reserved(CUDA),
+        "predicted": wrapped.record.peak_bytes,
+    }
+
+
 def distributed(name: str) -> dict[str, Any]:
     """In DistributedDataParallel, a group of one."""
     with tempfile.TemporaryDirectory() as folder:
@@ -352,6 +393,7 @@ WHAT = {
         two_devices,
         offload,
         reserve,
+        placed,
         distributed,
         workspaces,
         timed,

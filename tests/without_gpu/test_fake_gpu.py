@@ -117,6 +117,19 @@ def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:
     assert 0 < found["convolution"] < 2**24, found
 
 
+@pytest.mark.skipif(not library_path("arena_cuda").exists(), reason="not compiled: python -m monet_like.build --cuda")
+def test_tensors_that_are_placed_need_no_more_than_their_block(fake_gpu: Run) -> None:
+    (found,) = asked(fake_gpu, "placed:large vit")
+    assert found["counts"] == found["again"]
+    assert found["counts"][0] > 100
+    assert found["counts"][1] == 0
+    assert found["inside"][0] > 10
+    assert found["without"] + found["block"] <= 1.01 * found["predicted"]
+    rest = found["allocated"] - found["block"]  # in segments of 2 and of 20 MiB, as PyTorch's allocator has them
+    assert found["reserved"] <= found["block"] + rest + 30 * 2**20
+    assert found["usual"] >= found["reserved"] + 40 * 2**20
+
+
 @needs_kernels
 @pytest.mark.slow
 def test_the_block_that_is_reserved_is_all_that_steps_take(fake_gpu: Run) -> None:
