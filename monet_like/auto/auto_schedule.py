@@ -33,7 +33,7 @@ from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from ..replay.compatibility import exceeds, mismatch
 from ..replay.wrapper import ScheduleWrapper
-from .block_plan import BlockSettings
+from .block_menus import BlockSettings
 from .blocks import BlockNames, schedule_blocks
 
 #: Everything that is exact.
@@ -96,7 +96,7 @@ def auto_schedule(
     Returns:
         The wrapped module, with the same arguments, results and gradients. Plans and profiles are cached, so a
         second call with the same model, inputs and budget solves nothing. With ``blocks``: ``model`` itself, whose blocks
-        are wrapped; its blocks are planned at every start, from the costs in the cache.
+        are wrapped.
 
     Raises:
         UsageError: an argument is wrong.

@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
+import datetime
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from ..capture.example_inputs import Example, device_of
-from ..compiler.pipeline import Prepared, make_record, prepare, settled_for
-from ..compiler.progress import Progress, announce
-from ..compiler.sources import Cached
-from ..errors import InfeasibleError, UsageError
-from ..ir.schedule import Schedule
+from ..compiler.pipeline import Prepared
+from ..compiler.progress import announce
+from ..compiler.sources import keep
+from ..errors import InfeasibleError, ScheduleFileError, warn_caller
 from ..ir.schedule_file import ScheduleRecord
-from ..ir.simulate import simulate
-from ..ir.units import Budget, format_bytes, format_seconds
-from ..plan.baseline import plain_step
-from ..plan.block_points import Point, efficient, menu, point_of
+from ..ir.units import format_bytes, format_seconds
+from ..plan.block_points import Point
 from ..plan.blocks import Moment, choose, peak_of, seconds_of, smallest
-from ..plan.result import Plan
-from .agreement import from_all, from_first
-from .block_wrapper import BlockCall, is_sharded
+from ..profile.devices import device_name
+from ..profile.settings import settings_digest
+from ..replay.compatibility import check_program
+from .agreement import from_all, from_first, processes
+from .block_menus import BlockSettings, Kind, check_alike, kinds_of, menus_of, read_point, records_of
+from .block_wrapper import is_sharded
+from .kept_blocks import NOTHING, BlockKey, KeptBlocks, most_of_rest
 from .step_memory import Blocks, Rehearsed, StepMemory
 
 #: Choices that are made at most: each after a rehearsal that keeps what the one before it keeps.
 ROUNDS = 3
-#: Seconds for a menu in a quick plan.
-QUICK_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class BlockSettings:
-    """How the schedules of blocks are planned; see `monet_like.auto_schedule`.
-
-    Attributes:
-        loss: from the model's result to a scalar; None: a loss that takes no memory.
-        quick: costs that are partly estimated, and the local search instead of the integer program.
-        together: the processes of the default group plan together.
-    """
-
-    budget: Budget
-    mode: str
-    solver: str
-    time_limit_seconds: float
-    gap: float
-    optimizer: str = "none"
-    loss: Callable[[Any], torch.Tensor] | None = None
-    quick: bool = False
-    together: bool = True
-    verbose: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -80,10 +55,6 @@ class BlockPlan:
     points: tuple[Point, ...]
 
 
-#: Of a block that has no gradient: plain PyTorch runs it, and the rest of the model counts it.
-NOTHING = Point(Schedule((), (), ()), 0.0, 0, 0, 0)
-
-
 def plan_blocks(of: Blocks, example: Example, settings: BlockSettings) -> BlockPlan:
     """Plan the schedules of all blocks and give each its own.
 
@@ -99,165 +70,115 @@ def plan_blocks(of: Blocks, example: Example, settings: BlockSettings) -> BlockP
         block._block_call, block.record, block._block_planned = None, None, False
     step = StepMemory(of, example, settings.optimizer, settings.loss, settings.together)
     first = step.rehearsed(None)
-    kinds = _kinds(of, first)
-    _check_alike(of, kinds, settings.together)
-    found: dict[str, Prepared] = {}
-    sent = from_first(lambda: _menus(of, kinds, settings, found), together=settings.together)
-    cublas = max(program["cublas_bytes"] for program in sent.values())
-    menus = [[*map(_point, sent[kind.program][kind.text]["menu"])] if kind else [NOTHING] for kind in kinds]
-    plain = [_point(sent[kind.program][kind.text]["plain"]) if kind else NOTHING for kind in kinds]
-    plain_peak = cublas + peak_of(plain, step.rehearsed([p.shared for p in plain]).moments)[0]
-    budget = settings.budget.of(plain_peak)
-    points, peak, moment = _chosen(step, menus, first, budget - cublas, settings)
-    records = from_first(lambda: _records(of, kinds, points, found), together=settings.together)
-    for block, content in zip(of.blocks, records, strict=True):
-        block.record = ScheduleRecord.of_content(content, "the plan") if content else None
+    kinds = kinds_of(of, first)
+    check_alike(of, kinds, settings.together)
+    key = _key(of, kinds, first, step, settings)
+    work = partial(_kept_content, of, first, key, settings)
+    found = from_first(work, together=settings.together)
+    answer = found and _reused(KeptBlocks.of_content(found, "the plan"), step)
+    how = "" if answer is None else f"reused, planned on {answer[0].planned}"
+    if answer is None:
+        answer = _planned(of, step, first, kinds, settings)
+        new = answer[0]
+        from_first(lambda: keep(new, key.path(quick=settings.quick)), together=settings.together)
+        how = f"planned in {format_seconds(time.monotonic() - started)}"
+    kept, peak, moment = answer
+    for block, record in zip(of.blocks, kept.records, strict=True):
+        block.record = record
         block._block_planned, block._block_sharded = True, is_sharded(block)
-    calls = first.calls
     made = BlockPlan(
-        peak + cublas, moment, budget, plain_peak, seconds_of(points, calls), seconds_of(plain, calls),
-        len({kind.program for kind in kinds if kind}), points,
+        peak, moment, kept.budget_bytes, kept.plain_peak_bytes, seconds_of(kept.points, first.calls), kept.plain_seconds,
+        kept.kinds, kept.points,
     )  # fmt: skip
-    _tell(of, made, time.monotonic() - started, settings.verbose)
+    _tell(of, made, how, settings.verbose)
     return made
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Blocks of one kind have one menu.
-
-    Attributes:
-        program: a digest of their program and its sizes.
-        held: values that the rest of the model holds (`held_values`).
-    """
-
-    program: str
-    held: tuple[int, ...]
-
-    @property
-    def text(self) -> str:
-        """``held`` as a key of plain data."""
-        return f"held {self.held}"
+#: The schedules of all blocks, with the peak of the whole step and the moment of that peak.
+Answer = tuple[KeptBlocks, int, str]
 
 
-def _kinds(of: Blocks, first: Rehearsed) -> list[Kind | None]:
-    """The kind of every block; None if it has no gradient.
-
-    Raises:
-        UsageError: no block has one.
-    """
-    found = [
-        None if (call := block._block_call) is None else Kind(_digest(call), tuple(sorted(first.held[number])))
-        for number, block in enumerate(of.blocks)
-    ]
-    if not any(found):
-        raise UsageError(
-            f"no block of {type(of.model).__name__} has a gradient in its training step; give blocks with parameters that are "
-            "trained, or whose inputs have gradients"
-        )
-    return found
-
-
-def _digest(call: BlockCall) -> str:
-    program = call.captured.program
-    of = (
-        program.fingerprint, [(value.bytes, value.spec) for value in program.values], [t.cost for t in call.captured.every_task()],
-        call.captured.made_last, call.request.autocast, call.layout, call.inputs,
-    )  # fmt: skip
-    return hashlib.sha256(repr(of).encode()).hexdigest()
-
-
-def _check_alike(of: Blocks, kinds: Sequence[Kind | None], together: bool) -> None:
-    """Refuse processes whose blocks differ: one plan would not do for all.
-
-    Raises:
-        UsageError: in every process.
-    """
-    every = from_all([kind and [kind.program, kind.text] for kind in kinds], together=together)
-    for rank, theirs in enumerate(every):
-        if theirs != every[0]:
-            different = next((n for n, (a, b) in enumerate(zip(theirs, every[0], strict=False)) if a != b), None)
-            what = "the number of blocks" if different is None else of.names[different]
-            raise UsageError(
-                f"the processes have different models or inputs: {what} differs between rank 0 and rank {rank}, and one plan is made for "
-                "all; give all the same shapes, or same_plan=False to let each plan for itself"
-            )
-
-
-def _menus(
-    of: Blocks, kinds: Sequence[Kind | None], settings: BlockSettings, found: dict[str, Prepared]
-) -> dict[str, dict[str, Any]]:
-    """For every program the points of its menu, plain PyTorch's point and cuBLAS's workspaces, as plain data.
-
-    Args:
-        found: gets the programs with their costs.
-    """
-    menus: dict[str, dict[str, Any]] = {}
+def _key(
+    of: Blocks, kinds: Sequence[Kind | None], first: Rehearsed, step: StepMemory, settings: BlockSettings
+) -> BlockKey:
+    """Everything that the plan depends on, but for the memory of the rest of the model."""
     device = device_of(of.model)
-    with Progress(quiet=settings.verbose is False) as progress:
-        for block, kind in zip(of.blocks, kinds, strict=True):
-            call = block._block_call
-            if kind is None or call is None:
-                continue
-            if kind.program not in found:
-                found[kind.program] = _costs(call, device, settings, progress)
-                menus[kind.program] = {"schedules": _schedules(call, found[kind.program], settings, progress)}
-            ready, there = found[kind.program], menus[kind.program]
-            if kind.text not in there:
-                points = [
-                    point_of(ready.captured.program, s, ready.costs, kind.held)
-                    for s in map(_schedule, there["schedules"])
-                ]
-                plain = point_of(
-                    *plain_step(ready.captured.plain, ready.costs, autograd_nodes=ready.captured.autograd_nodes),
-                    kind.held,
-                )
-                there[kind.text] = {"menu": [*map(_content, efficient(points))], "plain": _content(plain)}
-            there["cublas_bytes"] = ready.cublas_bytes or ready.variants_cublas_bytes
-    return menus
-
-
-def _costs(call: BlockCall, device: torch.device, settings: BlockSettings, progress: Progress) -> Prepared:
-    """A block's program with its costs; all workspaces are measured at the whole batch."""
-    source = Cached.of(device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        ready = prepare(
-            call.request, device, profile=source.known, save_profile=source.save, progress=progress.profiling,
-            captured=call.captured, quick=settings.quick,
-        )  # fmt: skip
-        return settled_for(ready, call.request, device, lambda _: (), progress.profiling, everything=True)
-
-
-def _schedules(call: BlockCall, ready: Prepared, settings: BlockSettings, progress: Progress) -> list[Any]:
-    """The schedules of a block's menu, as plain data."""
-    seconds = settings.time_limit_seconds
-    points = menu(
-        call.captured.program, ready.costs, solver=settings.solver, gap=settings.gap,
-        strategy="heuristic" if settings.quick else "milp",
-        time_limit_seconds=min(seconds, QUICK_SECONDS) if settings.quick else seconds,
-        progress=progress.planning,
+    return BlockKey(
+        tuple(kind and (kind.program, kind.text) for kind in kinds),
+        first.calls,
+        tuple((moment.carrying, moment.running, moment.stage) for moment in first.moments),
+        max(from_all(step.resident_bytes, together=settings.together)),
+        (
+            settings.budget.bytes or settings.budget.share, settings.mode, settings.solver.upper(), settings.gap,
+            settings.time_limit_seconds, settings.optimizer,
+        ),
+        (device_name(device), settings_digest(device)),
+        processes() if settings.together else 1,
     )  # fmt: skip
-    return [_listed(point.schedule) for point in points]
 
 
-def _listed(schedule: Schedule) -> list[Any]:
-    """A schedule as plain data."""
-    return [list(schedule.forward), [list(tasks) for tasks in schedule.again], list(schedule.ways)]
+def _kept_content(of: Blocks, first: Rehearsed, key: BlockKey, settings: BlockSettings) -> Any:
+    """The plan in the cache that fits, as plain data; None if there is none. A full plan serves where a quick one is wanted."""
+    for quick in (False, True) if settings.quick else (False,):
+        path = key.path(quick=quick)
+        if not path.exists():
+            continue
+        try:
+            kept = KeptBlocks.load(path)
+            _check_kept(of, kept)
+        except ScheduleFileError as error:
+            warn_caller(f"the blocks of {type(of.model).__name__} are planned anew: {error}")
+            continue
+        if kept.same_rest(most_of_rest(first.moments)):
+            return kept.content()
+    return None
 
 
-def _schedule(content: Any) -> Schedule:
-    forward, again, ways = content
-    return Schedule(tuple(forward), tuple(map(tuple, again)), tuple(ways))
+def _check_kept(of: Blocks, kept: KeptBlocks) -> None:
+    """Check that a plan from the cache has a schedule for every block, and that each fits the block's program.
+
+    Raises:
+        ScheduleFileError: it has not.
+    """
+    if len(kept.records) != len(of.blocks):
+        raise ScheduleFileError(f"the file has {len(kept.records)} blocks, the model {len(of.blocks)}")
+    for block, record, point in zip(of.blocks, kept.records, kept.points, strict=True):
+        call = block._block_call
+        if (call is None) != (record is None):
+            raise ScheduleFileError(f"the file has no schedule for {block._block_name}, or one too many")
+        if call is not None and record is not None:
+            check_program(record, call.captured, block._block_name, device_of(of.model))
+            if not set(point.shared) <= set(range(len(call.captured.program.values))):
+                raise ScheduleFileError(f"in the file {block._block_name} keeps a value that it does not have")
 
 
-def _content(point: Point) -> list[Any]:
-    """A point as plain data."""
-    return [_listed(point.schedule), point.numbers, point.shared]
+def _reused(kept: KeptBlocks, step: StepMemory) -> Answer | None:
+    """The plan from the cache with its peak at this start; None if the rest of the model takes another amount of memory."""
+    moments = step.rehearsed([point.shared for point in kept.points]).moments
+    peak, moment = peak_of(kept.points, moments)
+    peak += kept.cublas_bytes
+    return (kept, peak, moment) if peak <= kept.budget_bytes and kept.same_peak(peak) else None
 
 
-def _point(content: Any) -> Point:
-    schedule, (seconds, carried, forward_peak, backward_peak), shared = content
-    return Point(_schedule(schedule), seconds, carried, forward_peak, backward_peak, tuple(shared))
+def _planned(
+    of: Blocks, step: StepMemory, first: Rehearsed, kinds: Sequence[Kind | None], settings: BlockSettings
+) -> Answer:
+    """Plan: a menu for each kind of block, and one choice for all."""
+    found: dict[str, Prepared] = {}
+    sent = from_first(lambda: menus_of(of, kinds, settings, found), together=settings.together)
+    cublas = max(program["cublas_bytes"] for program in sent.values())
+    menus = [[*map(read_point, sent[kind.program][kind.text]["menu"])] if kind else [NOTHING] for kind in kinds]
+    plain = [read_point(sent[kind.program][kind.text]["plain"]) if kind else NOTHING for kind in kinds]
+    plain_peak = cublas + peak_of(plain, step.rehearsed([p.shared for p in plain]).moments)[0]
+    budget = settings.budget.of(plain_peak)
+    points, peak, moment = _chosen(step, menus, first, budget - cublas, settings)
+    contents = from_first(lambda: records_of(of, kinds, points, found), together=settings.together)
+    records = tuple(ScheduleRecord.of_content(content, "the plan") if content else None for content in contents)
+    kept = KeptBlocks(
+        datetime.date.today().isoformat(), budget, peak + cublas, plain_peak, seconds_of(plain, first.calls), cublas,
+        len({kind.program for kind in kinds if kind}), most_of_rest(first.moments), points, records,
+    )  # fmt: skip
+    return kept, peak + cublas, moment
 
 
 def _chosen(
@@ -317,28 +238,11 @@ def _picked(
     return [menu.index(point) for menu, point in zip(menus, points, strict=True)]
 
 
-def _records(
-    of: Blocks, kinds: Sequence[Kind | None], points: Sequence[Point], found: Mapping[str, Prepared]
-) -> list[Any]:
-    """For every block the content of its schedule file; None if it has no gradient."""
-    contents: list[Any] = []
-    for block, kind, point in zip(of.blocks, kinds, points, strict=True):
-        call = block._block_call
-        if kind is None or call is None:
-            contents.append(None)
-            continue
-        ready = found[kind.program]
-        report = simulate(ready.captured.program, point.schedule, ready.costs)
-        made = make_record(call.request, ready, Plan(point.schedule, report, "feasible"), report.peak_bytes)
-        contents.append(replace(made, inputs=call.inputs, layout=call.layout).content())
-    return contents
-
-
-def _tell(of: Blocks, plan: BlockPlan, seconds: float, verbose: bool | None) -> None:
+def _tell(of: Blocks, plan: BlockPlan, how: str, verbose: bool | None) -> None:
     """Log in one line what the schedules promise; also on stderr, if that is wanted."""
     announce(
         f"{type(of.model).__name__}, {len(of.blocks)} blocks of {plan.kinds} kinds: peak {format_bytes(plan.peak_bytes)} instead "
         f"of {format_bytes(plan.plain_peak_bytes)}, {plan.moment}; blocks {format_seconds(plan.seconds)} instead of "
-        f"{format_seconds(plan.plain_seconds)} (predicted); planned in {format_seconds(seconds)}",
+        f"{format_seconds(plan.plain_seconds)} (predicted); {how}",
         verbose,
     )

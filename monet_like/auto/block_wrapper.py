@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +125,7 @@ class BlockSchedule(ScheduleWrapper):
                 autocast=autocast_name(device_of(self)),
             )
             captured = captured_for(request, example)
+            gc.collect()  # the tracer's cycles hold the inputs, which would be counted as memory of the rest
             if captured.written:
                 raise UsageError(
                     f"{self._block_name} changes its inputs in place, which a block of a schedule cannot; clone them first, or "

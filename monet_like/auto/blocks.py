@@ -12,7 +12,8 @@ from torch import nn
 
 from ..errors import UsageError
 from ..replay.wrapper import ScheduleWrapper
-from .block_plan import BlockPlan, BlockSettings, plan_blocks
+from .block_menus import BlockSettings
+from .block_plan import BlockPlan, plan_blocks
 from .block_wrapper import BlockSchedule, blocks_of
 from .step_memory import Blocks
 

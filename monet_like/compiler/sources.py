@@ -12,7 +12,6 @@ import torch
 from ..errors import ScheduleFileError, UsageError, warn_caller
 from ..files import check_writable
 from ..ir.profile_file import Profile
-from ..ir.schedule_file import ScheduleRecord
 from ..profile import store
 from ..profile.devices import DEVICES, DeviceLimits, limits_of
 
@@ -28,6 +27,13 @@ class Source(Protocol):
 
     def save(self, profile: Profile) -> None:
         """Keep a profile for the next plan."""
+
+
+class Saved(Protocol):
+    """What is kept in the cache as a file: a schedule, or a plan of blocks."""
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +145,8 @@ def read_costs(path: Path) -> Profile | DeviceLimits | None:
 _unwritable: set[Path] = set()
 
 
-def keep(found: Profile | ScheduleRecord, path: Path) -> None:
-    """Write a schedule into the cache, or add a profile to the one there. If that fails, warn; work goes on."""
+def keep(found: Profile | Saved, path: Path) -> None:
+    """Write a schedule or a plan of blocks into the cache, or add a profile to the one there. If that fails, warn; work goes on."""
     try:
         if isinstance(found, Profile):
             store.keep(found, path)

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import monet_like
+from monet_like.auto import block_plan
 from monet_like.auto.block_wrapper import blocks_of
 from monet_like.auto.step_memory import _resident_bytes
 from monet_like.errors import InfeasibleError, UsageError
@@ -101,6 +102,29 @@ def _sharded(rank: int, block: Callable[[int], nn.Module], budget: str, options:
 @pytest.mark.slow
 def test_sharded_blocks_keep_the_budget(tmp_path: Path) -> None:
     together(tmp_path, _sharded, Short, "80%", {}, within_seconds=300.0)
+
+
+def _kept(rank: int) -> None:
+    """The second start of both processes takes the plan of the first one's file, and counts its own rest again."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    menus, plans, x = [], [], batch_of(rank)
+    own = block_plan.menus_of
+    block_plan.menus_of = lambda *args: menus.append(1) or own(*args)
+    plain = Decoder()
+    for _ in range(2):
+        mine = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="80%", blocks="layers.*", **OPTIONS)
+        mine = sharded(mine)
+        train(mine, x)
+        plans.append(monet_like.block_plan(mine))
+    assert len(menus) == (rank == 0)
+    assert plans[0].points == plans[1].points and plans[1].peak_bytes <= plans[1].budget_bytes == plans[0].budget_bytes
+    assert_same_shards(sharded(plain), mine, x, 1)
+    assert step_peak(mine, x) == pytest.approx(plans[1].peak_bytes, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_second_start_of_processes_reuses_the_plan(tmp_path: Path) -> None:
+    together(tmp_path, _kept)
 
 
 MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}

@@ -1,0 +1,206 @@
+"""Menus of blocks: which blocks are of one kind, the schedules that each kind may take, and what these cost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..capture.example_inputs import device_of
+from ..compiler.pipeline import Prepared, make_record, prepare, settled_for
+from ..compiler.progress import Progress
+from ..compiler.sources import Cached
+from ..errors import UsageError
+from ..ir.schedule import Schedule
+from ..ir.simulate import simulate
+from ..ir.units import Budget
+from ..plan.baseline import plain_step
+from ..plan.block_points import Point, efficient, menu, point_of
+from ..plan.result import Plan
+from .agreement import from_all
+from .block_wrapper import BlockCall
+from .step_memory import Blocks, Rehearsed
+
+#: Seconds for a menu in a quick plan.
+QUICK_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """How the schedules of blocks are planned; see `monet_like.auto_schedule`.
+
+    Attributes:
+        loss: from the model's result to a scalar; None: a loss that takes no memory.
+        quick: costs that are partly estimated, and the local search instead of the integer program.
+        together: the processes of the default group plan together.
+    """
+
+    budget: Budget
+    mode: str
+    solver: str
+    time_limit_seconds: float
+    gap: float
+    optimizer: str = "none"
+    loss: Callable[[Any], torch.Tensor] | None = None
+    quick: bool = False
+    together: bool = True
+    verbose: bool | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Blocks of one kind have one menu.
+
+    Attributes:
+        program: a digest of their program and its sizes.
+        held: values that the rest of the model holds (`held_values`).
+    """
+
+    program: str
+    held: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """``held`` as a key of plain data."""
+        return f"held {self.held}"
+
+
+def kinds_of(of: Blocks, first: Rehearsed) -> list[Kind | None]:
+    """The kind of every block; None if it has no gradient.
+
+    Raises:
+        UsageError: no block has one.
+    """
+    found = [
+        None if (call := block._block_call) is None else Kind(_digest(call), tuple(sorted(first.held[number])))
+        for number, block in enumerate(of.blocks)
+    ]
+    if not any(found):
+        raise UsageError(
+            f"no block of {type(of.model).__name__} has a gradient in its training step; give blocks with parameters that are "
+            "trained, or whose inputs have gradients"
+        )
+    return found
+
+
+def _digest(call: BlockCall) -> str:
+    program = call.captured.program
+    of = (
+        program.fingerprint, [(value.bytes, value.spec) for value in program.values], [t.cost for t in call.captured.every_task()],
+        call.captured.made_last, call.request.autocast, call.layout, call.inputs,
+    )  # fmt: skip
+    return hashlib.sha256(repr(of).encode()).hexdigest()
+
+
+def check_alike(of: Blocks, kinds: Sequence[Kind | None], together: bool) -> None:
+    """Refuse processes whose blocks differ: one plan would not do for all.
+
+    Raises:
+        UsageError: in every process.
+    """
+    every = from_all([kind and [kind.program, kind.text] for kind in kinds], together=together)
+    for rank, theirs in enumerate(every):
+        if theirs != every[0]:
+            different = next((n for n, (a, b) in enumerate(zip(theirs, every[0], strict=False)) if a != b), None)
+            what = "the number of blocks" if different is None else of.names[different]
+            raise UsageError(
+                f"the processes have different models or inputs: {what} differs between rank 0 and rank {rank}, and one plan is made for "
+                "all; give all the same shapes, or same_plan=False to let each plan for itself"
+            )
+
+
+def menus_of(
+    of: Blocks, kinds: Sequence[Kind | None], settings: BlockSettings, found: dict[str, Prepared]
+) -> dict[str, dict[str, Any]]:
+    """For every program the points of its menu, plain PyTorch's point and cuBLAS's workspaces, as plain data.
+
+    Args:
+        found: gets the programs with their costs.
+    """
+    menus: dict[str, dict[str, Any]] = {}
+    device = device_of(of.model)
+    with Progress(quiet=settings.verbose is False) as progress:
+        for block, kind in zip(of.blocks, kinds, strict=True):
+            call = block._block_call
+            if kind is None or call is None:
+                continue
+            if kind.program not in found:
+                found[kind.program] = _costs(call, device, settings, progress)
+                menus[kind.program] = {"schedules": _schedules(call, found[kind.program], settings, progress)}
+            ready, there = found[kind.program], menus[kind.program]
+            if kind.text not in there:
+                points = [
+                    point_of(ready.captured.program, s, ready.costs, kind.held)
+                    for s in map(_schedule, there["schedules"])
+                ]
+                plain = point_of(
+                    *plain_step(ready.captured.plain, ready.costs, autograd_nodes=ready.captured.autograd_nodes),
+                    kind.held,
+                )
+                there[kind.text] = {"menu": [*map(_content, efficient(points))], "plain": _content(plain)}
+            there["cublas_bytes"] = ready.cublas_bytes or ready.variants_cublas_bytes
+    return menus
+
+
+def _costs(call: BlockCall, device: torch.device, settings: BlockSettings, progress: Progress) -> Prepared:
+    """A block's program with its costs; all workspaces are measured at the whole batch."""
+    source = Cached.of(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        ready = prepare(
+            call.request, device, profile=source.known, save_profile=source.save, progress=progress.profiling,
+            captured=call.captured, quick=settings.quick,
+        )  # fmt: skip
+        return settled_for(ready, call.request, device, lambda _: (), progress.profiling, everything=True)
+
+
+def _schedules(call: BlockCall, ready: Prepared, settings: BlockSettings, progress: Progress) -> list[Any]:
+    """The schedules of a block's menu, as plain data."""
+    seconds = settings.time_limit_seconds
+    points = menu(
+        call.captured.program, ready.costs, solver=settings.solver, gap=settings.gap,
+        strategy="heuristic" if settings.quick else "milp",
+        time_limit_seconds=min(seconds, QUICK_SECONDS) if settings.quick else seconds,
+        progress=progress.planning,
+    )  # fmt: skip
+    return [_listed(point.schedule) for point in points]
+
+
+def _listed(schedule: Schedule) -> list[Any]:
+    """A schedule as plain data."""
+    return [list(schedule.forward), [list(tasks) for tasks in schedule.again], list(schedule.ways)]
+
+
+def _schedule(content: Any) -> Schedule:
+    forward, again, ways = content
+    return Schedule(tuple(forward), tuple(map(tuple, again)), tuple(ways))
+
+
+def _content(point: Point) -> list[Any]:
+    """A point as plain data."""
+    return [_listed(point.schedule), point.numbers, point.shared]
+
+
+def read_point(content: Any) -> Point:
+    """A point from plain data."""
+    schedule, (seconds, carried, forward_peak, backward_peak), shared = content
+    return Point(_schedule(schedule), seconds, carried, forward_peak, backward_peak, tuple(shared))
+
+
+def records_of(
+    of: Blocks, kinds: Sequence[Kind | None], points: Sequence[Point], found: Mapping[str, Prepared]
+) -> list[Any]:
+    """For every block the content of its schedule file; None if it has no gradient."""
+    contents: list[Any] = []
+    for block, kind, point in zip(of.blocks, kinds, points, strict=True):
+        call = block._block_call
+        if kind is None or call is None:
+            contents.append(None)
+            continue
+        ready = found[kind.program]
+        report = simulate(ready.captured.program, point.schedule, ready.costs)
+        made = make_record(call.request, ready, Plan(point.schedule, report, "feasible"), report.peak_bytes)
+        contents.append(replace(made, inputs=call.inputs, layout=call.layout).content())
+    return contents

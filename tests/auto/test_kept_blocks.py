@@ -1,0 +1,233 @@
+"""Plans of blocks in the cache: what is reused, what is planned anew, and what happens to a damaged file."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from block_models import EXACT, Decoder, assert_same_step, loss_of, measured_peak, tokens
+from torch import nn
+
+import monet_like
+from monet_like.auto import block_menus, block_plan
+from monet_like.auto.block_wrapper import blocks_of
+from monet_like.auto.kept_blocks import KeptBlocks, _digest
+from monet_like.compiler import quick
+from monet_like.errors import ScheduleFileError
+from monet_like.files import cache_folder
+
+QUICK = {"mode": EXACT, "loss": loss_of, "effort": "quick"}
+
+
+def planned(model: nn.Module, budget: str | int = "75%", **options: Any) -> nn.Module:
+    x = options.pop("x", None)
+    x = tokens() if x is None else x
+    return monet_like.auto_schedule(model, x, memory_budget=budget, **{"blocks": "layers.*", **QUICK, **options})
+
+
+def kept_file() -> Path:
+    (found,) = cache_folder().glob("blocks_*.json")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs and menus in a second instead of ten."""
+    monkeypatch.setattr(block_menus, "QUICK_SECONDS", 0.3)
+    for name in ("ALLOWANCE_SECONDS", "LEAST_SECONDS", "RUN_SECONDS"):
+        monkeypatch.setattr(quick, name, 0.1)
+
+
+@pytest.fixture
+def menus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an element whenever menus are made, which needs the solver."""
+    calls: list[int] = []
+    own = block_plan.menus_of
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return own(*args)
+
+    monkeypatch.setattr(block_plan, "menus_of", counted)
+    return calls
+
+
+def test_the_second_start_needs_no_solver(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "monet_like")
+    plain = Decoder()
+    first = planned(copy.deepcopy(plain))
+    assert "; planned in " in caplog.text and "reused" not in caplog.text
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a plan that is kept was made anew")
+
+    for name in ("menus_of", "choose", "smallest", "keep"):
+        monkeypatch.setattr(block_plan, name, refuse)
+    second = planned(copy.deepcopy(plain))
+    day = KeptBlocks.load(kept_file()).planned
+    assert f"; reused, planned on {day}" in caplog.text
+    plans = [monet_like.block_plan(model) for model in (first, second)]
+    assert plans[0] == plans[1] and plans[1] is not None
+    contents = [[block.record.content() for block in blocks_of(model)] for model in (first, second)]
+    assert contents[0] == contents[1]
+    assert any(block.record.schedule.rerun_count for block in blocks_of(second))
+    assert_same_step(plain, second, tokens())
+    assert measured_peak(second, tokens()) == plans[1].peak_bytes <= plans[1].budget_bytes
+
+
+def _other_activation(model: Any) -> None:
+    model.layers[1].dropout.p = 0.2
+
+
+CHANGES: list[tuple[str, Callable[[Any], Any], dict[str, Any]]] = [
+    ("budget", lambda model: None, {"budget": "80%"}),
+    ("dropout of one block", _other_activation, {}),
+    ("frozen parameter of one block", lambda model: model.layers[2].up.weight.requires_grad_(False), {}),
+    ("batch", lambda model: None, {"x": tokens(8)}),
+    ("optimizer", lambda model: None, {"optimizer": "adamw"}),
+    ("variants", lambda model: None, {"mode": "inplace"}),
+    ("memory of the rest", lambda model: None, {"loss": lambda result: (result.double() ** 2).mean()}),
+]
+
+
+@pytest.mark.slow(but=["budget"])
+@pytest.mark.parametrize(("change", "options"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES])
+def test_what_changes_the_plan_plans_anew(
+    change: Callable[[Any], Any], options: dict[str, Any], menus: list[int]
+) -> None:
+    planned(Decoder())
+    assert len(menus) == 1
+    other = Decoder()
+    change(other)
+    mine = planned(copy.deepcopy(other), **options)
+    assert len(menus) == 2
+    plan = monet_like.block_plan(mine)
+    assert plan is not None and plan.peak_bytes <= plan.budget_bytes
+    planned(copy.deepcopy(other), **options)
+    assert len(menus) == 2  # and that is kept, too
+
+
+@pytest.mark.slow
+def test_other_weights_and_texts_of_the_rest_reuse_the_plan(menus: list[int]) -> None:
+    planned(Decoder())
+    torch.manual_seed(5)
+    mine = planned(Decoder(), x=tokens().flip(0))
+    assert len(menus) == 1
+    assert all(block.record for block in blocks_of(mine))
+
+
+@pytest.mark.slow
+def test_a_full_plan_serves_a_quick_start(menus: list[int]) -> None:
+    planned(Decoder(blocks=1), "100%", effort="full")
+    planned(Decoder(blocks=1), "100%", effort="quick")
+    assert len(menus) == 1
+    planned(Decoder(blocks=1), "90%", effort="quick")
+    planned(Decoder(blocks=1), "90%", effort="full")
+    assert len(menus) == 3  # a quick one does not serve where a full one is wanted
+
+
+@pytest.mark.slow
+def test_a_damaged_file_is_planned_anew_with_a_warning(menus: list[int]) -> None:
+    plain = Decoder(blocks=1)
+    planned(copy.deepcopy(plain), "100%")
+    path = kept_file()
+    whole = path.read_bytes()
+    for damaged in (
+        whole[: len(whole) // 2],
+        b"",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        whole.replace(b'"points"', b'"dots"'),
+    ):
+        path.write_bytes(damaged)
+        before = len(menus)
+        with pytest.warns(UserWarning, match=r"the blocks of Decoder are planned anew: .* is no whole plan of blocks"):
+            mine = planned(copy.deepcopy(plain), "100%")
+        assert len(menus) == before + 1
+        assert_same_step(plain, mine, tokens())
+        assert KeptBlocks.load(path).points  # it has been replaced
+
+
+def test_no_changed_byte_is_read(tmp_path: Path) -> None:
+    planned(Decoder(blocks=2))
+    whole = kept_file().read_bytes()
+    kept, path = KeptBlocks.load(kept_file()), tmp_path / "changed.json"
+    for place in range(0, len(whole), max(1, len(whole) // 200)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            found = KeptBlocks.load(path)
+        except ScheduleFileError:
+            continue
+        assert found == kept  # white space
+
+
+def changed(content: Any, name: str) -> Any:
+    """The content of a file with one wrong field and a digest that fits."""
+    if name == "another program":
+        content["schedules"][0]["fingerprint"] = "0" * 64
+    elif name == "fewer blocks":
+        content["blocks"] = content["blocks"][:-1]
+    elif name == "no schedule":
+        content["blocks"][0] = -1
+    elif name == "wrong schedule":
+        content["blocks"][0] = len(content["points"])
+    elif name == "wrong value":
+        content["points"][0][-1] = [100_000]
+    else:
+        content["points"][0][2] = "12"
+    del content["sha256"]
+    return {**content, "sha256": _digest(content)}
+
+
+@pytest.mark.slow(but=["another program"])
+@pytest.mark.parametrize(
+    "name", ["another program", "fewer blocks", "no schedule", "wrong schedule", "wrong value", "wrong type"]
+)
+def test_a_file_that_does_not_fit_is_planned_anew(name: str, menus: list[int]) -> None:
+    planned(Decoder(blocks=2))
+    path = kept_file()
+    path.write_text(json.dumps(changed(json.loads(path.read_text()), name)))
+    with pytest.warns(UserWarning, match="the blocks of Decoder are planned anew"):
+        planned(Decoder(blocks=2))
+    assert len(menus) == 2
+
+
+SCRIPT = """
+import logging, sys
+sys.path.insert(0, sys.argv[1])
+from block_models import EXACT, Decoder, loss_of, tokens, train
+import monet_like
+logging.basicConfig(level=logging.INFO)
+model = monet_like.auto_schedule(
+    Decoder(), memory_budget="75%", blocks="layers.*", mode=EXACT, loss=loss_of, effort="quick"
+)
+train(model, tokens())
+print([block.record.schedule for block in model.layers], monet_like.block_plan(model).peak_bytes)
+"""
+
+
+@pytest.mark.slow
+def test_another_process_reuses_the_plan() -> None:
+    helpers = Path(__file__).parent.parent / "helpers"
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(helpers)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=dict(os.environ),
+        )
+        for _ in range(2)
+    ]
+    assert "; planned in " in runs[0].stderr and "; reused, planned on " in runs[1].stderr
+    assert runs[0].stdout == runs[1].stdout
