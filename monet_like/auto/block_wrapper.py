@@ -21,6 +21,7 @@ from ..replay.rehearsal import Rehearsal
 from ..replay.stand_in import SignedAsModel
 from ..replay.training_step import Step
 from ..replay.wrapper import ScheduleWrapper
+from .shared_captures import SharedCaptures
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class BlockSchedule(ScheduleWrapper):
         name: in the whole model.
         mode: which variants may be used.
         backend: see `ScheduleWrapper`.
+        shared: programs of the model's other blocks.
 
     Attributes:
         record: the schedule; None before planning, and if nothing in the block has a gradient.
@@ -60,11 +62,11 @@ class BlockSchedule(ScheduleWrapper):
     record: ScheduleRecord | None  # type: ignore[assignment]
     plans_its_memory = False
 
-    def __init__(self, model: nn.Module, name: str, mode: str, backend: str = "eager") -> None:
+    def __init__(self, model: nn.Module, name: str, mode: str, backend: str, shared: SharedCaptures) -> None:
         nn.Module.__init__(self)
         self._share(model, backend)
         self.record = None
-        self._block_name, self._block_mode = name, mode
+        self._block_name, self._block_mode, self._block_shared = name, mode, shared
         self._block_call: BlockCall | None = None
         self._block_number, self._block_planned, self._block_sharded = 0, False, False
         self._rehearsal: Rehearsal | None = None
@@ -124,8 +126,12 @@ class BlockSchedule(ScheduleWrapper):
                 type(self._model).__qualname__,
                 autocast=autocast_name(device_of(self)),
             )
-            captured = captured_for(request, example)
-            gc.collect()  # the tracer's cycles hold the inputs, which would be counted as memory of the rest
+            described = (*key[1:], self._block_mode)
+            captured = self._block_shared.find(self._model, described)
+            if captured is None:
+                captured = captured_for(request, example)
+                gc.collect()  # the tracer's cycles hold the inputs, which would be counted as memory of the rest
+                self._block_shared.keep(self._model, described, captured)
             if captured.written:
                 raise UsageError(
                     f"{self._block_name} changes its inputs in place, which a block of a schedule cannot; clone them first, or "
@@ -152,13 +158,31 @@ class BlockSchedule(ScheduleWrapper):
         call = self._block_call
         if captured is None and call is not None and call.key == key and key not in self._steps:
             captured = call.captured
+        described = (*key[1:], self._block_mode, self.record and (self.record.attention, self.record.made_last))
+        if captured is None:
+            captured = self._block_shared.find(self._model, described)
         try:
-            return super()._step(key, args, kwargs, captured)
+            step = super()._step(key, args, kwargs, captured)
         except ScheduleFileError as error:
             raise ScheduleFileError(
                 f"{self._block_name}: {error} (the schedules of blocks are planned for the inputs of the first training call; "
                 "give auto_schedule the largest ones)"
             ) from None
+        self._block_shared.keep(self._model, described, step.captured)
+        return step
+
+    def _made(
+        self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Step:  # fmt: skip
+        shared, fused = self._block_shared, within is not None
+        step = shared.step(captured, record.schedule, fused=fused)
+        if step is None:
+            step = super()._made(record, captured, within, args, kwargs)
+            shared.keep_step(captured, record.schedule, step, fused=fused)
+        return step
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_block_call": None}  # captured anew where it is unpickled or copied
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""

@@ -15,6 +15,7 @@ from ..replay.wrapper import ScheduleWrapper
 from .block_menus import BlockSettings
 from .block_plan import BlockPlan, plan_blocks
 from .block_wrapper import BlockSchedule, blocks_of
+from .shared_captures import SharedCaptures
 from .step_memory import Blocks
 
 #: How blocks are named: modules of the model, or patterns of their names.
@@ -46,7 +47,10 @@ def schedule_blocks(
         )
     if (args is not None or kwargs is not None) and not model.training:
         raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
-    _replace(model, {block: BlockSchedule(block, name, settings.mode, backend) for name, block in found.items()})
+    shared = SharedCaptures()
+    _replace(
+        model, {block: BlockSchedule(block, name, settings.mode, backend, shared) for name, block in found.items()}
+    )
     if args is not None or kwargs is not None:
         given = args if isinstance(args, tuple) else () if args is None else (args,)
         try:

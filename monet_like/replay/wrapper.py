@@ -191,9 +191,7 @@ class ScheduleWrapper(StandIn):
         within = None
         if self.backend == "inductor" and inputs == record.inputs:
             within = record.peak_bytes - record.extra_bytes
-        step = Step(captured, record.schedule, within)
-        if within is None and not captured.gradients_in_rows:
-            step.for_row_major = self._for_row_major(record, step, args, kwargs)
+        step = self._made(record, captured, within, args, kwargs)
         modules = dict(self._model.named_modules())
         constants = captured.constants.tensors
         step.parameter_slots = [_slot(modules, constants, name, "_parameters") for name, _ in captured.parameters]
@@ -207,6 +205,15 @@ class ScheduleWrapper(StandIn):
                 f"{type(self._model).__name__} was captured for {MANY_STEPS} different calls{last}, which takes time and "
                 "memory; pad inputs to few shapes, and pass numbers that change, attributes of modules among them, as tensors",
             )
+        return step
+
+    def _made(
+        self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Step:  # fmt: skip
+        """Compile a schedule's decisions for a captured program; ``within``: as `Step`'s ``fuse_within_bytes``."""
+        step = Step(captured, record.schedule, within)
+        if within is None and not captured.gradients_in_rows:
+            step.for_row_major = self._for_row_major(record, step, args, kwargs)
         return step
 
     def _keep(self, key: Any, step: Step) -> None:
@@ -245,12 +252,9 @@ class ScheduleWrapper(StandIn):
             raise ScheduleFileError(reason)
         if captured is None or not captured.constants.are_of(self._model):
             captured = capture(
-                self._model,
-                args,
-                kwargs,
-                made_last=record.made_last,
+                self._model, args, kwargs, made_last=record.made_last,
                 optimizer_in_backward=record.optimizer_in_backward,
-            )
+            )  # fmt: skip
             captured = admitted(captured, record.mode, ablation=record.ablation)
         try:
             check_program(record, captured, type(self._model).__name__, device_of(self._model))

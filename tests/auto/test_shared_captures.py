@@ -1,0 +1,186 @@
+"""Equal blocks share one capture; blocks that differ in anything that a capture fixes have their own. Both train exactly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from block_models import EXACT, Decoder, Layer, Short, assert_same_step, loss_of, tokens
+from torch import nn
+
+import monet_like
+from monet_like.auto import block_menus, block_wrapper
+from monet_like.auto.block_wrapper import blocks_of
+from monet_like.auto.shared_captures import outline_of
+from monet_like.compiler import quick
+from monet_like.replay import wrapper
+
+
+class Scaled(Short):
+    """A block with a number, a list and a buffer, and a parameter that may be frozen."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale, self.powers = 0.5, [1, 2]
+        self.register_buffer("shift", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bent = sum(torch.tanh(self.up(x)) ** power for power in self.powers)
+        return x + self.scale * self.dropout(self.down(bent)) + self.shift
+
+
+class Halved(Scaled):
+    """Another class with the same parts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * super().forward(x)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an element for every capture of a block; planning is short."""
+    monkeypatch.setattr(block_menus, "QUICK_SECONDS", 0.3)
+    for name in ("ALLOWANCE_SECONDS", "LEAST_SECONDS", "RUN_SECONDS"):
+        monkeypatch.setattr(quick, name, 0.1)
+    made: list[int] = []
+    for module, name in ((block_wrapper, "captured_for"), (wrapper, "capture")):
+        own = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, own=own, **kwargs: made.append(1) or own(*args, **kwargs))
+    return made
+
+
+def planned(plain: nn.Module, x: torch.Tensor, change: Callable[[Any], Any] | None = None) -> Any:
+    """A copy of the model with schedules; ``change`` is made to the second block of both."""
+    mine: Any = copy.deepcopy(plain)
+    for model in (plain, mine) if change is not None else ():
+        change(model.layers[1])
+    return monet_like.auto_schedule(
+        mine, x, memory_budget="90%", blocks="layers.*", mode=EXACT, loss=loss_of, effort="quick"
+    )
+
+
+def test_equal_blocks_are_captured_once(captures: list[int]) -> None:
+    plain, x = Decoder(Layer, 4), tokens(8, 16)
+    mine = planned(plain, x)
+    for seed in range(2):
+        assert_same_step(plain, mine, x, seed)
+    assert len(captures) == 1
+    steps = [next(iter(block._steps.values()))[0] for block in blocks_of(mine)]
+    assert len({id(step) for step in steps}) == 4 and len({id(step.captured) for step in steps}) == 1
+    assert len({id(step.forward) for step in steps}) == len({block.record.schedule for block in blocks_of(mine)})
+    for batch in (x[:, :9], x[:5]):  # as few for other shapes
+        assert_same_step(plain, mine, batch)
+    assert len(captures) == 3
+    mine.layers[2].dropout.p = 0.3  # a change after planning concerns that block alone
+    plain.layers[2].dropout.p = 0.3
+    assert_same_step(plain, mine, x)
+    assert len(captures) == 4
+
+
+def _tie(layer: Any) -> None:
+    layer.up.bias = nn.Parameter(torch.zeros(64))
+    layer.down.weight, layer.down.bias = (
+        nn.Parameter(layer.up.weight.detach().T.contiguous()),
+        nn.Parameter(layer.shift),
+    )
+
+
+def _hook(layer: Any) -> None:
+    layer.up.register_forward_hook(lambda module, args, result: 2 * result)
+
+
+def _replace_forward(layer: Any) -> None:
+    own = layer.down.forward
+    layer.down.forward = lambda x: own(x) + 1
+
+
+def _set(name: str, value: Any) -> Callable[[Any], None]:
+    def change(layer: Any) -> None:
+        setattr(layer, name, value)
+
+    return change
+
+
+class Held(Scaled):
+    """A block whose tensor attribute is not registered."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.factor = torch.full((width,), 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+#: A name, a change of the second of three blocks, and how many of them are captured.
+DIFFERENCES: list[tuple[str, Callable[[Any], Any], int]] = [
+    ("nothing", lambda layer: None, 1),
+    ("number", _set("scale", 0.25), 2),
+    ("list", lambda layer: layer.powers.append(3), 2),
+    ("frozen parameter", lambda layer: layer.up.weight.requires_grad_(False), 2),
+    ("dropout in eval mode", lambda layer: layer.dropout.eval(), 2),
+    ("content of a buffer", lambda layer: layer.shift.fill_(0.75), 1),
+    ("content of a parameter", lambda layer: layer.up.weight.data.mul_(2.0), 1),
+    ("rate of a dropout", lambda layer: setattr(layer.dropout, "p", 0.4), 2),
+    ("hook", _hook, 2),
+    ("function in the place of forward", _replace_forward, 2),
+    ("class of the block", _set("__class__", Halved), 2),
+    ("class of a part", lambda layer: setattr(layer, "dropout", nn.AlphaDropout(0.1)), 2),
+    ("missing bias", lambda layer: setattr(layer.up, "bias", None), 2),
+    ("buffer that is a parameter's memory", _tie, 2),
+    ("dtype", lambda layer: layer.shift.data.__class__ and setattr(layer, "shift", layer.shift.to(torch.int64)), 2),
+    ("strides", lambda layer: setattr(layer.up, "weight", nn.Parameter(layer.up.weight.detach().T.contiguous().T)), 2),
+    ("attribute of a parameter", lambda layer: setattr(layer.up.weight, "note", object()), 2),
+    ("no_dropit", lambda layer: setattr(layer, "no_dropit", True), 2),
+]
+
+
+@pytest.mark.slow(but=["number", "content of a buffer"])
+@pytest.mark.parametrize(("change", "expected"), [d[1:] for d in DIFFERENCES], ids=[d[0] for d in DIFFERENCES])
+def test_blocks_that_differ(change: Callable[[Any], Any], expected: int, captures: list[int]) -> None:
+    plain, x = Decoder(Scaled, 3), tokens(8, 16)
+    mine = planned(plain, x, change)
+    for seed in range(2):
+        assert_same_step(plain, mine, x, seed)
+    assert len(captures) == expected
+
+
+@pytest.mark.slow
+def test_blocks_with_tensors_that_are_not_registered_share_nothing(captures: list[int]) -> None:
+    plain, x = Decoder(Held, 3), tokens(8, 16)
+    plain.layers[1].factor.fill_(2.0)
+    mine = planned(plain, x)
+    assert_same_step(plain, mine, x)
+    assert len(captures) == 3
+
+
+@pytest.mark.slow
+def test_a_copy_of_the_model_captures_for_itself(captures: list[int]) -> None:
+    plain, x = Decoder(Scaled, 3), tokens(8, 16)
+    mine = planned(plain, x)
+    assert_same_step(plain, mine, x)
+    other = copy.deepcopy(mine)
+    with torch.no_grad():
+        other.layers[0].up.weight.mul_(2.0)
+    reference = copy.deepcopy(plain)
+    reference.layers[0].up.weight.data.mul_(2.0)
+    assert_same_step(reference, other, x)
+    assert_same_step(plain, mine, x)
+
+
+def test_an_outline_tells_tied_tensors_and_shared_memory() -> None:
+    outlines = []
+    for number in range(4):
+        layer = Scaled(8)
+        if number == 1:
+            layer.register_buffer("other", layer.shift)
+        if number == 2:
+            layer.register_buffer("other", layer.shift.view(-1))
+        if number == 3:
+            layer.register_buffer("other", torch.zeros(8))
+        outlines.append(outline_of(layer))
+    assert all(one != other for n, one in enumerate(outlines) for other in outlines[:n])
+    assert outline_of(Scaled(8)) == outlines[0] is not None
