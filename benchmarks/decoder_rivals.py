@@ -4,7 +4,7 @@ Every rule is a choice of schedules for the decoder's parts, judged by the simul
 `monet_like.fits` does. Nothing is measured. The rules:
 
 * *checkpoint per block*: ``gradient_checkpointing_enable()`` of Transformers, and DeepSpeed's activation checkpointing;
-* *every 2nd block*: ``every_n_layers=2`` of Transformers;
+* *every 2nd block*, *every 4th block*: ``every_n_layers`` of Transformers;
 * *selective*: PyTorch's selective checkpointing per block, which saves products and attention and recomputes the rest;
 * *chunked loss*: the head and the loss in parts, as Liger, TRL's ``chunked_nll`` and ``linear_cross_entropy`` of PyTorch do.
 
@@ -75,6 +75,7 @@ def rules(answer: Answer, prices: Mapping[Piece, Priced], card: DeviceLimits) ->
     found = {
         "plain": plain,
         "every 2nd block": tuple(every[b] if b < count and b % 2 == 0 else point for b, point in enumerate(plain)),
+        "every 4th block": tuple(every[b] if b < count and b % 4 == 0 else point for b, point in enumerate(plain)),
         "selective": points(lambda piece: selective(piece, card)),
         "checkpoint per block": every,
     }
