@@ -42,7 +42,9 @@ class _Search:
         self.answer, self.what = answer, what
         self.asked = answer.batch if what == "batch" else answer.length
         self.sizes = [self.asked * times for times in ((1, 2) if what == "batch" else (1, 2, 3))]
-        self.at = [answer.capturing.at(*self._size(size), card.capability) for size in self.sizes]
+        first = answer.capturing.at(*self._size(self.asked), card.capability)
+        others = (answer.capturing.at(*self._size(size), card.capability, first) for size in self.sizes[1:])
+        self.at = [first, *others]
         self.parts: list[Sized] = []
         for pieces in zip(*(found.every for found in self.at), strict=True):
             costs = [roofline(piece.captured, card) for piece in pieces]

@@ -90,8 +90,12 @@ class Capturing:
         self.kind_of = tuple(self.distinct.index(signature) for signature in signatures)
         self.first = [self.kind_of.index(kind) for kind in range(len(self.distinct))]
 
-    def at(self, batch: int, length: int, capability: Capability) -> Pieces:
+    def at(self, batch: int, length: int, capability: Capability, like: Pieces | None = None) -> Pieces:
         """The parts at a size, for a card of this compute capability.
+
+        Args:
+            like: the parts at another size, whose gradients are made last here, too: which ones it pays for depends on the
+                size, and schedules of one size are schedules of another only where the order is the same.
 
         Raises:
             CaptureError: a part cannot be captured.
@@ -101,18 +105,21 @@ class Capturing:
             capability = None
         x, *tables = self._started(tokens, capability)
         stream = x.detach().requires_grad_()
+        last = {} if like is None else {piece.name: piece.captured.made_last for piece in like.every}
         size = (batch, length)
         kinds = []
         for kind, place in enumerate(self.first):
             name = "block" if len(self.first) == 1 else f"block {place}"
             example: Example = ((stream, *tables), {})
-            kinds.append(self._piece((*size, capability, kind), name, parts.blocks[place], example, capability))
-        end = self._piece(
-            (*size, "end"), "head and loss", parts.end, ((stream, _tokens(batch, length)), {}), capability
-        )
+            kinds.append(
+                self._piece((*size, capability, kind), name, parts.blocks[place], example, capability, last.get(name))
+            )
+        name, example = "head and loss", ((stream, _tokens(batch, length)), {})
+        end = self._piece((*size, "end"), name, parts.end, example, capability, last.get(name))
         start = None
         if any(p.requires_grad for p in parts.start.parameters()):
-            start = self._piece((*size, "start"), "embedding", parts.start, ((tokens,), {}), capability)
+            name, example = "embedding", ((tokens,), {})
+            start = self._piece((*size, "start"), name, parts.start, example, capability, last.get(name))
         return Pieces(
             batch,
             length,
@@ -139,14 +146,16 @@ class Capturing:
         return tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in results)
 
     def _piece(
-        self, key: tuple[Any, ...], name: str, part: nn.Module, example: Example, capability: Capability
-    ) -> Piece:
+        self, key: tuple[Any, ...], name: str, part: nn.Module, example: Example, capability: Capability,
+        made_last: tuple[str, ...] | None,
+    ) -> Piece:  # fmt: skip
+        key = (*key, made_last)
         if key not in self._known:
             asked = self.question
             self.say(f"capturing {name} at {key[0]} x {key[1]}")
             request = Request(
                 part, example, asked.mode, target=CUDA, attention=asked.attention, capability=capability,
-                optimizer_in_backward=asked.optimizer_in_backward,
+                optimizer_in_backward=asked.optimizer_in_backward, made_last=made_last,
             )  # fmt: skip
             self._known[key] = Piece(name, captured_for(request, example))
         return self._known[key]

@@ -15,7 +15,7 @@ from monet_like.capture.lowering import capture
 from monet_like.cards.decoder import read_question
 from monet_like.cards.largest import largest_where
 from monet_like.cards.pieces import CUDA, Capturing, Pieces
-from monet_like.cards.points import checkpointed, priced
+from monet_like.cards.points import alike, checkpointed, priced
 from monet_like.cards.step import step_of, with_way
 from monet_like.cards.table import Fits
 from monet_like.cli import main
@@ -215,6 +215,17 @@ def test_the_largest_batch_fits_and_the_next_does_not(answered: Fits) -> None:
         assert most is not None and most > 2
         fit, more = (by_parts(small(2), way, batch, cublas=True, attention="flash")[0] for batch in (most, most + 1))
         assert fit <= budget < more, way
+
+
+@pytest.mark.slow
+def test_gradients_are_made_last_alike_at_all_sizes() -> None:
+    """Which ones that pays for depends on the size, and a schedule is for one order of the slots."""
+    capturing = Capturing(read_question("8B"))
+    first = capturing.at(1, 2048, (9, 0))
+    own, alike_here = (capturing.at(1, 4096, (9, 0), like) for like in (None, first))
+    assert first.kinds[0].captured.made_last != own.kinds[0].captured.made_last
+    assert not alike(first.kinds[0].captured, own.kinds[0].captured)
+    assert all(alike(a.captured, b.captured) for a, b in zip(first.every, alike_here.every, strict=True))
 
 
 def test_the_largest_number() -> None:
