@@ -13,7 +13,8 @@ import click
 import torch
 
 from benchmarks import PROFILES
-from monet_like.compiler.pipeline import Prepared, prepare
+from monet_like.compiler.pipeline import prepare
+from monet_like.compiler.prepared import Prepared
 from monet_like.compiler.problem import Problem, read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.ir.profile_file import Profile

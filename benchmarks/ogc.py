@@ -18,7 +18,8 @@ import click
 import torch
 
 from monet_like.cli.benchmark import ARCHS, accumulating, find_arch, weight_bytes
-from monet_like.compiler.pipeline import Prepared, plan_for, prepare
+from monet_like.compiler.pipeline import plan_for, prepare
+from monet_like.compiler.prepared import Prepared
 from monet_like.compiler.problem import read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.rows import write_rows
 from benchmarks.work import ASIDE, WORK
 from benchmarks.worker import apart, gradients_of, rounding_of
+from monet_like.build import library_path
 from monet_like.capture.captured import Captured
 from monet_like.capture.example_inputs import example_of
 from monet_like.capture.precision import autocast_as
@@ -40,9 +41,10 @@ from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import InputSpec, ScheduleRecord
 from monet_like.models import build_model
 from monet_like.profile.devices import device_name, device_slug, known_limits, machine_at
-from monet_like.replay.allocator import reserve
+from monet_like.replay.allocator import place_memory, reserve
+from monet_like.replay.arena import RECORDED
 from monet_like.replay.comparison import Tensors
-from monet_like.replay.verify import judged, real_example, step_peak, step_seconds
+from monet_like.replay.verify import judged, real_example, step_peak, step_seconds, train_step
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.zoo.registry import FILE_NAME, Registry
 
@@ -126,6 +128,7 @@ class Replay:
             weights changed in the last places. ``wrong``: the gradients that are not plain PyTorch's, by
             `monet_like.replay.comparison`.
         reserved_bytes: by the caching allocator, which had one block to begin with.
+        placed_reserved_bytes, placed_seconds: the same, and the step, after `monet_like.place_memory`; 0: not compiled.
     """
 
     file: str
@@ -145,6 +148,8 @@ class Replay:
     gradient_error: float = 0.0
     rounding: float = 0.0
     wrong: str = ""
+    placed_reserved_bytes: int = 0
+    placed_seconds: float = 0.0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -267,6 +272,7 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     emptied(device)
     reserve(record, device)
     peak, reserved, seconds = beside(plain, wrapped, steps)
+    placed = measured_placed(scheduled, wrapped, plain, steps)
     with in_float32(record.mode):
         gradients = on_cpu(gradients_of(wrapped, example))
     wrapped.zero_grad(set_to_none=True)
@@ -278,8 +284,22 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     return Replay(
         name, "measured", record.model, record.inputs[0].shape[0], record.budget_bytes, record.device,
         plain.peak_bytes + record.extra_bytes, peak + record.extra_bytes, record.peak_bytes, reserved, seconds[0], seconds[1], record.plain_seconds, record.seconds,
-        error, plain.rounding, wrong,
+        error, plain.rounding, wrong, *placed,
     )  # fmt: skip
+
+
+def measured_placed(scheduled: ScheduleWrapper, wrapped: nn.Module, plain: Plain, steps: int) -> tuple[int, float]:
+    """What is reserved and how long a step takes after `monet_like.place_memory`; zeros where it is not compiled."""
+    device, example = plain.device, plain.example
+    if not library_path("arena_cuda" if device.type == "cuda" else "arena").exists():
+        return 0, 0.0
+    emptied(device)
+    place_memory(scheduled)
+    for _ in range(RECORDED + 2):
+        train_step(wrapped, example)
+        wrapped.zero_grad(set_to_none=True)
+    _, reserved, seconds = beside(plain, wrapped, steps)
+    return reserved, seconds[1]
 
 
 def profile(work: Work, device: torch.device, folder: Path) -> str:
@@ -367,15 +387,17 @@ def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Seq
     """The report."""
     text = f"# `scripts/gpu_check.sh`: {device_name(device)}\n\ntorch {torch.__version__}.\n\n```\n{stages}```\n\n"
     text += (
-        "| schedule | budget | plain peak | peak | predicted | reserved | plain step | step | overhead | predicted | "
-        "gradients off |\n" + "|---" * 11 + "|\n"
+        "| schedule | budget | plain peak | peak | predicted | reserved | placed: reserved | step | plain step | step | overhead | "
+        "predicted | gradients off |\n" + "|---" * 13 + "|\n"
     )
     for row in rows:
         if row.status != "measured":
-            text += f"| {row.file} | {row.status} |" + " |" * 9 + "\n"
+            text += f"| {row.file} | {row.status} |" + " |" * 11 + "\n"
             continue
         over, told = row.seconds / row.plain_seconds - 1, ""
-        planned = ["", "", ""]
+        planned, placed = ["", "", ""], " | "
+        if row.placed_seconds:
+            placed = f"{row.placed_reserved_bytes / MB:,.0f} MB | {1e3 * row.placed_seconds:,.1f} ms"
         if row.predicted_plain_seconds:
             told = f"{100 * (row.predicted_seconds / row.predicted_plain_seconds - 1):+.1f} %"
             planned = [
@@ -384,7 +406,7 @@ def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Seq
             ]  # fmt: skip
         text += (
             f"| {row.file} | {planned[0]} | {row.plain_peak_bytes / MB:,.0f} MB | {row.peak_bytes / MB:,.0f} MB | {planned[1]} | "
-            f"{row.reserved_bytes / MB:,.0f} MB | {1e3 * row.plain_seconds:,.1f} ms | {1e3 * row.seconds:,.1f} ms | "
+            f"{row.reserved_bytes / MB:,.0f} MB | {placed} | {1e3 * row.plain_seconds:,.1f} ms | {1e3 * row.seconds:,.1f} ms | "
             f"{100 * over:+.1f} % | {told} | {planned[2]} |\n"
         )
     if any(row.profile not in ("", device_name(device)) for row in rows):

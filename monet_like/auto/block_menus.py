@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..capture.example_inputs import device_of
-from ..compiler.pipeline import Prepared, make_record, prepare, settled_for
+from ..compiler.pipeline import make_record, prepare, settled_for
+from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress
 from ..compiler.sources import Cached
 from ..errors import UsageError

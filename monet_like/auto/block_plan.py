@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..capture.example_inputs import Example, device_of
-from ..compiler.pipeline import Prepared
+from ..compiler.prepared import Prepared
 from ..compiler.progress import announce
 from ..compiler.sources import keep
 from ..errors import InfeasibleError, ScheduleFileError, warn_caller

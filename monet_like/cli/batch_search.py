@@ -15,7 +15,7 @@ import torch
 
 from ..capture.captured import Captured
 from ..compiler.costs import extended, measured_costs, profile_batch, to_profile, usable
-from ..compiler.pipeline import Prepared, prepared
+from ..compiler.prepared import Prepared, prepared
 from ..compiler.problem import Problem, example_for
 from ..compiler.request import Request, captured_for
 from ..compiler.sources import capability_of

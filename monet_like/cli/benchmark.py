@@ -22,7 +22,8 @@ from torch import nn
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import Example
-from ..compiler.pipeline import Prepared, make_record, plan_for
+from ..compiler.pipeline import make_record, plan_for
+from ..compiler.prepared import Prepared
 from ..compiler.problem import Problem, read_problem
 from ..errors import UsageError
 from ..ir.frames import frame_of

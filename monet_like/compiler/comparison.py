@@ -11,7 +11,8 @@ from typing import Any
 from ..errors import MonetError
 from ..ir.simulate import Report
 from ..ir.units import format_bytes
-from .pipeline import Prepared, plan_for
+from .pipeline import plan_for
+from .prepared import Prepared
 from .request import Request
 
 

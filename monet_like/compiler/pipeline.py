@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,26 +12,25 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..capture.captured import Captured
-from ..capture.delayed_gradients import LEAST_GAIN
 from ..capture.example_inputs import input_spec
 from ..capture.precision import weights_layout
 from ..errors import InfeasibleError, SolverError
 from ..ir.display import short_repr
 from ..ir.profile_file import Profile
-from ..ir.program import FREE, REFUSED, Cost
+from ..ir.program import REFUSED, Cost
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import Moment, Report, moments, simulate
-from ..ir.units import format_bytes
 from ..plan import Plan, plan
-from ..plan.analysis import floor_bytes
-from ..plan.baseline import plain_report, plain_step
+from ..plan.baseline import plain_step
 from ..plan.local_search.searcher import quick_evaluations
 from ..profile.cublas import multiplies, schedule_multiplies
 from ..profile.devices import DeviceLimits, device_name
 from ..profile.profiler import Progress
-from ..profile.settings import changed_settings, settings_of, versions
-from .costs import as_filed, measured_costs, profiled, to_profile
+from ..profile.settings import versions
+from .costs import as_filed, profiled
+from .floor import check_floor, delays_cost
 from .labels import attention_of, summary_counts
+from .prepared import Prepared, prepared
 from .quick import Steps, most_workspaces, quick_costs, settled
 from .request import Request, captured_for
 
@@ -57,35 +56,6 @@ class Compiled:
     plain: Report
     record: ScheduleRecord
     stage_seconds: Mapping[str, float]
-
-
-@dataclass(frozen=True, repr=False)
-class Prepared:
-    """Result of capture and profile: all that planning needs.
-
-    Attributes:
-        captured: the program with the admitted variants.
-        profile: where the costs come from.
-        costs: of all tasks of the program.
-        extra_bytes: the optimizer's state, and cuBLAS's workspaces where plain PyTorch multiplies.
-        cublas_bytes: of them the latter.
-        variants_cublas_bytes: the workspaces where only variants multiply: for schedules that take one.
-        plain: the simulator's report on plain PyTorch's schedule.
-        stage_seconds: wall seconds of capture and profile.
-        guessed: keys of costs whose workspace was not measured at this batch, with the most bytes it may be (`QuickCosts`).
-    """
-
-    __repr__ = short_repr
-
-    captured: Captured
-    profile: Profile
-    costs: Mapping[str, Cost]
-    extra_bytes: int
-    plain: Report
-    stage_seconds: Mapping[str, float]
-    cublas_bytes: int = 0
-    variants_cublas_bytes: int = 0
-    guessed: Mapping[str, int] = field(default_factory=dict)
 
 
 def compile_schedule(
@@ -296,10 +266,10 @@ def prepare(
         captured = captured_for(request, request.example)
     seconds = {"capture": time.perf_counter() - started}
     if budget is not None and not isinstance(profile, DeviceLimits):
-        _check_floor(request, captured, budget, device, profile)
+        check_floor(request, captured, budget, device, profile)
     started = time.perf_counter()
     found, guessed = _priced(request, captured, device, profile, save_profile, progress, quick=quick)
-    if _delays_cost(request, captured, found.costs):
+    if delays_cost(request, captured, found.costs):
         captured = captured_for(replace(request, made_last=()), request.example)
         known = profile if isinstance(profile, DeviceLimits) else found
         found, guessed = _priced(request, captured, device, known, save_profile, progress, quick=quick)
@@ -335,83 +305,6 @@ def _priced(
         return partly.profile, partly.guessed
     found = profiled(request, captured, device, profile, save_profile, progress)
     return found, most_workspaces(captured, found) if found.device == device_name(device) else {}
-
-
-def _delays_cost(request: Request, captured: Captured, costs: Mapping[str, Cost]) -> bool:
-    """Whether the gradients that were delayed make the step need more memory than in autograd's order.
-
-    Which are delayed is chosen before any cost is known, without workspaces. A delayed gradient whose operator has a large one
-    can need more at the end, beside all other gradients: more than the smallest step in autograd's order by so much as a
-    delay is worth at least, or more than plain PyTorch's whole step.
-    """
-    if request.made_last is not None or not captured.made_last:
-        return False
-    most = plain_report(captured.plain, costs, 0, autograd_nodes=captured.autograd_nodes).peak_bytes
-    most = min(most, int((1 + LEAST_GAIN) * floor_bytes(captured.plain, costs)[0]))
-    return floor_bytes(captured.program, costs)[0] > most
-
-
-def _check_floor(
-    request: Request,
-    captured: Captured,
-    budget: int | Callable[[int], int],
-    device: torch.device,
-    profile: Profile | None,
-) -> None:
-    """Refuse a budget in which one task does not fit by itself, even without workspace.
-
-    A share of plain PyTorch's peak is known up to the workspaces. Where it would be too little without them, they are
-    measured, each by one run of the operator.
-
-    Raises:
-        InfeasibleError: proven.
-    """
-    free = {task.cost: FREE for task in captured.every_task()}
-    optimizer = request.optimizer_bytes
-    least, step = floor_bytes(captured.program, free, optimizer)
-    told = "nothing was measured"
-    if isinstance(budget, int):
-        limit = budget
-    else:
-        limit = budget(plain_report(captured.plain, free, optimizer, autograd_nodes=captured.autograd_nodes).peak_bytes)
-        if least > limit:
-            if profile and profile.device != device_name(device):
-                return  # of another machine: nothing will be measured
-            changed = profile and changed_settings(profile.settings, settings_of(device))
-            known = profile.costs if profile and not changed else None
-            costs, _ = measured_costs(request, captured, device, known=known, timed=False)
-            plain = prepared(request, captured, to_profile(costs, device, ""), costs, {}).plain
-            limit = budget(plain.peak_bytes)
-            told = f"of the {format_bytes(plain.peak_bytes)} of plain PyTorch, no time was measured"
-    if least > limit:
-        raise InfeasibleError(
-            f"no schedule fits into {format_bytes(limit)} (proven, {told}): "
-            f"{step or 'what is resident'} alone needs {format_bytes(least)}, parameters, inputs and results included; give "
-            "more memory or a smaller batch; monet-like smallest says what would do",
-            step=step,
-            proven=True,
-        )
-
-
-def prepared(
-    request: Request, captured: Captured, profile: Profile, costs: Mapping[str, Cost], seconds: Mapping[str, float]
-) -> Prepared:
-    """Combine a captured program and its costs into what planning needs."""
-    plain, every = multiplies(captured.plain.every_task()), multiplies(captured.every_task())
-    cublas, by_variants = (profile.cublas_bytes * counts for counts in (plain, every and not plain))
-    extra = request.optimizer_bytes + cublas
-    report = plain_report(captured.plain, costs, extra, autograd_nodes=captured.autograd_nodes)
-    return Prepared(captured, profile, costs, extra, report, seconds, cublas, by_variants)
-
-
-def with_workspaces_of(record: ScheduleRecord, ready: Prepared) -> Prepared:
-    """Count as many bytes for cuBLAS's workspaces as a given schedule does; none for files that do not say."""
-    optimizer, counted = ready.extra_bytes - ready.cublas_bytes, record.cublas_bytes
-    plain = plain_report(
-        ready.captured.plain, ready.costs, optimizer + counted * bool(ready.cublas_bytes),
-        autograd_nodes=ready.captured.autograd_nodes,
-    )  # fmt: skip
-    return replace(ready, extra_bytes=optimizer + counted, cublas_bytes=counted, variants_cublas_bytes=0, plain=plain)
 
 
 def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> ScheduleRecord:

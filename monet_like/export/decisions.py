@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..compiler.pipeline import Prepared, with_workspaces_of
+from ..compiler.prepared import Prepared, with_workspaces_of
 from ..files import write_atomically
 from ..ir.frames import frame
 from ..ir.json_fields import headed

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..capture.captured import Captured
 from ..capture.precision import autocast_as
-from ..compiler.pipeline import Prepared, with_workspaces_of
+from ..compiler.prepared import Prepared, with_workspaces_of
 from ..compiler.request import Request
 from ..errors import ScheduleError, UsageError
 from ..ir.defaults import SOLVER

@@ -13,7 +13,8 @@ import torch
 from ..capture.captured import Captured
 from ..capture.example_inputs import input_specs
 from ..compiler.comparison import strategy_points
-from ..compiler.pipeline import Prepared, compile_prepared, prepare
+from ..compiler.pipeline import compile_prepared, prepare
+from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress
 from ..compiler.request import Request, captured_for, solver_and_strategy
 from ..compiler.sources import Source, capability_of

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..compiler.pipeline import Compiled, Prepared, with_workspaces_of
+from ..compiler.pipeline import Compiled
+from ..compiler.prepared import Prepared, with_workspaces_of
 from ..compiler.progress import Progress
 from ..compiler.request import Request
 from ..errors import UsageError

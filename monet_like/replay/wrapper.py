@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from ..nn.sync_batch_norm import is_synchronised, world
 from ..profile.devices import known_limits, machine_at
 from ..variants import admitted
 from .arena import Arena
+from .call_keys import hashable, structure
 from .compatibility import check_program, check_shapes, mismatch, replayed_in_words, warn_elsewhere
 from .inductor import check_inductor
 from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
@@ -158,12 +157,12 @@ class ScheduleWrapper(StandIn):
         described = tuple(
             (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad, leaf.is_leaf)
             if isinstance(leaf, torch.Tensor)
-            else (type(leaf), *_hashable(leaf))
+            else (type(leaf), *hashable(leaf))
             for leaf in leaves
         )
         device = device_of(self)
         group = world() if self._synchronised else None
-        return _structure(self._model), described, str(spec), device, autocast_name(device), group
+        return structure(self._model), described, str(spec), device, autocast_name(device), group
 
     def _forget_replaced(self) -> None:
         """Drop the steps of modules that no longer exist."""
@@ -327,49 +326,6 @@ def _carried_over(schedule: Schedule, program: Program, other: Program) -> Sched
             return None
         ways.append(found)
     return replace(schedule, ways=tuple(ways))
-
-
-_training = attrgetter("training")
-_looks = attrgetter("shape", "dtype", "requires_grad")
-
-
-def _structure(model: nn.Module) -> Any:
-    """A key of a model's structure: modules (weak references), their training flags, and shapes and dtypes of their tensors.
-
-    A module that was replaced equals no other one, whatever its address was. Read in every step, so that every line is
-    for speed: ``model.modules()`` and ``model.parameters()`` make names, too, and take several times as long.
-    """
-    modules: list[nn.Module] = [model]
-    seen = {id(model)}  # all are alive while this runs
-    tensors: list[torch.Tensor | None] = []
-    for module in modules:
-        for part in module._modules.values():
-            if part is not None and id(part) not in seen:
-                seen.add(id(part))
-                modules.append(part)
-        tensors += module._parameters.values()
-        tensors += module._buffers.values()
-    there = [tensor for tensor in tensors if tensor is not None]
-    absent = () if len(there) == len(tensors) else tuple(tensor is None for tensor in tensors)
-    first: dict[int, int] = {}
-    tied = () if len(set(map(id, there))) == len(there) else tuple(first.setdefault(id(t), len(first)) for t in there)
-    scattered = () if all(map(torch.Tensor.is_contiguous, there)) else tuple(tensor.stride() for tensor in there)
-    looks = tuple(map(_looks, there))
-    return tuple(map(weakref.ref, modules)), tuple(map(_training, modules)), absent, tied, scattered, looks
-
-
-def _hashable(leaf: Any) -> tuple[Any, ...]:
-    """A hashable key of an argument that is not a tensor."""
-    if isinstance(leaf, slice):
-        return leaf.start, leaf.stop, leaf.step
-    try:
-        hash(leaf)
-    except TypeError:
-        raise UsageError(
-            f"an argument of type {type(leaf).__name__} was given, whose changes cannot be followed; give tensors, numbers, "
-            "strings, or tuples, lists and dicts of them"
-        ) from None
-    return (leaf,)
 
 
 def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> ScheduleRecord:

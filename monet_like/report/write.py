@@ -12,7 +12,7 @@ import torch
 from ..capture.absent_gpu_attention import attention_as
 from ..capture.precision import autocast_as
 from ..compiler.comparison import strategy_points
-from ..compiler.pipeline import Prepared, with_workspaces_of
+from ..compiler.prepared import Prepared, with_workspaces_of
 from ..compiler.request import Request
 from ..errors import UsageError
 from ..files import write_atomically

@@ -22,7 +22,8 @@ from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
 from monet_like.cli.benchmark import ARCHS, accumulating, activation_peak, find_arch, weight_bytes
 from monet_like.cli.commands import benchmark_command
-from monet_like.compiler.pipeline import Prepared, prepare
+from monet_like.compiler.pipeline import prepare
+from monet_like.compiler.prepared import Prepared
 from monet_like.compiler.request import Request
 from monet_like.errors import UsageError
 from monet_like.ir.program import Cost

@@ -15,7 +15,8 @@ from monet_like.capture.captured import fake_mode
 from monet_like.capture.lowering import capture
 from monet_like.cli.group import main
 from monet_like.cli.zoo import build as building
-from monet_like.compiler.pipeline import Compiled, compile_schedule, make_record, plan_for, prepare, with_workspaces_of
+from monet_like.compiler.pipeline import Compiled, compile_schedule, make_record, plan_for, prepare
+from monet_like.compiler.prepared import with_workspaces_of
 from monet_like.compiler.request import Request
 from monet_like.errors import ScheduleFileError
 from monet_like.ir.plain_pickle import dump_plain, load_plain

@@ -23,7 +23,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...capture.captured import Captured
-from ...compiler.pipeline import Prepared, make_record, prepare
+from ...compiler.pipeline import make_record, prepare
+from ...compiler.prepared import Prepared
 from ...compiler.problem import Problem, read_problem
 from ...compiler.request import captured_for
 from ...errors import InfeasibleError, ScheduleFileError, UsageError

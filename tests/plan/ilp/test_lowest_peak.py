@@ -12,7 +12,8 @@ from least_memory import least_peak
 from random_programs import best_seconds, random_program
 from torch import nn
 
-from monet_like.compiler.pipeline import Prepared, prepare
+from monet_like.compiler.pipeline import prepare
+from monet_like.compiler.prepared import Prepared
 from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError, MonetError, SolverError
 from monet_like.ir.program import Cost, Program

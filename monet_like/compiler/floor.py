@@ -1,0 +1,77 @@
+"""The least memory that a step needs, known before anything is planned: for budgets, and for the order of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ..capture.captured import Captured
+from ..capture.delayed_gradients import LEAST_GAIN
+from ..errors import InfeasibleError
+from ..ir.profile_file import Profile
+from ..ir.program import FREE, Cost
+from ..ir.units import format_bytes
+from ..plan.analysis import floor_bytes
+from ..plan.baseline import plain_report
+from ..profile.devices import device_name
+from ..profile.settings import changed_settings, settings_of
+from .costs import measured_costs, to_profile
+from .prepared import prepared
+from .request import Request
+
+
+def check_floor(
+    request: Request,
+    captured: Captured,
+    budget: int | Callable[[int], int],
+    device: torch.device,
+    profile: Profile | None,
+) -> None:
+    """Refuse a budget in which one task does not fit by itself, even without workspace.
+
+    A share of plain PyTorch's peak is known up to the workspaces. Where it would be too little without them, they are
+    measured, each by one run of the operator.
+
+    Raises:
+        InfeasibleError: proven.
+    """
+    free = {task.cost: FREE for task in captured.every_task()}
+    optimizer = request.optimizer_bytes
+    least, step = floor_bytes(captured.program, free, optimizer)
+    told = "nothing was measured"
+    if isinstance(budget, int):
+        limit = budget
+    else:
+        limit = budget(plain_report(captured.plain, free, optimizer, autograd_nodes=captured.autograd_nodes).peak_bytes)
+        if least > limit:
+            if profile and profile.device != device_name(device):
+                return  # of another machine: nothing will be measured
+            changed = profile and changed_settings(profile.settings, settings_of(device))
+            known = profile.costs if profile and not changed else None
+            costs, _ = measured_costs(request, captured, device, known=known, timed=False)
+            plain = prepared(request, captured, to_profile(costs, device, ""), costs, {}).plain
+            limit = budget(plain.peak_bytes)
+            told = f"of the {format_bytes(plain.peak_bytes)} of plain PyTorch, no time was measured"
+    if least > limit:
+        raise InfeasibleError(
+            f"no schedule fits into {format_bytes(limit)} (proven, {told}): "
+            f"{step or 'what is resident'} alone needs {format_bytes(least)}, parameters, inputs and results included; give "
+            "more memory or a smaller batch; monet-like smallest says what would do",
+            step=step,
+            proven=True,
+        )
+
+
+def delays_cost(request: Request, captured: Captured, costs: Mapping[str, Cost]) -> bool:
+    """Whether the gradients that were delayed make the step need more memory than in autograd's order.
+
+    Which are delayed is chosen before any cost is known, without workspaces. A delayed gradient whose operator has a large one
+    can need more at the end, beside all other gradients: more than the smallest step in autograd's order by so much as a
+    delay is worth at least, or more than plain PyTorch's whole step.
+    """
+    if request.made_last is not None or not captured.made_last:
+        return False
+    most = plain_report(captured.plain, costs, 0, autograd_nodes=captured.autograd_nodes).peak_bytes
+    most = min(most, int((1 + LEAST_GAIN) * floor_bytes(captured.plain, costs)[0]))
+    return floor_bytes(captured.program, costs)[0] > most
