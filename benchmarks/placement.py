@@ -55,8 +55,10 @@ def lifetimes(
         since |= {value: now for value in alive if value not in since}  # the backward's incoming gradients
         if workspace := cost_of(task, costs).workspace_bytes:
             found.append(Lifetime(workspace, now + 1, now + 2))
-        begun = since.pop(task.overwrites) if task.overwrites is not None else now + 1
-        since |= {value: begun for value in task.writes if value not in since}
+        since |= {value: now + 1 for value in task.writes if value not in since}
+        if task.overwrites is not None:
+            storage = program.values[task.overwrites].bytes
+            since[next(v for v in task.writes if program.values[v].bytes == storage)] = since.pop(task.overwrites)
     for value in tuple(since):
         ended(value, 3 * len(steps))
     return [one for one in found if one.bytes > least_bytes and one.end > one.begin]
