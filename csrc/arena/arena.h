@@ -67,6 +67,7 @@ struct Block {
   int64_t bytes = 0;
   std::map<int64_t, Taken> taken;  // by offset
   Stream stream = nullptr;
+  int device = -1;
   bool closed = false;  // nobody will allocate from it
 
   bool is_free(int64_t offset, int64_t size) const {
@@ -91,6 +92,7 @@ inline Active& active() {
 
 // A freed part of a block that other streams use.
 struct Freed {
+  int device;
   Stream stream;
   std::vector<Stream> others;
 };
@@ -130,7 +132,7 @@ class Arenas {
   }
 
   // Give a block its memory, or take it if `memory` is empty. False: tensors are cut from what it has.
-  bool fill(int64_t number, c10::DataPtr memory, int64_t bytes, Stream stream) {
+  bool fill(int64_t number, c10::DataPtr memory, int64_t bytes, Stream stream, int device = -1) {
     const std::lock_guard lock(mutex_);
     const std::shared_ptr<Block> block = blocks_.at(number);
     if (!block->taken.empty()) return false;
@@ -140,6 +142,7 @@ class Arenas {
     block->memory = std::move(memory);
     block->bytes = bytes;
     block->stream = stream;
+    block->device = device;
     by_start_[block->start] = block;
     return true;
   }
@@ -227,7 +230,7 @@ class Arenas {
     if (!block) return std::nullopt;
     const auto found = block->taken.find(static_cast<char*>(at) - block->start);
     TORCH_CHECK(found != block->taken.end(), "a tensor of a training step's arena was freed twice");
-    Freed freed{block->stream, std::move(found->second.others)};
+    Freed freed{block->device, block->stream, std::move(found->second.others)};
     block->taken.erase(found);
     if (block->closed && block->taken.empty()) release(*block);
     return freed;

@@ -26,6 +26,8 @@ Stream stream_of(DeviceIndex device) { return c10::cuda::getCurrentCUDAStream(de
 
 // What other streams do with a freed part comes before what the arena's stream does next, in which the part is taken anew.
 void wait_for(const Freed& freed) {
+  if (freed.others.empty()) return;
+  const c10::cuda::CUDAGuard guard(static_cast<DeviceIndex>(freed.device));
   for (const Stream other : freed.others) {
     cudaEvent_t event = nullptr;
     C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
@@ -209,7 +211,7 @@ MONET_LIKE_EXPORT int arena_fill(int64_t block, int device, int64_t bytes) {
     const c10::cuda::CUDAGuard guard(static_cast<DeviceIndex>(device));
     before->emptyCache({0, 0});
     DataPtr memory = before->allocate(static_cast<size_t>(bytes));
-    return Arenas::all().fill(block, std::move(memory), bytes, stream_of(static_cast<DeviceIndex>(device)));
+    return Arenas::all().fill(block, std::move(memory), bytes, stream_of(static_cast<DeviceIndex>(device)), device);
   } catch (const c10::Error&) {
     return -1;
   }
