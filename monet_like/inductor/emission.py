@@ -13,9 +13,9 @@ from torch._functorch._aot_autograd import descriptors
 from torch.fx._lazy_graph_module import _make_graph_module
 
 from ..ir.schedule import Schedule, kept_values
-from .joint import is_elementwise
+from .joint import is_elementwise, readers
 from .kernels import Kernel, Kernels
-from .written import written_operator
+from .written import inlined_operator, written_operator
 
 #: In a node's ``meta``: the number of the group of kernels that Inductor may fuse it with.
 GROUP = "monet_like_group"
@@ -133,19 +133,26 @@ class _Emitter:
         local: dict[fx.Node, fx.Node] = {}
         if kernel.root is None:
             return
-        for node in (*kernel.inlined, kernel.root):
-            local[node] = self._copy(node, local, group)
+        for node in kernel.inlined:
+            local[node] = self._inlined(node, self._copy(node, local, group))
+        local[kernel.root] = self._copy(kernel.root, local, group)
         for node in kernel.writes:
             made = local[node] if node is kernel.root else self._copy(node, local, group)
             self.now[node] = self._written(node, made)
 
     def _written(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """Has Inductor write an elementwise result that several kernels read, instead of computing it anew in each."""
-        if not is_elementwise(node):
-            return made
-        forced = self.graph.call_function(written_operator(), (made,))
-        forced.meta = copy.copy(made.meta)
-        return forced
+        return self._passed_on(written_operator(), made) if is_elementwise(node) else made
+
+    def _inlined(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        """Has Inductor compute an elementwise result within the kernel, also if several of its operators read it."""
+        several = is_elementwise(node) and node.all_input_nodes and len(set(readers(node))) > 1
+        return self._passed_on(inlined_operator(), made) if several else made
+
+    def _passed_on(self, target: Any, made: fx.Node) -> fx.Node:
+        result = self.graph.call_function(target, (made,))
+        result.meta = copy.copy(made.meta)
+        return result
 
     def _copied(self, node: fx.Node, local: dict[fx.Node, fx.Node], group: int) -> fx.Node:
         """The copy of a node; what it is made from and has no copy yet is computed first."""
@@ -154,7 +161,7 @@ class _Emitter:
         if node not in local:
             for given in node.all_input_nodes:
                 self._copied(given, local, group)
-            local[node] = self._copy(node, local, group)
+            local[node] = self._inlined(node, self._copy(node, local, group))
         return local[node]
 
     def _copy(self, node: fx.Node, local: Mapping[fx.Node, fx.Node], group: int) -> fx.Node:

@@ -4,7 +4,8 @@ The graph is functional and decomposed: the forward, then the backward, in the o
 operators into the kernels that read them. So a node of the graph is one of:
 
 * an *item*: its result is written to memory. Products, convolutions, reductions, gathers; elementwise results that one of
-  these reads as a whole, that the graph returns, or that cost fewer bytes than what they are made from;
+  these reads as a whole, that the graph returns, that cost fewer bytes than what they are made from, or that take too many
+  operators to be computed anew;
 * *inlined*: views, and all other elementwise operators. Each kernel that reads one computes it anew, for free. What only a
   concatenation reads is computed in its place there.
 
@@ -14,7 +15,7 @@ An elementwise item that is made from about as many bytes as it has is *cheap*: 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,10 @@ from ..errors import UsageError
 
 #: A result is cheap if its sources have at most so many times its bytes; narrow if they have at least so many.
 CHEAP, NARROW = 1.1, 2.0
+#: The longest chain of operators that a kernel computes on the way, and how often it may call them in all. Inductor calls an
+#: operator once for each path from it to the result that is written, so this number can double with each step of a chain.
+#: Backwards of a normalisation and an activation take up to 23 in a row and 178 calls.
+MOST_IN_A_ROW, MOST_CALLS = 64, 500
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -215,10 +220,30 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
+@dataclass(frozen=True)
+class _Length:
+    """What a kernel calls to compute a node: the longest chain of operators, and calls in all."""
+
+    in_a_row: int
+    calls: int
+
+    @staticmethod
+    def of(inputs: Sequence[_Length]) -> _Length:
+        """Of a node from those of its inputs that are not in memory."""
+        return _Length(
+            1 + max((given.in_a_row for given in inputs), default=0), 1 + sum(given.calls for given in inputs)
+        )
+
+    @property
+    def is_excessive(self) -> bool:
+        return self.in_a_row > MOST_IN_A_ROW or self.calls > MOST_CALLS
+
+
 def _with_items(joint: Joint, nodes: list[fx.Node]) -> Joint:
     """Decide which nodes have memory, in the order of the graph: it depends on the bytes that a node is made from."""
     items, cheap, narrow = set[fx.Node](), set[fx.Node](), set[fx.Node]()
     made_from: dict[fx.Node, dict[fx.Node, int]] = {}  # of inlined and cheap nodes, without resident ones
+    lengths: dict[fx.Node, _Length] = {}  # of the same
     for node in nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
@@ -229,8 +254,10 @@ def _with_items(joint: Joint, nodes: list[fx.Node]) -> Joint:
             sources.update(made_from.get(given, {}))
             if "tangents" in given.name and given.op == "placeholder":
                 sources[given] = joint.bytes_of(given)
+        arguments = pytree.arg_tree_leaves(*node.args, **node.kwargs)  # one may be there twice
+        length = _Length.of([lengths[given] for given in arguments if isinstance(given, fx.Node) and given in lengths])
         if is_view(node):
-            made_from[node] = sources
+            made_from[node], lengths[node] = sources, length
         elif not is_elementwise(node):
             if node not in joint.effects:
                 items.add(node)
@@ -238,13 +265,15 @@ def _with_items(joint: Joint, nodes: list[fx.Node]) -> Joint:
             own, total = joint.bytes_of(node), sum(sources.values())
             few = total <= CHEAP * own
             wide = NARROW * own <= total and node not in joint.backward and bool(own)
+            if length.is_excessive:
+                items.add(node)
+                continue
             if _is_item(joint, node, few, wide):
                 items.add(node)
-                if (few or wide) and node not in joint.backward and not _reads_changed(joint, node):
-                    (cheap if few else narrow).add(node)
-                    made_from[node] = sources
-            else:
-                made_from[node] = sources
+                if not (few or wide) or node in joint.backward or _reads_changed(joint, node):
+                    continue
+                (cheap if few else narrow).add(node)
+            made_from[node], lengths[node] = sources, length
     found = {**vars(joint), "items": frozenset(items), "cheap": frozenset(cheap), "narrow": frozenset(narrow)}
     return Joint(**found)
 

@@ -1,4 +1,4 @@
-"""An operator that returns its input, and has Inductor write it to memory instead of computing it anew in each reader."""
+"""Operators that return their input, and decide whether Inductor writes it to memory or computes it anew in each reader."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ def written(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
+@torch.library.custom_op("monet_like_inductor::inlined", mutates_args=())
+def inlined(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself, as a copy."""
+    return x.clone()
+
+
 @written.register_fake
+@inlined.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
 @cache
 def written_operator() -> Any:
-    """The operator, once Inductor knows what to do with it: no copy is made."""
+    """The operator whose result is in memory, once Inductor knows what to do with it: no copy is made."""
     from torch._inductor.lowering import register_lowering
 
     overload = torch.ops.monet_like_inductor.written.default
@@ -30,5 +37,31 @@ def written_operator() -> Any:
     def lowered(x: Any) -> Any:
         x.realize()
         return x
+
+    return overload
+
+
+@cache
+def inlined_operator() -> Any:
+    """The operator whose result is part of the kernels that read it, however many of their operators do.
+
+    Without it Inductor writes a result that has several readers, if it is made from more than four tensors or, on the CPU,
+    by ``exp``, ``log``, ``sigmoid`` or ``tanh``. A kernel still can have it written, as a product needs it.
+    """
+    from torch._inductor.ir import Pointwise, StorageBox, TensorBox
+    from torch._inductor.lowering import register_lowering
+
+    class Inlined(StorageBox):
+        """An expression that is not written because of its readers."""
+
+        def should_realize_on_reuse(self, users: int, *, graph_reuse: bool = True) -> bool:
+            return False
+
+    overload = torch.ops.monet_like_inductor.inlined.default
+
+    @register_lowering(overload, type_promotion_kind=None)
+    def lowered(x: Any) -> Any:
+        is_expression = isinstance(x.data, StorageBox) and isinstance(x.data.data, Pointwise)
+        return TensorBox(Inlined(x.data.data)) if is_expression else x
 
     return overload
