@@ -1,0 +1,110 @@
+"""The fronts under Inductor: peaks without kernels are those with them, and the words of the table are those of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from benchmarks import inductor_fronts
+from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, Row, findings, markdown
+from benchmarks.rows import read_rows
+from benchmarks.unrun_kernels import unrun_kernels
+from monet_like.replay.verify import step_peak, train_step
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU()) for _ in range(3))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def row(contender: str, setting: str, peak: int, priced: float, **more: int) -> Row:
+    made = Row("net", contender, setting, "measured", peak_bytes=peak, priced_seconds=priced, operations=100)
+    return replace(made, **{"budget_bytes": peak, "predicted_bytes": peak, **more} if contender == OWN else more)
+
+
+def test_what_holds_is_told_of_the_rows() -> None:
+    plain, above = row(COMPILE, "", 1000, 1.0), row(ABOVE, "0.5 dp", 800, 1.2)
+    own = [row(OWN, "least", 500, 1.5), row(OWN, "80%", 800, 1.1)]
+    assert findings([plain, above, *own]) == [
+        "Planned peaks and priced steps are monotone in the budget.",
+        "Peaks are within 3 % of the prediction: the largest error is +0.0 % (planned least).",
+        "No peak is above its budget.",
+        "On or below the front of `activation_memory_budget` everywhere.",
+        "`activation_memory_budget` is monotone here.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (row(OWN, "80%", 400, 1.1, budget_bytes=800), "planned 80% (0.00 MB) is below planned least"),
+        (row(OWN, "80%", 800, 1.6), "planned 80% takes 6.7 % longer than planned least"),
+        (row(OWN, "80%", 800, 1.1, predicted_bytes=700), "the largest error is -12.5 % (planned 80%)"),
+        (row(OWN, "80%", 800, 1.1, budget_bytes=700), "Above the budget: planned 80% by 14.3 %."),
+        (row(OWN, "80%", 800, 1.3), "activation_memory_budget 0.5 dp (0.00 MB) takes 7.7 % less time than planned 80%"),
+        (
+            row(ABOVE, "0.2 dp", 900, 1.1),
+            "`activation_memory_budget` is not monotone: dp: 0.00 MB at 0.2, 0.00 MB at 0.5.",
+        ),
+    ],
+)
+def test_what_does_not_hold_is_told(changed: Row, told: str) -> None:
+    rows = [row(ABOVE, "0.5 dp", 800, 1.2), row(OWN, "least", 500, 1.5), row(OWN, "80%", 800, 1.1)]
+    rows = [r for r in rows if r.key != changed.key] + [changed]
+    assert told in "\n".join(findings(rows))
+
+
+def test_a_failure_is_a_line_of_the_table() -> None:
+    failed = Row("net", OWN, "least", "refused", "does not fit; give more")
+    text = markdown([row(COMPILE, "", 1000, 1.0), failed], {"net": "small"}, "cpu")
+    assert "| planned least | refused: does not fit | - | - | - |" in text
+    assert "No plan was measured." in text
+
+
+@pytest.mark.slow
+def test_peaks_without_kernels_are_those_with_them() -> None:
+    torch.manual_seed(0)
+    model, example = Net(), ((torch.randn(256, 32),), {})
+    found = []
+    for left_out in (True, False):
+        torch._dynamo.reset()
+        function = torch.compile(model, dynamic=False)
+        if left_out:
+            with unrun_kernels() as calls:
+                train_step(function, example)
+            assert calls.count and calls.bytes
+        else:
+            train_step(function, example)
+        found.append(step_peak(function, example, CPU))
+    assert found[0] == found[1]
+    with_kernels = [parameter.grad for parameter in model.parameters()]
+    train_step(model, example)
+    assert all(torch.allclose(a, b.grad) for a, b in zip(with_kernels, model.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_the_command_measures_and_writes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nets = {"net": (Net, partial(lambda: ((torch.randn(256, 32),), {})), "three layers")}
+    monkeypatch.setattr(inductor_fronts, "NETS", nets)
+    words = ("--nets", "net", "--budgets", "0.1", "--solvers", "dp", "--shares", "80")
+    done = CliRunner().invoke(inductor_fronts.main, [*words, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    rows = {r.label: r for r in read_rows(tmp_path / "inductor_fronts.csv", Row)}
+    assert [r.reason for r in rows.values() if r.status != "measured"] == []
+    assert set(rows) == {COMPILE, f"{ABOVE} 0.1 dp", f"{OWN} least", f"{OWN} 80%", f"{OWN} at 0.1 dp"}
+    own = [r for r in rows.values() if r.contender == OWN]
+    assert [r for r in own if not 0.97 * r.predicted_bytes <= r.peak_bytes <= r.budget_bytes + 64] == []
+    assert "| planned least |" in (tmp_path / "inductor_fronts.md").read_text()
