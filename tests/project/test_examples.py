@@ -23,7 +23,10 @@ from torchvision.io import write_png
 from torchvision.models import MobileNetV2
 from zoo import shallow_resnet
 
+import monet_like
 from monet_like.cli.group import main
+from monet_like.plan import block_points
+from monet_like.plan.local_search import searcher
 
 ROOT = Path(__file__).parents[2]
 #: For the examples that plan themselves.
@@ -31,10 +34,16 @@ QUICK = ("--size", "64", "--planning", "2")
 
 
 def few_blocks(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Give the examples a MobileNetV2 of three blocks and a shallow ResNet by any name."""
+    """Give the examples a MobileNetV2 of three blocks, a shallow ResNet by any name, and quick plans.
+
+    A block's menu is its fastest schedule, the one that carries least and the one with the lowest peak.
+    """
     blocks = [[1, 16, 1, 2], [6, 24, 1, 2], [6, 32, 1, 2]]
     replace(torchvision.models, "mobilenet_v2", partial(MobileNetV2, inverted_residual_setting=blocks))
     replace(torchvision.models, "get_model", lambda name, **options: shallow_resnet(**options))
+    replace(monet_like, "auto_schedule", partial(monet_like.auto_schedule, effort="quick"))
+    replace(block_points, "CARRIED_SHARES", ())
+    replace(searcher, "QUICK_SHARE", searcher.QUICK_SHARE / 8)
 
 
 def printed_losses(output: str) -> list[float]:
@@ -77,7 +86,7 @@ def solve(folder: Path, batch: int, *options: str, convert: str = "") -> str:
     (folder / "net.py").write_text(
         f"import monet_like\nfrom zoo import shallow_resnet\n\ndef net():\n    return {convert}(shallow_resnet(3))\n"
     )
-    command = ["solve", f"{folder}/net.py:net", str(batch), "120%", "inplace_multiway_newnode", "heuristic"]
+    command = ["solve", f"{folder}/net.py:net", str(batch), "120%", "inplace_multiway_newnode", "--quick"]
     made = folder / "imagenet.pkl"
     done = CliRunner().invoke(main, [*command, "--input-shape", "3,32,32", *options, "--out", str(made)])
     assert done.exit_code == 0, done.output
