@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torchvision
 from torch import nn
+from torchvision.models.efficientnet import MBConvConfig
+from torchvision.models.resnet import BasicBlock
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
@@ -96,7 +98,8 @@ _FLOAT, _BF16, _FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def _resnet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return image(torchvision.models.resnet18(num_classes=10))
+    """One block at each width."""
+    return image(torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10))
 
 
 def _vit() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -112,7 +115,9 @@ def _unet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def _efficientnet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return image(torchvision.models.efficientnet_b0(num_classes=10))
+    """A block without expansion, one with a stride and one with a residual."""
+    blocks = [MBConvConfig(1, 3, 1, 32, 16, 1), MBConvConfig(6, 5, 2, 16, 24, 2)]
+    return image(torchvision.models.EfficientNet(blocks, 0.2, last_channel=96, num_classes=10))
 
 
 def _written_out() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
