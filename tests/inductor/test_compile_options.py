@@ -86,7 +86,7 @@ def chain(layers: int = 8) -> tuple[nn.Module, torch.Tensor]:
     return Loss(*made), torch.randn(256, 32)
 
 
-def decoder(layers: int = 3) -> tuple[nn.Module, torch.Tensor]:
+def decoder(layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Loss(*(Block(32) for _ in range(layers))), torch.randn(4, 64, 32)
 
@@ -337,7 +337,7 @@ def test_nested_regions_take_the_plan_of_their_partitioner() -> None:
 def test_plans_need_no_more_than_the_activation_memory_budget_of_torch_compile() -> None:
     """The case of pytorch/pytorch#197838, in small: layers of a decoder, at small budgets."""
     torch.manual_seed(0)
-    model, x = Loss(*(DecoderLayer(32) for _ in range(4))), torch.randn(4, 64, 32)
+    model, x = Loss(*(DecoderLayer(32) for _ in range(2))), torch.randn(4, 64, 32)
     others = []
     for budget in (0.3, 0.05):
         torch._dynamo.reset()
