@@ -18,6 +18,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo import shallow_resnet
 
 from benchmarks import run, table
 from benchmarks.contenders import CONTENDERS, Built, NotApplicableError
@@ -34,6 +35,7 @@ from monet_like.profile.devices import DEVICES
 from scripts import gpu_check
 
 MB = 10**6
+HELPERS = Path(__file__).parents[1] / "helpers"
 
 
 def verdict(contender: str, setting: str = "", budget_bytes: int = 0, model: str = "dropout") -> Verdict:
@@ -450,37 +452,42 @@ def test_a_report_has_every_part(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path) -> None:
     """On the CPU, with a small net: the code is the same."""
-    job = Job("resnet18", "cpu", 2, "plain PyTorch")
-    model, example = job.model_and_inputs()
-    request = Request(model, example, "normal", "torchvision.models.resnet18()", strategy="store_all")
-    compile_schedule(request, 2**40, job.device, profile=DEVICES["cpu"]).record.save(tmp_path / "solutions" / "a.pkl")
+    example = ((torch.randn(2, 3, 64, 64),), {})
+    request = Request(shallow_resnet(), example, "normal", f"{HELPERS}/zoo.py:shallow_resnet", strategy="store_all")
+    found = compile_schedule(request, 2**40, torch.device("cpu"), profile=DEVICES["cpu"])
+    found.record.save(tmp_path / "solutions" / "a.pkl")
     (tmp_path / "solutions" / "b.pkl").write_bytes(b"no schedule")
-    arguments = ["--out", tmp_path, "--solutions", tmp_path / "solutions", "--models", "resnet18", "--device", "cpu"]
+    arguments = [
+        "--out",
+        tmp_path,
+        "--solutions",
+        tmp_path / "solutions",
+        "--models",
+        "shallow_resnet",
+        "--device",
+        "cpu",
+    ]
     subprocess.run([sys.executable, ROOT / "scripts" / "gpu_check.py", *arguments, "--steps", "1"], check=True, cwd=ROOT,
                    env=dict(os.environ, PYTHONPATH=str(ROOT)))  # fmt: skip
     text = (tmp_path / "gpu_check.md").read_text()
     assert "| a | 1024.00 GiB |" in text
     assert "| 0e+00, rounding" in text
-    assert "| resnet18_2: checkpoint per block |" in text
+    assert "| py_shallow_resnet_2: checkpoint per block |" in text
     assert len(list((tmp_path / "profiles").iterdir())) == 1
 
 
 @pytest.mark.slow
-def test_the_gpu_check_plans_from_its_profiles(tmp_path: Path) -> None:
-    work = gpu_check.Work(
-        "torchvision.models.resnet18()",
-        (InputSpec((24, 3, 64, 64), "float32"),),
-        "",
-        "inplace_conv_multiway_newnode",
-        ("95%", "1%"),
-    )
+def test_the_gpu_check_plans_from_its_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "PLAN_SECONDS", 2)
+    inputs = (InputSpec((4, 3, 64, 64), "float32"),)
+    work = gpu_check.Work(f"{HELPERS}/chain.py:chain", inputs, "", "inplace_conv_multiway_newnode", ("95%", "1%"))
     cpu = torch.device("cpu")
-    assert gpu_check.profile(work, cpu, tmp_path).startswith("profile_resnet18_24_cpu")
+    assert gpu_check.profile(work, cpu, tmp_path).startswith("profile_py_chain_4_cpu")
     said = [gpu_check.plan(work, budget, cpu, tmp_path) for budget in work.budgets]
-    assert said[0].startswith("resnet18_24_95p: plain PyTorch (predicted)") and "this schedule (predicted)" in said[0]
-    assert said[1].startswith("resnet18_24_1p: error: no schedule fits into")
+    assert said[0].startswith("py_chain_4_95p: plain PyTorch (predicted)") and "this schedule (predicted)" in said[0]
+    assert said[1].startswith("py_chain_4_1p: error: no schedule fits into")
     ((name, record),) = gpu_check.schedules(tmp_path / "schedules", cpu, "")
-    assert name == "resnet18_24_95p" and record.peak_bytes <= record.budget_bytes
+    assert name == "py_chain_4_95p" and record.peak_bytes <= record.budget_bytes
 
 
 # The README's figures -------------------------------------------------------------------------------------------
