@@ -74,9 +74,9 @@ def test_progress_is_shown_while_files_are_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "csrc"
-    for name in ("cpu", "plan"):
+    for name in ("cpu", "plan", "arena"):
         (source / name).mkdir(parents=True)
-    for name in ("ops.cpp", "cpu/masks.cpp", "plan/local_search.cpp"):
+    for name in ("ops.cpp", "cpu/masks.cpp", "plan/local_search.cpp", "arena/cpu.cpp"):
         (source / name).write_text("namespace {}\n")
     monkeypatch.setenv("MONET_LIKE_CUDA", "0")
     monkeypatch.setattr(build, "source_directory", lambda: source)
@@ -85,5 +85,5 @@ def test_progress_is_shown_while_files_are_compiled(
     assert "masks" not in capfd.readouterr().out
     build.build(force=True, progress=True)
     lines = capfd.readouterr().out.splitlines()
-    assert sum(line.startswith("[") and " of 5, " in line for line in lines) == 5, lines
+    assert sum(line.startswith("[") and " of 7, " in line for line in lines) == 7, lines
     assert any(line.endswith("kernels-masks.o") for line in lines)
