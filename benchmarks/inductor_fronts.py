@@ -67,7 +67,7 @@ def _of_work(
 #: The model, random inputs, and both in words.
 NETS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Example], str]] = {
     "llama": (partial(llama, 32), partial(_sentences, 4), "32 layers of width 64, 4 x 128 tokens"),
-    "llama8": (partial(llama, 8), partial(_sentences, 4), "the same with 8 layers"),
+    "llama8": (partial(llama, 8), partial(_sentences, 4), "8 layers of width 64, 4 x 128 tokens"),
     "gpt2": (
         partial(LanguageModel, 2, 64, 4, 512, 128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
         partial(tokens(512, 128), 4),

@@ -142,7 +142,7 @@ def _front(own: Sequence[Row], above: Sequence[Row]) -> str:
     if not above:
         return "No other contender was measured."
     return (
-        "On or below the front of `activation_memory_budget` everywhere."
+        f"On or below `activation_memory_budget` at all of its settings that were measured ({len(above)})."
         if not behind
         else f"Above the front: {'; '.join(behind)}."
     )
@@ -150,6 +150,8 @@ def _front(own: Sequence[Row], above: Sequence[Row]) -> str:
 
 def _solvers(above: Sequence[Row]) -> str:
     wrong = []
+    if len(above) == len({row.setting.split()[1] for row in above}):
+        return "Whether `activation_memory_budget` is monotone was not looked at: one budget of a solver was measured."
     for solver in dict.fromkeys(row.setting.split()[1] for row in above):
         mine = sorted(
             (row for row in above if row.setting.endswith(solver)), key=lambda row: float(row.setting.split()[0])
@@ -178,7 +180,7 @@ def _summary(rows: Sequence[Row], nets: Mapping[str, str]) -> str:
         others = [row.peak_bytes for row in found if row.contender == ABOVE]
         error = max((abs(row.predicted_bytes / row.peak_bytes - 1) for row in own), default=0.0)
         cells = {
-            "net": net, "torch.compile": _mb(plain.peak_bytes), "least, its budget": _mb(min(others)) if others else "-",
+            "net": net, "torch.compile": _mb(plain.peak_bytes), "least measured, its budget": _mb(min(others)) if others else "-",
             "least, planned": _mb(min(row.peak_bytes for row in own)),
             "largest error": f"{100 * error:.1f} %",
         }  # fmt: skip

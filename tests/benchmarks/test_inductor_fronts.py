@@ -42,9 +42,11 @@ def test_what_holds_is_told_of_the_rows() -> None:
         "Planned peaks and priced steps are monotone in the budget.",
         "Peaks are within 3 % of the prediction: the largest error is +0.0 % (planned least).",
         "No peak is above its budget.",
-        "On or below the front of `activation_memory_budget` everywhere.",
-        "`activation_memory_budget` is monotone here.",
+        "On or below `activation_memory_budget` at all of its settings that were measured (1).",
+        "Whether `activation_memory_budget` is monotone was not looked at: one budget of a solver was measured.",
     ]
+    lower = row(ABOVE, "0.2 dp", 600, 1.6)
+    assert findings([plain, above, lower, *own])[4] == "`activation_memory_budget` is monotone here."
 
 
 @pytest.mark.parametrize(
