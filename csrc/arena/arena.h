@@ -277,6 +277,30 @@ class Arenas {
   int64_t count_ = 0;
 };
 
+// An allocation of at least `kLeastBytes`: at its place, or by PyTorch's allocator `theirs`, which is recorded if the plan records.
+inline c10::DataPtr allocate(size_t size, Stream stream, c10::Device device, c10::Allocator& theirs, c10::DeleterFnPtr release) {
+  Arenas& arenas = Arenas::all();
+  if (void* placed = arenas.take(size, stream)) return {placed, placed, release, device};
+  c10::DataPtr made = theirs.allocate(size);
+  if (!arenas.records(stream)) return made;
+  void* at = made.release_context();
+  arenas.made(at, size);
+  return {at, at, release, device};
+}
+
+// Give a block memory that `make` allocates. 1: it has so many bytes now; 0: tensors are cut from what it has; -1: so much memory is not
+// there.
+template <typename Make>
+int refill(int64_t block, int64_t bytes, Stream stream, int device, const Make& make) {
+  if (!Arenas::all().fill(block, {}, 0, nullptr)) return 0;
+  if (bytes == 0) return 1;
+  try {
+    return Arenas::all().fill(block, make(), bytes, stream, device);
+  } catch (const c10::Error&) {
+    return -1;
+  }
+}
+
 }  // namespace monet_like::arena
 
 // The functions that monet_like/replay/arena.py calls, beside `arena_install`, `arena_fill` and `arena_enter` of each device.

@@ -20,13 +20,7 @@ class CpuAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t size) override {
     if (static_cast<int64_t>(size) < kLeastBytes) return before->allocate(size);
-    Arenas& arenas = Arenas::all();
-    if (void* placed = arenas.take(size, nullptr)) return {placed, placed, &release, kDevice};
-    c10::DataPtr made = before->allocate(size);
-    if (!arenas.records(nullptr)) return made;
-    void* at = made.release_context();
-    arenas.made(at, size);
-    return {at, at, &release, kDevice};
+    return arena::allocate(size, nullptr, kDevice, *before, &release);
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -52,15 +46,9 @@ MONET_LIKE_EXPORT int arena_install() {
   return 1;
 }
 
-// 1: the block has so many bytes now; 0: tensors are cut from what it has; -1: so much memory is not there.
+// See `refill`.
 MONET_LIKE_EXPORT int arena_fill(int64_t block, int, int64_t bytes) {
-  if (!Arenas::all().fill(block, {}, 0, nullptr)) return 0;
-  if (bytes == 0) return 1;
-  try {
-    return Arenas::all().fill(block, before->allocate(static_cast<size_t>(bytes)), bytes, nullptr);
-  } catch (const c10::Error&) {
-    return -1;
-  }
+  return refill(block, bytes, nullptr, -1, [&] { return before->allocate(static_cast<size_t>(bytes)); });
 }
 
 MONET_LIKE_EXPORT void arena_enter(int64_t plan, int64_t block, int, int anew) {

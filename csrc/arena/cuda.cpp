@@ -54,14 +54,7 @@ class CudaAllocator final : public CUDAAllocator {
     if (device != active().device || c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       return before->allocate(size);
     }
-    Arenas& arenas = Arenas::all();
-    const c10::Device place(c10::DeviceType::CUDA, device);
-    if (void* placed = arenas.take(size, stream)) return {placed, placed, &release, place};
-    DataPtr made = before->allocate(size);
-    if (!arenas.records(stream)) return made;
-    void* at = made.release_context();
-    arenas.made(at, size);
-    return {at, at, &release, place};
+    return arena::allocate(size, stream, c10::Device(c10::DeviceType::CUDA, device), *before, &release);
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -203,18 +196,14 @@ MONET_LIKE_EXPORT int arena_install() {
   return 1;
 }
 
-// 1: the block has so many bytes now, on the current stream; 0: tensors are cut from what it has; -1: so much memory is not there.
+// See `refill`. The block is for the current stream; what PyTorch's allocator holds unused is given back first.
 MONET_LIKE_EXPORT int arena_fill(int64_t block, int device, int64_t bytes) {
-  if (!Arenas::all().fill(block, {}, 0, nullptr)) return 0;
-  if (bytes == 0) return 1;
-  try {
-    const c10::cuda::CUDAGuard guard(static_cast<DeviceIndex>(device));
+  const auto index = static_cast<DeviceIndex>(device);
+  return refill(block, bytes, stream_of(index), device, [&] {
+    const c10::cuda::CUDAGuard guard(index);
     before->emptyCache({0, 0});
-    DataPtr memory = before->allocate(static_cast<size_t>(bytes));
-    return Arenas::all().fill(block, std::move(memory), bytes, stream_of(static_cast<DeviceIndex>(device)), device);
-  } catch (const c10::Error&) {
-    return -1;
-  }
+    return before->allocate(static_cast<size_t>(bytes));
+  });
 }
 
 MONET_LIKE_EXPORT void arena_enter(int64_t plan, int64_t block, int device, int anew) {

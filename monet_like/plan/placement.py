@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .local_search.native import library
+from .local_search.native import library, storage_of
 
 #: Looks at a neighbour after which the search ends, and the part above the lower bound with which it is content: about a second.
 MOST_STEPS, GOOD_ENOUGH = 200_000_000, 0.002
@@ -50,7 +50,7 @@ def place(lifetimes: Sequence[Lifetime], *, most_steps: int = MOST_STEPS, seed: 
         return Placement(offsets, _height(lifetimes, offsets), least)
     columns = [array("q", column) for column in zip(*lifetimes, strict=True)] or [array("q")] * 3
     found = array("q", bytes(8 * len(lifetimes)))
-    sizes, begin, end, out = (_pointer(column) for column in (*columns, found))
+    sizes, begin, end, out = (storage_of(column) for column in (*columns, found))
     height = loaded.monet_like_place(
         ctypes.c_int32(len(lifetimes)), begin, end, sizes, ctypes.c_int64(int((1 + GOOD_ENOUGH) * least)),
         ctypes.c_int64(most_steps), ctypes.c_uint64(seed), out,
@@ -66,10 +66,6 @@ def most_at_once(lifetimes: Sequence[Lifetime]) -> int:
         there += change
         most = max(most, there)
     return most
-
-
-def _pointer(numbers: array[int]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(numbers.buffer_info()[0])
 
 
 def _orders(lifetimes: Sequence[Lifetime]) -> list[list[int]]:

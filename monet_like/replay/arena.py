@@ -23,6 +23,7 @@ import torch
 from ..build import library_path
 from ..errors import UsageError
 from ..ir.units import format_bytes
+from ..plan.local_search.native import storage_of
 from ..plan.placement import Lifetime, place
 
 _log = logging.getLogger("monet_like")
@@ -94,6 +95,7 @@ class StepMemory:
         self._block, self._library = block, block.library
         self._plan = self._library.arena_add_plan()
         weakref.finalize(self, self._library.arena_drop_plan, self._plan)
+        weakref.finalize(self, block.heights.pop, self._plan, None)
         self._steps = self._recordings = 0
         self._recording = self._had_memory = False
         self._seen: list[Lifetime] = []
@@ -155,7 +157,7 @@ class StepMemory:
         offsets = array("q", [-1] * len(made))
         for i, offset in zip(inside, found.offsets, strict=True):
             offsets[i] = offset
-        self._library.arena_place(self._plan, _pointer(offsets))
+        self._library.arena_place(self._plan, storage_of(offsets))
         self.placed_bytes = self._block.heights[self._plan] = found.height
         if not self._block.take():
             _log.warning("%s for the training step cannot be taken in one block", format_bytes(found.height))
@@ -169,7 +171,7 @@ class StepMemory:
         """What the latest recorded step allocated; the end is -1 where it was not freed before the next step."""
         count = self._library.arena_count(self._plan)
         sizes, ends = array("q", bytes(8 * count)), array("q", bytes(8 * count))
-        self._library.arena_read(self._plan, _pointer(sizes), _pointer(ends))
+        self._library.arena_read(self._plan, storage_of(sizes), storage_of(ends))
         return [Lifetime(size, begin, end) for begin, (size, end) in enumerate(zip(sizes, ends, strict=True))]
 
 
@@ -226,7 +228,3 @@ def arena_library(kind: str) -> Any:
     if not loaded.arena_install():
         raise UsageError(f"another allocator than PyTorch's own has {kind.upper()} memory, and memory cannot be placed")
     return loaded
-
-
-def _pointer(numbers: array[int]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(numbers.buffer_info()[0])

@@ -131,7 +131,7 @@ class NativeEngine:
         room = max(1, len(self.t.writes))
         forward, starts, ways = array("i", [0]) * room, array("i", [0]) * (slots + 1), array("i", [0]) * (slots + 1)
         again = array("i", [0]) * (room * max(1, slots))
-        runs = _Runs(_of(forward), _of(again), _of(starts), _of(ways), 0, 0)
+        runs = _Runs(storage_of(forward), storage_of(again), storage_of(starts), storage_of(ways), 0, 0)
         found = _Judgement()
         legal = self.library.monet_like_judge(
             ctypes.byref(self.tables),
@@ -167,7 +167,7 @@ class NativeEngine:
             len(settings.candidates),
             len(settings.choices),
             len(settings.preferring),
-            *map(_of, lists),
+            *map(storage_of, lists),
         )
         self.library.monet_like_improve(
             ctypes.byref(self.tables),
@@ -178,11 +178,11 @@ class NativeEngine:
         return best
 
 
-def _of(numbers: array[Any]) -> Any:
-    """A pointer to an array's own storage."""
+def storage_of(numbers: array[Any]) -> Any:
+    """A pointer to an array's own storage, for a compiled function."""
     kind = _TYPES[numbers.typecode]
     return ctypes.cast((kind * len(numbers)).from_buffer(numbers), ctypes.POINTER(kind))
 
 
 def _policy(policy: Policy) -> Any:
-    return _Policy(*map(_of, (policy.keep, policy.hold, policy.cut, policy.early, policy.option, policy.prefer)))
+    return _Policy(*map(storage_of, (policy.keep, policy.hold, policy.cut, policy.early, policy.option, policy.prefer)))
