@@ -68,14 +68,19 @@ MONET_HD float int8_scale(O top) {
   return scale - scale != 0 ? __builtin_nanf("") : scale < kLeast ? kLeast : scale;
 }
 
-// x in units, to the nearest; nothing but zero becomes zero, so that every sign stays.
+// The number of units in one; none where there is no scale.
+MONET_HD float units_in_one(float scale) {
+  return scale != scale ? 0.0f : 1.0f / scale;
+}
+
+// x in units, to the nearest; nothing but zero becomes zero, so that every sign stays. Zero in a block without a scale.
 template <typename O>
-MONET_HD int8_t int8_of(O x, float scale) {
+MONET_HD int8_t int8_of(O x, float units_in_one) {
   constexpr O kRound = sizeof(O) == 8 ? O(6755399441055744.0) : O(12582912.0);  // 1.5 * 2^(digits - 1)
-  const O rounded = (x / static_cast<O>(scale) + kRound) - kRound;
+  const O rounded = (x * static_cast<O>(units_in_one) + kRound) - kRound;
   const O sign = static_cast<O>(x > O(0)) - static_cast<O>(x < O(0));
   const O units = rounded == O(0) ? sign : rounded;
-  return scale != scale ? int8_t(0) : static_cast<int8_t>(units);
+  return units_in_one == 0.0f ? int8_t(0) : static_cast<int8_t>(units);
 }
 
 // Elements of `alignment` bytes are read from the cache's first byte on: a view of other bytes may start anywhere.

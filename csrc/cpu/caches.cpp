@@ -175,10 +175,10 @@ template <typename T>
 MONET_BODY void to_int8_body(const T* x, int64_t numel, float* scales, int8_t* out) {
   for (int64_t first = 0; first < numel; first += kScaled) {
     const int64_t n = std::min(kScaled, numel - first);
-    const float scale = *scales++ = int8_scale(top_of(x + first, n));
+    const float units = units_in_one(*scales++ = int8_scale(top_of(x + first, n)));
 #pragma GCC ivdep
     for (int64_t i = first; i < first + n; ++i) {
-      out[i] = int8_of(load(x[i]), scale);
+      out[i] = int8_of(load(x[i]), units);
     }
   }
 }

@@ -476,7 +476,7 @@ __device__ __forceinline__ void normalise_planes(
     const auto put = [&](int i, const auto& values, const auto& others) {
       store(to + i, finished<T>(adds, others, [&](int j) { return normalised_at(values.at[j], k); }, follow));
     };
-    planes.elements<N, kUnroll>(
+    planes.elements<N, kUnroll / 2>(
         from, turn,
         [&](int i) { put(i, opened<1, T>({from[i]}), opened<1, T>({adds ? more[i] : T(0)})); },
         [&](int i) {
@@ -557,7 +557,7 @@ struct Columns {
   template <Order O, typename Fetch, typename Use>
   __device__ __forceinline__ void own_rows(const Fetch& fetch, const Use& use) const {
     const auto row = [&](int i) { return O == Order::Forwards ? i : rows - 1 - i; };
-    for_vectors<int>(
+    for_vectors(
         rows, static_cast<int>(blockIdx.y * blockDim.y + threadIdx.y), static_cast<int>(gridDim.y * blockDim.y),
         [&](int i) { return fetch(row(i)); }, [&](int i, const auto& fetched) { use(row(i), fetched); });
   }
@@ -574,7 +574,7 @@ __device__ __forceinline__ void for_channels(const Columns& columns, const Sums<
   const int k = thread & (high - 1), turn = thread >> columns.spread;
   Pair<O> some{0, 0};
   if (k < own && turn < sharing) {
-    for_vectors<int>(
+    for_vectors(
         sums.parts, turn, sharing,
         [&](int part) { return Pair<O>{sums.at(part, 0, first + k), sums.at(part, 1, first + k)}; },
         [&](int, const Pair<O>& part) {

@@ -326,66 +326,56 @@ struct Eighths {
   }
 };
 
-// The scale of the block that a warp holds. A maximum does not show a NaN, but the products with zero do.
+// The magnitude of the largest element of the block that a warp holds. Magnitudes have the order of their bits, in which a
+// NaN is larger than an infinity.
 template <typename T>
-__device__ __forceinline__ float warp_scale(const Eighths<T>& values) {
+__device__ __forceinline__ op_type<T> warp_top(const Eighths<T>& values) {
   using O = op_type<T>;
-  O top = 0, zero = 0;
+  if constexpr (sizeof(T) == 2) {
+    uint32_t top = 0;  // of elements at even places, and of those at odd ones
 #pragma unroll
-  for (int j = 0; j < Eighths<T>::kCount; ++j) {
-    top = max(top, std::abs(values.at(j)));
-    zero = fused(values.at(j), O(0), zero);
+    for (int j = 0; j < Eighths<T>::kCount / 2; ++j) {
+      top = larger_halves(top, values.words[j / 4].at[j % 4] & 0x7fff7fffu);
+    }
+    const Words bits = {{warp_max(max(top >> 16, top & 0xffffu)), 0, 0, 0}};
+    return widened<T>(bits, 0);
+  } else {
+    using U = std::conditional_t<sizeof(T) == 4, uint32_t, unsigned long long>;
+    U top = 0;
+#pragma unroll
+    for (int j = 0; j < Eighths<T>::kCount; ++j) {
+      const O value = std::abs(values.at(j));
+      U bits;
+      __builtin_memcpy(&bits, &value, sizeof(bits));
+      top = max(top, bits);
+    }
+    top = warp_max(top);
+    O value;
+    __builtin_memcpy(&value, &top, sizeof(value));
+    return value;
   }
-  for (int step = 16; step > 0; step /= 2) {
-    top = max(top, __shfl_xor_sync(0xffffffffu, top, step));
-  }
-  return __all_sync(0xffffffffu, zero == O(0)) ? int8_scale(top) : __int_as_float(0x7fc00000);
 }
 
-// int8_of for the elements of a block. Divisions of floats by one scale become products with its reciprocal: the quotient
-// is corrected twice by its remainder, which makes it the correctly rounded one (Markstein, "Computation of elementary
-// functions on the IBM RISC System/6000 processor", 1990) as long as remainders are exact. So that they are, elements and
-// scale grow by a power of two where the scale is small; without a scale all elements become zero.
-template <typename O>
-struct Units {
-  float factor, scale, reciprocal;
+// int8_of for a float: its result is the lowest byte. The sum's lowest bits are the rounded units, as its own unit is one.
+__device__ __forceinline__ unsigned int byte_of(float x, float units_in_one) {
+  const float least = x != 0.0f ? 1.0f : 0.0f;
+  const float units = copysignf(max(std::abs(x * units_in_one), least), x);
+  return __float_as_uint(units + 12582912.0f);  // 1.5 * 2^23
+}
 
-  explicit __device__ __forceinline__ Units(float of_block)
-      : factor(of_block != of_block ? 0.0f : of_block < 0x1p-100f ? 0x1p64f : 1.0f), scale(of_block * factor),
-        reciprocal(1.0f / scale) {}
-
-  // The lowest byte of the result.
-  __device__ __forceinline__ unsigned int of(float x) const {
-    const float value = x * factor;
-    float quotient = value * reciprocal;
-#pragma unroll
-    for (int turn = 0; turn < 2; ++turn) {
-      quotient = fused(fused(-quotient, scale, value), reciprocal, quotient);
-    }
-    // Nothing but zero becomes zero. The sum's lowest bits are the rounded quotient, as the sum's unit is one.
-    const float least = std::abs(value) > 0.0f ? 1.0f : 0.0f;
-    const float units = copysignf(max(std::abs(quotient), least), value);
-    return __float_as_uint(units + 12582912.0f);  // 1.5 * 2^23
-  }
-};
-
-template <>
-struct Units<double> {
-  float scale;
-
-  explicit __device__ __forceinline__ Units(float of_block) : scale(of_block) {}
-  __device__ __forceinline__ unsigned int of(double x) const { return static_cast<unsigned int>(int8_of(x, scale)); }
-};
+__device__ __forceinline__ unsigned int byte_of(double x, float units_in_one) {
+  return static_cast<unsigned int>(int8_of(x, units_in_one));
+}
 
 // The bytes lie behind the scales and so start at a multiple of four only.
 template <typename T>
 __global__ void to_int8_kernel(const T* __restrict__ x, float* __restrict__ scales, int8_t* __restrict__ out, int count) {
-  using O = op_type<T>;
   using Part = Eighths<T>;
   constexpr int kBlock = static_cast<int>(kScaled);
   const int lane = static_cast<int>(threadIdx.x) % 32, blocks = count / kBlock;
-  for_vectors(
-      blocks, grid_thread() / 32, grid_threads() / 32,
+  constexpr int kWarps = kThreads / 32;
+  take_vectors<kUnroll>(
+      blocks, static_cast<int>(blockIdx.x) * kWarps * kUnroll + static_cast<int>(threadIdx.x) / 32, kWarps,
       [&](int b) {
         Part part;
 #pragma unroll
@@ -395,18 +385,18 @@ __global__ void to_int8_kernel(const T* __restrict__ x, float* __restrict__ scal
         return part;
       },
       [&](int b, const Part& part) {
-        const float scale = warp_scale(part);
+        const float scale = int8_scale(warp_top(part)), units = units_in_one(scale);
         if (lane == 0) {
           scales[b] = scale;
         }
-        const Units<O> units(scale);
+        const unsigned int known = scale == scale ? 255u : 0u;
         constexpr int kTogether = std::min(kVector<T>, 4);
 #pragma unroll
         for (int j = 0; j < Part::kCount; j += kTogether) {
           Vector<uint8_t, kTogether> made;
 #pragma unroll
           for (int i = 0; i < kTogether; ++i) {
-            made.at[i] = static_cast<uint8_t>(units.of(part.at(j + i)));
+            made.at[i] = static_cast<uint8_t>(byte_of(part.at(j + i), units) & known);
           }
           store(reinterpret_cast<uint8_t*>(out) + b * kBlock + Part::place(j), made);
         }
@@ -421,16 +411,15 @@ __global__ void to_int8_kernel(const T* __restrict__ x, float* __restrict__ scal
     }
     Part part;
     __builtin_memcpy(&part, values, sizeof(part));
-    const float scale = warp_scale(part);
+    const float scale = int8_scale(warp_top(part)), units = units_in_one(scale);
     if (lane == 0) {
       scales[blocks] = scale;
     }
-    const Units<O> units(scale);
 #pragma unroll
     for (int j = 0; j < Part::kCount; ++j) {
       const int i = start + Part::place(j);
       if (i < count) {
-        out[i] = static_cast<int8_t>(units.of(part.at(j)));
+        out[i] = int8_of(part.at(j), units);
       }
     }
   }
@@ -452,8 +441,8 @@ __global__ void from_int8_kernel(
     float scale;
   };
   const int vectors = count / N;
-  for_vectors(
-      vectors, grid_thread(), grid_threads(),
+  take_of_grid(
+      vectors,
       [&](int v) {
         Scaled scaled;
 #pragma unroll
@@ -489,7 +478,7 @@ at::Tensor pack_int8(const at::Tensor& x) {
   MONET_DISPATCH_FLOATS(x.scalar_type(), "pack_int8", [&] {
     for_parts(x.numel(), [&](int64_t first, int count) {
       to_int8_kernel<scalar_t>
-          <<<grid_for<to_int8_kernel<scalar_t>>(blocks_of(count / (kScaled / 32))), kThreads, 0,
+          <<<grid_of_vectors(count / (kScaled / 32)), kThreads, 0,
              c10::cuda::getCurrentCUDAStream()>>>(
               in.const_data_ptr<scalar_t>() + first, scales + first / kScaled, bytes + first, count);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -509,7 +498,7 @@ at::Tensor unpack_int8(
   MONET_DISPATCH_FLOATS(dtype, "unpack_int8", [&] {
     for_parts(out.numel(), [&](int64_t first, int count) {
       from_int8_kernel<scalar_t>
-          <<<grid_for<from_int8_kernel<scalar_t>>(blocks_of(count / kVector<scalar_t>)), kThreads, 0,
+          <<<grid_of_vectors(count / kVector<scalar_t>), kThreads, 0,
              c10::cuda::getCurrentCUDAStream()>>>(
               scales + first / kScaled, bytes + first, out.mutable_data_ptr<scalar_t>() + first, count);
       C10_CUDA_KERNEL_LAUNCH_CHECK();

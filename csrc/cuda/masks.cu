@@ -39,8 +39,8 @@ __device__ __forceinline__ uint8_t pack_byte(const T* values, int count, const P
 template <typename T, typename P>
 __global__ void pack_kernel(const T* __restrict__ x, uint8_t* __restrict__ out, int count, P passes) {
   const int bytes = count / kByte;
-  for_vectors(
-      bytes, grid_thread(), grid_threads(), [&](int v) { return load<kByte>(x + v * kByte); },
+  take_of_grid(
+      bytes, [&](int v) { return load<kByte>(x + v * kByte); },
       [&](int v, const Vector<T, kByte>& values) { out[v] = pack_byte(values.at, kByte, passes); });
   if (grid_thread() == 0 && bytes * kByte < count) {
     out[bytes] = pack_byte(x + bytes * kByte, count - bytes * kByte, passes);
@@ -64,8 +64,8 @@ __device__ __forceinline__ unsigned int spread_bits(unsigned int bits) {
 
 __global__ void pack_bool_kernel(const uint8_t* __restrict__ mask, uint8_t* __restrict__ out, int count) {
   const int vectors = count / kBytes;
-  for_vectors(
-      vectors, grid_thread(), grid_threads(),
+  take_of_grid(
+      vectors,
       [&](int v) { return load<kBytes / 4>(reinterpret_cast<const uint32_t*>(mask) + v * (kBytes / 4)); },
       [&](int v, const Vector<uint32_t>& words) {
         const unsigned int bits = nonzero_bytes(words.at[0]) | nonzero_bytes(words.at[1]) << 4 |
@@ -80,8 +80,8 @@ __global__ void pack_bool_kernel(const uint8_t* __restrict__ mask, uint8_t* __re
 
 __global__ void unpack_kernel(const uint8_t* __restrict__ mask, uint8_t* __restrict__ out, int count) {
   const int vectors = count / kBytes;
-  for_vectors(
-      vectors, grid_thread(), grid_threads(),
+  take_of_grid(
+      vectors,
       [&](int v) { return static_cast<unsigned int>(reinterpret_cast<const uint16_t*>(mask)[v]); },
       [&](int v, unsigned int bits) {
         const Vector<uint32_t> words{
@@ -109,8 +109,8 @@ __device__ __forceinline__ void change_by_bit(const T* in, const uint8_t* __rest
     unsigned int byte;
   };
   const int vectors = count / N;
-  for_vectors(
-      vectors, grid_thread(), grid_threads(),
+  take_of_grid(
+      vectors,
       [&](int v) { return Masked{load_words(in + v * N), mask[static_cast<unsigned int>(v) / kSharing]}; },
       [&](int v, const Masked& masked) {
         const unsigned int bits = masked.byte >> (static_cast<unsigned int>(v) % kSharing * N);
@@ -157,8 +157,8 @@ __device__ __forceinline__ unsigned int split_word(unsigned int halves) {
 // The last byte may have half a byte only.
 __global__ void join_nibbles_kernel(const uint8_t* __restrict__ in, uint8_t* __restrict__ out, int count) {
   const int vectors = count / kBytes;
-  for_vectors(
-      vectors, grid_thread(), grid_threads(),
+  take_of_grid(
+      vectors,
       [&](int v) { return load<kBytes / 4>(reinterpret_cast<const uint32_t*>(in) + v * (kBytes / 4)); },
       [&](int v, const Vector<uint32_t>& words) {
         const Vector<uint32_t, 2> joined{
@@ -175,8 +175,8 @@ __global__ void join_nibbles_kernel(const uint8_t* __restrict__ in, uint8_t* __r
 
 __global__ void split_nibbles_kernel(const uint8_t* __restrict__ in, uint8_t* __restrict__ out, int count) {
   const int vectors = count / kBytes;
-  for_vectors(
-      vectors, grid_thread(), grid_threads(),
+  take_of_grid(
+      vectors,
       [&](int v) { return load<2>(reinterpret_cast<const uint32_t*>(in) + v * 2); },
       [&](int v, const Vector<uint32_t, 2>& joined) {
         const Vector<uint32_t> words{
@@ -202,7 +202,7 @@ at::Tensor pack_with(const at::Tensor& x, P passes) {
   at::Tensor out = empty_mask(x);
   for_parts(x.numel(), [&](int64_t first, int count) {
     pack_kernel<T, P>
-        <<<grid_for<pack_kernel<T, P>>(blocks_of(count / kByte)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        <<<grid_of_vectors(count / kByte), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
             in.const_data_ptr<T>() + first, out.mutable_data_ptr<uint8_t>() + first / kByte, count, passes);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
@@ -233,7 +233,7 @@ at::Tensor pack_bool(const at::Tensor& mask) {
   at::Tensor out = empty_mask(mask);
   for_parts(mask.numel(), [&](int64_t first, int count) {
     pack_bool_kernel<<<
-        grid_for<pack_bool_kernel>(blocks_of(count / kBytes)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        grid_of_vectors(count / kBytes), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
         static_cast<const uint8_t*>(in.const_data_ptr()) + first, out.mutable_data_ptr<uint8_t>() + first / kByte, count);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
@@ -244,7 +244,7 @@ template <typename U>
 void keep_where_typed(const at::Tensor& in, const at::Tensor& mask, const at::Tensor& out) {
   for_parts(in.numel(), [&](int64_t first, int count) {
     keep_where_kernel<U>
-        <<<grid_for<keep_where_kernel<U>>(blocks_of(count / kVector<U>)), kThreads, 0,
+        <<<grid_of_vectors(count / kVector<U>), kThreads, 0,
            c10::cuda::getCurrentCUDAStream()>>>(
             static_cast<const U*>(in.const_data_ptr()) + first, mask.const_data_ptr<uint8_t>() + first / kByte,
             static_cast<U*>(out.mutable_data_ptr()) + first, count);
@@ -298,7 +298,7 @@ at::Tensor unpack_bool(const at::Tensor& packed, at::IntArrayRef size, at::IntAr
   const at::Tensor mask = aligned(packed);
   for_parts(out.numel(), [&](int64_t first, int count) {
     unpack_kernel<<<
-        grid_for<unpack_kernel>(blocks_of(count / kBytes)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        grid_of_vectors(count / kBytes), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
         mask.const_data_ptr<uint8_t>() + first / kByte, static_cast<uint8_t*>(out.mutable_data_ptr()) + first, count);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
@@ -316,7 +316,7 @@ at::Tensor masked_scale(
     using O = op_type<scalar_t>;
     for_parts(x.numel(), [&](int64_t first, int count) {
       scale_where_kernel<scalar_t>
-          <<<grid_for<scale_where_kernel<scalar_t>>(blocks_of(count / kVector<scalar_t>)), kThreads, 0,
+          <<<grid_of_vectors(count / kVector<scalar_t>), kThreads, 0,
              c10::cuda::getCurrentCUDAStream()>>>(
               in.const_data_ptr<scalar_t>() + first, packed.const_data_ptr<uint8_t>() + first / kByte,
               out.mutable_data_ptr<scalar_t>() + first, count, static_cast<O>(scale), static_cast<O>(otherwise));
@@ -333,7 +333,7 @@ at::Tensor pack_nibbles(const at::Tensor& x) {
   at::Tensor out = at::empty({(x.numel() + 1) / 2}, x.options().memory_format(at::MemoryFormat::Contiguous));
   for_parts(x.numel(), [&](int64_t first, int count) {
     join_nibbles_kernel<<<
-        grid_for<join_nibbles_kernel>(blocks_of(count / kBytes)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        grid_of_vectors(count / kBytes), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
         in.const_data_ptr<uint8_t>() + first, out.mutable_data_ptr<uint8_t>() + first / 2, count);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
@@ -347,7 +347,7 @@ at::Tensor unpack_nibbles(const at::Tensor& packed, at::IntArrayRef size, at::In
   const at::Tensor in = aligned(packed);
   for_parts(out.numel(), [&](int64_t first, int count) {
     split_nibbles_kernel<<<
-        grid_for<split_nibbles_kernel>(blocks_of(count / kBytes)), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        grid_of_vectors(count / kBytes), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
         in.const_data_ptr<uint8_t>() + first / 2, out.mutable_data_ptr<uint8_t>() + first, count);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });

@@ -102,17 +102,15 @@ __global__ void backward_kernel(
 
 // ---- rows in registers ----
 
-constexpr int kHeld = 4;  // vectors of a row that a thread holds
-
-// The vectors of this thread; zeros past the end of the row.
-template <typename T>
+// The `Count` vectors of a row that this thread holds; zeros past the end of the row.
+template <typename T, int Count>
 struct Held {
-  Words words[kHeld];
+  Words words[Count];
 
   Held() = default;
   __device__ __forceinline__ Held(const T* row, int width) {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < Count; ++k) {
       const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * kVector<T>;
       words[k] = row != nullptr && i < width ? load_words(row + i) : Words{};
     }
@@ -120,15 +118,15 @@ struct Held {
 };
 
 // The same of elements whose vectors are cut as those of T are; T itself or wider.
-template <typename T, typename G>
+template <typename T, typename G, int Count>
 struct HeldAs {
   static constexpr int kParts = sizeof(G) / sizeof(T);
-  Words words[kHeld][kParts];
+  Words words[Count][kParts];
 
   HeldAs() = default;
   __device__ __forceinline__ HeldAs(const G* row, int width) {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < Count; ++k) {
       const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * kVector<T>;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -156,6 +154,9 @@ __device__ __forceinline__ Vector<op_type<W>, N> load_widened(const W* p) {
   return values;
 }
 
+// Vectors of a row that a thread holds in the forward. In the backward they are two, of wide rows four.
+constexpr int kForward = 4;
+
 template <typename T, typename W, typename Y>
 __global__ void __launch_bounds__(kMostThreads) forward_row_kernel(
     const T* __restrict__ x, const W* __restrict__ weight, op_type<T>* __restrict__ rstd, bool given_rstd,
@@ -164,14 +165,14 @@ __global__ void __launch_bounds__(kMostThreads) forward_row_kernel(
   constexpr int N = kVector<T>;
   int turn = 0;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const Held<T> held(x + row * width, width);
+    const Held<T, kForward> held(x + row * width, width);
     O r = 0;
     if (given_rstd) {
       r = rstd[row];
     } else {
       O squares = 0;
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      for (int k = 0; k < kForward; ++k) {
         const Vector<T> values = elements<T>(held.words[k]);
 #pragma unroll
         for (int j = 0; j < N; ++j) {
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_row_kernel(
       }
     }
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < kForward; ++k) {
       const int i = (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * N;
       if (i < width) {
         const Vector<T> values = elements<T>(held.words[k]);
@@ -213,29 +214,29 @@ __global__ void __launch_bounds__(kMostThreads) forward_row_kernel(
 }
 
 // What the gradient of a row is computed from, besides the weight.
-template <typename T, typename G>
+template <typename T, typename G, int Count>
 struct HeldRow {
-  Held<T> x;
-  HeldAs<T, G> grad;
+  Held<T, Count> x;
+  HeldAs<T, G, Count> grad;
   op_type<T> rstd;
 };
 
 // partial[block, i] sums what the block's rows add to the weight's gradient; a thread's columns are the same in all rows. The
 // next row is loaded before this one is used, unless its gradients are wider than x. Products with the weight are computed
 // twice, because there are no registers for them.
-template <typename T, typename W, typename G>
+template <typename T, typename W, typename G, int Count>
 __global__ void __launch_bounds__(kMostThreads) backward_row_kernel(
     const G* __restrict__ grad, const T* __restrict__ x, const W* __restrict__ weight,
     const op_type<T>* __restrict__ rstd, const T* __restrict__ residual, T* __restrict__ grad_x,
     op_type<T>* __restrict__ partial, int64_t rows, int width) {
   using O = op_type<T>;
   constexpr int N = kVector<T>;
-  O sums[kHeld][N] = {};
+  O sums[Count][N] = {};
   const auto first_element = [](int k) {
     return (static_cast<int>(threadIdx.x) + k * static_cast<int>(blockDim.x)) * N;
   };
   // Gradients times weights; those past the end of the row are zeros.
-  const auto through = [&](const HeldAs<T, G>& upstream, int k) {
+  const auto through = [&](const HeldAs<T, G, Count>& upstream, int k) {
     const int i = first_element(k);
     Vector<O, N> values;
 #pragma unroll
@@ -252,24 +253,24 @@ __global__ void __launch_bounds__(kMostThreads) backward_row_kernel(
     return values;
   };
   const auto load_row = [&](int64_t row) {
-    return HeldRow<T, G>{Held<T>(x + row * width, width), HeldAs<T, G>(grad + row * width, width), rstd[row]};
+    return HeldRow<T, G, Count>{Held<T, Count>(x + row * width, width), HeldAs<T, G, Count>(grad + row * width, width), rstd[row]};
   };
   constexpr bool kAhead = sizeof(G) == sizeof(T);
-  HeldRow<T, G> next;
+  HeldRow<T, G, Count> next;
   if (kAhead) {
     next = load_row(blockIdx.x);
   }
   int turn = 0;
 #pragma unroll 1
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const HeldRow<T, G> held = kAhead ? next : load_row(row);
+    const HeldRow<T, G, Count> held = kAhead ? next : load_row(row);
     if (kAhead && row + gridDim.x < rows) {
       next = load_row(row + gridDim.x);
     }
     const O r = held.rstd;
     O dot = 0;
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < Count; ++k) {
       const Vector<O, N> values = widened<T>(held.x.words[k]), gradients = through(held.grad, k);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -279,7 +280,7 @@ __global__ void __launch_bounds__(kMostThreads) backward_row_kernel(
     }
     const O slope = block_sum(dot, turn++) / static_cast<O>(width) * r * r * r;
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < Count; ++k) {
       const int i = first_element(k);
       if (i < width) {
         const Vector<O, N> values = widened<T>(held.x.words[k]), gradients = through(held.grad, k);
@@ -298,7 +299,7 @@ __global__ void __launch_bounds__(kMostThreads) backward_row_kernel(
     return;
   }
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
+  for (int k = 0; k < Count; ++k) {
     const int i = first_element(k);
     if (i < width) {
 #pragma unroll
@@ -306,6 +307,35 @@ __global__ void __launch_bounds__(kMostThreads) backward_row_kernel(
         partial[static_cast<int64_t>(blockIdx.x) * width + i + j] = sums[k][j];
       }
     }
+  }
+}
+
+// ---- the weight's gradient ----
+
+constexpr int kSummers = 16;  // warps of a block
+
+// sums[i] = partial[0, i] + partial[1, i] + ...: each warp of a block has some rows of 32 columns.
+template <typename O>
+__global__ void __launch_bounds__(kSummers * 32) column_sums_kernel(
+    const O* __restrict__ partial, Floats sums, int rows, int64_t width) {
+  __shared__ O shared[kSummers][32];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  O sum = 0;
+  if (column < width) {
+#pragma unroll 8
+    for (int row = warp; row < rows; row += kSummers) {
+      sum += partial[row * width + column];
+    }
+  }
+  shared[warp][lane] = sum;
+  __syncthreads();
+  if (warp == 0 && column < width) {
+#pragma unroll
+    for (int other = 1; other < kSummers; ++other) {
+      sum += shared[other][lane];
+    }
+    sums.put(column, sum);
   }
 }
 
@@ -325,10 +355,10 @@ const T* data_of(const at::Tensor& t) {
   return t.defined() ? static_cast<const T*>(t.const_data_ptr()) : nullptr;
 }
 
-// Threads that hold a row of `width` elements of type T; 0 if it is held in no registers.
-template <typename T>
+// Threads that hold a row of `width` elements of type T, each Count vectors; 0 if it is held in no registers.
+template <typename T, int Count>
 int threads_for(int64_t width) {
-  const int64_t each = kHeld * kVector<T>, threads = (width + each * 32 - 1) / (each * 32) * 32;
+  const int64_t each = Count * kVector<T>, threads = (width + each * 32 - 1) / (each * 32) * 32;
   return width % kVector<T> == 0 && threads <= kMostThreads ? static_cast<int>(threads) : 0;
 }
 
@@ -365,12 +395,12 @@ void forward(
   bool done = false;
   MONET_DISPATCH_FLOATS(x.scalar_type(), "rms_norm", [&] {
     using O = op_type<scalar_t>;
-    const int threads = threads_for<scalar_t>(shape.width);
+    const int threads = threads_for<scalar_t, kForward>(shape.width);
     done = threads > 0 && with_types<scalar_t>(w, y, [&](auto of_weight, auto of_y) {
       using W = decltype(of_weight);
       using Y = decltype(of_y);
       forward_row_kernel<scalar_t, W, Y>
-          <<<grid_for<forward_row_kernel<scalar_t, W, Y>>(shape.rows, threads), threads, 0, stream>>>(
+          <<<blocks_for_rows(shape.rows, std::numeric_limits<int>::max()), threads, 0, stream>>>(
               data_of<scalar_t>(in), data_of<W>(w), static_cast<O*>(const_cast<void*>(rstd.const_data_ptr())),
               given_rstd, y.mutable_data_ptr<Y>(), shape.rows, static_cast<int>(shape.width), static_cast<O>(eps),
               rounded);
@@ -440,19 +470,24 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     bool done = false;
     MONET_DISPATCH_FLOATS(x.scalar_type(), "rms_norm_backward", [&] {
       using O = op_type<scalar_t>;
-      const int threads = threads_for<scalar_t>(shape.width);
       const bool adds_own = !before.defined() || before.scalar_type() == x.scalar_type();
-      done = threads > 0 && adds_own && with_types<scalar_t>(w, upstream, [&](auto of_weight, auto of_grad) {
-        using W = decltype(of_weight);
-        using G = decltype(of_grad);
-        const unsigned int blocks = grid_for<backward_row_kernel<scalar_t, W, G>>(wanted, threads);
-        O* sums = const_cast<O*>(data_of<O>(partial_for(blocks)));
-        backward_row_kernel<scalar_t, W, G><<<blocks, threads, 0, stream>>>(
-            data_of<G>(upstream), data_of<scalar_t>(in), data_of<W>(w), known.const_data_ptr<O>(),
-            data_of<scalar_t>(before), grad_x.mutable_data_ptr<scalar_t>(), sums, shape.rows,
-            static_cast<int>(shape.width));
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
-      });
+      const auto held = [&](auto count) {
+        constexpr int kCount = decltype(count)::value;
+        const int threads = threads_for<scalar_t, kCount>(shape.width);
+        return threads > 0 && adds_own && with_types<scalar_t>(w, upstream, [&](auto of_weight, auto of_grad) {
+          using W = decltype(of_weight);
+          using G = decltype(of_grad);
+          constexpr auto kernel = backward_row_kernel<scalar_t, W, G, kCount>;
+          const unsigned int blocks = resident_grid<kernel>(wanted, threads);
+          O* sums = const_cast<O*>(data_of<O>(partial_for(blocks)));
+          kernel<<<blocks, threads, 0, stream>>>(
+              data_of<G>(upstream), data_of<scalar_t>(in), data_of<W>(w), known.const_data_ptr<O>(),
+              data_of<scalar_t>(before), grad_x.mutable_data_ptr<scalar_t>(), sums, shape.rows,
+              static_cast<int>(shape.width));
+          C10_CUDA_KERNEL_LAUNCH_CHECK();
+        });
+      };
+      done = held(std::integral_constant<int, 2>()) || held(std::integral_constant<int, 4>());
     });
     if (!done) {
       const unsigned int blocks = blocks_for_rows(wanted, 1024);
@@ -468,7 +503,15 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
   }
   at::Tensor grad_weight;
   if (given(weight)) {
-    grad_weight = partial.sum(0).to(weight->scalar_type()).view(weight->sizes());
+    grad_weight = at::empty(weight->sizes(), weight->options().memory_format(at::MemoryFormat::Contiguous));
+    with_opmath(x, [&](auto zero) {
+      using O = decltype(zero);
+      if (shape.width > 0) {
+        column_sums_kernel<O><<<static_cast<unsigned int>((shape.width + 31) / 32), kSummers * 32, 0, stream>>>(
+            partial.const_data_ptr<O>(), Floats(grad_weight), static_cast<int>(partial.size(0)), shape.width);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      }
+    });
   }
   return {grad_x, grad_weight};
 }

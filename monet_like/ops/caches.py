@@ -154,7 +154,7 @@ def pack_int8(x: Tensor) -> Tensor:
     rows = padded.view(-1, INT8_BLOCK)
     scales = (rows.abs().amax(1) / 127).float() if rows.numel() else rows.new_zeros(0, dtype=torch.float32)
     scales = torch.where(scales.isfinite(), scales.clamp_min(torch.finfo(torch.float32).tiny), torch.nan)
-    units = (rows / scales[:, None].to(rows.dtype)).round()
+    units = (rows * (1 / scales)[:, None].to(rows.dtype)).round()
     units = torch.where(units == 0, rows.sign(), units).nan_to_num(0.0)
     return torch.cat((scales.view(torch.uint8), units.to(torch.int8).view(-1)[: flat.numel()].view(torch.uint8)))
 

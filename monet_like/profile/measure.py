@@ -139,6 +139,7 @@ def seconds_of(
     before: Callable[[], object] = lambda: None,
     repeats: int = 2,
     enough_seconds: float = 0.1,
+    of_launches: bool = False,
 ) -> float:
     """Least wall seconds of some calls.
 
@@ -146,24 +147,30 @@ def seconds_of(
         before: called before every call, and not timed; such as a `CacheState`.
         repeats: at most so many calls.
         enough_seconds: no further call once they took so long in all.
+        of_launches: on a GPU, where the CPU takes longer than the GPU, its time. Many such calls in a row leave the GPU
+            without work.
     """
     found: list[float] = []
     while len(found) < repeats and sum(found) < enough_seconds:
-        found.append(_timed(function, device, before))
+        found.append(_timed(function, device, before, of_launches=of_launches))
     return min(found)
 
 
-def _timed(function: Callable[[], Any], device: torch.device, before: Callable[[], object]) -> float:
+def _timed(
+    function: Callable[[], Any], device: torch.device, before: Callable[[], object], *, of_launches: bool
+) -> float:
     before()
     if device.type == "cuda":
         with torch.cuda.device(device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(_LEAD_CYCLES)  # what is launched meanwhile runs without a gap
             start.record()
+            started = time.perf_counter()
             function()
+            launched = time.perf_counter() - started
             end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        return max(float(start.elapsed_time(end)) / 1e3, launched if of_launches else 0.0)
     started = time.perf_counter()
     function()
     return time.perf_counter() - started

@@ -58,7 +58,7 @@ struct Site {
   int line;
 };
 
-enum class Op : int { ShflIdx, ShflUp, ShflDown, ShflXor, Ballot, All, Any, Sync };
+enum class Op : int { ShflIdx, ShflUp, ShflDown, ShflXor, Ballot, All, Any, Max, Sync };
 
 // Constant for a thread, and a thread is one fiber: a compiler may keep them.
 __attribute__((const)) uint3 thread_index();
@@ -151,6 +151,8 @@ EMU_UNCHECKED T atomically(T* address, F change) {
 #define __ballot_sync(mask, flag) static_cast<unsigned int>(EMU_VOTE(Ballot, mask, flag))
 #define __all_sync(mask, flag) static_cast<int>(EMU_VOTE(All, mask, flag))
 #define __any_sync(mask, flag) static_cast<int>(EMU_VOTE(Any, mask, flag))
+#define __reduce_max_sync(mask, value) \
+  static_cast<unsigned int>(::emu::collective(EMU_HERE, ::emu::Op::Max, mask, static_cast<unsigned int>(value), 0, 32))
 
 #define __threadfence() ::emu::fence()
 #define __threadfence_block() static_cast<void>(0)

@@ -333,7 +333,7 @@ std::string triple(unsigned int x, unsigned int y, unsigned int z) {
 
 const char* name_of(Op op) {
   static const char* const names[] = {"__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync",
-                                      "__ballot_sync", "__all_sync", "__any_sync", "__syncwarp"};
+                                      "__ballot_sync", "__all_sync", "__any_sync", "__reduce_max_sync", "__syncwarp"};
   return names[static_cast<int>(op)];
 }
 
@@ -728,9 +728,11 @@ uint64_t collective(Site site, Op op, unsigned int mask, uint64_t value, int arg
     return self.value;
   }
   uint64_t results[32] = {};
-  uint64_t votes = 0;
+  uint64_t votes = 0, largest = 0;
   for (unsigned int l = 0; l < 32; ++l) {
-    votes |= (mask >> l & 1) != 0 && threads[base + l].value != 0 ? uint64_t(1) << l : 0;
+    const uint64_t value = (mask >> l & 1) != 0 ? threads[base + l].value : 0;
+    votes |= value != 0 ? uint64_t(1) << l : 0;
+    largest = std::max(largest, value);
   }
   for (unsigned int l = 0; l < 32; ++l) {
     if ((mask >> l & 1) == 0) {
@@ -760,6 +762,9 @@ uint64_t collective(Site site, Op op, unsigned int mask, uint64_t value, int arg
         continue;
       case Op::Any:
         results[l] = votes != 0;
+        continue;
+      case Op::Max:
+        results[l] = largest;
         continue;
       case Op::Sync:
         continue;

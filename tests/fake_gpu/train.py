@@ -10,8 +10,10 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -374,7 +376,9 @@ def timed(name: str) -> dict[str, Any]:
     print("timed", file=sys.stderr, flush=True)
     seconds = seconds_of(lambda: x.add_(1).mul_(2), second, repeats=1)
     print("timed", file=sys.stderr, flush=True)
-    return {"seconds": seconds}
+    slow_launch = partial(time.sleep, 0.02)
+    launches = [seconds_of(slow_launch, second, repeats=1, of_launches=counted) for counted in (False, True)]
+    return {"seconds": seconds, "launches": launches}
 
 
 def saved(path: str) -> dict[str, Any]:
