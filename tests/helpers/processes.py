@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import multiprocessing.forkserver
 import os
 import runpy
 import socket
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,13 +21,21 @@ import torch.multiprocessing as mp
 from torch import nn
 
 PROCESSES = 2
+#: What the fork server loads once for all processes of a run, so that each of them starts in a moment. None starts threads.
+LOADED = (
+    "torch.distributed.fsdp",
+    "torch.distributed._tools.fsdp2_mem_tracker",
+    "monet_like.auto.auto_schedule",
+    "monet_like.auto.blocks",
+    "monet_like.replay.wrapper",
+)
 
 
 def together(
     tmp_path: Path, work: Callable[..., None], *args: Any, processes: int = PROCESSES, within_seconds: float = 600.0
 ) -> None:
     """Run ``work(rank, *args)`` in processes of one group; what fails there fails here, and so does what hangs."""
-    _spawned(_process, (f"file://{tmp_path / 'rendezvous'}", processes, work, args), processes, within_seconds)
+    _started(_process, (f"file://{tmp_path / 'rendezvous'}", processes, work, args), processes, within_seconds)
 
 
 def scripts_together(
@@ -46,14 +57,13 @@ def scripts_together(
         for one in taken:
             one.bind(("127.0.0.1", 0))
         ports = [one.getsockname()[1] for one in taken]
-    _spawned(_run_scripts, (folder, [list(script) for script in scripts], ports, before), PROCESSES, within_seconds)
+    _started(_run_scripts, (folder, [list(script) for script in scripts], ports, before), PROCESSES, within_seconds)
     return [(folder / f"printed_{number}").read_text() for number in range(len(scripts))]
 
 
 def _run_scripts(
     rank: int, folder: Path, scripts: list[list[str]], ports: list[int], before: Callable[[], None]
 ) -> None:
-    torch.set_num_threads(1)
     os.chdir(folder)
     before()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES), "MASTER_ADDR": "127.0.0.1"}
@@ -69,9 +79,20 @@ def _run_scripts(
                     raise RuntimeError(f"{words} ended with {ended.code}") from ended
 
 
-def _spawned(function: Callable[..., None], given: tuple[Any, ...], processes: int, within_seconds: float) -> None:
-    """Run ``function(rank, *given)`` in processes."""
-    running = mp.spawn(function, given, nprocs=processes, join=False)
+@functools.cache
+def _start_server() -> None:
+    """Start this process's fork server, which loads `LOADED`, and the package from this checkout whatever is installed."""
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    mp.get_context("forkserver").set_forkserver_preload(list(LOADED))
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _started(function: Callable[..., None], given: tuple[Any, ...], processes: int, within_seconds: float) -> None:
+    """Run ``function(rank, *given)`` in processes that have this one's environment."""
+    _start_server()
+    everything = (dict(os.environ), function, given)
+    running = mp.start_processes(_run, everything, nprocs=processes, join=False, start_method="forkserver")
     end = time.monotonic() + within_seconds
     while not running.join(timeout=1.0):
         if time.monotonic() > end:
@@ -80,8 +101,14 @@ def _spawned(function: Callable[..., None], given: tuple[Any, ...], processes: i
             raise TimeoutError(f"processes that train together did not end within {within_seconds:g} s")
 
 
-def _process(rank: int, rendezvous: str, processes: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _run(rank: int, environment: dict[str, str], function: Callable[..., None], given: tuple[Any, ...]) -> None:
+    os.environ.clear()  # the server's, of the test that started it
+    os.environ.update(environment)
     torch.set_num_threads(1)
+    function(rank, *given)
+
+
+def _process(rank: int, rendezvous: str, processes: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=processes)
     torch.manual_seed(0)
     work(rank, *args)
