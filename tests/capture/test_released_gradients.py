@@ -25,7 +25,7 @@ from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.measure import allocated_peak
 from monet_like.variants import admitted
 
-WIDTH, LAYERS, ROWS = 128, 60, 1
+WIDTH, LAYERS, ROWS = 128, 12, 1
 
 
 class Deep(nn.Module):
