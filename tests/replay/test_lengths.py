@@ -13,6 +13,7 @@ from torch import nn
 from training import run, twin
 
 from monet_like import ScheduleWrapper, auto_schedule
+from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
 from monet_like.errors import ScheduleFileError, UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
@@ -25,7 +26,7 @@ def decoder() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -38,21 +39,21 @@ def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[nn.Module, ScheduleRecord]:
+def planned() -> tuple[nn.Module, ScheduleRecord, Captured]:
     model = decoder()
     example = (model, (), batch(3, 16))
     captured = admitted(capture(*example), "normal")
-    return model, record_for(
-        captured, random_schedule(captured.program, seed=1, drop=0.8, others=0.0), "normal", example
-    )
+    schedule = random_schedule(captured.program, seed=1, drop=0.8, others=0.0)
+    assert schedule.rerun_count > 10
+    return model, record_for(captured, schedule, "normal", example), captured
 
 
 @pytest.mark.parametrize(("rows", "length"), [(3, 16), (3, 9), (2, 16), (2, 5)])
 def test_shorter_sequences_follow_the_same_decisions_exactly(
-    planned: tuple[nn.Module, ScheduleRecord], rows: int, length: int, caplog: pytest.LogCaptureFixture
+    planned: tuple[nn.Module, ScheduleRecord, Captured], rows: int, length: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, record = planned
-    wrapped = ScheduleWrapper(twin(model), record, example=((), batch(3, 16)))
+    model, record, captured = planned
+    wrapped = ScheduleWrapper(twin(model), record, example=((), batch(3, 16)), captured=captured)
     with caplog.at_level(logging.INFO, logger="monet_like"):
         found = run(wrapped, (), batch(rows, length))
     differences = run(twin(model), (), batch(rows, length)).differences(found)
@@ -63,9 +64,11 @@ def test_shorter_sequences_follow_the_same_decisions_exactly(
         assert line.startswith(f"test: int64[{rows}, {length}], int64[{rows}, {length}] by the ")
 
 
-def test_longer_sequences_and_other_ranks_are_refused(planned: tuple[nn.Module, ScheduleRecord]) -> None:
-    model, record = planned
-    wrapped = ScheduleWrapper(twin(model), record, example=((), batch(3, 16)))
+def test_longer_sequences_and_other_ranks_are_refused(
+    planned: tuple[nn.Module, ScheduleRecord, Captured],
+) -> None:
+    model, record, captured = planned
+    wrapped = ScheduleWrapper(twin(model), record, example=((), batch(3, 16)), captured=captured)
     for rows, length in ((3, 17), (4, 5)):
         with pytest.raises(ScheduleFileError, match=r"smaller inputs \(a batch, a length\) are fine"):
             wrapped(**batch(rows, length))
