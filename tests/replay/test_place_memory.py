@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 import threading
@@ -17,6 +18,7 @@ from monet_like.build import library_path
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
 from monet_like.errors import UsageError
+from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.profile.devices import DEVICES
 from monet_like.replay.arena import MOST_RECORDINGS, RECORDED, StepMemory
 from monet_like.replay.wrapper import ScheduleWrapper
@@ -44,12 +46,18 @@ def images(batch: int = 8, seed: int = 0) -> torch.Tensor:
     return torch.randn(batch, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def pair(p: float = 0.2) -> tuple[ScheduleWrapper, ScheduleWrapper]:
-    """The same model twice, with a schedule that recomputes; the second one's memory is placed."""
+@functools.cache
+def planned(p: float) -> tuple[Net, ScheduleRecord]:
+    """A model and a schedule that recomputes."""
     torch.manual_seed(0)
     model = Net(p)
     request = Request(model, ((images(),), {}), "inplace_multiway_newnode", strategy="heuristic")
-    record = compile_schedule(request, lambda plain: int(0.85 * plain), CPU, profile=DEVICES["cpu"]).record
+    return model, compile_schedule(request, lambda plain: int(0.85 * plain), CPU, profile=DEVICES["cpu"]).record
+
+
+def pair(p: float = 0.2) -> tuple[ScheduleWrapper, ScheduleWrapper]:
+    """The same model twice, with a schedule that recomputes; the second one's memory is placed."""
+    model, record = planned(p)
     usual, placed = (ScheduleWrapper(copy.deepcopy(model), record) for _ in range(2))
     monet_like.place_memory(placed)
     return usual, placed
