@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from fake_gpu import build
+from fake_gpu.attention_choices import CASES, tensors
 from fake_gpu.captures import Grouped
 from torch import nn
 
@@ -21,55 +21,27 @@ from monet_like.errors import CaptureError, ScheduleFileError, UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.replay.wrapper import ScheduleWrapper
 
-ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is here")
 
-#: dtype, heads, groups of keys and values, length, length of keys, width, causal, mask
-Case = tuple[str, int, int, int, int, int, bool, bool]
-CASES: list[Case] = [
-    (dtype, heads, groups, length, keys, width, causal, mask)
-    for dtype in ("float32", "float16", "bfloat16")
-    for heads, groups in ((4, 4), (4, 2))
-    for length, keys in ((32, 32), (32, 48))
-    for width in (6, 12, 16, 64, 136, 200, 264)
-    for causal, mask in ((False, False), (True, False), (False, True))
-]
 CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 
-#: Asks PyTorch on the fake GPU for its choice.
-_ASKED = """
-import json, sys, torch
-sys.path.insert(0, sys.argv[1])
-from test_absent_gpu_attention import CASES, tensors
-torch.backends.cuda.enable_cudnn_sdp(True)
-found = []
-for case in CASES:
-    q, k, v, mask = tensors(case, "cuda")
-    with torch.enable_grad():
-        found.append(torch._fused_sdp_choice(q, k, v, mask, 0.0, case[6], enable_gqa=case[1] != case[2]))
-print(json.dumps(found))
-"""
 
-
-def tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Query, key, value and mask of a case."""
-    dtype, heads, groups, length, keys, width, _, mask = case
-    shapes = ((2, heads, length, width), (2, groups, keys, width), (2, groups, keys, width))
-    kind = getattr(torch, dtype)
-    q, k, v = (torch.empty(shape, dtype=kind, device=device).requires_grad_() for shape in shapes)
-    return q, k, v, torch.empty(length, keys, dtype=kind, device=device) if mask else None
+@pytest.fixture(scope="module")
+def chosen(fake_gpu_library: Path, request: pytest.FixtureRequest) -> dict[tuple[int, int], list[int]]:
+    """PyTorch's choices on the fake GPU, for the cards that are asked for in this run."""
+    asking = (item for item in request.session.items if request.path == item.path and "chosen" in item.fixturenames)  # type: ignore[attr-defined]
+    cards = [item.callspec.params["capability"] for item in asking]
+    command = [sys.executable, str(build.HERE / "attention_choices.py"), *(f"{10 * a + b}" for a, b in cards)]
+    done = build.run(fake_gpu_library, command, FAKE_GPU="1")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(cards, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.slow(but=["(8, 0)", "(9, 0)"])
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-def test_the_choice_is_pytorchs_own(fake_gpu_library: Path, capability: tuple[int, int]) -> None:
-    command = [sys.executable, "-c", _ASKED, str(Path(__file__).parent)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    number = str(10 * capability[0] + capability[1])
-    done = build.run(fake_gpu_library, command, PYTHONPATH=paths, FAKE_GPU="1", FAKE_GPU_CAPABILITY=number)
-    assert done.returncode == 0, done.stderr[-4000:]
-    there = json.loads(done.stdout.splitlines()[-1])
+def test_the_choice_is_pytorchs_own(chosen: dict[tuple[int, int], list[int]], capability: tuple[int, int]) -> None:
+    there = chosen[capability]
     names = {int(backend.value): name for name, backend in KINDS.items()}
     with fake_mode():
         for case, expected in zip(CASES, there, strict=True):
