@@ -6,12 +6,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import pytest
+
 #: One process for all: after what each imports by itself, it is forked.
 _CODE = """
 import os, sys
 common, *modules = sys.argv[1:]
 if common:
     __import__(common)
+    if not os.fork():
+        import monet_like, types
+        hidden = [name for name in dir(monet_like) if isinstance(getattr(monet_like, name), types.ModuleType)]
+        print("public", *dir(monet_like), flush=True)
+        print("hidden", *hidden, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, "public names"
 for module in modules:
     if not os.fork():
         __import__(module)
@@ -21,14 +30,22 @@ for module in modules:
 """
 
 
-def imported_by(modules: Sequence[str], common: str = "") -> dict[str, set[str]]:
-    """The packages that are there after importing each of the modules, ``common`` before it, and nothing else."""
+def printed(modules: Sequence[str], common: str = "") -> dict[str, list[str]]:
+    """All modules that are there after importing each of ``modules``, with ``common`` before it and nothing else.
+
+    With ``common`` also the ``public`` names of the package, and the ``hidden`` ones, which are modules.
+    """
     command = [sys.executable, "-c", _CODE, common, *modules]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = {words[0]: {name.partition(".")[0] for name in words} for words in map(str.split, done.stdout.splitlines())}
+    return {words[0]: words[1:] for words in map(str.split, done.stdout.splitlines())}
+
+
+def imported_by(modules: Sequence[str]) -> dict[str, set[str]]:
+    """The packages that are there after importing each of the modules and nothing else."""
+    found = printed(modules)
     assert list(found) == list(modules)
-    return found
+    return {module: {name.partition(".")[0] for name in there} for module, there in found.items()}
 
 
 def unwanted_in(found: dict[str, set[str]], unwanted: set[str]) -> dict[str, set[str]]:
@@ -63,8 +80,14 @@ def test_pure_modules_import_neither_torch_nor_a_solver() -> None:
     assert unwanted_in(found, {"torch", "cvxpy", "highspy", "numpy", "scipy"}) == {}
 
 
-def test_training_and_profiling_need_no_solver() -> None:
-    found = imported_by([f"monet_like.{module}" for module in TORCH], "torch._functorch.aot_autograd")
+@pytest.fixture(scope="module")
+def after_torch() -> dict[str, list[str]]:
+    """What each of `TORCH` imports, and the names of the package, in one process that has imported PyTorch once."""
+    return printed([f"monet_like.{module}" for module in TORCH], "torch._functorch.aot_autograd")
+
+
+def test_training_and_profiling_need_no_solver(after_torch: dict[str, list[str]]) -> None:
+    found = {f"monet_like.{m}": {name.partition(".")[0] for name in after_torch[f"monet_like.{m}"]} for m in TORCH}
     assert all("torch" in there for there in found.values())
     assert unwanted_in(found, {"cvxpy", "highspy", "pulp"}) == {}
 
@@ -73,14 +96,9 @@ def test_the_package_itself_imports_nothing_heavy() -> None:
     assert unwanted_in(imported_by(["monet_like"]), {"torch", "cvxpy", "numpy"}) == {}
 
 
-def test_dir_shows_the_public_names_and_each_is_there() -> None:
+def test_dir_shows_the_public_names_and_each_is_there(after_torch: dict[str, list[str]]) -> None:
     """Also after the modules that hold them were imported: none has the name of a module that would hide it."""
-    code = (
-        "import monet_like, types\n"
-        "print(*dir(monet_like))\n"
-        "assert not any(isinstance(getattr(monet_like, name), types.ModuleType) for name in dir(monet_like))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert {"ScheduleWrapper", "auto_schedule", "to_dropit"} <= set(done.stdout.split())
-    assert not {"Any", "TYPE_CHECKING", "annotations"} & set(done.stdout.split())
+    shown = {*after_torch["public"]}
+    assert {"ScheduleWrapper", "auto_schedule", "to_dropit"} <= shown
+    assert not {"Any", "TYPE_CHECKING", "annotations"} & shown
+    assert after_torch["hidden"] == []
