@@ -722,7 +722,7 @@ def test_a_budget_below_one_task_is_refused_before_anything_is_measured(monkeypa
 
 
 def test_the_input_that_is_assumed_is_said() -> None:
-    arguments = [*ROOFLINE, "--device", "cpu", "--", "torchvision.models.resnet18()", "2", "1", "normal", "heuristic"]
+    arguments = [*ROOFLINE, "--device", "cpu", "--", "torchvision.models.alexnet()", "2", "1", "normal", "heuristic"]
     said = "input: float32[2, 3, 224, 224], assumed; another: --input-shape, or make_inputs(batch) in MODEL's file"
     assert said in CliRunner().invoke(solve_command, arguments).output
     assert "assumed" not in solve().output

@@ -26,7 +26,7 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        pairs = ((nn.Conv2d(3, 3, 3, padding=1), nn.Tanh(), nn.ReLU()) for _ in range(8))
+        pairs = ((nn.Conv2d(3, 3, 3, padding=1), nn.Tanh(), nn.ReLU()) for _ in range(4))
         self.layers = nn.Sequential(*(layer for pair in pairs for layer in pair))
 
     def forward(self, images):
