@@ -15,6 +15,7 @@ from monet_like.profile.roofline import roofline
 from monet_like.variants import admitted
 
 
+@pytest.mark.slow(but=["unet"])
 @pytest.mark.parametrize("name", ["shallow_resnet", "unet"])
 def test_lifetimes_add_up_to_the_simulators_peak(name: str) -> None:
     model, args, kwargs = MODELS[name]()

@@ -139,6 +139,7 @@ class Wide(nn.Module):
         return self.large(self.features(self.first(self.first(x)).view(-1, 2, 16, 16)).flatten(1))
 
 
+@pytest.mark.slow
 def test_a_gradient_with_a_large_workspace_is_not_delayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
     model, x = Wide(), torch.randn(32, 512)

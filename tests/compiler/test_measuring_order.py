@@ -82,6 +82,7 @@ def test_parts_have_about_equal_influence(monkeypatch: pytest.MonkeyPatch) -> No
     assert in_parts(sorted(keys), captured, unknown) == [sorted(keys)]
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("batches", [(4, None), (16, 4)])
 def test_what_was_measured_before_an_interrupt_is_kept(
     batches: tuple[int, int | None], asked: list[list[str]], monkeypatch: pytest.MonkeyPatch

@@ -162,6 +162,7 @@ def test_grouped_convolutions_are_a_kind_of_their_own() -> None:
         assert {kind for kind in kinds if kind.startswith(name)} == {name, f"{name} in groups"}
 
 
+@pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_peaks_are_exact_though_a_small_batch_was_measured(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where every workspace at the small batch says nothing about the whole one, so that the first plan does not fit."""
@@ -220,6 +221,7 @@ def files() -> list[str]:
     return sorted("quick" if "quick" in path.name else path.name[:8] for path in cache_folder().iterdir())
 
 
+@pytest.mark.slow
 def test_quick_first_and_full_at_the_next_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

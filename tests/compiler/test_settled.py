@@ -42,7 +42,7 @@ def problem() -> tuple[Request, Captured, dict[str, Cost]]:
     return request, captured, exact
 
 
-@pytest.mark.slow(but=["True"])
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
 def test_peaks_are_exact_though_costs_are_scaled(
     wrong: bool, problem: tuple[Request, Captured, dict[str, Cost]], monkeypatch: pytest.MonkeyPatch

@@ -184,6 +184,7 @@ def test_the_custom_variant_passes_its_check(softshrink: ModuleType) -> None:
     assert repr(eval(code, scope)) == said == "exact"
 
 
+@pytest.mark.slow
 def test_the_custom_variant_is_chosen(softshrink: ModuleType) -> None:
     """And spares what running softshrink again would cost."""
     result = CliRunner().invoke(softshrink.main, [])

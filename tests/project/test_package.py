@@ -56,6 +56,7 @@ def test_the_source_distribution_has_all_that_a_checkout_has(built: tuple[Path, 
     assert {"csrc/ops.cpp", "tests/replay/test_replay.py", "monet_like/py.typed", SOLUTION} <= names
 
 
+@pytest.mark.slow
 def test_the_wheel_has_what_is_used_and_nothing_else(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as archive:
         names = set(archive.namelist())

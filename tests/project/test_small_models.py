@@ -64,7 +64,7 @@ def expected(case: Case, sentence: str) -> bool:
     )
 
 
-@pytest.mark.slow(every=4)
+@pytest.mark.slow(every=8)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_small_model_is_trained_as_by_plain_pytorch(seed: int) -> None:
     case = draw(seed)

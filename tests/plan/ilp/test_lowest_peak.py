@@ -127,7 +127,7 @@ def prepared(name: str) -> Prepared:
     return prepare(request, torch.device("cpu"), profile=DEVICES["cpu"])
 
 
-@pytest.mark.slow(but=["convolutions"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_tiny_nets_at_their_smallest_budget_and_above(name: str) -> None:
     ready = prepared(name)

@@ -112,6 +112,7 @@ def test_points_of_the_finest_blocks_decode_to_their_schedule() -> None:
     assert tried > 10
 
 
+@pytest.mark.slow
 def test_refinement_proves_the_best_schedule_of_small_programs() -> None:
     proven = tried = steps = 0
     for seed in range(60):
