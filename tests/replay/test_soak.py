@@ -1,16 +1,12 @@
-"""Hundreds of steps: plain and scheduled training, from one seed, stay together to the bit and do not grow.
-
-As a script (``torchrun test_soak.py FOLDER SEED``) one process of the distributed runs.
-"""
+"""Hundreds of steps: plain and scheduled training, from one seed, stay together to the bit and do not grow."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from processes import together
 from replays import record_for
 from torch import nn
+from torch.multiprocessing.spawn import ProcessException
 from torch.nn.parallel import DistributedDataParallel
 
 from monet_like.compiler.request import Request, captured_for
@@ -132,30 +129,30 @@ def test_100_steps_with_dropout_amp_and_accumulation(autocast: str) -> None:
 
 @pytest.mark.slow
 def test_a_killed_process_resumes_where_it_was(tmp_path: Path) -> None:
+    """Both processes start again when one of them has been killed, as those of torchrun do."""
     record_of(small_resnet(), "bfloat16").save(tmp_path / "schedule.pkl")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    tests = Path(__file__).parents[1]
-    paths = os.pathsep.join(map(str, (tests / "helpers", tests.parent)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(
-        [*command, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr
-    first = [int(found) for found in re.findall(r"^attempt (\d+) from step", done.stdout, re.MULTILINE)]
-    assert first == [0, 1], done.stdout
-    steps = re.findall(r"^step (\d+): (\S+) (\S+)$", done.stdout, re.MULTILINE)
+    for attempt in range(2):
+        (
+            tmp_path / f"attempt_{attempt}"
+        ).mkdir()  # a meeting place of its own: the first one has the killed process's address
+        with pytest.raises(ProcessException) if attempt == 0 else contextlib.nullcontext():
+            together(tmp_path / f"attempt_{attempt}", _resumed, tmp_path, attempt, within_seconds=300.0)
+    told = (tmp_path / "told").read_text()
+    begun = [(int(attempt), int(step)) for attempt, step in re.findall(r"^attempt (\d+) from step (\d+)$", told, re.M)]
+    assert [attempt for attempt, _ in begun] == [0, 1] and 0 < begun[1][1] <= KILLED_AT, told
+    steps = re.findall(r"^step (\d+): (\S+) (\S+)$", told, re.MULTILINE)
     assert {int(number) for number, _, _ in steps} == set(range(STEPS))
     assert all(plain == ours for _, plain, ours in steps), steps
 
 
-def process(folder: Path) -> None:
+def _resumed(rank: int, folder: Path, attempt: int) -> None:
     """Plain and scheduled data parallel training side by side, with a checkpoint after every step."""
-    torch.set_num_threads(1)
-    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    # A place of its own for each attempt: in torchrun's store the second one may find the killed process's address.
-    place = f"file://{folder.resolve()}/attempt_{attempt}"
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    torch.manual_seed(0)
+
+    def tell(line: str) -> None:
+        if rank == 0:
+            with (folder / "told").open("a") as file:
+                file.write(f"{line}\n")
+
     model = small_resnet()
     scheduled = ScheduleWrapper(copy.deepcopy(model), folder / "schedule.pkl")
     runs = [Training(DistributedDataParallel(one), torch.bfloat16) for one in (model, scheduled)]
@@ -165,18 +162,12 @@ def process(folder: Path) -> None:
         start = states.pop("step")
         for run, state in zip(runs, states["runs"], strict=True):
             run.load(state)
-    if rank == 0:
-        print(f"attempt {attempt} from step {start}", flush=True)
+    tell(f"attempt {attempt} from step {start}")
     for number in range(start, STEPS):
         if (rank, attempt, number) == (1, 0, KILLED_AT):
             os.kill(os.getpid(), signal.SIGKILL)
         losses = [run.step(2 * number + rank) for run in runs]
+        tell(f"step {number}: {losses[0]!r} {losses[1]!r}")
         if rank == 0:
-            print(f"step {number}: {losses[0]!r} {losses[1]!r}", flush=True)
             torch.save({"step": number + 1, "runs": [run.state() for run in runs]}, folder / "new.pt")
             (folder / "new.pt").replace(checkpoint)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    process(Path(sys.argv[1]))
