@@ -76,6 +76,7 @@ def test_plain_by_parts_is_plain_of_the_whole(tied: bool) -> None:
     )
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(("vocabulary", "part"), [(2, "backward of block 3"), (256, "backward of the head and loss")])
 def test_the_peak_is_the_same_wherever_it_is(vocabulary: int, part: str) -> None:
     peak, moment, _ = by_parts(small(4, vocabulary=vocabulary), "plain")

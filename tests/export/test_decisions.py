@@ -47,6 +47,7 @@ def solved(budget: str, mode: str) -> SolvedPlan:
     return job.plan(budget, solver="heuristic")
 
 
+@pytest.mark.slow(but=["60%-normal"])
 @pytest.mark.parametrize(
     ("budget", "mode"), [("60%", "normal"), ("55%", "inplace_conv_multiway_newnode"), ("60%", "offload")]
 )

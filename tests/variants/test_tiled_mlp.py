@@ -81,6 +81,7 @@ def test_every_mlp_is_found(kind: str) -> None:
     assert not names(admitted(capture(*example(kind, torch.float32)), "inplace_multiway_newnode"))
 
 
+@pytest.mark.slow(every=5)
 @pytest.mark.parametrize("kind", ["gated", "biases", "adapter", "gelu"])
 @pytest.mark.parametrize("variant", ["tiled_mlp.1", "tiled_mlp.16", "tiled_mlp_from_products.4"])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
