@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from replays import record_for
 from torch import nn
 from training import twin
@@ -17,6 +16,7 @@ import monet_like
 from monet_like import ScheduleWrapper
 from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
+from monet_like.cli.group import main
 from monet_like.errors import InfeasibleError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import Free, simulate
@@ -140,17 +140,17 @@ def test_auto_schedule_fits_less_than_all_gradients_and_trains_as_plain_pytorch(
 
 
 @pytest.mark.slow
-def test_the_command_line_plans_for_it(tmp_path: Path) -> None:
+def test_the_command_line_plans_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(
         "from torch import nn\n\n"
         "def net():\n"
         "    return nn.Sequential(nn.Flatten(), *(nn.Linear(48, 48, bias=False) for _ in range(30)))\n"
     )
     words = "solve net.py:net 2 850KB normal --input-shape 3,4,4"
-    command = [sys.executable, "-m", "monet_like", *words.split()]
     options = ["--quick", "--optimizer", "adam_fused", "--optimizer-in-backward", "--out", "mine.pkl"]
-    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(main, [*words.split(), *options])
+    assert done.exit_code == 0, done.output
     record = ScheduleRecord.load(tmp_path / "mine.pkl")
     weights = 30 * 48 * 48 * 4
     assert record.optimizer_in_backward
