@@ -1,7 +1,7 @@
 """Fronts of peak memory over work under Inductor: python -m benchmarks.inductor_fronts [--nets llama8,gpt2]
 
 For every net: ``torch.compile``, ``torch.compile`` under ``activation_memory_budget`` with each of its solvers, and our plans of
-Inductor's joint graph (`monet_like.compile_options`) at fixed shares of ``torch.compile``'s peak and at the measured peaks of the former.
+Inductor's joint graph (`monet_like.compile_options`) at the measured peaks of these, and at the least that is known.
 
 * *Peak*: measured, a whole step with parameters, inputs and gradients. It is that of Inductor's own code, with its fusion, of which
   only the insides of the C++ kernels are left out (`benchmarks.unrun_kernels`): bytes are exact, and nothing is compiled.
@@ -11,17 +11,18 @@ Inductor's joint graph (`monet_like.compile_options`) at fixed shares of ``torch
   operators took when it was timed alone, once, and the bytes of the buffers that Inductor's kernels are given over the memory's rate.
   No step is timed.
 
-The nets ``llama`` have the structure of pytorch/pytorch#197838, a decoder with 32 layers, at sizes that a small machine can run.
-Rows are kept in ``benchmarks/results/inductor_fronts.csv``; the table, and what holds, is made of them.
+Rows are kept in ``benchmarks/results/inductor_fronts.csv`` as they come, prices in ``inductor_fronts_prices.json``. A second call
+goes on where the first one ended; rows that are there are not measured again. Settings that Inductor compiles to the same graphs are
+measured once.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,60 +30,80 @@ from typing import Any
 
 import click
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import fx, nn
 
+from benchmarks.inductor_fronts_nets import DEFAULT, NETS
 from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, Row, markdown
+from benchmarks.kept_prices import kept_prices
 from benchmarks.processes import ROOT
 from benchmarks.rows import merged, read_rows, write_rows
 from benchmarks.unrun_kernels import Calls, unrun_kernels
-from benchmarks.work import WORK, LanguageModel, images, tokens, volumes
 from monet_like.capture.example_inputs import Example
-from monet_like.errors import InfeasibleError, MonetError
+from monet_like.errors import MonetError
 from monet_like.files import write_atomically
-from monet_like.inductor.joint import is_generated, is_view
+from monet_like.inductor.joint import is_generated, is_view, tensors_of
 from monet_like.inductor.options import compile_options
+from monet_like.inductor.partitioner import PlannedPartitioner
 from monet_like.inductor.prices import device_of, flops_of, measured_cost
-from monet_like.models.decoders import Decoder, Shape
+from monet_like.ir.program import Cost, Program
+from monet_like.plan import plan
+from monet_like.plan.local_search.searcher import quick_evaluations, smallest_known
+from monet_like.plan.result import Plan
 from monet_like.profile.devices import device_name
 from monet_like.replay.verify import step_peak, train_step
 
 CPU = torch.device("cpu")
+#: The local search ends after so many seconds once it has a plan that fits, and after so many times as many if it has none.
+SEARCH_SECONDS, LONGER = 15.0, 4
+#: Policies that each annealing judges while the least peak is looked for, and how much above it ``least`` is planned.
+LEAST_EVALUATIONS, ABOVE_LEAST = 4000, 1.01
 
 
-def llama(blocks: int) -> nn.Module:
-    """A decoder with its loss, all layers alike."""
-    return Decoder(Shape(width=64, blocks=blocks, heads=4, groups=4, hidden=176, vocabulary=256), length=128)
+class SameGraphsError(Exception):
+    """A setting leads to graphs that were measured before.
+
+    Attributes:
+        before: the row of that setting.
+    """
+
+    def __init__(self, before: Row) -> None:
+        super().__init__(f"the same graphs as {before.label}")
+        self.before = before
 
 
-def _sentences(batch: int) -> Example:
-    return tuple(torch.randint(0, 256, (batch, 128)) for _ in range(2)), {}
+class Planner(PlannedPartitioner):
+    """Plans as `compile_options` does, but ends a long local search early, and may be asked for the least that is known.
 
+    Attributes:
+        net: knows the schedules that were measured.
+        least: plan for the least peak that is known, instead of for a budget.
+    """
 
-def _of_work(
-    name: str, inputs: Callable[[], Example], what: str
-) -> tuple[Callable[[], nn.Module], Callable[[], Example], str]:
-    return WORK[name].cpu.make, inputs, what
+    def __init__(self, other: PlannedPartitioner, net: Net, least: bool) -> None:
+        super().__init__(other.settings, other.planned)
+        self.net, self.least = net, least
 
+    def _plan_calls(self, kernels: Any, costs: Mapping[str, Cost], budget: int) -> tuple[Plan, int]:
+        program = kernels.program
+        if self.least:
+            known = smallest_known(program, costs, evaluations=LEAST_EVALUATIONS)
+            assert known is not None
+            budget = int(known[1].peak_bytes * ABOVE_LEAST)
+        found = self._plan(program, costs, budget)
+        self.net.check_new(repr(found.schedule))
+        return found, budget
 
-#: The model, random inputs, and both in words.
-NETS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Example], str]] = {
-    "llama": (partial(llama, 32), partial(_sentences, 4), "32 layers of width 64, 4 x 128 tokens"),
-    "llama8": (partial(llama, 8), partial(_sentences, 4), "8 layers of width 64, 4 x 128 tokens"),
-    "gpt2": (
-        partial(LanguageModel, 2, 64, 4, 512, 128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-        partial(tokens(512, 128), 4),
-        "2 layers of width 64, 4 x 128 tokens, no dropout",
-    ),
-    "vgg16": _of_work("vgg16", partial(images, 2, 32), "batch 2, 32 pixels"),
-    "resnet50": _of_work("resnet50", partial(images, 4, 64), "batch 4, 64 pixels"),
-    "googlenet": _of_work("googlenet", partial(images, 4, 64), "batch 4, 64 pixels"),
-    "mobilenet_v2": _of_work("mobilenet_v2", partial(images, 4, 64), "batch 4, 64 pixels"),
-    "unet": _of_work("unet", partial(images, 1, 64), "width 32, 64 pixels"),
-    "nnunet": _of_work("nnunet", partial(volumes(16, 16, 16), 1), "4 levels from width 16, 16 x 16 x 16 voxels"),
-    "densenet121": _of_work("densenet121", partial(images, 2, 64), "batch 2, 64 pixels"),
-    "vit_b_16": _of_work("vit_b_16", partial(images, 4, 160), "as ViT-Ti/16, batch 4, 160 pixels"),
-    "convnext_tiny": _of_work("convnext_tiny", partial(images, 2, 64), "batch 2, 64 pixels"),
-}  # fmt: skip
+    def _plan(self, program: Program, costs: Mapping[str, Cost], budget: int) -> Plan:
+        if not self.settings.quick:
+            return super()._plan(program, costs, budget)
+        began = time.monotonic()
+
+        def enough(fits: bool) -> bool:
+            return time.monotonic() - began > SEARCH_SECONDS * (1 if fits else LONGER)
+
+        return plan(program, costs, budget, strategy="heuristic", evaluations=quick_evaluations(), enough=enough)
 
 
 @dataclass
@@ -93,6 +114,8 @@ class Net:
         seconds: for the integer program; 0: plan by the local search alone.
         work, operators_seconds: of the graphs that were compiled last: floating-point operations, and the time of operators
             that Inductor does not generate.
+        now: the row that is measured.
+        measured: the first row of all graphs that were measured, by their hash.
     """
 
     name: str
@@ -101,11 +124,25 @@ class Net:
     example: Example = field(init=False, repr=False)
     work: int = 0
     operators_seconds: float = 0.0
+    now: Row | None = None
+    measured: dict[str, Row] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        make, inputs, _ = NETS[self.name]
-        self.model, self.example = make().train(), inputs()
+        self.model, self.example = NETS[self.name].make().train(), NETS[self.name].inputs()
+
+    def check_new(self, graphs: str) -> None:
+        """Remember the graphs of the setting that is measured now.
+
+        Raises:
+            SameGraphsError: they were measured before.
+        """
+        key = hashlib.sha256(graphs.encode()).hexdigest()
+        if self.now is None:
+            return
+        before = self.measured.setdefault(key, self.now)
+        if before.key != self.now.key:
+            raise SameGraphsError(before)
 
     def compiled(self, settings: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
         """A copy under ``torch.compile``, after a first step.
@@ -122,10 +159,11 @@ class Net:
         train_step(made, self.example)
         return made
 
-    def planned(self, budget: int | str) -> tuple[nn.Module, Any]:
-        """A copy under our plan, and its partitioner."""
-        options = compile_options(budget, quick=not self.seconds, time_limit_seconds=self.seconds or 1.0)
-        return self.compiled({}, options), options["custom_partitioner_fn"]
+    def planned(self, budget: int) -> tuple[nn.Module, PlannedPartitioner]:
+        """A copy under our plan, and its partitioner; a budget of 0 is for the least that is known."""
+        options = compile_options(max(1, budget), quick=not self.seconds, time_limit_seconds=self.seconds or 1.0)
+        planner = Planner(options["custom_partitioner_fn"], self, least=not budget)
+        return self.compiled({}, {**options, "custom_partitioner_fn": planner}), planner
 
     def budgeted(self, setting: str) -> nn.Module:
         """A copy under an ``activation_memory_budget``, such as ``0.5 dp``."""
@@ -149,6 +187,8 @@ def _backend(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def counted(part: fx.GraphModule, given: Any, **kwargs: Any) -> Any:
+        if settings and not kwargs.get("is_backward"):  # what the forward saves decides the backward
+            net.check_new(_written_out(part))
         for node in part.graph.nodes:
             if _is_called(node):
                 net.work += sum(flops_of(node))
@@ -170,100 +210,131 @@ def _counted(net: Net, module: nn.Module, calls: Calls) -> dict[str, Any]:
     return {"peak_bytes": peak, "operations": net.work, "priced_seconds": net.operators_seconds + moving}
 
 
-def peaks(net: Net, calls: Calls, budgets: Sequence[str], shares: Sequence[float], keep: Callable[[Row], None]) -> None:
-    """Measure peaks and count the work of all contenders, and hand every row to ``keep``.
+def _written_out(graph: fx.GraphModule) -> str:
+    """All of a graph that its code depends on."""
+    shapes = [f"{t.dtype}{tuple(t.shape)}" for n in graph.graph.nodes for t in tensors_of(n.meta.get("val"))]
+    return f"{graph.graph} {shapes}"
+
+
+@dataclass
+class Rows:
+    """The rows of a folder, which are written as they come.
+
+    Attributes:
+        rows: of all nets.
+        tell: called with a line for people.
+    """
+
+    path: Path
+    rows: list[Row]
+    tell: Callable[[str], None]
+
+    def known(self, row: Row) -> Row | None:
+        """The row of the same key, if it need not be measured again."""
+        return next((r for r in self.rows if r.key == row.key and r.status in ("measured", "refused")), None)
+
+    def keep(self, row: Row) -> None:
+        """Put it in the place of the row of its key."""
+        self.rows[:] = merged(self.rows, [row])
+        write_rows(self.path, self.rows)
+
+    def measure(self, net: Net, row: Row, figures: Callable[[], dict[str, Any]]) -> Row:
+        """The row of a setting, from the file or measured now; a failure is a row, too."""
+        if (known := self.known(row)) is not None:
+            return known
+        started = time.monotonic()
+        net.now = row
+        try:
+            done = replace(row, status="measured", **figures())
+        except Exception as error:  # of any contender: the table says what it was
+            cause = getattr(error, "inner_exception", error)
+            before = self.known(cause.before) if isinstance(cause, SameGraphsError) else None
+            if before is not None:
+                done = replace(before, setting=row.setting, budget_bytes=row.budget_bytes or before.budget_bytes)
+            else:
+                words = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+                done = replace(row, status="refused" if isinstance(cause, MonetError) else "failed", reason=words[:300])
+        self.tell(f"{time.strftime('%H:%M:%S')} {done.told} in {time.monotonic() - started:.0f} s")
+        self.keep(done)
+        return done
+
+
+def measure_net(
+    net: Net, calls: Calls, budgets: Sequence[str], shares: Sequence[float], rows: Rows, done: Callable[[int], None]
+) -> None:
+    """Measure peaks and count the work of all contenders.
 
     Args:
         calls: of the kernels that are left out.
+        budgets: settings of ``activation_memory_budget``.
+        shares: of ``torch.compile``'s peak.
+        done: called with how many rows are there.
     """
-    plain = Row(net.name, COMPILE)
-    with _row(plain, keep) as add:
-        plain = add(**_counted(net, net.compiled({}, {}), calls))
+
+    def measured(row: Row, make: Callable[[], nn.Module]) -> Row:
+        found = rows.measure(net, row, lambda: _counted(net, make(), calls))
+        done(1)
+        return found
+
+    def planned(setting: str, budget: int) -> None:
+        def figures() -> dict[str, Any]:
+            module, planner = net.planned(budget)
+            (graph,) = planner.graphs
+            found = {"budget_bytes": graph.budget_bytes, "predicted_bytes": graph.peak_bytes}
+            return {**_counted(net, module, calls), **found}
+
+        rows.measure(net, Row(net.name, OWN, setting, budget_bytes=budget), figures)
+        done(1)
+
+    plain = measured(Row(net.name, COMPILE), lambda: net.compiled({}, {}))
     if plain.status != "measured":
         return
+    planned("least", 0)
     targets = {f"{100 * share:g}%": int(share * plain.peak_bytes) for share in shares}
     for setting in budgets:
-        with _row(Row(net.name, ABOVE, setting), keep) as add:
-            found = add(**_counted(net, net.budgeted(setting), calls))
-            if found.peak_bytes not in targets.values():
-                targets[f"at {setting}"] = found.peak_bytes
-    with _row(Row(net.name, OWN, "least"), keep) as add:
-        _planned(net, calls, add, _smallest(net))
+        found = measured(Row(net.name, ABOVE, setting), partial(net.budgeted, setting))
+        if found.status == "measured" and found.peak_bytes not in targets.values():
+            targets[f"at {setting}"] = found.peak_bytes
+            planned(f"at {setting}", found.peak_bytes)
+        else:
+            done(1)
     for setting, target in targets.items():
-        with _row(Row(net.name, OWN, setting, budget_bytes=target), keep) as add:
-            _planned(net, calls, add, target)
-
-
-def _planned(net: Net, calls: Calls, add: Callable[..., Row], budget: int) -> None:
-    module, partitioner = net.planned(budget)
-    (graph,) = partitioner.graphs
-    add(**_counted(net, module, calls), budget_bytes=budget, predicted_bytes=graph.peak_bytes)
-
-
-def _smallest(net: Net) -> int:
-    """The smallest budget for which a plan is known."""
-    try:
-        net.planned(1)
-    except Exception as error:
-        cause = _cause(error)
-        if isinstance(cause, InfeasibleError) and cause.smallest_bytes is not None:
-            return cause.smallest_bytes
-        raise
-    raise AssertionError("a plan for one byte")
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What a backend of ``torch.compile`` has raised."""
-    return getattr(error, "inner_exception", error)
-
-
-@contextmanager
-def _row(row: Row, keep: Callable[[Row], None]) -> Iterator[Callable[..., Row]]:
-    """Keeps a row with what is added to it, or with the reason why nothing could be measured."""
-    started, done = time.monotonic(), row
-
-    def add(**found: Any) -> Row:
-        nonlocal done
-        done = replace(done, status="measured", **found)
-        return done
-
-    try:
-        yield add
-    except Exception as error:  # of any contender: the table says what it was
-        cause = _cause(error)
-        words = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-        done = replace(row, status="refused" if isinstance(cause, MonetError) else "failed", reason=words[:300])
-    click.echo(f"{time.strftime('%H:%M:%S')} {done.told} in {time.monotonic() - started:.0f} s", err=True)
-    keep(done)
+        if not setting.startswith("at "):
+            planned(setting, target)
 
 
 @click.command()
-@click.option("--nets", default=",".join(NETS), help=f"Of {', '.join(NETS)}.  [default: all]")
+@click.option("--nets", default=",".join(DEFAULT), help=f"Of {', '.join(NETS)}.  [default: {', '.join(DEFAULT)}]")
 @click.option(
-    "--budgets", default="0.7,0.5,0.3,0.1,0.05", show_default=True, help="Values of activation_memory_budget."
+    "--budgets", default="0.5,0.05,0.3,0.15,0.7", show_default=True, help="Values of activation_memory_budget."
 )
 @click.option("--solvers", default="dp,ilp,greedy", show_default=True, help="Of activation_memory_budget.")
-@click.option("--shares", default="90,80,70,60", show_default=True, help="Percent of torch.compile's peak.")
+@click.option("--shares", default="", help="Percent of torch.compile's peak to plan for besides.")
 @click.option("--seconds", default=0.0, show_default=True, help="For the integer program; 0: the local search alone.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of rows and table.  [default: benchmarks/results]")
 def main(nets: str, budgets: str, solvers: str, shares: str, seconds: float, out: Path | None) -> None:
     """Measure, and write the table."""
     folder = out or ROOT / "benchmarks" / "results"
     folder.mkdir(parents=True, exist_ok=True)
-    rows = read_rows(folder / "inductor_fronts.csv", Row)
-
-    def keep(row: Row) -> None:
-        rows[:] = merged(rows, [row])
-        write_rows(folder / "inductor_fronts.csv", rows)
-
+    path = folder / "inductor_fronts.csv"
     settings = [f"{share} {solver}" for solver in solvers.split(",") for share in budgets.split(",")]
-    percents = [float(text) / 100 for text in shares.split(",")]
-    for name in nets.split(","):
-        net = Net(name, seconds)
-        with unrun_kernels() as calls:
-            peaks(net, calls, settings, percents, keep)
-        text = markdown(rows, {net: what for net, (_, _, what) in NETS.items()}, device_name(CPU))
-        write_atomically(folder / "inductor_fronts.md", text.encode())
+    percents = [float(text) / 100 for text in shares.split(",") if text]
+    names = nets.split(",")
+    console = Console(stderr=True)
+    rows = Rows(path, read_rows(path, Row), console.print)
+    with kept_prices(folder / "inductor_fronts_prices.json", CPU) as save, Progress(console=console) as bar:
+        task = bar.add_task("rows", total=len(names) * (2 + 2 * len(settings) + len(percents)))
+        for name in names:
+            bar.update(task, description=name)
+
+            def done(count: int) -> None:
+                bar.advance(task, count)
+                save()
+
+            with unrun_kernels() as calls:
+                measure_net(Net(name, seconds), calls, settings, percents, rows, done)
+            text = markdown(rows.rows, {net: found.what for net, found in NETS.items()}, device_name(CPU))
+            write_atomically(folder / "inductor_fronts.md", text.encode())
 
 
 if __name__ == "__main__":

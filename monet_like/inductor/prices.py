@@ -99,7 +99,7 @@ def _call(node: fx.Node, tensor_like: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 #: What was measured in this process: a call that is met again costs the same.
-_MEASURED: dict[str, Cost | None] = {}
+MEASURED: dict[str, Cost | None] = {}
 
 
 def measured_cost(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> Cost | None:
@@ -116,10 +116,10 @@ def measured_cost(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> C
 
     arguments = fx.map_arg((root.args, root.kwargs), shown)
     key = f"{device.device}, {torch.get_num_threads()}: {root.target} {arguments} {_bytes(writes)}"
-    if key not in _MEASURED:
+    if key not in MEASURED:
         small = _bytes((*root.all_input_nodes, *writes)) <= MOST_MEASURED_BYTES
-        _MEASURED[key] = _measured(root, writes, device) if small else None
-    return _MEASURED[key]
+        MEASURED[key] = _measured(root, writes, device) if small else None
+    return MEASURED[key]
 
 
 def _measured(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> Cost | None:

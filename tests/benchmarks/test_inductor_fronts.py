@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,14 @@ from click.testing import CliRunner
 from torch import nn
 
 from benchmarks import inductor_fronts
+from benchmarks.inductor_fronts_nets import Measured
 from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, Row, findings, markdown
+from benchmarks.kept_prices import kept_prices
 from benchmarks.rows import read_rows
 from benchmarks.unrun_kernels import unrun_kernels
+from monet_like.errors import UsageError
+from monet_like.inductor import prices
+from monet_like.ir.program import Cost
 from monet_like.replay.verify import step_peak, train_step
 
 CPU = torch.device("cpu")
@@ -98,15 +102,42 @@ def test_peaks_without_kernels_are_those_with_them() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_measures_and_writes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nets = {"net": (Net, partial(lambda: ((torch.randn(256, 32),), {})), "three layers")}
+def test_the_command_measures_writes_a_table_and_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nets = {"net": Measured(Net, lambda: ((torch.randn(256, 32),), {}), "three layers")}
     monkeypatch.setattr(inductor_fronts, "NETS", nets)
-    words = ("--nets", "net", "--budgets", "0.1", "--solvers", "dp", "--shares", "80")
-    done = CliRunner().invoke(inductor_fronts.main, [*words, "--out", str(tmp_path)])
+    words = ["--nets", "net", "--budgets", "0.1,0.09", "--shares", "80", "--out", str(tmp_path)]
+    done = CliRunner().invoke(inductor_fronts.main, [*words, "--solvers", "dp"])
     assert done.exit_code == 0, done.output
     rows = {r.label: r for r in read_rows(tmp_path / "inductor_fronts.csv", Row)}
     assert [r.reason for r in rows.values() if r.status != "measured"] == []
-    assert set(rows) == {COMPILE, f"{ABOVE} 0.1 dp", f"{OWN} least", f"{OWN} 80%", f"{OWN} at 0.1 dp"}
+    others = {f"{ABOVE} 0.1 dp", f"{ABOVE} 0.09 dp"}
+    assert set(rows) == {COMPILE, *others, f"{OWN} least", f"{OWN} 80%", f"{OWN} at 0.1 dp"}
     own = [r for r in rows.values() if r.contender == OWN]
     assert [r for r in own if not 0.97 * r.predicted_bytes <= r.peak_bytes <= r.budget_bytes + 64] == []
+    first, second = (replace(rows[label], setting="") for label in sorted(others))
+    assert first == second  # the same graphs: measured once
     assert "| planned least |" in (tmp_path / "inductor_fronts.md").read_text()
+
+    content = (tmp_path / "inductor_fronts_prices.json").read_text()
+    monkeypatch.setattr(inductor_fronts.Net, "compiled", lambda *_: pytest.fail("measured again"))
+    done = CliRunner().invoke(inductor_fronts.main, [*words, "--solvers", "dp"])
+    assert done.exit_code == 0, done.output
+    assert {r.label: r for r in read_rows(tmp_path / "inductor_fronts.csv", Row)} == rows
+    assert (tmp_path / "inductor_fronts_prices.json").read_text() == content
+
+
+def test_prices_are_kept_and_those_of_another_device_are_refused(tmp_path: Path) -> None:
+    path, cost = tmp_path / "prices.json", Cost(1.5, 64)
+    with kept_prices(path, CPU) as save:
+        limits = prices.device_of(CPU, True).limits
+        prices.MEASURED.update({"a call": cost, "one that does not run": None})
+        save()
+    assert "a call" not in prices.MEASURED
+    with kept_prices(path, CPU):
+        assert prices.MEASURED == {"a call": cost, "one that does not run": None}
+        assert prices.device_of(CPU, True).limits == limits
+    path.write_text(path.read_text().replace("cpu: ", "cpu: another "))
+    with pytest.raises(UsageError, match=r"are of cpu: another .* give another folder"), kept_prices(path, CPU):
+        pass
