@@ -48,6 +48,7 @@ from monet_like.inductor.options import compile_options
 from monet_like.inductor.partitioner import PlannedPartitioner
 from monet_like.inductor.prices import device_of, flops_of, measured_cost
 from monet_like.ir.program import Cost, Program
+from monet_like.ir.schedule import Schedule
 from monet_like.plan import plan
 from monet_like.plan.local_search.searcher import quick_evaluations, smallest_known
 from monet_like.plan.result import Plan
@@ -79,18 +80,20 @@ class Planner(PlannedPartitioner):
     Attributes:
         net: knows the schedules that were measured.
         least: plan for the least peak that is known, instead of for a budget.
+        start: option of the local search: the schedule with that peak.
     """
 
     def __init__(self, other: PlannedPartitioner, net: Net, least: bool) -> None:
         super().__init__(other.settings, other.planned)
         self.net, self.least = net, least
+        self.start: dict[str, Schedule] = {}
 
     def _plan_calls(self, kernels: Any, costs: Mapping[str, Cost], budget: int) -> tuple[Plan, int]:
         program = kernels.program
         if self.least:
             known = smallest_known(program, costs, evaluations=LEAST_EVALUATIONS)
             assert known is not None
-            budget = int(known[1].peak_bytes * ABOVE_LEAST)
+            budget, self.start = int(known[1].peak_bytes * ABOVE_LEAST), {"start": known[0]}
         found = self._plan(program, costs, budget)
         self.net.check_new(repr(found.schedule))
         return found, budget
@@ -103,7 +106,8 @@ class Planner(PlannedPartitioner):
         def enough(fits: bool) -> bool:
             return time.monotonic() - began > SEARCH_SECONDS * (1 if fits else LONGER)
 
-        return plan(program, costs, budget, strategy="heuristic", evaluations=quick_evaluations(), enough=enough)
+        effort = {"evaluations": quick_evaluations(), "enough": enough}
+        return plan(program, costs, budget, strategy="heuristic", **effort, **self.start)
 
 
 @dataclass

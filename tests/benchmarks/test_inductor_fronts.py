@@ -136,7 +136,7 @@ def test_prices_are_kept_and_those_of_another_device_are_refused(tmp_path: Path)
         save()
     assert "a call" not in prices.MEASURED
     with kept_prices(path, CPU):
-        assert prices.MEASURED == {"a call": cost, "one that does not run": None}
+        assert dict(prices.MEASURED) == {"a call": cost, "one that does not run": None}
         assert prices.device_of(CPU, True).limits == limits
     path.write_text(path.read_text().replace("cpu: ", "cpu: another "))
     with pytest.raises(UsageError, match=r"are of cpu: another .* give another folder"), kept_prices(path, CPU):
