@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -13,7 +14,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch.fx._lazy_graph_module import _make_graph_module
 
 from ..ir.schedule import Schedule, kept_values
-from .joint import is_elementwise, readers
+from .joint import is_elementwise, name_of, readers
 from .kernels import Kernel, Kernels
 from .written import inlined_operator, written_operator
 
@@ -82,6 +83,11 @@ def _description(node: fx.Node, place: int) -> Any:
     return getattr(descriptors, kind)(place)
 
 
+def _is_added(node: fx.Node) -> bool:
+    """Whether Inductor would call ``addmm`` in the place of a product and the sum that reads it."""
+    return name_of(node) == "aten::mm" and any(name_of(user) == "aten::add" for user in node.users)
+
+
 class _Emitter:
     """Writes a graph with these inputs, items or inputs of the joint graph."""
 
@@ -109,12 +115,12 @@ class _Emitter:
             made = self.graph.placeholder(node.name)
             made.meta = node.meta
             self.now[node] = made
-        for run in runs:
+        for run, following in zip_longest(runs, runs[1:]):
             if run.kernel is None:
                 for effect in self.kernels.joint.effects:
                     self._copied(effect, {}, run.group)
             else:
-                self._run(run.kernel, run.group)
+                self._run(run.kernel, run.group, following.kernel if following is not None else None)
         local: dict[fx.Node, fx.Node] = {}
         group = runs[-1].group if runs else 0
         copies = [self._copied(node, local, group) if isinstance(node, fx.Node) else node for node in results]
@@ -129,7 +135,7 @@ class _Emitter:
         self.graph.lint()
         return _make_graph_module(module, self.graph)
 
-    def _run(self, kernel: Kernel, group: int) -> None:
+    def _run(self, kernel: Kernel, group: int, following: Kernel | None) -> None:
         local: dict[fx.Node, fx.Node] = {}
         if kernel.root is None:
             return
@@ -138,11 +144,16 @@ class _Emitter:
         local[kernel.root] = self._copy(kernel.root, local, group)
         for node in kernel.writes:
             made = local[node] if node is kernel.root else self._copy(node, local, group)
-            self.now[node] = self._written(node, made)
+            moves = following is None or node not in following.reads
+            self.now[node] = self._written(node, made, moves and _is_added(node))
 
-    def _written(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Has Inductor write an elementwise result that several kernels read, instead of computing it anew in each."""
-        return self._passed_on(written_operator(), made) if is_elementwise(node) else made
+    def _written(self, node: fx.Node, made: fx.Node, added: bool) -> fx.Node:
+        """Has Inductor write a result that several kernels read, instead of computing it anew in each, or a product where it stands.
+
+        Args:
+            added: it is a product that a later kernel adds to something. Inductor would make one call of both, and run it there.
+        """
+        return self._passed_on(written_operator(), made) if added or is_elementwise(node) else made
 
     def _inlined(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """Has Inductor compute an elementwise result within the kernel, also if several of its operators read it."""
