@@ -11,7 +11,7 @@ from torch import fx
 
 from ..errors import UsageError
 from ..ir.program import Program, Runs, Task, Value, ValueKind
-from .joint import Joint, draws, is_elementwise, is_generated, is_view, name_of, walk
+from .joint import NARROW, Joint, draws, is_elementwise, is_generated, is_view, name_of, readers, walk
 
 #: Views that keep the order of the elements.
 _IN_ORDER = frozenset({"aten::view", "aten::unsqueeze", "aten::squeeze", "aten::_unsafe_view", "aten::alias"})
@@ -87,13 +87,16 @@ class _Builder:
     def build(self) -> Kernels:
         joint = self.joint
         self._add_values()
+        delayed: list[list[tuple[Task, Kernel]]] = []
         for node in joint.graph.nodes:
             if node not in joint.items or node.target is operator.getitem:
                 continue
             if node in joint.backward:
-                self.slots.append([self._task(node, k, place) for place, k in enumerate(self._variants(node))])
+                ways = [self._task(node, k, place) for place, k in enumerate(self._variants(node))]
+                (delayed if self._is_delayed(ways[0]) else self.slots).append(ways)
             else:
                 self.tasks += [self._task(node, k, place) for place, k in enumerate(self._variants(node))]
+        self.slots += delayed
         outputs = self._bases(node for node in joint.forward_outputs if node is not None)
         if joint.effects:
             outputs.append(self._add_effects())
@@ -139,6 +142,17 @@ class _Builder:
             spec = f"{str(value.dtype)[6:]}{list(value.shape)}" if isinstance(value, torch.Tensor) else ""
             self.value_of[node] = len(self.values)
             self.values.append(Value(node.name, self.joint.bytes_of(node), kind, spec))
+
+    def _is_delayed(self, way: tuple[Task, Kernel]) -> bool:
+        """Whether it makes gradients that nobody reads from much less than they take: then it runs when all else has.
+
+        Such is the weight gradient of a linear layer with more features than the batch has rows.
+        """
+        task, kernel = way
+        if not all(reader.op == "output" for node in kernel.writes for reader in readers(node)):
+            return False
+        given = sum(self.values[v].bytes for v in task.reads if self.values[v].kind != "parameter")
+        return NARROW * given <= sum(self.values[v].bytes for v in task.writes)
 
     def _variants(self, root: fx.Node) -> list[Kernel]:
         """The kernels that may write an item: they read what is there, or compute more of it anew."""
