@@ -35,7 +35,8 @@ from rich.progress import Progress
 from torch import fx, nn
 
 from benchmarks.inductor_fronts_nets import DEFAULT, NETS
-from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, Row, markdown
+from benchmarks.inductor_fronts_pieces import Schedules
+from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, PIECES, Row, markdown
 from benchmarks.kept_prices import kept_prices
 from benchmarks.processes import ROOT
 from benchmarks.rows import merged, read_rows, write_rows
@@ -253,6 +254,7 @@ class Rows:
         except Exception as error:  # of any contender: the table says what it was
             cause = getattr(error, "inner_exception", error)
             before = self.known(cause.before) if isinstance(cause, SameGraphsError) else None
+            net.measured = {graphs: other for graphs, other in net.measured.items() if other.key != row.key}
             if before is not None:
                 done = replace(before, setting=row.setting, budget_bytes=row.budget_bytes or before.budget_bytes)
             else:
@@ -265,7 +267,7 @@ class Rows:
 
 def measure_net(
     net: Net, calls: Calls, budgets: Sequence[str], shares: Sequence[float], rows: Rows, done: Callable[[int], None]
-) -> None:
+) -> dict[str, int]:
     """Measure peaks and count the work of all contenders.
 
     Args:
@@ -273,6 +275,9 @@ def measure_net(
         budgets: settings of ``activation_memory_budget``.
         shares: of ``torch.compile``'s peak.
         done: called with how many rows are there.
+
+    Returns:
+        The settings of the plans, and their budgets.
     """
 
     def measured(row: Row, make: Callable[[], nn.Module]) -> Row:
@@ -292,7 +297,7 @@ def measure_net(
 
     plain = measured(Row(net.name, COMPILE), lambda: net.compiled({}, {}))
     if plain.status != "measured":
-        return
+        return {}
     planned("least", 0)
     targets = {f"{100 * share:g}%": int(share * plain.peak_bytes) for share in shares}
     for setting in budgets:
@@ -305,6 +310,25 @@ def measure_net(
     for setting, target in targets.items():
         if not setting.startswith("at "):
             planned(setting, target)
+    return {"least": 0, **targets}
+
+
+def measure_schedules(net: Net, targets: Mapping[str, int], rows: Rows, done: Callable[[int], None]) -> None:
+    """Measure peaks of schedules with ``backend="inductor"``, at the budgets of the plans.
+
+    Args:
+        targets: settings and their budgets; 0: the least.
+    """
+    made: list[Schedules] = []
+
+    def figures(budget: int) -> dict[str, Any]:
+        if not made:
+            made.append(Schedules(net.model, net.example))
+        return made[0].figures(budget, lambda module: step_peak(module, net.example, CPU))
+
+    for setting, budget in targets.items():
+        rows.measure(net, Row(net.name, PIECES, setting, budget_bytes=budget), partial(figures, budget))
+        done(1)
 
 
 @click.command()
@@ -315,8 +339,9 @@ def measure_net(
 @click.option("--solvers", default="dp,ilp,greedy", show_default=True, help="Of activation_memory_budget.")
 @click.option("--shares", default="", help="Percent of torch.compile's peak to plan for besides.")
 @click.option("--seconds", default=0.0, show_default=True, help="For the integer program; 0: the local search alone.")
+@click.option("--schedules", is_flag=True, help="Measure schedules with backend='inductor', too.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of rows and table.  [default: benchmarks/results]")
-def main(nets: str, budgets: str, solvers: str, shares: str, seconds: float, out: Path | None) -> None:
+def main(nets: str, budgets: str, solvers: str, shares: str, seconds: float, schedules: bool, out: Path | None) -> None:
     """Measure, and write the table."""
     folder = out or ROOT / "benchmarks" / "results"
     folder.mkdir(parents=True, exist_ok=True)
@@ -336,7 +361,11 @@ def main(nets: str, budgets: str, solvers: str, shares: str, seconds: float, out
                 save()
 
             with unrun_kernels() as calls:
-                measure_net(Net(name, seconds), calls, settings, percents, rows, done)
+                net = Net(name, seconds)
+                targets = measure_net(net, calls, settings, percents, rows, done)
+                if schedules:
+                    bar.update(task, total=bar.tasks[task].total + len(targets))
+                    measure_schedules(net, targets, rows, done)
             text = markdown(rows.rows, {net: found.what for net, found in NETS.items()}, device_name(CPU))
             write_atomically(folder / "inductor_fronts.md", text.encode())
 
