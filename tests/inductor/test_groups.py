@@ -173,6 +173,46 @@ def test_gradients_that_are_larger_than_what_they_are_made_from_are_computed_las
     assert graph.peak_bytes < 2 * large + 6 * x.nbytes
 
 
+class Blocks(nn.Module):
+    """Six equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32), nn.Tanh()) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.slow
+def test_blocks_that_are_compiled_one_by_one_keep_to_one_budget() -> None:
+    torch.manual_seed(0)
+    model, example = Blocks(), ((torch.randn(256, 32),), {})
+    plain = step_peak(model, example, CPU)
+    found = []
+    for share in (1.0, 0.8, 0.65, 0.5):
+        budget = int(share * plain)
+        options = monet_like.compile_options(budget, calls=6, quick=True, measured=False)
+        torch._dynamo.reset()
+        with unrun_kernels():
+            for block in model.blocks:
+                block.compile(options=options, dynamic=False)
+            train_step(model, example)
+        found.append(step_peak(model, example, CPU))
+        assert found[-1] <= budget + SCALARS
+        graphs = options["custom_partitioner_fn"].graphs
+        assert len(graphs) == 2  # the first block's, nobody asks for the gradient of its input, and that of all others
+        whole = max(graph.peak_bytes for graph in graphs) + 5 * max(graph.held_bytes for graph in graphs)
+        assert found[-1] <= whole + SCALARS
+        for block in model.blocks:
+            block._compiled_call_impl = None
+    assert found == sorted(found, reverse=True) and found[-1] < 0.55 * found[0]
+
+
 @pytest.mark.slow
 def test_products_that_are_added_later_are_computed_where_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     found, graph = peaks(*tied(), "90%", False)
