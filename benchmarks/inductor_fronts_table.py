@@ -76,6 +76,7 @@ def markdown(rows: Sequence[Row], nets: Mapping[str, str], device: str) -> str:
         "generated kernels move, against `torch.compile`'s. No step was timed. "
         "`activation_memory_budget`: a share of saved activations, and its solver. Planned: a share of `torch.compile`'s peak, or the peak that was "
         "measured at a setting of the former. Schedule: `ScheduleWrapper` with `backend='inductor'` at the budgets of the plans, its peak alone.",
+        _run_so_far(rows, nets),
         _summary(rows, nets),
     ]
     for net, what in nets.items():
@@ -83,6 +84,14 @@ def markdown(rows: Sequence[Row], nets: Mapping[str, str], device: str) -> str:
         if mine:
             parts += [f"## {net}", f"{what}.", _table(mine), "\n".join(f"* {line}" for line in findings(mine))]
     return "\n\n".join(parts) + "\n"
+
+
+def _run_so_far(rows: Sequence[Row], nets: Mapping[str, str]) -> str:
+    solvers = dict.fromkeys(row.setting.split()[1] for row in rows if row.contender == ABOVE)
+    left = [net for net in nets if net not in {row.net for row in rows}]
+    return (
+        f"Solvers that were run: {', '.join(solvers) or 'none'}. Nets that were not run: {', '.join(left) or 'none'}."
+    )
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
