@@ -13,6 +13,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .auto.auto_schedule import auto_schedule
     from .auto.blocks import block_plan, unwrap
+    from .auto.plan_step import plan_step
     from .capture.annotations import mark
     from .cards.fits import fits
     from .export.selective import checkpoint_policy
@@ -36,6 +37,7 @@ __all__ = [
     "fits",
     "mark",
     "place_memory",
+    "plan_step",
     "problem",
     "register_strategy",
     "register_variant",
@@ -54,6 +56,7 @@ _LAZY = {
     "fits": "cards.fits",
     "mark": "capture.annotations",
     "place_memory": "replay.allocator",
+    "plan_step": "auto.plan_step",
     "problem": "job.start",
     "register_strategy": "plan.strategies",
     "register_variant": "variants",

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from ..errors import InfeasibleError, MonetError
+
+#: How the processes of the default group plan. ``alone``: each for itself, whenever it likes. ``same``: the first one plans for
+#: all. ``own``: each has a plan of its own, but they rehearse together, because the step of one needs the others, as in a
+#: pipeline; an error of one is raised in all.
+Sharing = Literal["alone", "same", "own"]
 
 
 def processes() -> int:
@@ -16,15 +21,16 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def from_first(work: Callable[[], Any], *, together: bool) -> Any:
-    """Do ``work`` in the first process of the group; every process gets the result.
+def planned_by(work: Callable[[], Any], sharing: Sharing) -> Any:
+    """The result of ``work``: the first process's for all, or each process's own.
 
     Args:
-        work: returns plain data that JSON can hold. What it raises is raised in every process.
-        together: False: every process works for itself.
+        work: returns plain data that JSON can hold. If processes share anything, what it raises in one is raised in all.
     """
-    if not together or processes() == 1:
+    if sharing == "alone" or processes() == 1:
         return _plain(work())
+    if sharing == "own":
+        return _plain(all_do(work, sharing))
     error: BaseException | None = None
     answer = ""
     if dist.get_rank() == 0:
@@ -42,9 +48,32 @@ def from_first(work: Callable[[], Any], *, together: bool) -> Any:
     return content["result"]
 
 
-def from_all(mine: Any, *, together: bool) -> list[Any]:
-    """The plain data that every process gives, in the order of their ranks."""
-    if not together or processes() == 1:
+def all_do(work: Callable[[], Any], sharing: Sharing) -> Any:
+    """Do ``work`` in every process; if it fails in one, raise in all. Without sharing: just do it."""
+    if sharing == "alone" or processes() == 1:
+        return work()
+    result, error = None, None
+    try:
+        result = work()
+    except BaseException as found:  # the others wait for a word whatever happened
+        error = found
+    every = gathered(None if error is None else _told(error), "same")
+    if error is not None:
+        raise error
+    for rank, told in enumerate(every):
+        if told is not None:
+            raise _raised(told, f"found by the process with rank {rank}, whose step needs this one")
+    return result
+
+
+def all_agree(flag: bool, sharing: Sharing) -> bool:
+    """Whether it holds in every process; each one's own word unless they have plans of their own and rehearse together."""
+    return all(gathered(flag, "same")) if sharing == "own" else flag
+
+
+def gathered(mine: Any, sharing: Sharing) -> list[Any]:
+    """The plain data that every process gives, in the order of their ranks; just this one's if plans are not the same."""
+    if sharing != "same" or processes() == 1:
         return [_plain(mine)]
     sent: list[Any] = [None] * processes()
     dist.all_gather_object(sent, json.dumps(mine))
@@ -64,9 +93,9 @@ def _told(error: BaseException) -> dict[str, Any]:
     return told
 
 
-def _raised(told: dict[str, Any]) -> Exception:
-    """The error of the first process, for another one."""
-    kind, message = str(told["kind"]), f"{told['message']} (found by the process with rank 0, which plans for all)"
+def _raised(told: dict[str, Any], by: str = "found by the process with rank 0, which plans for all") -> Exception:
+    """The error of another process, for this one."""
+    kind, message = str(told["kind"]), f"{told['message']} ({by})"
     if kind == InfeasibleError.__name__:
         return InfeasibleError(message, told["smallest_bytes"], told["step"], proven=bool(told["proven"]))
     known: dict[str, type[MonetError]] = {found.__name__: found for found in MonetError.__subclasses__()}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..capture.captured import Captured
 from ..capture.example_inputs import device_of
 from ..compiler.pipeline import make_record, prepare, settled_for
 from ..compiler.prepared import Prepared
@@ -21,7 +22,8 @@ from ..ir.units import Budget
 from ..plan.baseline import plain_step
 from ..plan.block_points import Point, efficient, menu, point_of
 from ..plan.result import Plan
-from .agreement import from_all
+from ..replay.training_step import handed_gradients
+from .agreement import Sharing, gathered
 from .block_wrapper import BlockCall
 from .step_memory import Blocks, Rehearsed
 
@@ -36,7 +38,7 @@ class BlockSettings:
     Attributes:
         loss: from the model's result to a scalar; None: a loss that takes no memory.
         quick: costs that are partly estimated, and the local search instead of the integer program.
-        together: the processes of the default group plan together.
+        sharing: how the processes of the default group plan.
     """
 
     budget: Budget
@@ -47,7 +49,7 @@ class BlockSettings:
     optimizer: str = "none"
     loss: Callable[[Any], torch.Tensor] | None = None
     quick: bool = False
-    together: bool = True
+    sharing: Sharing = "same"
     verbose: bool | None = None
 
 
@@ -96,13 +98,13 @@ def _digest(call: BlockCall) -> str:
     return hashlib.sha256(repr(of).encode()).hexdigest()
 
 
-def check_alike(of: Blocks, kinds: Sequence[Kind | None], together: bool) -> None:
+def check_alike(of: Blocks, kinds: Sequence[Kind | None], sharing: Sharing) -> None:
     """Refuse processes whose blocks differ: one plan would not do for all.
 
     Raises:
         UsageError: in every process.
     """
-    every = from_all([kind and [kind.program, kind.text] for kind in kinds], together=together)
+    every = gathered([kind and [kind.program, kind.text] for kind in kinds], sharing)
     for rank, theirs in enumerate(every):
         if theirs != every[0]:
             different = next((n for n, (a, b) in enumerate(zip(theirs, every[0], strict=False)) if a != b), None)
@@ -133,17 +135,30 @@ def menus_of(
                 menus[kind.program] = {"schedules": _schedules(call, found[kind.program], settings, progress)}
             ready, there = found[kind.program], menus[kind.program]
             if kind.text not in there:
+                captured, costs = ready.captured, ready.costs
                 points = [
-                    point_of(ready.captured.program, s, ready.costs, kind.held)
-                    for s in map(_schedule, there["schedules"])
+                    point_of(captured.program, schedule, costs, kind.held, handed_gradients(captured, schedule))
+                    for schedule in map(_schedule, there["schedules"])
                 ]
                 plain = point_of(
-                    *plain_step(ready.captured.plain, ready.costs, autograd_nodes=ready.captured.autograd_nodes),
+                    *plain_step(captured.plain, costs, autograd_nodes=captured.autograd_nodes),
                     kind.held,
+                    _handed_plainly(captured),
                 )
                 there[kind.text] = {"menu": [*map(_content, efficient(points))], "plain": _content(plain)}
             there["cublas_bytes"] = ready.cublas_bytes or ready.variants_cublas_bytes
     return menus
+
+
+def _handed_plainly(captured: Captured) -> dict[int, int]:
+    """As `handed_gradients`, in plain PyTorch: when the node of autograd has ended that makes the gradient."""
+    plain, nodes = captured.plain, captured.autograd_nodes
+    node_of = [nodes.get(ways[0].name, -1 - place) for place, ways in enumerate(plain.slots)]
+    ends = {node: place for place, node in enumerate(node_of)}
+    last = {v: place for place, ways in enumerate(plain.slots) for v in (*ways[0].reads, *ways[0].writes)}
+    kept = {tensor.value for _, tensor in captured.input_gradients}
+    made = {tensor.value for _, tensor in captured.parameter_gradients} - kept
+    return {value: ends[node_of[last[value]]] for value in made if value in last}
 
 
 def _costs(call: BlockCall, device: torch.device, settings: BlockSettings, progress: Progress) -> Prepared:
@@ -186,8 +201,8 @@ def _content(point: Point) -> list[Any]:
 
 def read_point(content: Any) -> Point:
     """A point from plain data."""
-    schedule, (seconds, carried, forward_peak, backward_peak), shared = content
-    return Point(_schedule(schedule), seconds, carried, forward_peak, backward_peak, tuple(shared))
+    schedule, (seconds, carried, forward_peak, backward_peak, adding_peak), shared = content
+    return Point(_schedule(schedule), seconds, carried, forward_peak, backward_peak, adding_peak, tuple(shared))
 
 
 def records_of(

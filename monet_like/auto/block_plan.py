@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..capture.example_inputs import Example, device_of
+from ..capture.example_inputs import device_of
 from ..compiler.prepared import Prepared
 from ..compiler.progress import announce
 from ..compiler.sources import keep
@@ -21,11 +21,11 @@ from ..plan.blocks import Moment, choose, peak_of, seconds_of, smallest
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from ..replay.compatibility import check_program
-from .agreement import from_all, from_first, processes
+from .agreement import all_agree, all_do, gathered, planned_by, processes
 from .block_menus import BlockSettings, Kind, check_alike, kinds_of, menus_of, read_point, records_of
 from .block_wrapper import is_sharded
 from .kept_blocks import NOTHING, BlockKey, KeptBlocks, most_of_rest
-from .step_memory import Blocks, Rehearsed, StepMemory
+from .step_memory import Blocks, Rehearsed, StepMemory, WholeStep
 
 #: Choices that are made at most: each after a rehearsal that keeps what the one before it keeps.
 ROUNDS = 3
@@ -55,11 +55,11 @@ class BlockPlan:
     points: tuple[Point, ...]
 
 
-def plan_blocks(of: Blocks, example: Example, settings: BlockSettings) -> BlockPlan:
+def plan_blocks(of: Blocks, whole: WholeStep, settings: BlockSettings) -> BlockPlan:
     """Plan the schedules of all blocks and give each its own.
 
     Args:
-        example: arguments of the whole model.
+        whole: the training step of the model.
 
     Raises:
         InfeasibleError: no schedules fit; says what would.
@@ -68,19 +68,22 @@ def plan_blocks(of: Blocks, example: Example, settings: BlockSettings) -> BlockP
     started = time.monotonic()
     for block in of.blocks:
         block._block_call, block.record, block._block_planned = None, None, False
-    step = StepMemory(of, example, settings.optimizer, settings.loss, settings.together)
+    sharing = settings.sharing
+    step = all_do(lambda: StepMemory(of, whole, settings.optimizer, sharing), sharing)
     first = step.rehearsed(None)
-    kinds = kinds_of(of, first)
-    check_alike(of, kinds, settings.together)
+    kinds = all_do(lambda: kinds_of(of, first), sharing)
+    check_alike(of, kinds, sharing)
     key = _key(of, kinds, first, step, settings)
-    work = partial(_kept_content, of, first, key, settings)
-    found = from_first(work, together=settings.together)
-    answer = found and _reused(KeptBlocks.of_content(found, "the plan"), step)
+    found = planned_by(partial(_kept_content, of, first, key, settings), sharing)
+    answer = None
+    if all_agree(bool(found), sharing):
+        reused = _reused(KeptBlocks.of_content(found, "the plan"), step)
+        answer = reused if all_agree(reused is not None, sharing) else None
     how = "" if answer is None else f"reused, planned on {answer[0].planned}"
     if answer is None:
         answer = _planned(of, step, first, kinds, settings)
         new = answer[0]
-        from_first(lambda: keep(new, key.path(quick=settings.quick)), together=settings.together)
+        planned_by(lambda: keep(new, key.path(quick=settings.quick)), sharing)
         how = f"planned in {format_seconds(time.monotonic() - started)}"
     kept, peak, moment = answer
     for block, record in zip(of.blocks, kept.records, strict=True):
@@ -106,14 +109,14 @@ def _key(
     return BlockKey(
         tuple(kind and (kind.program, kind.text) for kind in kinds),
         first.calls,
-        tuple((moment.carrying, moment.running, moment.stage) for moment in first.moments),
-        max(from_all(step.resident_bytes, together=settings.together)),
+        tuple((moment.carrying, moment.running, moment.stage, moment.adds) for moment in first.moments),
+        max(gathered(step.resident_bytes, settings.sharing)),
         (
             settings.budget.bytes or settings.budget.share, settings.mode, settings.solver.upper(), settings.gap,
             settings.time_limit_seconds, settings.optimizer,
         ),
         (device_name(device), settings_digest(device)),
-        processes() if settings.together else 1,
+        processes() if settings.sharing == "same" else 1,
     )  # fmt: skip
 
 
@@ -165,14 +168,15 @@ def _planned(
 ) -> Answer:
     """Plan: a menu for each kind of block, and one choice for all."""
     found: dict[str, Prepared] = {}
-    sent = from_first(lambda: menus_of(of, kinds, settings, found), together=settings.together)
+    sharing = settings.sharing
+    sent = planned_by(lambda: menus_of(of, kinds, settings, found), sharing)
     cublas = max(program["cublas_bytes"] for program in sent.values())
     menus = [[*map(read_point, sent[kind.program][kind.text]["menu"])] if kind else [NOTHING] for kind in kinds]
     plain = [read_point(sent[kind.program][kind.text]["plain"]) if kind else NOTHING for kind in kinds]
     plain_peak = cublas + peak_of(plain, step.rehearsed([p.shared for p in plain]).moments)[0]
     budget = settings.budget.of(plain_peak)
     points, peak, moment = _chosen(step, menus, first, budget - cublas, settings)
-    contents = from_first(lambda: records_of(of, kinds, points, found), together=settings.together)
+    contents = planned_by(lambda: records_of(of, kinds, points, found), sharing)
     records = tuple(ScheduleRecord.of_content(content, "the plan") if content else None for content in contents)
     kept = KeptBlocks(
         datetime.date.today().isoformat(), budget, peak + cublas, plain_peak, seconds_of(plain, first.calls), cublas,
@@ -198,8 +202,8 @@ def _chosen(
     for _ in range(ROUNDS):
         before = picked
         work = partial(_picked, menus, moments, budget_bytes, first.calls, settings)
-        picked = from_first(work, together=settings.together)
-        if picked == before:
+        picked = planned_by(work, settings.sharing)
+        if all_agree(picked == before, settings.sharing):
             break
         points = tuple(menu[p] for menu, p in zip(menus, picked, strict=True))
         moments = step.rehearsed([p.shared for p in points]).moments
@@ -208,8 +212,19 @@ def _chosen(
         least = min(least or (peak, moment), (peak, moment))
         if peak <= budget_bytes and (best is None or seconds < best[0]):
             best = seconds, peak, moment, points
-    if best is None:
-        assert least is not None
+    assert least is not None
+    all_do(partial(_check_fits, best is not None, least, budget_bytes), settings.sharing)
+    assert best is not None
+    return best[3], best[1], best[2]
+
+
+def _check_fits(fits: bool, least: tuple[int, str], budget_bytes: int) -> None:
+    """Refuse a budget into which no choice fits; ``least``: the lowest peak that was found, and its moment.
+
+    Raises:
+        InfeasibleError: says what would do.
+    """
+    if not fits:
         raise InfeasibleError(
             f"no schedules of the blocks fit the step into {format_bytes(budget_bytes)}: with the smallest that were found it "
             f"needs {format_bytes(least[0])} ({least[0]} bytes), {least[1]}; give that much, a smaller batch or shorter sequences, "
@@ -217,7 +232,6 @@ def _chosen(
             least[0],
             least[1],
         )
-    return best[3], best[1], best[2]
 
 
 def _picked(

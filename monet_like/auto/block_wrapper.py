@@ -71,6 +71,7 @@ class BlockSchedule(ScheduleWrapper):
         self._block_number, self._block_planned, self._block_sharded = 0, False, False
         self._rehearsal: Rehearsal | None = None
         self._block_plan: Any = None  # of the whole model, for people
+        self._block_settings: Any = None  # with which the whole model is planned
 
     @SignedAsModel
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +106,13 @@ class BlockSchedule(ScheduleWrapper):
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not any(tensor.requires_grad for tensor in (*inputs, *self.parameters())):
             return self._model(*args, **kwargs)
-        call = self._call(self._key(leaves, spec), (args, kwargs))
+        try:
+            call = self._call(self._key(leaves, spec), (args, kwargs))
+        except Exception as error:
+            if not rehearsal.defers:
+                raise
+            rehearsal.error = rehearsal.error or error
+            return self._model(*args, **kwargs)
         modules, constants = dict(self._model.named_modules()), call.captured.constants.tensors
         parameters = [_tensor(modules, constants, name) for name, _ in call.captured.parameters]
         forward = lambda: self._model(*args, **kwargs)  # noqa: E731

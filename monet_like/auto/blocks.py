@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from .block_menus import BlockSettings
 from .block_plan import BlockPlan, plan_blocks
 from .block_wrapper import BlockSchedule, blocks_of
 from .shared_captures import SharedCaptures
-from .step_memory import Blocks
+from .step_memory import Blocks, WholeStep, step_of
 
 #: How blocks are named: modules of the model, or patterns of their names.
 BlockNames = Iterable[nn.Module] | str | Sequence[str]
@@ -48,13 +49,14 @@ def schedule_blocks(
     if (args is not None or kwargs is not None) and not model.training:
         raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
     shared = SharedCaptures()
-    _replace(
-        model, {block: BlockSchedule(block, name, settings.mode, backend, shared) for name, block in found.items()}
-    )
+    wrapped = {block: BlockSchedule(block, name, settings.mode, backend, shared) for name, block in found.items()}
+    for block in wrapped.values():
+        block._block_settings = settings
+    _replace(model, wrapped)
     if args is not None or kwargs is not None:
         given = args if isinstance(args, tuple) else () if args is None else (args,)
         try:
-            _plan(model, given, dict(kwargs or {}), settings)
+            plan_and_keep(model, step_of(model, (given, dict(kwargs or {})), settings.loss), settings)
         except BaseException:
             unwrap(model)  # the model is as it was given
             raise
@@ -168,11 +170,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def _plan(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: BlockSettings) -> None:
+def plan_and_keep(model: nn.Module, whole: WholeStep, settings: BlockSettings) -> BlockPlan:
+    """Plan a step of the model whose blocks `schedule_blocks` has wrapped; `block_plan` returns it from then on."""
     blocks = tuple(blocks_of(model))
-    plan = plan_blocks(Blocks(model, blocks), (args, kwargs), settings)
+    plan = plan_blocks(Blocks(model, blocks), whole, settings)
     for block in blocks:
         block._block_plan = plan
+    return plan
 
 
 def block_plan(model: nn.Module) -> BlockPlan | None:
@@ -188,6 +192,16 @@ def block_plan(model: nn.Module) -> BlockPlan | None:
     return plan
 
 
+#: The calls that models would have which plan at their first training call (`_plan_when_called`).
+_waiting: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any] | None] = weakref.WeakKeyDictionary()
+
+
+def plan_no_more(model: nn.Module) -> None:
+    """Let the model's next training call plan nothing."""
+    if model in _waiting:
+        model._compiled_call_impl = _waiting.pop(model)
+
+
 def _plan_when_called(model: nn.Module, settings: BlockSettings) -> None:
     """Have the model plan when it is called in training mode for the first time.
 
@@ -196,17 +210,37 @@ def _plan_when_called(model: nn.Module, settings: BlockSettings) -> None:
     """
     here = weakref.ref(model)
     before: Callable[..., Any] | None = model._compiled_call_impl
+    _waiting[model] = before
 
     def call(*args: Any, **kwargs: Any) -> Any:
         module: Any = here()
         if module.training and torch.is_grad_enabled():
+            _check_not_in_pipeline(type(module).__name__)
             module._compiled_call_impl = before
             try:
-                _plan(module, args, kwargs, settings)
+                plan_and_keep(module, step_of(module, (args, kwargs), settings.loss), settings)
             except BaseException:
                 module._compiled_call_impl = planned_first
                 raise
+            _waiting.pop(module, None)
         return (before or module._call_impl)(*args, **kwargs)
 
     planned_first = torch.compiler.disable(call, reason="monet_like plans the schedules of blocks here")
     model._compiled_call_impl = planned_first
+
+
+def _check_not_in_pipeline(model: str) -> None:
+    """Refuse to plan inside a step of a pipeline: the other stages wait there, and the backward is not the model's own.
+
+    Raises:
+        UsageError: the call comes from ``torch.distributed.pipelining``.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.pipelining"):
+            raise UsageError(
+                f"{model} is a stage of a pipeline and has no schedules yet, and its first call cannot plan: a step has several "
+                "micro-batches, and needs the other stages; call monet_like.plan_step(model, schedule.step, ...) in every process "
+                "before the first step, with the arguments of schedule.step"
+            )
+        frame = frame.f_back  # type: ignore[assignment]

@@ -22,13 +22,13 @@ from ..plan.block_points import Point
 from ..plan.blocks import Moment
 
 FORMAT = "monet_like block plan"
-VERSION = 1
+VERSION = 2
 #: A plan is made anew if the peak differs by more than this share from when it was made. Gloo's threads release buffers late,
 #: so that two starts of the same script may differ by less.
 OTHER_SHARE = 0.01
 
 #: Of a block that has no gradient: plain PyTorch runs it, and the rest of the model counts it.
-NOTHING = Point(Schedule((), (), ()), 0.0, 0, 0, 0)
+NOTHING = Point(Schedule((), (), ()), 0.0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,12 @@ _FIELDS = (
 
 def _point(content: Any, records: Sequence[ScheduleRecord]) -> tuple[int, Point]:
     """The number of a schedule, and a point of it."""
-    number, seconds, carried, forward_peak, backward_peak, shared = content
+    number, seconds, *sizes, shared = content
     if not 0 <= typed(number, "int") < len(records):
         raise ValueError("a point has a schedule that is not there")
-    carried, forward_peak, backward_peak = (typed(size, "int") for size in (carried, forward_peak, backward_peak))
+    carried, forward_peak, backward_peak, adding_peak = (typed(size, "int") for size in sizes)
     schedule, kept = records[number].schedule, typed(shared, "tuple[int, ...]")
-    point = Point(schedule, typed(seconds, "float"), carried, forward_peak, backward_peak, kept)
+    point = Point(schedule, typed(seconds, "float"), carried, forward_peak, backward_peak, adding_peak, kept)
     return number, point
 
 

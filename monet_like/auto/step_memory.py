@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +17,10 @@ from ..capture.example_inputs import Example, device_of
 from ..compiler.request import OPTIMIZERS
 from ..errors import UsageError
 from ..plan.blocks import Moment
-from ..profile.measure import allocated_stretches, have_workspaces
+from ..profile.measure import Stretch, allocated_stretches, have_workspaces
 from ..replay.rehearsal import Event, Rehearsal, counted, held_values
 from ..replay.verify import unsaved_loss
-from .agreement import from_all
+from .agreement import Sharing, all_do, gathered
 from .block_wrapper import BlockSchedule
 
 
@@ -37,11 +38,44 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class WholeStep:
+    """A training step as it is rehearsed.
+
+    Attributes:
+        run: forward and backward, without the optimizer; called with the example's arguments. Its result is alive until the
+            step has ended.
+        example: arguments.
+        given: the step is the user's own (`plan_step`): what its first run leaves behind, such as a pipeline's receive buffers,
+            exists in all later ones.
+    """
+
+    run: Callable[..., Any]
+    example: Example
+    given: bool = False
+
+
+def step_of(model: nn.Module, example: Example, loss: Callable[[Any], torch.Tensor] | None) -> WholeStep:
+    """One call of the model and the backward of its loss.
+
+    Args:
+        loss: from the model's result to a scalar; None: the result's own ``loss``, or one that takes no memory.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = model(*args, **kwargs)
+        total = (loss or _loss)(result)
+        total.backward()
+        return result, total
+
+    return WholeStep(run, example)
+
+
+@dataclass(frozen=True)
 class Rehearsed:
     """The result of a rehearsal.
 
     Attributes:
-        moments: of the step; ``base_bytes`` is the largest of all processes.
+        moments: of the step; ``base_bytes`` is the largest of all processes that share a plan.
         calls: how often each block runs.
         held: by block, see `held_values`.
     """
@@ -54,26 +88,28 @@ class Rehearsed:
 class StepMemory:
     """Counts the memory of one training step by rehearsals of it.
 
-    A rehearsal runs the model with stand-ins for its blocks (`monet_like.replay.rehearsal`), the loss and the backward.
-    Afterwards gradients, buffers and the state of random numbers are what they were.
+    A rehearsal runs the step with stand-ins for the model's blocks (`monet_like.replay.rehearsal`). Gradients that exist when
+    it begins are added to, as in a later micro-step. Afterwards gradients, buffers and the state of random numbers are what
+    they were.
 
     Args:
-        example: arguments of the model.
         optimizer: whose state to count, see `OPTIMIZERS`.
-        loss: from the model's result to a scalar; None: the result's own ``loss``, or one that takes no memory.
-        together: count the largest of all processes.
+        sharing: with ``same``, count the largest of all processes.
 
     Raises:
         UsageError: the optimizer is unknown, or steps in the backward.
     """
 
-    def __init__(
-        self, of: Blocks, example: Example, optimizer: str, loss: Callable[[Any], torch.Tensor] | None, together: bool
-    ) -> None:
-        self.of, self.example, self.loss, self.together = of, example, loss, together
+    def __init__(self, of: Blocks, whole: WholeStep, optimizer: str, sharing: Sharing) -> None:
+        self.of, self.whole, self.sharing = of, whole, sharing
         self.device = device_of(of.model)
         _check_hooks(of.model)
-        self.resident_bytes = _resident_bytes(of.model, example, optimizer, self.device)
+        self.resident_bytes = _resident_bytes(of.model, whole.example, optimizer, self.device)
+        self._first_end_bytes: int | None = None
+        if whole.given:
+            self._first_end_bytes = self._counted(None)[1][-1].end_bytes
+            for block in of.blocks:
+                block._block_call = None
 
     def rehearsed(self, kept: Sequence[Collection[int]] | None) -> Rehearsed:
         """Rehearse the step.
@@ -81,31 +117,63 @@ class StepMemory:
         Args:
             kept: the inputs and results that each block keeps, as values of its program; None: all of them.
         """
-        events: list[Event] = []
-
-        def run(mark: Callable[[], None]) -> Any:
-            rehearsal = Rehearsal(kept, mark)
-            for number, block in enumerate(self.of.blocks):
-                block._block_number, block._rehearsal = number, rehearsal
-            try:
-                result = self.of.model(*self.example[0], **self.example[1])
-                total = (self.loss or _loss)(result)
-                total.backward()
-            finally:
-                for block in self.of.blocks:
-                    block._rehearsal = None
-                events.extend(rehearsal.events)
-            return result, total
-
-        have_workspaces(self.device)
-        with _undone(self.of.model, self.example, self.device):
-            stretches = allocated_stretches(run, self.device)
+        events, stretches = self._counted(kept)
+        if self._first_end_bytes is not None:
+            # The first run leaves buffers behind that are used again. The second one frees what it replaces, and ends without
+            # the buffers. Gradients are in both.
+            self.resident_bytes += self._first_end_bytes - stretches[-1].end_bytes
+            self._first_end_bytes = None
         mine = counted(events, stretches, self.of.names, self.resident_bytes)
-        every = from_all([moment.base_bytes for moment in mine], together=self.together)
+        _check_same_steps(mine, self.sharing)
+        every = gathered([moment.base_bytes for moment in mine], self.sharing)
         moments = [replace(m, base_bytes=max(base)) for m, base in zip(mine, zip(*every, strict=True), strict=True)]
         forwards = [event.call.block for event in events if event.kind == "forward"]
         calls = tuple(forwards.count(number) for number in range(len(self.of.blocks)))
         return Rehearsed(moments, calls, held_values(events, stretches))
+
+    def _counted(self, kept: Sequence[Collection[int]] | None) -> tuple[list[Event], list[Stretch]]:
+        """The events of a rehearsal and the memory between them."""
+        rehearsals: list[Rehearsal] = []
+        args, kwargs = self.whole.example
+
+        def run(mark: Callable[[], None]) -> Any:
+            rehearsal = Rehearsal(kept, mark, defers=self.sharing != "alone")
+            rehearsals.append(rehearsal)
+            for number, block in enumerate(self.of.blocks):
+                block._block_number, block._rehearsal = number, rehearsal
+            try:
+                return self.whole.run(*args, **kwargs)
+            finally:
+                for block in self.of.blocks:
+                    block._rehearsal = None
+
+        have_workspaces(self.device)
+        gc.collect()  # or else memory of cycles that is freed meanwhile would seem to be the step's
+        with _undone(self.of.model, self.whole.example, self.device):
+            stretches = allocated_stretches(run, self.device)
+        (rehearsal,) = rehearsals
+        all_do(lambda: _raise(rehearsal.error), self.sharing)
+        return rehearsal.events, stretches
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _check_same_steps(moments: Sequence[Moment], sharing: Sharing) -> None:
+    """Refuse one plan for processes whose steps run blocks in another order, as the stages of a pipeline do.
+
+    Raises:
+        UsageError: in every process.
+    """
+    every = gathered([[moment.carrying, moment.running, moment.stage, moment.adds] for moment in moments], sharing)
+    for rank, theirs in enumerate(every):
+        if theirs != every[0]:
+            raise UsageError(
+                f"the steps of rank 0 and rank {rank} run their blocks in another order, and one plan is made for all; give "
+                "auto_schedule same_plan=False to let each process plan for itself"
+            )
 
 
 def _loss(result: Any) -> torch.Tensor:
@@ -145,11 +213,16 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _resident_bytes(model: nn.Module, example: Example, optimizer: str, device: torch.device) -> int:
-    """Bytes of parameters, buffers, inputs and the optimizer's state in this process; each storage counts once."""
+    """Bytes in this process of all that exists when a step begins; each storage counts once.
+
+    These are parameters, buffers, inputs, the optimizer's state, and gradients of an earlier micro-step.
+    """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
-    inputs = (leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor))
-    tensors = map(_local, (*model.parameters(), *model.buffers(), *inputs))
+    inputs = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    leaves = [*model.parameters(), *(tensor for tensor in inputs if tensor.is_leaf)]
+    grads = (t.grad for t in leaves if t.grad is not None and t.grad.layout is torch.strided)
+    tensors = map(_local, (*model.parameters(), *model.buffers(), *inputs, *grads))
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     trained = [_local(p) for p in model.parameters() if p.requires_grad]
     state = sum(map(OPTIMIZERS[optimizer].state_bytes, trained))
@@ -158,23 +231,30 @@ def _resident_bytes(model: nn.Module, example: Example, optimizer: str, device: 
 
 @contextlib.contextmanager
 def _undone(model: nn.Module, example: Example, device: torch.device) -> Iterator[None]:
-    """Put gradients, buffers and random numbers back to what they were."""
+    """Put gradients, buffers and random numbers back to what they were. Their copies are in the host's memory."""
     inputs = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
-    grads = [(tensor, tensor.grad) for tensor in (*model.parameters(), *inputs)]
+    grads = [
+        (tensor, grad, None if grad is None else _local(grad).detach().to("cpu", copy=True))
+        for tensor in (*model.parameters(), *inputs)
+        for grad in (tensor.grad,)
+    ]
     buffers = [
         (module._buffers, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    for tensor, _ in grads:
-        tensor.grad = None
+    for tensor, grad, _ in grads:
+        if grad is not None and grad.layout is not torch.strided:
+            tensor.grad = None  # sparse ones are not added to in place
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
-        for tensor, grad in grads:
-            tensor.grad = grad
         with torch.no_grad():
-            for there, name, buffer, before in buffers:
-                there[name] = buffer.copy_(before)
+            for tensor, grad, before in grads:
+                tensor.grad = grad
+                if grad is not None and before is not None:
+                    _local(grad).copy_(before)
+            for there, name, buffer, earlier in buffers:
+                there[name] = buffer.copy_(earlier)

@@ -1,7 +1,8 @@
 """Points of a block: schedules of one block of a model, and what each costs the step of the whole model.
 
-Before its backward a block waits while all blocks after it run. So its schedule is judged by four numbers instead of one
-peak: the bytes that it carries from its forward to its backward, the peaks of both, and its seconds. `menu` finds schedules
+Before its backward a block waits while all blocks after it run. So its schedule is judged by five numbers instead of one
+peak: the bytes that it carries from its forward to its backward, the peaks of both, the backward's peak where its gradients are
+added to earlier ones, and its seconds. `menu` finds schedules
 that trade these off. It asks the planner for them with one more slot at the start of the block's backward, which computes
 nothing and has a workspace: the memory that the rest of the model takes meanwhile (`with_rest`).
 """
@@ -13,12 +14,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from ..errors import InfeasibleError, ScheduleError, SolverError
 from ..ir.defaults import SOLVER
 from ..ir.program import Cost, Program, Task
 from ..ir.schedule import Schedule, kept_values
-from ..ir.simulate import Report, simulate
+from ..ir.simulate import Report, Step, simulate
 from . import plan
 from .budgets import smallest_budget
 from .local_search.searcher import quick_evaluations, smallest_known
@@ -44,6 +46,8 @@ class Point:
         forward_peak_bytes: above what exists when the forward begins.
         backward_peak_bytes: above what would exist when the backward begins if the block carried nothing; the gradients
             of its parameters included.
+        adding_peak_bytes: the same in a backward whose gradients are added to gradients that exist already, as those of
+            an earlier micro-batch: each is freed as soon as it is added.
         shared: inputs and results of the block that it keeps for the backward: values of the program. Their storage may
             be kept by other blocks as well.
     """
@@ -53,20 +57,30 @@ class Point:
     carried_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
+    adding_peak_bytes: int
     shared: tuple[int, ...] = ()
 
     @property
-    def numbers(self) -> tuple[float, int, int, int]:
+    def numbers(self) -> tuple[float, int, int, int, int]:
         """Seconds and bytes: a point is no worse than another if none of them is larger."""
-        return self.seconds, self.carried_bytes, self.forward_peak_bytes, self.backward_peak_bytes
+        return (
+            self.seconds, self.carried_bytes, self.forward_peak_bytes, self.backward_peak_bytes, self.adding_peak_bytes
+        )  # fmt: skip
 
 
-def point_of(program: Program, schedule: Schedule, costs: Mapping[str, Cost], held: Collection[int] = ()) -> Point:
+def point_of(
+    program: Program,
+    schedule: Schedule,
+    costs: Mapping[str, Cost],
+    held: Collection[int] = (),
+    handed: Mapping[int, int] = MappingProxyType({}),
+) -> Point:
     """What a schedule of a block costs, by the simulator.
 
     Args:
         held: incoming gradients and results that the rest of the model holds until the block's backward has ended, or
             that do not come: they are not freed in the block's backward.
+        handed: for gradients of parameters the backward slot after which autograd gets them.
 
     Raises:
         ScheduleError: the schedule breaks a rule of the program.
@@ -90,8 +104,15 @@ def point_of(program: Program, schedule: Schedule, costs: Mapping[str, Cost], he
         sum(values[v].bytes for v in kept - outputs),
         max((step.bytes for step in whole.steps[:forward]), default=resident) - resident,
         max((step.bytes for step in freed), default=there) - there,
+        max((step.bytes - _added_bytes(program, handed, step) for step in freed), default=there) - there,
         tuple(sorted((kept & outputs) | _kept_inputs(program, schedule))),
     )
+
+
+def _added_bytes(program: Program, handed: Mapping[int, int], step: Step) -> int:
+    """Bytes of gradients that are added to earlier ones and freed before a step of the backward."""
+    assert step.slot is not None
+    return sum(program.values[value].bytes for value, slot in handed.items() if slot < step.slot)
 
 
 def _kept_inputs(program: Program, schedule: Schedule) -> set[int]:

@@ -4,7 +4,7 @@ A step is a row of **moments**: the forward or the backward of one block, or wha
 them. Block ``b`` has a menu of points ``p`` (`block_points`), of which it takes one. With
 
 * ``x[b,p]``: 1 if block ``b`` takes point ``p``;
-* ``seconds``, ``carried``, ``forward`` and ``backward``: of a point;
+* ``seconds``, ``carried``, ``forward``, ``backward`` and ``adding``: of a point;
 * ``base[m]``: the bytes that exist at moment ``m`` whatever the blocks' schedules are: parameters, gradients so far, buffers
   of a sharded model, the rest's own activations;
 * ``n[m,b]``: calls of block ``b`` whose forward has ended and whose backward has not, the running one included;
@@ -17,7 +17,8 @@ the program is::
                                                                               for every moment     `_contents`
 
 where ``running[m,b,p]`` is ``forward[b,p]`` if the forward of ``b`` runs at ``m``, ``backward[b,p] - carried[b,p]`` if its
-backward does, else 0. Blocks and moments are few, so HiGHS solves it to optimality, mostly within a second. Every result is
+backward does, else 0. A backward whose gradients are added to those of an earlier micro-batch has ``adding[b,p]`` in the place of
+``backward[b,p]``. Several micro-batches may be in flight, as in a pipeline: ``n[m,b]`` counts their calls. Blocks and moments are few, so HiGHS solves it to optimality, mostly within a second. Every result is
 counted again in whole bytes (`peak_of`).
 """
 
@@ -55,6 +56,7 @@ class Moment:
             runs is among them.
         running: the block whose forward or backward runs; None: the rest of the model.
         stage: which of the two.
+        adds: the gradients of the running block's parameters exist already, and its own are added to them.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Moment:
     carrying: tuple[tuple[int, int], ...] = ()
     running: int | None = None
     stage: Stage = ""
+    adds: bool = False
 
     def bytes(self, points: Sequence[Point]) -> int:
         """The memory at this moment if every block has the point given for it."""
@@ -71,7 +74,7 @@ class Moment:
     def rise(self, point: Point) -> int:
         """What the running block adds by a point, above what is carried."""
         if self.stage == "backward":
-            return point.backward_peak_bytes - point.carried_bytes
+            return (point.adding_peak_bytes if self.adds else point.backward_peak_bytes) - point.carried_bytes
         return point.forward_peak_bytes if self.stage == "forward" else 0
 
 
@@ -204,7 +207,7 @@ def _needed(moments: Iterable[Moment], menus: Menus) -> list[Moment]:
     """One moment of all that differ in their base alone: the one with the largest."""
     found: dict[object, Moment] = {}
     for moment in moments:
-        running = None if moment.running is None else (moment.running, moment.stage)
+        running = None if moment.running is None else (moment.running, moment.stage, moment.adds)
         key = (moment.carrying, running)
         if key not in found or found[key].base_bytes < moment.base_bytes:
             found[key] = moment

@@ -20,6 +20,7 @@ from ..capture.captured import Captured, Tensor, TensorMeta
 from ..capture.results import without_dataclasses
 from ..plan.blocks import Moment
 from ..profile.measure import Stretch
+from .one_pass import in_one_pass
 from .training_step import as_captured
 
 Kind = Literal["forward", "forward done", "backward", "dropped", "backward done"]
@@ -35,6 +36,7 @@ class Call:
         saved: inputs that the stand-in holds.
         results: results that it holds, by value.
         gradients: incoming gradients, by value; empty before the backward.
+        adds: its parameters had gradients already when its backward began.
     """
 
     block: int
@@ -42,6 +44,7 @@ class Call:
     saved: list[torch.Tensor] = field(default_factory=list)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    adds: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,16 @@ class Rehearsal:
         kept: for every block the inputs and results that its stand-in holds from its forward to its backward, as values of
             its program; None: all of them.
         mark: ends a stretch, see `monet_like.profile.measure.allocated_stretches`.
+        defers: a block that cannot be captured runs as it is, and ``error`` is raised when the step has ended: other
+            processes wait for this one's part of the step.
     """
 
-    def __init__(self, kept: Sequence[Collection[int]] | None, mark: Callable[[], None]) -> None:
-        self.kept, self.mark = kept, mark
+    def __init__(
+        self, kept: Sequence[Collection[int]] | None, mark: Callable[[], None], *, defers: bool = False
+    ) -> None:
+        self.kept, self.mark, self.defers = kept, mark, defers
         self.events: list[Event] = []
+        self.error: Exception | None = None
 
     def reach(self, kind: Kind, call: Call, value: int = -1) -> None:
         """Note an event, which ends a stretch."""
@@ -105,9 +113,9 @@ class Rehearsal:
         with torch.no_grad(), _without_cached_casts():
             results = list(_results(captured, forward()))
         self.reach("forward done", call)
-        leaves = [parameters[index] for index in _positions(captured.parameter_gradients)]
-        leaves += [inputs[index] for index in _positions(captured.input_gradients)]
-        token = _Body.apply(self, call, *leaves)
+        trained = [parameters[index] for index in _positions(captured.parameter_gradients)]
+        leaves = [inputs[index] for index in _positions(captured.input_gradients)]
+        token = _Body.apply(self, call, trained, *trained, *leaves)
         outputs = _Head.apply(self, call, token, list(inputs), results)
         leaves_out = list(captured.output_leaves)
         for positions, output in zip(captured.output_positions, outputs, strict=True):
@@ -182,13 +190,16 @@ def _taken(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return grad if in_rows and not grad.is_conj() and not grad.is_neg() else as_captured(grad, meta)
 
 
+@in_one_pass
 class _Body(torch.autograd.Function):
     """Autograd node that hands over the gradients of a block's parameters and inputs."""
 
     @staticmethod
-    def forward(ctx: Any, rehearsal: Rehearsal, call: Call, *leaves: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, rehearsal: Rehearsal, call: Call, trained: list[torch.Tensor], *leaves: torch.Tensor
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.rehearsal, ctx.call = rehearsal, call
+        ctx.rehearsal, ctx.call, ctx.trained = rehearsal, call, trained
         ctx.like = [TensorMeta.of(leaf) for leaf in leaves]
         return torch.empty(0, device=call.captured.device)
 
@@ -196,15 +207,20 @@ class _Body(torch.autograd.Function):
     def backward(ctx: Any, _: None) -> Any:
         rehearsal: Rehearsal = ctx.rehearsal
         call: Call = ctx.call
+        there = [tensor.is_leaf and tensor.grad is not None for tensor in ctx.trained]
+        call.adds = bool(there) and all(there)
         rehearsal.reach("backward", call)
         for tensors in (call.gradients, call.results):
             for value in list(tensors):
                 del tensors[value]
                 rehearsal.reach("dropped", call, value)
         call.saved.clear()
-        gradients: list[torch.Tensor | None] = [_zeros(meta) for meta in ctx.like]
+        # A schedule's gradient is added to one that exists and freed before the next one is made; so zeros take no memory.
+        there += [False] * (len(ctx.like) - len(there))
+        makers = ((_nothing if exists else _zeros, meta) for exists, meta in zip(there, ctx.like, strict=True))
+        gradients: list[torch.Tensor | None] = [make(meta) for make, meta in makers]
         rehearsal.reach("backward done", call)
-        gradients[:0] = [None, None]
+        gradients[:0] = [None, None, None]
         handed = tuple(gradients)
         gradients.clear()  # or else a gradient would be copied when it becomes a parameter's
         return handed
@@ -212,6 +228,11 @@ class _Body(torch.autograd.Function):
 
 def _zeros(meta: TensorMeta) -> torch.Tensor:
     return meta.empty().zero_()
+
+
+def _nothing(meta: TensorMeta) -> torch.Tensor:
+    """Zeros that all lie in one element."""
+    return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape)
 
 
 def held_values(events: Sequence[Event], stretches: Sequence[Stretch]) -> dict[int, frozenset[int]]:
@@ -261,7 +282,8 @@ def counted(
         if event.kind in ("forward", "backward"):
             stage: Any = event.kind
             name = f"the {stage} of {names[block]}"
-            found.append(Moment(name, resident_bytes + stretch.end_bytes, there, block, stage))
+            adds = stage == "backward" and event.call.adds
+            found.append(Moment(name, resident_bytes + stretch.end_bytes, there, block, stage, adds))
             after, inside = name, True
         elif event.kind != "dropped":
             inside = False

@@ -28,6 +28,7 @@ from .changed_inputs import check_changeable
 from .functional import without_cudnn
 from .fusion import Fused, fuse
 from .missing_gradients import without_missing
+from .one_pass import in_one_pass
 
 #: The backward is cut into at most about this many segments, balanced by the bytes of parameter gradients.
 SEGMENTS = 24
@@ -97,7 +98,7 @@ class Step:
             *(v for _, v in captured.buffers),
             *captured.inputs,
         )
-        stretches = self._cut(schedule)
+        stretches = _cut(captured, schedule)
         runs = [_runs(captured, schedule, start, stop) for start, stop, _ in stretches]
         live = _live(runs, stretches)
         forward = tuple(program.tasks[i] for i in schedule.forward)
@@ -156,42 +157,49 @@ class Step:
             return Change("a tensor that the model holds", "the one that was captured", "another")
         return self.reads.change() if self.reads is not None else None
 
-    def _cut(self, schedule: Schedule) -> list[_Stretch]:
-        """Cut the backward into segments: (first slot, one past the last, gradients that become ready).
 
-        A gradient is ready when nothing will read it, nor what it is the gradient of: whoever gets it, such as an
-        optimizer that steps in a hook, may change both.
-        """
-        captured, program = self.captured, self.captured.program
-        last: dict[int, int] = {}
-        for slot in range(len(program.slots)):
-            for task in _runs(captured, schedule, slot, slot + 1):
-                last.update(dict.fromkeys((*task.reads, *task.writes), slot))
-        ready: dict[int, list[tuple[str, int, Tensor]]] = {}
-        parameters = [value for _, value in captured.parameters]
-        for kind, found, of in (
-            ("parameter", captured.parameter_gradients, parameters),
-            ("input", captured.input_gradients, captured.inputs),
-        ):
-            for index, tensor in found:
-                slot = max(last[tensor.value], last.get(of[index], 0))
-                ready.setdefault(slot, []).append((kind, index, tensor))
-        sizes = {slot: sum(captured.metas[t.value].storage_bytes for _, _, t in g) for slot, g in ready.items()}
-        enough = 0.0 if captured.optimizer_in_backward else sum(sizes.values()) / SEGMENTS
-        stretches: list[_Stretch] = []
-        gathered: list[tuple[str, int, Tensor]] = []
-        start, stop, size = 0, 0, 0
-        for slot in sorted(ready):
-            if gathered and size + sizes[slot] > enough:
-                stretches.append((start, stop, gathered))
-                start, gathered, size = stop, [], 0
-            gathered = [*gathered, *ready[slot]]
-            stop = slot + 1
-            size += sizes[slot]
-        if gathered:
-            stretches.append((start, len(captured.program.slots), gathered))
-        # Parameters first, then inputs.
-        return [(first, stop, sorted(found, key=lambda g: g[0] == "input")) for first, stop, found in stretches]
+def _cut(captured: Captured, schedule: Schedule) -> list[_Stretch]:
+    """Cut the backward into segments: (first slot, one past the last, gradients that become ready: parameters' first).
+
+    A gradient is ready when nothing will read it, nor what it is the gradient of: whoever gets it, such as an
+    optimizer that steps in a hook, may change both.
+    """
+    program = captured.program
+    last: dict[int, int] = {}
+    for slot in range(len(program.slots)):
+        for task in _runs(captured, schedule, slot, slot + 1):
+            last.update(dict.fromkeys((*task.reads, *task.writes), slot))
+    ready: dict[int, list[tuple[str, int, Tensor]]] = {}
+    parameters = [value for _, value in captured.parameters]
+    for kind, found, of in (
+        ("parameter", captured.parameter_gradients, parameters),
+        ("input", captured.input_gradients, captured.inputs),
+    ):
+        for index, tensor in found:
+            slot = max(last[tensor.value], last.get(of[index], 0))
+            ready.setdefault(slot, []).append((kind, index, tensor))
+    sizes = {slot: sum(captured.metas[t.value].storage_bytes for _, _, t in g) for slot, g in ready.items()}
+    enough = 0.0 if captured.optimizer_in_backward else sum(sizes.values()) / SEGMENTS
+    stretches: list[_Stretch] = []
+    gathered: list[tuple[str, int, Tensor]] = []
+    start, stop, size = 0, 0, 0
+    for slot in sorted(ready):
+        if gathered and size + sizes[slot] > enough:
+            stretches.append((start, stop, gathered))
+            start, gathered, size = stop, [], 0
+        gathered = [*gathered, *ready[slot]]
+        stop = slot + 1
+        size += sizes[slot]
+    if gathered:
+        stretches.append((start, len(program.slots), gathered))
+    return [(first, stop, sorted(found, key=lambda g: g[0] == "input")) for first, stop, found in stretches]
+
+
+def handed_gradients(captured: Captured, schedule: Schedule) -> dict[int, int]:
+    """For the values that are gradients of parameters alone, the slot after which autograd gets them."""
+    kept = {tensor.value for _, tensor in captured.input_gradients}
+    ends = ((tensor.value, stop - 1) for _, stop, made in _cut(captured, schedule) for _, _, tensor in made)
+    return {value: slot for value, slot in ends if value not in kept}
 
 
 def _live(runs: Sequence[tuple[Task, ...]], stretches: Sequence[_Stretch]) -> list[tuple[int, ...]]:
@@ -328,6 +336,7 @@ class _Head(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
+@in_one_pass
 class _SegmentNode(torch.autograd.Function):
     """Autograd node of one segment: nothing in the forward, its slots in the backward.
 

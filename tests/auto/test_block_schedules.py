@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchvision.models.resnet import BasicBlock
 
 import monet_like
-from monet_like.auto.agreement import _raised, _told, from_first
+from monet_like.auto.agreement import _raised, _told, planned_by
 from monet_like.auto.block_wrapper import BlockSchedule, blocks_of
 from monet_like.errors import InfeasibleError, ScheduleFileError, UsageError
 
@@ -297,4 +297,4 @@ def test_errors_travel_as_plain_data() -> None:
     assert isinstance(found, InfeasibleError) and (found.smallest_bytes, found.step) == (7, "the backward")
     assert isinstance(_raised(_told(UsageError("wrong"))), UsageError)
     assert isinstance(_raised(_told(KeyError("what"))), RuntimeError)
-    assert from_first(lambda: {"a": (1, 2)}, together=True) == {"a": [1, 2]}
+    assert planned_by(lambda: {"a": (1, 2)}, "same") == {"a": [1, 2]}

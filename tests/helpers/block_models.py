@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from monet_like.auto import block_menus
+from monet_like.compiler import quick
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify import resident_bytes
 
@@ -105,3 +107,10 @@ def assert_same_step(plain: nn.Module, mine: nn.Module, x: torch.Tensor, seed: i
         assert expected is None or torch.equal(parameter.grad, expected), name
     for (name, one), other in zip(plain.named_buffers(), mine.buffers(), strict=True):
         assert torch.equal(one, other), name
+
+
+def plan_briefly() -> None:
+    """Let this process measure costs and make menus in a second instead of ten."""
+    block_menus.QUICK_SECONDS = 0.3
+    for name in ("ALLOWANCE_SECONDS", "LEAST_SECONDS", "RUN_SECONDS"):
+        setattr(quick, name, 0.1)

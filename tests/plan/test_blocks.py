@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from planning import network
@@ -21,8 +22,11 @@ from monet_like.plan.random_schedules import random_schedule
 NONE = Schedule((), (), ())
 
 
-def point(seconds: float, carried: int, forward: int, backward: int, shared: tuple[int, ...] = ()) -> Point:
-    return Point(NONE, seconds, carried, forward, backward, shared)
+def point(
+    seconds: float, carried: int, forward: int, backward: int, shared: tuple[int, ...] = (), saves: int = 0
+) -> Point:
+    """``saves``: bytes by which the backward's peak is lower where its gradients are added to earlier ones."""
+    return Point(NONE, seconds, carried, forward, backward, backward - saves, shared)
 
 
 def in_a_row(blocks: int, base_bytes: int, extra: dict[str, int] | None = None) -> tuple[Moment, ...]:
@@ -52,9 +56,12 @@ def random_step(seed: int) -> tuple[list[list[Point]], tuple[Moment, ...], list[
     menus = []
     for _ in range(rng.randint(2, 4)):
         carried = [rng.randint(0, 60) for _ in range(rng.randint(1, 4))]
-        menus.append([point(rng.randint(1, 50) / 10, c, rng.randint(0, 40), c + rng.randint(0, 40)) for c in carried])
+        sizes = [(rng.randint(0, 40), c + rng.randint(0, 40), rng.randint(0, 20)) for c in carried]
+        found = zip(carried, sizes, strict=True)
+        menus.append([point(rng.randint(1, 50) / 10, c, one, other, saves=less) for c, (one, other, less) in found])
     names = [moment.name for moment in in_a_row(len(menus), 0)]
     moments = in_a_row(len(menus), rng.randint(0, 30), {name: rng.randint(0, 40) for name in names})
+    moments = tuple(replace(m, adds=m.stage == "backward" and rng.random() < 0.5) for m in moments)
     return menus, moments, [rng.randint(1, 3) for _ in menus]
 
 
@@ -122,6 +129,19 @@ def test_a_point_agrees_with_the_simulator(seed: int) -> None:
     alone = program.resident_bytes + max(found.forward_peak_bytes, found.backward_peak_bytes + ends)
     assert alone <= whole <= alone + held
     assert found.backward_peak_bytes >= found.carried_bytes or not program.slots
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gradients_that_are_added_to_earlier_ones_are_freed(seed: int) -> None:
+    """The peak of the backward is lower by no more than they take, and the same if they come at its end."""
+    program, costs = random_program(random.Random(seed), 5)
+    schedule = random_schedule(program, seed, drop=0.5)
+    made = {v: s for s, ways in enumerate(program.slots) for v in ways[0].writes if v in program.gradients}
+    early = point_of(program, schedule, costs, (), made)
+    late = point_of(program, schedule, costs, (), dict.fromkeys(made, len(program.slots)))
+    assert late.adding_peak_bytes == late.backward_peak_bytes == early.backward_peak_bytes
+    earlier = sum(program.values[v].bytes for v, s in made.items() if s < len(program.slots) - 1)
+    assert early.backward_peak_bytes - earlier <= early.adding_peak_bytes <= early.backward_peak_bytes
 
 
 def extended(program: Program, rest_bytes: int) -> Program:

@@ -124,12 +124,13 @@ def test_two_processes_train(tmp_path: Path, image_folder: Path) -> None:
         ["dist_training.py", "--steps", "5", "--sync-bn", *QUICK],
         ["fsdp2.py", "--steps", "4"],
         ["lora_blocks.py", "--steps", "4"],
+        ["pipeline.py", "--steps", "4"],
         plain,
         [*plain, "--solution_file", schedule],
     ]
     printed = scripts_together(tmp_path, [(f"{ROOT}/examples/{name}", *words) for name, *words in runs], few_blocks)
     *trained, wanted, found = map(printed_losses, printed)
-    for (name, *_), losses, steps in zip(runs, trained, (5, 4, 4), strict=False):
+    for (name, *_), losses, steps in zip(runs, trained, (5, 4, 4, 4), strict=False):
         assert len(losses) == steps and losses[-1] < losses[0], (name, losses)
     assert (tmp_path / "schedule.pkl").exists()
     assert found and found == wanted
