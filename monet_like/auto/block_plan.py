@@ -29,6 +29,8 @@ from .step_memory import Blocks, Rehearsed, StepMemory, WholeStep
 
 #: Choices that are made at most: each after a rehearsal that keeps what the one before it keeps.
 ROUNDS = 3
+#: Wall seconds that each choice may take at least. The user's limit is for the menus, and a choice mostly takes less than one.
+CHOICE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ def _picked(
     settings: BlockSettings,
 ) -> list[int]:
     """The place of a point in every menu: the fastest that fit, or those with the lowest peak."""
-    limit = settings.time_limit_seconds
+    limit = max(settings.time_limit_seconds, CHOICE_SECONDS)
     try:
         points = choose(
             menus, moments, budget_bytes, calls=calls, solver=settings.solver, time_limit_seconds=limit

@@ -204,7 +204,7 @@ class _Asked:
         """All points that are found, dominated ones included."""
         program = self.program
         room = 2 * (program.resident_bytes + sum(value.bytes for value in program.values))
-        fastest = self.within(room, room)
+        fastest = self.within(room, room) or replace(self, strategy="heuristic").within(room, room)
         if fastest is None:
             raise SolverError("the planner found no schedule of the block at all")
         yield fastest
@@ -250,8 +250,9 @@ class _Asked:
     def smallest(self, program: Program, costs: Mapping[str, Cost]) -> _Found:
         """The schedule with the lowest peak that is found."""
         if self.strategy == "milp":
-            found = smallest_budget(program, costs, solver=self.solver, time_limit_seconds=max(self.seconds, 0.5))
-            return _Found(found.schedule, found.report)
+            with suppress(SolverError):
+                found = smallest_budget(program, costs, solver=self.solver, time_limit_seconds=max(self.seconds, 0.5))
+                return _Found(found.schedule, found.report)
         known = smallest_known(program, costs)
         if known is None:
             raise SolverError("the search found no schedule of the block at all")

@@ -129,7 +129,7 @@ def choose(
 
     Raises:
         InfeasibleError: no choice fits; says what would.
-        SolverError: the solver is missing, or found nothing in time.
+        SolverError: the solver is missing; or it found nothing in time, and the smallest points do not fit.
     """
     calls = calls or [1] * len(menus)
     fastest = tuple(min(menu, key=lambda p: p.numbers) for menu in menus)
@@ -144,8 +144,12 @@ def choose(
             builder.fits(_contents(row, menus, columns), limit)
         matrix = builder.finish(seconds / len(menus) or 1.0)
         found = solve(matrix, solver, time_limit_seconds=time_limit_seconds, gap=GAP)
-        if found.x is None and found.status != "infeasible":
-            raise SolverError(f"the choice of the blocks' schedules was not found: {found.message or found.status}")
+        if found.x is None and found.status != "infeasible":  # not found in time
+            searched = _searched(menus, moments, budget_bytes, calls)
+            if searched is None:
+                raise SolverError(f"the choice of the blocks' schedules was not found: {found.message or found.status}")
+            peak, moment = peak_of(searched, moments)
+            return Choice(searched, peak, moment, seconds_of(searched, calls), seconds)
         if found.x is None:
             break
         points = _points(menus, columns, found.x)
@@ -161,6 +165,35 @@ def choose(
         least.peak_bytes,
         least.moment,
     )
+
+
+def _searched(
+    menus: Menus, moments: Sequence[Moment], budget_bytes: int, calls: Sequence[int]
+) -> tuple[Point, ...] | None:
+    """Points within the budget, by a search that needs no solver; None if it finds none.
+
+    It begins with the points that carry least, or with the lowest peak of a block, and takes the change of one block that gains
+    most seconds, until none fits.
+    """
+    starts = (lambda p: (p.carried_bytes, p.numbers), lambda p: (p.backward_peak_bytes, p.numbers))
+    begun = [tuple(min(menu, key=key) for menu in menus) for key in starts]
+    points = min(begun, key=lambda p: peak_of(p, moments)[0])
+    if peak_of(points, moments)[0] > budget_bytes:
+        return None
+    while True:
+        changed = [
+            (calls[block] * (point.seconds - points[block].seconds), (*points[:block], point, *points[block + 1 :]))
+            for block, menu in enumerate(menus)
+            for point in menu
+            if calls[block] * point.seconds < calls[block] * points[block].seconds
+        ]
+        fitting = (
+            other for _, other in sorted(changed, key=lambda c: c[0]) if peak_of(other, moments)[0] <= budget_bytes
+        )
+        better = next(fitting, None)
+        if better is None:
+            return points
+        points = better
 
 
 def smallest(

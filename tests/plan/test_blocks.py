@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from planning import network
 from random_programs import random_program
 
-from monet_like.errors import InfeasibleError
+from monet_like.errors import InfeasibleError, SolverError
 from monet_like.ir.program import Program
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
-from monet_like.plan import store_all
+from monet_like.plan import block_points, blocks, store_all
 from monet_like.plan.block_points import Point, efficient, menu, point_of, with_rest, without_rest
 from monet_like.plan.blocks import Moment, choose, peak_of, seconds_of, smallest
 from monet_like.plan.random_schedules import random_schedule
+from monet_like.solvers.interface import Solution
 
 NONE = Schedule((), (), ())
 
@@ -189,3 +194,38 @@ def test_points_that_others_dominate_are_removed() -> None:
     assert efficient([worse, fast, keeps, lean]) == (lean, fast)
     faster = point(2, 1, 5, 5, (4,))
     assert set(efficient([faster, lean])) == {lean, faster}  # the faster one keeps a result for it
+
+
+def test_a_solver_that_finds_nothing_in_time_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search chooses then, within the budget; and the local search's schedules are a menu."""
+    late = Solution("no_incumbent", None, math.inf, -math.inf, math.inf, 0.0)
+    found = 0
+    for seed in range(40):
+        menus, moments, calls = random_step(seed)
+        least = smallest(menus, moments).peak_bytes
+        most = peak_of([min(menu, key=lambda p: p.numbers) for menu in menus], moments)[0]
+        best = choose(menus, moments, (2 * most + least) // 3, calls=calls)
+        with monkeypatch.context() as patch:
+            patch.setattr(blocks, "solve", lambda *_, **__: late)
+            with suppress(SolverError):
+                choice = choose(menus, moments, (2 * most + least) // 3, calls=calls)
+                assert choice.peak_bytes == peak_of(choice.points, moments)[0] <= (2 * most + least) // 3
+                assert choice.bound_seconds <= best.seconds + 1e-9 <= choice.seconds + 2e-9
+                found += 1
+    assert found >= 35
+    monkeypatch.setattr(block_points, "plan", _late(block_points.plan))
+    monkeypatch.setattr(block_points, "smallest_budget", _late(None))
+    program, costs = network(4)
+    points = menu(program, costs, strategy="milp", time_limit_seconds=1)
+    assert len(points) >= 2 and points[0].carried_bytes == 0
+
+
+def _late(own: Any) -> Callable[..., Any]:
+    """A planner whose integer program finds nothing in time."""
+
+    def late(*args: Any, **options: Any) -> Any:
+        if options.get("strategy") != "heuristic":
+            raise SolverError("nothing in time")
+        return own(*args, **options)
+
+    return late
