@@ -117,7 +117,7 @@ def auto_schedule(
             )
         chosen = BlockSettings(
             parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, loss, effort != "full",
-            "same" if same_plan else "alone", verbose,
+            "same" if same_plan else "alone", verbose, effort == "auto",
         )  # fmt: skip
         return schedule_blocks(model, args, kwargs, blocks, chosen, backend)
     if loss is not None:

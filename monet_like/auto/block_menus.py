@@ -39,6 +39,7 @@ class BlockSettings:
         loss: from the model's result to a scalar; None: a loss that takes no memory.
         quick: costs that are partly estimated, and the local search instead of the integer program.
         sharing: how the processes of the default group plan.
+        refines: a quick plan of an earlier start is replaced by a full one.
     """
 
     budget: Budget
@@ -51,6 +52,7 @@ class BlockSettings:
     quick: bool = False
     sharing: Sharing = "same"
     verbose: bool | None = None
+    refines: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..capture.example_inputs import device_of
@@ -83,10 +84,14 @@ def plan_blocks(of: Blocks, whole: WholeStep, settings: BlockSettings) -> BlockP
         answer = reused if all_agree(reused is not None, sharing) else None
     how = "" if answer is None else f"reused, planned on {answer[0].planned}"
     if answer is None:
+        if _refines(key, settings):
+            settings = replace(settings, quick=False)
         answer = _planned(of, step, first, kinds, settings)
-        new = answer[0]
-        planned_by(lambda: keep(new, key.path(quick=settings.quick)), sharing)
-        how = f"planned in {format_seconds(time.monotonic() - started)}"
+        new, place = answer[0], key.path(quick=settings.quick)
+        planned_by(lambda: keep(new, place), sharing)
+        _planned_here.add(place)
+        later = REFINED if settings.quick and settings.refines else ""
+        how = f"planned in {format_seconds(time.monotonic() - started)}{later}"
     kept, peak, moment = answer
     for block, record in zip(of.blocks, kept.records, strict=True):
         block.record = record
@@ -97,6 +102,18 @@ def plan_blocks(of: Blocks, whole: WholeStep, settings: BlockSettings) -> BlockP
     )  # fmt: skip
     _tell(of, made, how, settings.verbose)
     return made
+
+
+#: Said of a quick plan.
+REFINED = " (quickly; all is measured and refined at the next start, or now with effort='full')"
+#: Plans that this process has made: to call again is no new start.
+_planned_here: set[Path] = set()
+
+
+def _refines(key: BlockKey, settings: BlockSettings) -> bool:
+    """Whether a full plan is made now because an earlier start has left a quick one."""
+    quick = key.path(quick=True)
+    return settings.refines and settings.quick and quick not in _planned_here and quick.exists()
 
 
 #: The schedules of all blocks, with the peak of the whole step and the moment of that peak.
@@ -123,8 +140,11 @@ def _key(
 
 
 def _kept_content(of: Blocks, first: Rehearsed, key: BlockKey, settings: BlockSettings) -> Any:
-    """The plan in the cache that fits, as plain data; None if there is none. A full plan serves where a quick one is wanted."""
-    for quick in (False, True) if settings.quick else (False,):
+    """The plan in the cache that fits, as plain data; None if there is none, or a quick one that is to be refined.
+
+    A full plan serves where a quick one is wanted.
+    """
+    for quick in (False, True) if settings.quick and not _refines(key, settings) else (False,):
         path = key.path(quick=quick)
         if not path.exists():
             continue

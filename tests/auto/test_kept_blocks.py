@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,29 @@ def test_a_full_plan_serves_a_quick_start(menus: list[int]) -> None:
     planned(Decoder(blocks=1), "90%", effort="quick")
     planned(Decoder(blocks=1), "90%", effort="full")
     assert len(menus) == 3  # a quick one does not serve where a full one is wanted
+
+
+@pytest.mark.slow
+def test_a_quick_plan_is_refined_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    efforts: list[bool] = []
+    own = block_plan.menus_of
+
+    def briefly(of: Any, kinds: Any, settings: Any, found: Any) -> Any:
+        efforts.append(settings.quick)
+        return own(of, kinds, replace(settings, quick=True), found)
+
+    monkeypatch.setattr(block_plan, "menus_of", briefly)
+    monkeypatch.setattr(block_plan, "_planned_here", set())
+    planned(Decoder(blocks=1), "100%", effort="auto")
+    planned(Decoder(blocks=1), "100%", effort="auto")
+    assert efforts == [True]  # to call again is no new start
+    for _ in range(2):
+        block_plan._planned_here.clear()
+        planned(Decoder(blocks=1), "100%", effort="auto")
+        assert efforts == [True, False]
+    block_plan._planned_here.clear()
+    planned(Decoder(blocks=1), "100%", effort="quick")
+    assert efforts == [True, False]
 
 
 @pytest.mark.slow
