@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from block_models import CPU, EXACT, Decoder, Layer, Short, assert_same_step, loss_of, tokens, train
+from block_models import CPU, EXACT, Decoder, Layer, Short, assert_same_step, loss_of, plan_briefly, tokens, train
 from processes import together
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -106,6 +106,7 @@ def test_sharded_blocks_keep_the_budget(tmp_path: Path) -> None:
 
 def _kept(rank: int) -> None:
     """The second start of both processes takes the plan of the first one's file, and counts its own rest again."""
+    plan_briefly()
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     menus, plans, x = [], [], batch_of(rank)
     own = block_plan.menus_of
