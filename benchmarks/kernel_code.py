@@ -210,7 +210,7 @@ def compiled(source: Path, architecture: str, folder: Path) -> Path:
         ToolMissing: no nvcc.
         MonetError: the compiler failed.
     """
-    tools = build._toolchain(None)
+    tools = build._toolchain(True)
     if tools.nvcc is None:
         raise ToolMissing("nvcc was not found: install the CUDA toolkit of torch's major version and set CUDA_HOME")
     target = folder / f"{source.stem}.{architecture}.cubin"

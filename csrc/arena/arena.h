@@ -11,12 +11,15 @@
 
 #include <c10/core/Allocator.h>
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -39,10 +42,15 @@ struct Allocation {
   int64_t offset = -1;  // -1: not placed
 };
 
-// What one training step allocates on its stream, in order.
+// Whose an allocation is: the schedule's, or of what runs between its forward and its backward, such as the loss.
+enum class Part { Schedule, Between };
+
+// What one training step allocates on its stream, in order. Either part is counted by itself, so that one allocation more between
+// forward and backward moves none of the schedule's.
 struct Plan {
   std::vector<Allocation> allocations;
-  size_t next = 0;  // position of the step that runs
+  std::array<std::vector<size_t>, 2> of_part;  // which of them are of each part
+  std::array<size_t, 2> next = {};             // position of the step that runs, in each part
   bool recording = false;
   int64_t recordings = 0;
   int64_t placed = 0, missed = 0;  // since the step began: allocations at their places, and those not as recorded
@@ -77,14 +85,16 @@ struct Block {
   }
 };
 
-// On which plan the present thread's allocations are.
+// On which plan allocations are.
 struct Active {
   std::shared_ptr<Plan> plan;
   std::shared_ptr<Block> block;
   Stream stream = nullptr;
   int device = -1;
+  Part part = Part::Schedule;
 };
 
+// Of the present thread, while it runs a part of a schedule.
 inline Active& active() {
   thread_local Active here;
   return here;
@@ -119,13 +129,17 @@ class Arenas {
 
   void drop_plan(int64_t number) {
     const std::lock_guard lock(mutex_);
-    plans_.erase(number);
+    if (const auto found = plans_.find(number); found != plans_.end()) {
+      if (between_.plan == found->second) end_between();
+      plans_.erase(found);
+    }
   }
 
   void drop_block(int64_t number) {
     const std::lock_guard lock(mutex_);
     const auto found = blocks_.find(number);
     if (found == blocks_.end()) return;
+    if (between_.block == found->second) end_between();
     found->second->closed = true;
     if (found->second->taken.empty()) release(*found->second);
     blocks_.erase(found);
@@ -150,12 +164,38 @@ class Arenas {
   // Allocations of this thread belong to a plan from now on: to a new step of it, or to the one that runs.
   void enter(int64_t plan, int64_t block, Stream stream, bool anew, int device = -1) {
     const std::lock_guard lock(mutex_);
+    end_between();
     active() = {plans_.at(plan), blocks_.at(block), stream, device};
     if (anew) {
       Plan& of = *active().plan;
-      of.next = 0;
+      of.next = {};
       of.placed = of.missed = 0;
     }
+  }
+
+  // They no longer do. After a forward, those on the same stream do until the backward begins, and on a GPU of any thread: there
+  // autograd runs the loss's backward in a thread of its own.
+  void leave(bool after_forward) {
+    const std::lock_guard lock(mutex_);
+    if (after_forward) {
+      between_ = active();
+      between_.part = Part::Between;
+      between_in_ = std::this_thread::get_id();
+      is_between_ = true;
+    }
+    active() = {};
+  }
+
+  // Whether an allocation of the present thread may be on a plan.
+  bool may_place() const { return active().plan != nullptr || is_between_; }
+
+  // On which plan the present thread's allocations on a stream are; on none: without a plan.
+  Active current(Stream stream, int device) {
+    const auto if_there = [&](const Active& of) { return of.stream == stream && of.device == device ? of : Active{}; };
+    if (active().plan) return if_there(active());
+    if (!is_between_) return {};
+    const std::lock_guard lock(mutex_);
+    return device >= 0 || between_in_ == std::this_thread::get_id() ? if_there(between_) : Active{};
   }
 
   // Record the steps that begin from now on, or stop that.
@@ -165,6 +205,7 @@ class Arenas {
     of.recording = recording;
     if (!recording) return;
     of.allocations.clear();
+    of.of_part = {};
     ++of.recordings;
   }
 
@@ -179,21 +220,20 @@ class Arenas {
     return plans_.at(number);
   }
 
-  // The place of the present thread's next allocation; null: PyTorch's allocator has to make it.
-  void* take(size_t size, Stream stream) {
-    Active& here = active();
-    if (!here.plan || stream != here.stream) return nullptr;
+  // The place of the next allocation; null: PyTorch's allocator has to make it.
+  void* take(const Active& here, size_t size) {
     const std::lock_guard lock(mutex_);
     Plan& plan = *here.plan;
     if (plan.recording) return nullptr;
-    const size_t index = plan.next++;
+    const auto part = static_cast<size_t>(here.part);
+    const size_t index = plan.next[part]++;
     const int64_t bytes = rounded(size);
     Block& block = *here.block;
-    if (index < plan.allocations.size()) {
-      const Allocation& expected = plan.allocations[index];
+    if (index < plan.of_part[part].size()) {
+      const Allocation& expected = plan.allocations[plan.of_part[part][index]];
       if (expected.bytes == bytes && expected.offset < 0) return nullptr;  // it outlives the step
       if (expected.bytes == bytes && expected.offset + bytes <= block.bytes &&
-          block.stream == stream && block.is_free(expected.offset, bytes)) {
+          block.stream == here.stream && block.is_free(expected.offset, bytes)) {
         block.taken.emplace(expected.offset, Taken{bytes, {}});
         ++plan.placed;
         return block.start + expected.offset;
@@ -203,17 +243,18 @@ class Arenas {
     return nullptr;
   }
 
-  bool records(Stream stream) {
-    const Active& here = active();
-    return here.plan && here.plan->recording && stream == here.stream;
+  bool records(const Active& here) {
+    const std::lock_guard lock(mutex_);
+    return here.plan->recording;
   }
 
   // PyTorch's allocator has made what a plan records.
-  void made(void* at, size_t size) {
+  void made(const Active& here, void* at, size_t size) {
     const std::lock_guard lock(mutex_);
-    const std::shared_ptr<Plan>& plan = active().plan;
-    recorded_[at] = {plan, plan->allocations.size(), plan->recordings};
-    plan->allocations.push_back({rounded(size)});
+    Plan& plan = *here.plan;
+    recorded_[at] = {here.plan, plan.allocations.size(), plan.recordings};
+    plan.of_part[static_cast<size_t>(here.part)].push_back(plan.allocations.size());
+    plan.allocations.push_back({rounded(size)});
   }
 
   // Free a part of a block; nothing if it is none. For what PyTorch's allocator made it is recorded, and nothing is returned.
@@ -269,7 +310,15 @@ class Arenas {
     block.bytes = 0;
   }
 
+  void end_between() {
+    between_ = {};
+    is_between_ = false;
+  }
+
   std::mutex mutex_;
+  Active between_;
+  std::atomic<bool> is_between_ = false;
+  std::thread::id between_in_;
   std::map<int64_t, std::shared_ptr<Plan>> plans_;
   std::map<int64_t, std::shared_ptr<Block>> blocks_;
   std::map<char*, std::shared_ptr<Block>> by_start_;
@@ -280,11 +329,13 @@ class Arenas {
 // An allocation of at least `kLeastBytes`: at its place, or by PyTorch's allocator `theirs`, which is recorded if the plan records.
 inline c10::DataPtr allocate(size_t size, Stream stream, c10::Device device, c10::Allocator& theirs, c10::DeleterFnPtr release) {
   Arenas& arenas = Arenas::all();
-  if (void* placed = arenas.take(size, stream)) return {placed, placed, release, device};
+  const Active here = arenas.current(stream, device.index());
+  if (!here.plan) return theirs.allocate(size);
+  if (void* placed = arenas.take(here, size)) return {placed, placed, release, device};
   c10::DataPtr made = theirs.allocate(size);
-  if (!arenas.records(stream)) return made;
+  if (!arenas.records(here)) return made;
   void* at = made.release_context();
-  arenas.made(at, size);
+  arenas.made(here, at, size);
   return {at, at, release, device};
 }
 
@@ -312,7 +363,7 @@ int refill(int64_t block, int64_t bytes, Stream stream, int device, const Make& 
   MONET_LIKE_EXPORT void arena_drop_plan(int64_t number) { Arenas::all().drop_plan(number); }                    \
   MONET_LIKE_EXPORT void arena_drop_block(int64_t number) { Arenas::all().drop_block(number); }                  \
   MONET_LIKE_EXPORT void arena_record(int64_t plan, int on) { Arenas::all().record(plan, on != 0); }             \
-  MONET_LIKE_EXPORT void arena_leave() { monet_like::arena::active() = {}; }                                     \
+  MONET_LIKE_EXPORT void arena_leave(int after_forward) { Arenas::all().leave(after_forward != 0); }             \
   MONET_LIKE_EXPORT int64_t arena_taken(int64_t block) { return Arenas::all().taken(block); }                    \
   MONET_LIKE_EXPORT int64_t arena_count(int64_t plan) {                                                          \
     return static_cast<int64_t>(Arenas::all().plan(plan)->allocations.size());                                   \

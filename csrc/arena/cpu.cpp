@@ -19,7 +19,7 @@ void release(void* at) {
 class CpuAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t size) override {
-    if (static_cast<int64_t>(size) < kLeastBytes) return before->allocate(size);
+    if (static_cast<int64_t>(size) < kLeastBytes || !Arenas::all().may_place()) return before->allocate(size);
     return arena::allocate(size, nullptr, kDevice, *before, &release);
   }
 

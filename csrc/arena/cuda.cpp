@@ -48,13 +48,12 @@ void release(void* at) {
 class CudaAllocator final : public CUDAAllocator {
  public:
   DataPtr allocate(size_t size) override {
-    if (static_cast<int64_t>(size) < kLeastBytes || !active().plan) return before->allocate(size);
-    const DeviceIndex device = c10::cuda::current_device();
-    const Stream stream = stream_of(device);
-    if (device != active().device || c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+    if (static_cast<int64_t>(size) < kLeastBytes || !Arenas::all().may_place() ||
+        c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
       return before->allocate(size);
     }
-    return arena::allocate(size, stream, c10::Device(c10::DeviceType::CUDA, device), *before, &release);
+    const DeviceIndex device = c10::cuda::current_device();
+    return arena::allocate(size, stream_of(device), c10::Device(c10::DeviceType::CUDA, device), *before, &release);
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &release; }

@@ -180,7 +180,10 @@ def _life(one: Lifetime) -> float:
 
 
 class _Within:
-    """While this is entered, the thread's allocations belong to a training step."""
+    """While this is entered, the thread's allocations belong to a training step.
+
+    After a forward so do those on the same stream until the backward begins: the loss's.
+    """
 
     __slots__ = ("_anew", "_memory")
 
@@ -193,7 +196,7 @@ class _Within:
         memory._library.arena_enter(memory._plan, block.number, block.device.index or 0, self._anew)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._memory._library.arena_leave()
+        self._memory._library.arena_leave(self._anew and kind is None)
 
 
 @cache
@@ -220,7 +223,7 @@ def arena_library(kind: str) -> Any:
         ("arena_record", ctypes.c_int64, ctypes.c_int), ("arena_read", ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
         ("arena_place", ctypes.c_int64, ctypes.c_void_p), ("arena_counts", ctypes.c_int64, ctypes.c_void_p),
         ("arena_fill", ctypes.c_int64, ctypes.c_int, ctypes.c_int64),
-        ("arena_enter", ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int),
+        ("arena_leave", ctypes.c_int), ("arena_enter", ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int),
     ):  # fmt: skip
         getattr(loaded, name).argtypes = arguments
     if kind == "cuda":

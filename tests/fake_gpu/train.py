@@ -155,10 +155,20 @@ def planned(name: str, device: torch.device = CUDA, **options: Any) -> tuple[Any
     return wrapped, args, running
 
 
-def step(model: nn.Module, args: tuple[Any, ...]) -> None:
+def mean_square(result: torch.Tensor) -> torch.Tensor:
+    return result.float().square().mean()
+
+
+def wide_loss(result: torch.Tensor) -> torch.Tensor:
+    """A loss of three tensors of 64 MiB."""
+    wide = result.float().mean() * torch.ones(2**24, device=result.device)
+    return wide.square().mean()
+
+
+def step(model: nn.Module, args: tuple[Any, ...], loss: Callable[[torch.Tensor], torch.Tensor] = mean_square) -> None:
     """One training step without an optimizer; every parameter gets a gradient where it is."""
     model.zero_grad(set_to_none=True)
-    model(*args).float().square().mean().backward()
+    loss(model(*args)).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert (parameter.grad.shape, parameter.grad.device) == (parameter.shape, parameter.device), name
@@ -359,6 +369,22 @@ def live(name: str) -> dict[str, Any]:
     return {"bytes": max(found.bytes), "predicted": wrapped.record.peak_bytes}
 
 
+def placed_loss(name: str) -> dict[str, Any]:
+    """As `placed`, with a loss that allocates much between the forward and the backward."""
+    wrapped, args, running = planned(name, mode="normal", memory_budget="70%")
+    monet_like.place_memory(wrapped)
+    for _ in range(5):
+        step(running, args, wide_loss)
+    (memory,) = (kept.memory for steps in wrapped._steps.values() for kept in steps)
+    assert memory is not None
+    return {
+        "block": memory.placed_bytes,
+        "counts": memory.counts,
+        "allocated": torch.cuda.memory_allocated(CUDA),
+        "reserved": torch.cuda.memory_reserved(CUDA),
+    }
+
+
 def moved(name: str) -> dict[str, Any]:
     """A model that makes a tensor where it is, from the second GPU to the first."""
     wrapped = monet_like.auto_schedule(Ramp().to("cuda:1"), (2.0,), memory_budget="100%", time_limit_seconds=2.0)
@@ -400,6 +426,7 @@ WHAT = {
         placed,
         distributed,
         workspaces,
+        placed_loss,
         timed,
         saved,
         copies,

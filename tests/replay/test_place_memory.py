@@ -199,6 +199,29 @@ def failing_in_between(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
+def large_loss(result: torch.Tensor) -> torch.Tensor:
+    """A loss that allocates three times 4 MiB in its forward, and more in its backward."""
+    spread = result.mean() * torch.ones(MIB)
+    return (spread.square() + spread).sin().mean()
+
+
+def another_net_in_between(model: nn.Module) -> list[torch.Tensor]:
+    """Between forward and backward, or after a forward without one, other tensors are allocated and kept."""
+    torch.manual_seed(0)
+    found, other = [], nn.Linear(1024, 1024)
+    for number in range(9):
+        torch.manual_seed(number)
+        result = model(images(seed=number))
+        if number % 3:
+            other(torch.randn(512 * (number % 3), 1024)).square().sum().backward()
+            found += [weight.grad.clone() for weight in other.parameters() if weight.grad is not None]
+        if number != 4:
+            large_loss(result).backward()
+        found.append(result.detach())
+        model.zero_grad()
+    return [*found, *model.parameters()]
+
+
 TRAINERS = [
     kept_results,
     kept_later,
@@ -207,6 +230,7 @@ TRAINERS = [
     smaller_batches,
     no_backward_at_first,
     failing_in_between,
+    another_net_in_between,
 ]
 
 
@@ -217,6 +241,35 @@ def test_whatever_the_trainer_does(trainer: Callable[[nn.Module], list[torch.Ten
         assert torch.equal(mine, theirs)
     assert all(found._recordings <= MOST_RECORDINGS for found in memories(placed))
     assert any(found.placed_bytes for found in memories(placed))
+
+
+def test_the_loss_between_forward_and_backward_has_its_places() -> None:
+    _, small = pair()
+    list(steps(small, 4))
+    usual, placed = pair()
+    for number in range(RECORDED + 4):
+        if number == RECORDED + 2:
+            extra = torch.empty(0)
+        gradients = []
+        for net in (usual, placed):
+            torch.manual_seed(number)
+            net.zero_grad()
+            result = net(images(seed=number))
+            if number == RECORDED + 2:  # of the loss's tensors none has its place then, and of the schedule's every one
+                extra = torch.empty(3 * MIB, dtype=torch.uint8)
+            large_loss(result).backward()
+            gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        if number >= RECORDED:
+            there, missed = memory(placed).counts
+            of_schedule = memory(small).counts[0]
+            if number == RECORDED + 2:
+                assert there >= of_schedule
+                assert missed > 0
+            elif number <= RECORDED + 1:
+                assert there >= of_schedule + 6
+                assert missed == 0
+    del extra
 
 
 def test_tensors_that_outlive_their_places_are_left_out() -> None:

@@ -130,6 +130,17 @@ def test_tensors_that_are_placed_need_no_more_than_their_block(fake_gpu: Run) ->
     assert found["usual"] >= found["reserved"] + 40 * 2**20
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not library_path("arena_cuda").exists(), reason="not compiled: python -m monet_like.build --cuda")
+def test_a_loss_outside_the_model_is_placed_too(fake_gpu: Run) -> None:
+    """Autograd's thread runs its backward."""
+    (found,) = asked(fake_gpu, "placed_loss:large vit")
+    assert found["counts"][0] > 100
+    assert found["counts"][1] == 0
+    rest = found["allocated"] - found["block"]
+    assert found["reserved"] <= found["block"] + rest + 30 * 2**20
+
+
 @needs_kernels
 @pytest.mark.slow
 def test_the_block_that_is_reserved_is_all_that_steps_take(fake_gpu: Run) -> None:
