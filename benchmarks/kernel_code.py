@@ -127,9 +127,8 @@ def _of_batch_norm() -> dict[str, Bounds]:
     return found
 
 
-#: By the kernel's name, or that and its first template argument: "kernel<0". Pooling's elements are outputs in the forward and inputs in the backward; windows move by two.
-#: Above one in `issue` are 16-bit planes under 3 x 3 windows (nine comparisons for eleven bytes), the backward of pooled
-#: 16-bit planes whose width is no multiple of eight, and what any window or any dtype takes.
+#: By the kernel's name, or that and its first or last template argument: "kernel<0". Pooling's elements are outputs in the forward and inputs in the backward; windows move by two.
+#: Above one in `issue` is what any window or any dtype takes.
 BOUNDS: Mapping[str, Bounds] = {
     "pack_kernel": Bounds(own, lambda _: 1 / 8, load=16, store=1, issue=0.45, resident=768),
     "pack_bool_kernel": Bounds(lambda _: 1, lambda _: 1 / 8, load=16, store=2, issue=0.35),
@@ -138,26 +137,33 @@ BOUNDS: Mapping[str, Bounds] = {
     "scale_where_kernel": Bounds(lambda s: s[0] + 1 / 8, own, load=16, store=16, issue=0.25, resident=1024),
     "join_nibbles_kernel": Bounds(lambda _: 1, lambda _: 1 / 2, load=16, store=8, issue=0.25),
     "split_nibbles_kernel": Bounds(lambda _: 1 / 2, lambda _: 1, load=8, store=16, issue=0.25),
-    "pool_planes_kernel": Bounds(lambda s: 4 * s[0], lambda s: s[0] + 1, load=16, store=2, issue=1.4),
+    "pool_planes_kernel": Bounds(lambda s: 4 * s[0], lambda s: s[0] + 1, load=16, store=8, issue=0.45),
+    # Of widths that are no multiple of a thread's columns: single elements, most of them from the cache.
+    "pool_planes_kernel<false": Bounds(
+        lambda s: 4 * s[0], lambda s: s[0] + 1, load=2, store=8, issue=0.6, resident=768
+    ),
     # bfloat16 comes near this on sm_80, which does not compare two of them at a time.
     "pool_pixels_kernel": Bounds(lambda s: 4 * s[0], lambda s: s[0] + 1, load=16, store=16, issue=0.9),
-    "pool_planes_backward_kernel": Bounds(lambda s: (s[0] + 1) / 4, own, load=16, store=4, issue=1.5),
+    "pool_planes_backward_kernel": Bounds(lambda s: (s[0] + 1) / 4, own, load=8, store=16, issue=0.6),
+    "pool_planes_backward_kernel<false": Bounds(lambda s: (s[0] + 1) / 4, own, load=2, store=2, issue=0.9),
     "pool_pixels_backward_kernel": Bounds(
         lambda s: (s[0] + 1) / 4, own, load=16, store=16, issue=0.8, resident=768, spills=16
     ),
     # Any other window: the loops over its cells are short and depend on it.
-    "pool_kernel": Bounds(own, own, load=2, store=2, issue=3.0),
-    "pool_backward_kernel": Bounds(own, own, load=2, store=2, issue=6.0),
+    "pool_kernel": Bounds(own, own, load=2, store=2, issue=6.0, whole=True),
+    "pool_backward_kernel": Bounds(own, own, load=2, store=2, issue=6.0, whole=True),
     "to_indices_kernel": Bounds(lambda _: 1, lambda _: 8, load=1, store=8, issue=0.7),
     "to_offsets_kernel": Bounds(lambda _: 8, lambda _: 1, load=8, store=1, issue=2.0),
     "forward_row_kernel": Bounds(own, last, load=16, store=16, issue=0.5, threads=128),
     "backward_row_kernel": Bounds(
-        lambda s: s[0] + s[-1], own, load=16, store=16, issue=0.65, resident=512, threads=128, spills=64
+        lambda s: s[0] + s[-1], own, load=16, store=16, issue=0.75, resident=512, threads=128, spills=64
     ),
+    # Of a few partial sums for each column, from the L2 cache.
+    "column_sums_kernel": Bounds(own, nothing, load=4, store=0, issue=0.3, threads=512),
     # Rows of any width and tensors of any dtype, looked up for each element.
     "forward_kernel": Bounds(own, own, load=2, store=2, issue=1.5),
     "backward_kernel": Bounds(own, own, load=2, store=2, issue=1.5, resident=768),
-    "to_int8_kernel": Bounds(own, lambda _: 1, load=16, store=4, issue=1.0, resident=512),
+    "to_int8_kernel": Bounds(own, lambda _: 1, load=16, store=4, issue=0.7, resident=512),
     "from_int8_kernel": Bounds(lambda _: 1, own, load=4, store=16, issue=0.3),
     # Bound by the search for the smallest magnitude that is kept, not by memory.
     "pack_largest_kernel": Bounds(own, own, load=16, store=2, issue=1.0, resident=512, threads=512, whole=True),
@@ -402,7 +408,8 @@ def resident_threads(architecture: str, registers: int, shared_bytes: int, threa
 def judged(code: Code, architecture: str, bounds: Mapping[str, Bounds]) -> Row:
     """The figures of a kernel, compared with its bounds."""
     kernel, _, types = code.name.partition("<")
-    stated = bounds.get(f"{kernel}<{types.partition(',')[0]}") or bounds.get(kernel)
+    first, last = types.partition(",")[0], types.rpartition(", ")[2].rstrip("> ")
+    stated = bounds.get(f"{kernel}<{first}") or bounds.get(f"{kernel}<{last}") or bounds.get(kernel)
     limit = stated or Bounds(own, own, load=1, store=1, issue=float("inf"), resident=0)
     sizes = [SIZES[t] for t in re.split(r"[<>,]\s*", types) if t in SIZES] or [1]
     parts = loops(code, limit.whole)

@@ -50,7 +50,8 @@ def compile_options(
             the model sees. It counts only where the budget is an amount.
         calls: how often a step calls each graph, each time with parameters of its own: for blocks that are compiled one by
             one. The budget is for all of them.
-        quick: plan by the local search alone, in a second or two for a small graph.
+        quick: plan by the local search alone, in a second or two for a small graph. It ends at the time limit once it has a
+            plan that fits.
         measured: time what Inductor does not generate, such as products and convolutions, and measure its workspace; else
             times come from the device's rates, and workspaces count as 0.
         solver, time_limit_seconds, gap: as of `monet_like.plan.plan`, for every graph.

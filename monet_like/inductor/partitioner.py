@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -195,7 +196,11 @@ class PlannedPartitioner(CustomPartitionerFn):
     def _plan(self, program: Program, costs: Mapping[str, Cost], budget: int) -> Plan:
         settings = self.settings
         if settings.quick:
-            return plan(program, costs, max(1, budget), strategy="heuristic", evaluations=quick_evaluations())
+            ends = time.monotonic() + settings.time_limit_seconds
+            return plan(
+                program, costs, max(1, budget), strategy="heuristic", evaluations=quick_evaluations(),
+                enough=lambda fits: fits and time.monotonic() > ends,
+            )  # fmt: skip
         return plan(
             program, costs, max(1, budget), solver=settings.solver, time_limit_seconds=settings.time_limit_seconds,
             gap=settings.gap, threads=torch.get_num_threads(),
