@@ -113,13 +113,12 @@ def _cpu_stretches(function: Callable[[Callable[[], None]], Any]) -> list[Stretc
         with torch.profiler.record_function(_MARK):
             pass
 
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+    # `torch.profiler.profile` would also make a Python object of every event, which takes longer than the function.
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
         result = function(mark)
     del result
-    kineto = profile.profiler
-    assert kineto is not None and kineto.kineto_results is not None
-    events = [e for e in kineto.kineto_results.events() if e.name() in ("[memory]", _MARK)]
+    assert profile.kineto_results is not None
+    events = [e for e in profile.kineto_results.events() if e.name() in ("[memory]", _MARK)]
     found: list[Stretch] = []
     peak = level = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
