@@ -265,13 +265,10 @@ def _picked(
 ) -> list[int]:
     """The place of a point in every menu: the fastest that fit, or those with the lowest peak."""
     limit = max(settings.time_limit_seconds, CHOICE_SECONDS)
-    try:
-        points = choose(
-            menus, moments, budget_bytes, calls=calls, solver=settings.solver, time_limit_seconds=limit
-        ).points
-    except InfeasibleError:
-        points = smallest(menus, moments, solver=settings.solver, time_limit_seconds=limit).points
-    return [menu.index(point) for menu, point in zip(menus, points, strict=True)]
+    found = choose(menus, moments, budget_bytes, calls=calls, solver=settings.solver, time_limit_seconds=limit)
+    if found is None:
+        found = smallest(menus, moments, solver=settings.solver, time_limit_seconds=limit)
+    return [menu.index(point) for menu, point in zip(menus, found.points, strict=True)]
 
 
 def _tell(of: Blocks, plan: BlockPlan, how: str, verbose: bool | None) -> None:

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from ..errors import InfeasibleError
 from ..ir.program import Cost
 from ..ir.schedule import Schedule
 from ..plan.block_points import Point
-from ..plan.blocks import choose, peak_of, seconds_of
+from ..plan.blocks import choose, peak_of, seconds_of, smallest
 from ..profile.devices import DeviceLimits
 from ..profile.roofline import roofline
 from .decoder import Question
@@ -68,10 +67,10 @@ class Answer:
         self, card: DeviceLimits, pieces: Pieces, prices: Mapping[Piece, Priced], step: Step, plain: float
     ) -> None:
         menus = with_way(pieces, lambda piece: prices[piece].ours)
-        try:
-            found = choose(menus, step.moments, self.budget(card))
-        except InfeasibleError as error:
-            self._row(card, "ours", error.smallest_bytes or 0, error.step or "", None, plain)
+        found = choose(menus, step.moments, self.budget(card))
+        if found is None:
+            least = smallest(menus, step.moments)
+            self._row(card, "ours", least.peak_bytes, least.moment, None, plain)
             return
         self._row(card, "ours", found.peak_bytes, found.moment, found.seconds, plain, found.bound_seconds)
 

@@ -18,19 +18,19 @@ the program is::
 
 where ``running[m,b,p]`` is ``forward[b,p]`` if the forward of ``b`` runs at ``m``, ``backward[b,p] - carried[b,p]`` if its
 backward does, else 0. A backward whose gradients are added to those of an earlier micro-batch has ``adding[b,p]`` in the place of
-``backward[b,p]``. Several micro-batches may be in flight, as in a pipeline: ``n[m,b]`` counts their calls. Blocks and moments are few, so HiGHS solves it to optimality, mostly within a second. Every result is
-counted again in whole bytes (`peak_of`).
+``backward[b,p]``. Several micro-batches may be in flight, as in a pipeline: ``n[m,b]`` counts their calls.
+
+Blocks and moments are few, so HiGHS solves the program to optimality, mostly within a second. Where it finds nothing in time, a
+search chooses (`_searched`). Every result is counted again in whole bytes (`peak_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import InfeasibleError, SolverError
 from ..ir.defaults import SOLVER
-from ..ir.units import format_bytes
 from ..solvers.interface import solve
 from ..solvers.matrix import Builder, Expr, total
 from .block_points import Point
@@ -87,7 +87,7 @@ class Choice:
         peak_bytes: of the whole step.
         moment: name of the moment with that peak.
         seconds: of all blocks together.
-        bound_seconds: no choice from these menus is faster.
+        bound_seconds: no choice within the budget is faster.
     """
 
     points: tuple[Point, ...]
@@ -116,8 +116,8 @@ def choose(
     calls: Sequence[int] | None = None,
     solver: str = SOLVER,
     time_limit_seconds: float = 60.0,
-) -> Choice:
-    """The fastest points with which every moment of the step is within the budget.
+) -> Choice | None:
+    """The fastest points with which every moment of the step is within the budget; None if none are found.
 
     Args:
         menus: the points of every block.
@@ -128,15 +128,13 @@ def choose(
         time_limit_seconds: wall seconds.
 
     Raises:
-        InfeasibleError: no choice fits; says what would.
-        SolverError: the solver is missing; or it found nothing in time, and the smallest points do not fit.
+        SolverError: the solver is missing.
     """
     calls = calls or [1] * len(menus)
     fastest = tuple(min(menu, key=lambda p: p.numbers) for menu in menus)
-    peak, moment = peak_of(fastest, moments)
     seconds = seconds_of(fastest, calls)
-    if peak <= budget_bytes:
-        return Choice(fastest, peak, moment, seconds, seconds)
+    if peak_of(fastest, moments)[0] <= budget_bytes:
+        return _choice(fastest, moments, calls, seconds)
     bound = 0.0
     for limit in (budget_bytes, int(budget_bytes * (1 - SPARE))):
         builder, columns = _program(menus, calls, seconds / len(menus) or 1.0)
@@ -144,27 +142,21 @@ def choose(
             builder.fits(_contents(row, menus, columns), limit)
         matrix = builder.finish(seconds / len(menus) or 1.0)
         found = solve(matrix, solver, time_limit_seconds=time_limit_seconds, gap=GAP)
-        if found.x is None and found.status != "infeasible":  # not found in time
+        if found.x is None and found.status != "infeasible":
             searched = _searched(menus, moments, budget_bytes, calls)
-            if searched is None:
-                raise SolverError(f"the choice of the blocks' schedules was not found: {found.message or found.status}")
-            peak, moment = peak_of(searched, moments)
-            return Choice(searched, peak, moment, seconds_of(searched, calls), seconds)
+            return None if searched is None else _choice(searched, moments, calls, seconds)
         if found.x is None:
-            break
+            return None
         points = _points(menus, columns, found.x)
-        peak, moment = peak_of(points, moments)
         bound = bound or found.bound_seconds
-        if peak <= budget_bytes:
-            return Choice(points, peak, moment, seconds_of(points, calls), min(bound, seconds_of(points, calls)))
-    least = smallest(menus, moments, solver=solver, time_limit_seconds=time_limit_seconds)
-    raise InfeasibleError(
-        f"no schedules of the blocks fit the step into {format_bytes(budget_bytes)}: with the smallest that were found it "
-        f"needs {format_bytes(least.peak_bytes)}, in {least.moment}; give that much, a smaller batch or shorter sequences, or "
-        "shard the model over more processes",
-        least.peak_bytes,
-        least.moment,
-    )
+        if peak_of(points, moments)[0] <= budget_bytes:
+            return _choice(points, moments, calls, min(bound, seconds_of(points, calls)))
+    return None
+
+
+def _choice(points: tuple[Point, ...], moments: Sequence[Moment], calls: Sequence[int], bound_seconds: float) -> Choice:
+    """The points with what they promise."""
+    return Choice(points, *peak_of(points, moments), seconds_of(points, calls), bound_seconds)
 
 
 def _searched(
@@ -172,34 +164,42 @@ def _searched(
 ) -> tuple[Point, ...] | None:
     """Points within the budget, by a search that needs no solver; None if it finds none.
 
-    It begins with the points that carry least, or with the lowest peak of a block, and takes the change of one block that gains
-    most seconds, until none fits.
+    It begins with the points that carry least, or with those whose backward has the lowest peak. It changes one block at a time:
+    first so that the step's peak falls most, until it fits; then so that most seconds are gained and it still fits.
     """
+
+    def peak(points: tuple[Point, ...]) -> int:
+        return peak_of(points, moments)[0]
+
+    def seconds(points: tuple[Point, ...]) -> float:
+        return seconds_of(points, calls)
+
     starts = (lambda p: (p.carried_bytes, p.numbers), lambda p: (p.backward_peak_bytes, p.numbers))
-    begun = [tuple(min(menu, key=key) for menu in menus) for key in starts]
-    points = min(begun, key=lambda p: peak_of(p, moments)[0])
-    if peak_of(points, moments)[0] > budget_bytes:
-        return None
+    points = min((tuple(min(menu, key=key) for menu in menus) for key in starts), key=peak)
+    while peak(points) > budget_bytes:
+        lower = min(_one_changed(points, menus), key=peak)
+        if peak(lower) >= peak(points):
+            return None
+        points = lower
     while True:
-        changed = [
-            (calls[block] * (point.seconds - points[block].seconds), (*points[:block], point, *points[block + 1 :]))
-            for block, menu in enumerate(menus)
-            for point in menu
-            if calls[block] * point.seconds < calls[block] * points[block].seconds
-        ]
-        fitting = (
-            other for _, other in sorted(changed, key=lambda c: c[0]) if peak_of(other, moments)[0] <= budget_bytes
-        )
-        better = next(fitting, None)
-        if better is None:
+        faster = sorted((p for p in _one_changed(points, menus) if seconds(p) < seconds(points)), key=seconds)
+        fitting = next((p for p in faster if peak(p) <= budget_bytes), None)
+        if fitting is None:
             return points
-        points = better
+        points = fitting
+
+
+def _one_changed(points: tuple[Point, ...], menus: Menus) -> Iterator[tuple[Point, ...]]:
+    """The same points with another one for one block."""
+    for block, menu in enumerate(menus):
+        for point in menu:
+            yield (*points[:block], point, *points[block + 1 :])
 
 
 def smallest(
     menus: Menus, moments: Sequence[Moment], *, solver: str = SOLVER, time_limit_seconds: float = 60.0
 ) -> Choice:
-    """The points with the lowest peak of the whole step."""
+    """The points with the lowest peak of the whole step; where the solver finds none in time, those that carry least."""
     lean = tuple(min(menu, key=lambda p: (p.carried_bytes, p.numbers)) for menu in menus)
     above = peak_of(lean, moments)[0]
     builder, columns = _program(menus, None, 1.0)
@@ -208,9 +208,7 @@ def smallest(
         builder.at_most(total(_contents(row, menus, columns)) * (1 / above), share)
     found = solve(builder.finish(1.0), solver, time_limit_seconds=time_limit_seconds, gap=SPARE)
     points = lean if found.x is None else min(lean, _points(menus, columns, found.x), key=lambda p: peak_of(p, moments))
-    peak, moment = peak_of(points, moments)
-    seconds = seconds_of(points, [1] * len(menus))
-    return Choice(points, peak, moment, seconds, seconds)
+    return _choice(points, moments, [1] * len(menus), 0.0)
 
 
 def _program(menus: Menus, calls: Sequence[int] | None, unit: float) -> tuple[Builder, list[list[Expr]]]:
