@@ -75,6 +75,7 @@ def tracked_peak(model: nn.Module, x: torch.Tensor) -> int:
 
 
 def _sharded(rank: int, block: Callable[[int], nn.Module], budget: str, options: dict[str, Any]) -> None:
+    plan_briefly()
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     plain = Decoder(block)
     mine = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget=budget, blocks="layers.*", **OPTIONS)
@@ -148,6 +149,7 @@ def test_mixed_precision_and_parameters_that_stay_gathered(tmp_path: Path) -> No
 
 
 def _refused(rank: int) -> None:
+    plan_briefly()
     mine = sharded(monet_like.auto_schedule(Decoder(), memory_budget="2%", blocks="layers.*", **OPTIONS))
     with pytest.raises(InfeasibleError, match=r"no schedules of the blocks fit .*give that much") as error:
         train(mine, batch_of(rank))
@@ -165,6 +167,7 @@ def _refused(rank: int) -> None:
 
 
 def _replicated(rank: int) -> None:
+    plan_briefly()
     plain = Decoder(Layer)
     mine = monet_like.auto_schedule(copy.deepcopy(plain), tokens(), memory_budget="75%", blocks="layers.*", **OPTIONS)
     plan = monet_like.block_plan(mine)
@@ -187,7 +190,8 @@ def test_every_process_gets_the_error_and_blocks_under_distributed_data_parallel
 
 
 @pytest.mark.slow
-def test_the_rest_may_be_compiled() -> None:
+def test_the_rest_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_briefly(monkeypatch.setattr)
     plain, x = Decoder(), tokens()
     mine = monet_like.auto_schedule(copy.deepcopy(plain), x, memory_budget="75%", blocks="layers.*", **OPTIONS)
     compiled = torch.compile(mine, backend="eager")

@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import EXACT, Decoder, assert_same_step, loss_of, measured_peak, tokens
+from block_models import EXACT, Decoder, assert_same_step, loss_of, measured_peak, plan_briefly, tokens
 from torch import nn
 
 import monet_like
-from monet_like.auto import block_menus, block_plan
+from monet_like.auto import block_plan
 from monet_like.auto.block_wrapper import blocks_of
 from monet_like.auto.kept_blocks import KeptBlocks, _digest
-from monet_like.compiler import quick
 from monet_like.errors import ScheduleFileError
 from monet_like.files import cache_folder
 
@@ -42,10 +41,7 @@ def kept_file() -> Path:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs and menus in a second instead of ten."""
-    monkeypatch.setattr(block_menus, "QUICK_SECONDS", 0.3)
-    for name in ("ALLOWANCE_SECONDS", "LEAST_SECONDS", "RUN_SECONDS"):
-        monkeypatch.setattr(quick, name, 0.1)
+    plan_briefly(monkeypatch.setattr)
 
 
 @pytest.fixture

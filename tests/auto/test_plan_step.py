@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,23 +12,17 @@ from block_models import CPU, EXACT, Decoder, Layer, loss_of, plan_briefly, toke
 from torch import nn
 
 import monet_like
-from monet_like.auto import block_menus
 from monet_like.auto.block_wrapper import blocks_of
-from monet_like.compiler import quick
 from monet_like.errors import UsageError
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify import resident_bytes
 
 Step = Callable[[nn.Module, torch.Tensor], Any]
-BRIEF = ("ALLOWANCE_SECONDS", "LEAST_SECONDS", "RUN_SECONDS")
 
 
 @pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module, name in ((block_menus, "QUICK_SECONDS"), *((quick, n) for n in BRIEF)):
-        monkeypatch.setattr(module, name, getattr(module, name))
-    plan_briefly()
-    yield
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_briefly(monkeypatch.setattr)
 
 
 def one_after_the_other(model: nn.Module, x: torch.Tensor) -> None:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import EXACT, Decoder, Layer, Short, assert_same_step, loss_of, tokens
+from block_models import EXACT, Decoder, Layer, Short, assert_same_step, loss_of, plan_briefly, tokens
 from torch import nn
 
 import monet_like
-from monet_like.auto import block_menus, block_wrapper
+from monet_like.auto import block_wrapper
 from monet_like.auto.block_wrapper import blocks_of
 from monet_like.auto.shared_captures import outline_of
-from monet_like.compiler import quick
 from monet_like.replay import wrapper
 
 
@@ -42,9 +41,7 @@ class Halved(Scaled):
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets an element for every capture of a block; planning is short."""
-    monkeypatch.setattr(block_menus, "QUICK_SECONDS", 0.3)
-    for name in ("ALLOWANCE_SECONDS", "LEAST_SECONDS", "RUN_SECONDS"):
-        monkeypatch.setattr(quick, name, 0.1)
+    plan_briefly(monkeypatch.setattr)
     made: list[int] = []
     for module, name in ((block_wrapper, "captured_for"), (wrapper, "capture")):
         own = getattr(module, name)

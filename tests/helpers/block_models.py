@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,8 +110,12 @@ def assert_same_step(plain: nn.Module, mine: nn.Module, x: torch.Tensor, seed: i
         assert torch.equal(one, other), name
 
 
-def plan_briefly() -> None:
-    """Let this process measure costs and make menus in a second instead of ten."""
-    block_menus.QUICK_SECONDS = 0.3
+def plan_briefly(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let this process measure costs and make menus in a second instead of ten.
+
+    Args:
+        replace: such as ``monkeypatch.setattr``, which undoes it when a test has ended.
+    """
+    replace(block_menus, "QUICK_SECONDS", 0.3)
     for name in ("ALLOWANCE_SECONDS", "LEAST_SECONDS", "RUN_SECONDS"):
-        setattr(quick, name, 0.1)
+        replace(quick, name, 0.1)

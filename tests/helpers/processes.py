@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing.forkserver
 import os
 import runpy
@@ -105,6 +106,7 @@ def _run(rank: int, environment: dict[str, str], function: Callable[..., None], 
     os.environ.clear()  # the server's, of the test that started it
     os.environ.update(environment)
     torch.set_num_threads(1)
+    gc.freeze()  # what is loaded is no garbage: a collection would look at all of it
     function(rank, *given)
 
 
