@@ -197,21 +197,20 @@ def test_a_solver_that_finds_nothing_in_time_is_done_without(monkeypatch: pytest
     """A search chooses then, within the budget, and mostly the fastest points."""
     late = Solution("no_incumbent", None, math.inf, -math.inf, math.inf, 0.0)
     monkeypatch.setattr(blocks, "solve", lambda *_, **__: late)
-    found = best = 0
+    best = 0
     for seed in range(40):
         menus, moments, calls = random_step(seed)
         every = [(peak_of(points, moments)[0], seconds_of(points, calls)) for points in itertools.product(*menus)]
         peaks = sorted({peak for peak, _ in every})
-        budget = peaks[len(peaks) // 3]
-        choice = choose(menus, moments, budget, calls=calls)
-        if choice is not None:
+        for budget in (peaks[0], peaks[len(peaks) // 3]):
+            choice = choose(menus, moments, budget, calls=calls)
+            assert choice is not None
             least = min(seconds for peak, seconds in every if peak <= budget)
             assert choice.peak_bytes == peak_of(choice.points, moments)[0] <= budget
             assert choice.bound_seconds <= least <= choice.seconds == seconds_of(choice.points, calls)
-            found += 1
             best += choice.seconds == least
         assert choose(menus, moments, peaks[0] - 1, calls=calls) is None
-    assert found == 40 and best >= 35
+    assert best >= 75  # of 80
 
 
 def test_a_menu_without_the_integer_program(monkeypatch: pytest.MonkeyPatch) -> None:
