@@ -2,9 +2,9 @@
 
 Before its backward a block waits while all blocks after it run. So its schedule is judged by five numbers instead of one
 peak: the bytes that it carries from its forward to its backward, the peaks of both, the backward's peak where its gradients are
-added to earlier ones, and its seconds. `menu` finds schedules
-that trade these off. It asks the planner for them with one more slot at the start of the block's backward, which computes
-nothing and has a workspace: the memory that the rest of the model takes meanwhile (`with_rest`).
+added to earlier ones, and its seconds. `menu` finds schedules that trade these off. It asks the planner for them with one
+more slot at the start of the block's backward, which computes nothing and has a workspace: the memory that the rest of the
+model takes meanwhile (`with_rest`).
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def menu(
     Args:
         program, costs: of the block.
         solver, strategy, gap, threads: see `plan`; strategy ``heuristic`` searches as briefly as a quick plan does.
-        time_limit_seconds: wall seconds for all points together, about. The first three are found in any case: the fastest, the
-            one that carries least and the one with the lowest peak.
+        time_limit_seconds: wall seconds for all points together, about. The first four are found in any case: the fastest, the
+            one that carries least, the one with the lowest peak, and one near both.
         progress: called with lines for people.
         peak_shares: where between the least peak and that of a point other points are looked for; none: less time.
 
@@ -213,6 +213,7 @@ class _Asked:
         yield lean
         smallest = self.smallest(program, self.costs)
         yield point_of(program, smallest.schedule, self.costs)
+        yield self.balanced(smallest.peak_bytes, lean.carried_bytes)
         low, high = lean.carried_bytes, fastest.carried_bytes
         for share in CARRIED_SHARES:
             if time.monotonic() > self.ends:
@@ -234,9 +235,8 @@ class _Asked:
 
     def within(self, peak_bytes: int, carried_bytes: int) -> Point | None:
         """The fastest schedule whose peak and whose carried bytes are within limits; None if none was found."""
-        program, values = self.program, self.program.values
-        ends = sum(values[v].bytes for v in (*program.outputs, *program.tangents))
-        rest = max(0, peak_bytes - program.resident_bytes - ends - carried_bytes)
+        program = self.program
+        rest = self.rest(peak_bytes, carried_bytes)
         options = {"evaluations": quick_evaluations()} if self.strategy == "heuristic" else {}
         with suppress(InfeasibleError, SolverError, ScheduleError):
             found = plan(
@@ -246,6 +246,20 @@ class _Asked:
             )  # fmt: skip
             return point_of(program, without_rest(found.schedule), self.costs)
         return None
+
+    def balanced(self, peak_bytes: int, carried_bytes: int) -> Point:
+        """A schedule that is above the least peak and the least carried bytes by as little as can be found.
+
+        Of schedules with the least peak, any may be found first, however much it carries.
+        """
+        found = self.smallest(*with_rest(self.program, self.costs, self.rest(peak_bytes, carried_bytes)))
+        return point_of(self.program, without_rest(found.schedule), self.costs)
+
+    def rest(self, peak_bytes: int, carried_bytes: int) -> int:
+        """Bytes of the rest of the model with which a block that carries so much reaches this peak."""
+        program = self.program
+        ends = sum(program.values[v].bytes for v in (*program.outputs, *program.tangents))
+        return max(0, peak_bytes - program.resident_bytes - ends - carried_bytes)
 
     def smallest(self, program: Program, costs: Mapping[str, Cost]) -> _Found:
         """The schedule with the lowest peak that is found."""

@@ -185,6 +185,24 @@ def test_a_menu_goes_from_least_carried_to_fastest(strategy: str) -> None:
         assert any(mine < theirs for mine, theirs in zip(one.numbers, other.numbers, strict=True))
 
 
+@pytest.mark.parametrize("seed", [7, 8, 19, 26, 29])
+def test_a_menu_that_has_no_time_has_a_point_that_carries_little_and_peaks_low(seed: int) -> None:
+    """No random schedule is nearer to the least of both."""
+    program, costs = random_program(random.Random(seed), 8)
+    found = menu(program, costs, strategy="heuristic", time_limit_seconds=0.0)
+    peak = {p: simulate(program, p.schedule, costs).peak_bytes for p in found}
+    least, low = min(p.carried_bytes for p in found), min(peak.values())
+
+    def above(carried_bytes: int, peak_bytes: int) -> int:
+        return max(carried_bytes - least, peak_bytes - low)
+
+    best = min(above(p.carried_bytes, peak[p]) for p in found)
+    for drop, number in itertools.product((0.3, 0.6, 0.9), range(60)):
+        schedule = random_schedule(program, number, drop=drop)
+        other = point_of(program, schedule, costs)
+        assert best <= above(other.carried_bytes, simulate(program, schedule, costs).peak_bytes)
+
+
 def test_points_that_others_dominate_are_removed() -> None:
     lean, fast, worse = point(3, 1, 5, 5), point(1, 9, 9, 9), point(3, 2, 5, 5)
     keeps = point(3, 1, 5, 5, (4,))

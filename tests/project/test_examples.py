@@ -36,7 +36,7 @@ QUICK = ("--size", "64", "--planning", "2")
 def few_blocks(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Give the examples a MobileNetV2 of three blocks, a shallow ResNet by any name, and quick plans.
 
-    A block's menu is its fastest schedule, the one that carries least and the one with the lowest peak.
+    A block's menu is its fastest schedule, the one that carries least, the one with the lowest peak, and one near both.
     """
     blocks = [[1, 16, 1, 2], [6, 24, 1, 2], [6, 32, 1, 2]]
     replace(torchvision.models, "mobilenet_v2", partial(MobileNetV2, inverted_residual_setting=blocks))
