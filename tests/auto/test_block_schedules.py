@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import EXACT, Decoder, Layer, Short, assert_same_step, loss_of, measured_peak, tokens, train
+from block_models import (
+    EXACT,
+    Decoder,
+    Layer,
+    Short,
+    assert_same_step,
+    loss_of,
+    measured_peak,
+    plan_briefly,
+    tokens,
+    train,
+)
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchvision.models.resnet import BasicBlock
@@ -20,6 +31,11 @@ from monet_like.auto.block_wrapper import BlockSchedule, blocks_of
 from monet_like.errors import InfeasibleError, ScheduleFileError, UsageError
 
 QUICK = {"mode": EXACT, "loss": loss_of, "effort": "quick"}
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_briefly(monkeypatch.setattr)
 
 
 def planned(model: nn.Module, x: torch.Tensor, budget: str | int, **options: Any) -> nn.Module:

@@ -124,11 +124,14 @@ def test_other_weights_and_texts_of_the_rest_reuse_the_plan(menus: list[int]) ->
 
 @pytest.mark.slow
 def test_a_full_plan_serves_a_quick_start(menus: list[int]) -> None:
-    planned(Decoder(blocks=1), "100%", effort="full")
-    planned(Decoder(blocks=1), "100%", effort="quick")
+    def start(budget: str, effort: str) -> None:
+        planned(Decoder(blocks=1), budget, effort=effort, time_limit_seconds=1.0)
+
+    start("100%", "full")
+    start("100%", "quick")
     assert len(menus) == 1
-    planned(Decoder(blocks=1), "90%", effort="quick")
-    planned(Decoder(blocks=1), "90%", effort="full")
+    start("90%", "quick")
+    start("90%", "full")
     assert len(menus) == 3  # a quick one does not serve where a full one is wanted
 
 
