@@ -175,7 +175,7 @@ def _replicated(rank: int) -> None:
     x = torch.randint(0, 50, (16, 32), generator=torch.Generator().manual_seed(rank))
     for seed in range(3):
         assert_same_step(plain, mine, x, seed)
-    assert plan is not None and all(block.record.schedule.rerun_count for block in blocks_of(mine)[:1])
+    assert plan is not None and any(block.record.schedule.rerun_count for block in blocks_of(mine))
 
 
 def _refused_and_replicated(rank: int) -> None:
