@@ -159,7 +159,7 @@ BOUNDS: Mapping[str, Bounds] = {
         lambda s: s[0] + s[-1], own, load=16, store=16, issue=0.75, resident=512, threads=128, spills=64
     ),
     # Of a few partial sums for each column, from the L2 cache.
-    "column_sums_kernel": Bounds(own, nothing, load=4, store=0, issue=0.3, threads=512),
+    "column_sums_kernel": Bounds(own, nothing, load=4, store=0, issue=0.6, threads=512),
     # Rows of any width and tensors of any dtype, looked up for each element.
     "forward_kernel": Bounds(own, own, load=2, store=2, issue=1.5),
     "backward_kernel": Bounds(own, own, load=2, store=2, issue=1.5, resident=768),
