@@ -93,8 +93,8 @@ def vit() -> Made:
 
 
 def large_vit() -> Made:
-    model = torchvision.models.VisionTransformer(64, 8, 4, 4, 256, 768, num_classes=10)
-    return model, (image(64, 64),)
+    model = torchvision.models.VisionTransformer(64, 8, 2, 4, 256, 768, num_classes=10)
+    return model, (image(128, 64),)
 
 
 def unet() -> Made:
