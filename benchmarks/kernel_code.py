@@ -216,9 +216,12 @@ def compiled(source: Path, architecture: str, folder: Path) -> Path:
         ToolMissing: no nvcc.
         MonetError: the compiler failed.
     """
-    tools = build._toolchain(True)
-    if tools.nvcc is None:
-        raise ToolMissing("nvcc was not found: install the CUDA toolkit of torch's major version and set CUDA_HOME")
+    try:
+        tools = build._toolchain(True)
+    except build.KernelBuildError as error:
+        hint = "install the CUDA toolkit of torch's major version and set CUDA_HOME"
+        raise ToolMissing(f"{error}; {hint}") from error
+    assert tools.nvcc is not None
     target = folder / f"{source.stem}.{architecture}.cubin"
     version = "-DMONET_LIKE_FOR_TORCH=code"
     command = [tools.nvcc, "-ccbin", tools.cxx, *build._NVCC_FLAGS, version, *tools.torch_flags]

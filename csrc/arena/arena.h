@@ -243,18 +243,15 @@ class Arenas {
     return nullptr;
   }
 
-  bool records(const Active& here) {
-    const std::lock_guard lock(mutex_);
-    return here.plan->recording;
-  }
-
-  // PyTorch's allocator has made what a plan records.
-  void made(const Active& here, void* at, size_t size) {
+  // Record what PyTorch's allocator has made. False: the plan records nothing now.
+  bool made(const Active& here, void* at, size_t size) {
     const std::lock_guard lock(mutex_);
     Plan& plan = *here.plan;
+    if (!plan.recording) return false;
     recorded_[at] = {here.plan, plan.allocations.size(), plan.recordings};
     plan.of_part[static_cast<size_t>(here.part)].push_back(plan.allocations.size());
     plan.allocations.push_back({rounded(size)});
+    return true;
   }
 
   // Free a part of a block; nothing if it is none. For what PyTorch's allocator made it is recorded, and nothing is returned.
@@ -333,9 +330,8 @@ inline c10::DataPtr allocate(size_t size, Stream stream, c10::Device device, c10
   if (!here.plan) return theirs.allocate(size);
   if (void* placed = arenas.take(here, size)) return {placed, placed, release, device};
   c10::DataPtr made = theirs.allocate(size);
-  if (!arenas.records(here)) return made;
+  if (!arenas.made(here, made.get_context(), size)) return made;
   void* at = made.release_context();
-  arenas.made(here, at, size);
   return {at, at, release, device};
 }
 

@@ -650,8 +650,8 @@ bool pool_backward_by_two(const Units& u, const T* grad, const uint8_t* offsets,
     constexpr auto kernel = pool_planes_backward_kernel<T, K, Pad, decltype(whole)::value>;
     kernel<<<grid_of(parts.count), kThreads, 0, u.stream>>>(grad, offsets, out, g, parts);
   };
-  g.in_w % kColumns<T> == 0 && g.out_w % kAcross<T> == 0 && g.out_w * kStep >= g.in_w ? launch(std::true_type())
-                                                                                : launch(std::false_type());
+  const bool whole = g.in_w % kColumns<T> == 0 && g.out_w % kAcross<T> == 0 && g.out_w * kStep >= g.in_w;
+  whole ? launch(std::true_type()) : launch(std::false_type());
   return true;
 }
 

@@ -253,7 +253,8 @@ __global__ void __launch_bounds__(kMostThreads) backward_row_kernel(
     return values;
   };
   const auto load_row = [&](int64_t row) {
-    return HeldRow<T, G, Count>{Held<T, Count>(x + row * width, width), HeldAs<T, G, Count>(grad + row * width, width), rstd[row]};
+    return HeldRow<T, G, Count>{
+        Held<T, Count>(x + row * width, width), HeldAs<T, G, Count>(grad + row * width, width), rstd[row]};
   };
   constexpr bool kAhead = sizeof(G) == sizeof(T);
   HeldRow<T, G, Count> next;
