@@ -256,7 +256,13 @@ def read_code(cubin: Path) -> list[Code]:
         name: tuple(map(int, numbers))
         for name, *numbers in re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)
     }
-    parts = re.split(r"Function : (\w+)", _output(tool, "-sass", str(cubin)))[1:]
+    try:
+        sass = _output(tool, "-sass", str(cubin))
+    except subprocess.CalledProcessError as error:
+        raise ToolMissing(
+            f"{tool} could not disassemble, for which it needs nvdisasm: {error.stderr.strip()}"
+        ) from error
+    parts = re.split(r"Function : (\w+)", sass)[1:]
     names, texts = parts[::2], parts[1::2]
     found = []
     for mangled, name, text in zip(names, _readable(names), texts, strict=True):
