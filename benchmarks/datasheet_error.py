@@ -1,4 +1,6 @@
-"""How far times from a datasheet are from times on the card: python -m benchmarks.datasheet_error PROFILE --model MODEL --inputs INPUTS
+"""How far estimates from a datasheet are from times on the card.
+
+python -m benchmarks.datasheet_error PROFILE --model MODEL --inputs INPUTS
 
 Reads a profile that was measured on a GPU, which need not be here, prices plain PyTorch's step by the datasheet of the same
 card, and prints both by kind of operator. Sums over the operators of one step; profiles of `scripts/gpu_check.sh` do.
@@ -15,13 +17,14 @@ from pathlib import Path
 import click
 import torch
 
+from monet_like.capture.captured import Captured
 from monet_like.capture.example_inputs import example_of
 from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost, Task
 from monet_like.ir.schedule_file import InputSpec
 from monet_like.models import build_model
-from monet_like.profile.devices import known_limits
+from monet_like.profile.devices import DeviceLimits, known_limits
 from monet_like.profile.roofline import roofline
 
 #: What names a task of several calls, and is told apart further.
@@ -30,7 +33,7 @@ _CONVOLUTIONS = ("convolution", "convolution_backward")
 
 @dataclass(frozen=True)
 class Row:
-    """Operators of one kind in a step: how many, and their seconds on the card and by the datasheet."""
+    """Operators of one kind in a step: how many, and their seconds on the card and by a roofline profile."""
 
     kind: str
     count: int
@@ -68,16 +71,8 @@ def together(kind: str, added: Sequence[Row]) -> Row:
     return Row(kind, *(sum(getattr(row, name) for row in added) for name in ("count", "measured", "predicted")))
 
 
-@click.command()
-@click.argument("profile_file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--model", required=True, help="That the profile is of, such as torchvision.models.resnet50().")
-@click.option("--inputs", required=True, help="Dtype and shape with the batch, such as float32[184,3,224,224].")
-@click.option("--autocast", default="")
-@click.option("--mode", default="normal", show_default=True)
-@click.option("--most", default=12, show_default=True, help="Rows; the others are summed up.")
-def main(profile_file: Path, model: str, inputs: str, autocast: str, mode: str, most: int) -> None:
-    """Print measured and datasheet times by kind of operator."""
-    profile = Profile.load(profile_file)
+def captured_from(profile: Profile, model: str, inputs: str, autocast: str, mode: str) -> tuple[Captured, DeviceLimits]:
+    """The program that a profile of a GPU is of, captured without that GPU, and the card's datasheet."""
     limits = known_limits(profile.device.removeprefix("cuda: "))
     if limits is None:
         raise click.ClickException(f"there is no datasheet for {profile.device}")
@@ -89,12 +84,25 @@ def main(profile_file: Path, model: str, inputs: str, autocast: str, mode: str, 
         module = build_model(model).module
     target = torch.device("cuda", 0)
     request = Request(module, example, mode, autocast=autocast, target=target, capability=limits.capability)
-    captured = captured_for(request, example)
+    return captured_for(request, example), limits
+
+
+@click.command()
+@click.argument("profile_file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--model", required=True, help="That the profile is of, such as torchvision.models.resnet50().")
+@click.option("--inputs", required=True, help="Dtype and shape with the batch, such as float32[184,3,224,224].")
+@click.option("--autocast", default="")
+@click.option("--mode", default="normal", show_default=True)
+@click.option("--most", default=12, show_default=True, help="Rows; the others are summed up.")
+def main(profile_file: Path, model: str, inputs: str, autocast: str, mode: str, most: int) -> None:
+    """Print measured and estimated times by kind of operator."""
+    profile = Profile.load(profile_file)
+    captured, limits = captured_from(profile, model, inputs, autocast, mode)
     plain = (*captured.plain.tasks, *(slot[0] for slot in captured.plain.slots))
     found = rows((task for task in plain if task.runs != "again"), profile.costs, roofline(captured, limits))
     shown = [*found[:most], *([together("others", found[most:])] if found[most:] else []), together("all", found)]
     print(f"{model}, {inputs}{f', {autocast}' if autocast else ''}; {profile.device}\n")
-    print("| operator | in a step | measured | datasheet | ratio |\n|---|---|---|---|---|")
+    print("| operator | in a step | measured | predicted | ratio |\n|---|---|---|---|---|")
     for row in shown:
         ratio = f"{row.measured / row.predicted:.2f}" if row.predicted else ""
         print(f"| {row.kind} | {row.count} | {1e3 * row.measured:.2f} ms | {1e3 * row.predicted:.2f} ms | {ratio} |")

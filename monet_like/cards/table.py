@@ -17,7 +17,7 @@ WAYS = ("plain", "checkpoint", "ours")
 TITLES = {"plain": "plain", "checkpoint": "checkpoint per block", "ours": "our plan"}
 #: What a table says of its figures.
 NOTE = (
-    "predicted: bytes as the simulator counts them, seconds from datasheet rates that no card reaches; forward and backward "
+    "predicted: bytes as the simulator counts them, seconds from datasheet rates and the shares of them that operators reached on an H200; forward and backward "
     "without the optimizer's step"
 )
 

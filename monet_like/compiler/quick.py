@@ -28,8 +28,9 @@ from ..ir.program import REFUSED, Cost, Task
 from ..ir.simulate import Moment
 from ..profile.profiler import Progress, measure, measure_partly
 from ..profile.rates import measured_limits
-from ..profile.roofline import roofline, touched_bytes
+from ..profile.roofline import roofline
 from ..profile.scaling import matched
+from ..profile.work import touched_bytes
 from .costs import inputs_on, profile_batch, sources, to_profile, usable
 from .influence import by_influence
 from .request import Request, captured_for

@@ -17,7 +17,7 @@ from ..ir.program import Cost
 from ..profile.devices import DeviceLimits
 from ..profile.measure import allocated_peak, seconds_of
 from ..profile.rates import limits_like, measured_limits
-from ..profile.roofline import counted
+from ..profile.work import counted
 from .joint import tensors_of
 from .kernels import Kernel, Kernels
 

@@ -1,6 +1,6 @@
 """Devices: the name of this machine's, and rates and memory of GPUs from their data sheets.
 
-Where the rates are from (all are peaks without sparsity, which no operator reaches; where a datasheet gives the rate with
+Where the rates are from (all are peaks without sparsity, which no operator reaches: `monet_like.profile.gpu_paces` has the shares; where a datasheet gives the rate with
 sparsity, half of it is taken; nothing here was measured, but for ``cpu``):
 
 * a100: "NVIDIA A100 Tensor Core GPU" datasheet, A100 40GB PCIe (SXM alike): FP32 19.5 TFLOPS, TF32 156, BFLOAT16 312,
@@ -21,6 +21,8 @@ sparsity, half of it is taken; nothing here was measured, but for ``cpu``):
   53.8, 11 GB, 616 GB/s. It has no TF32.
 * p100: "NVIDIA Tesla P100" datasheet, PCIe 16 GB: FP32 9.3 TFLOPS, FP16 18.7, 732 GB/s. It has no TF32.
 
+Multiprocessors are those of the same cards by NVIDIA's whitepapers (P100, Turing, A100, H100 and Ada architectures).
+
 What cuBLAS keeps there follows from the compute capability ("CUDA GPU Compute Capability", developer.nvidia.com/cuda/gpus) and
 from PyTorch's source, see `monet_like.profile.cublas`.
 
@@ -39,8 +41,6 @@ import torch
 
 from ..ir.units import GIB
 from .cublas import default_bytes
-
-pass
 
 
 def device_name(device: torch.device) -> str:
@@ -85,6 +85,7 @@ class DeviceLimits:
         bytes_per_second: memory bandwidth.
         host_bytes_per_second: of copies to and from the host, in one direction.
         launch_seconds: the least any operator takes.
+        multiprocessors: of a GPU; 0: not told.
         source: where the figures come from.
         memory_bytes: in all, a GB of the datasheet taken as 2**30 bytes; 0: not told.
         device: ``cuda`` or ``cpu``, what programs for it are captured as.
@@ -102,6 +103,7 @@ class DeviceLimits:
     launch_seconds: float
     source: str
     memory_bytes: int = 0
+    multiprocessors: int = 0
     device: str = "cpu"
     products: tuple[str, ...] = ()
     cublas_bytes: int = 0
@@ -132,6 +134,7 @@ def _gpu(
     bandwidth: float,
     link: float,
     gigabytes: int,
+    multiprocessors: int,
     capability: tuple[int, int],
     products: tuple[str, ...],
     source: str,
@@ -147,6 +150,7 @@ def _gpu(
         launch_seconds=4e-6,
         source=source,
         memory_bytes=gigabytes * GIB,
+        multiprocessors=multiprocessors,
         device="cuda",
         products=products,
         cublas_bytes=default_bytes(capability[0]),
@@ -175,6 +179,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=732e9,
             link=PCIE3,
             gigabytes=16,
+            multiprocessors=56,
             capability=(6, 0),
             products=("Tesla P100-PCIE-16GB",),
             source="NVIDIA Tesla P100 PCIe 16 GB datasheet",
@@ -185,6 +190,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=1555e9,
             link=PCIE4,
             gigabytes=40,
+            multiprocessors=108,
             capability=(8, 0),
             products=("A100-SXM4-40GB", "A100-PCIE-40GB"),
             source="NVIDIA A100 40 GB PCIe datasheet",
@@ -195,6 +201,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=1935e9,
             link=PCIE4,
             gigabytes=80,
+            multiprocessors=108,
             capability=(8, 0),
             products=("A100 80GB PCIe",),
             source="NVIDIA A100 80 GB PCIe datasheet",
@@ -205,6 +212,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=2039e9,
             link=PCIE4,
             gigabytes=80,
+            multiprocessors=108,
             capability=(8, 0),
             products=("A100-SXM4-80GB",),
             source="NVIDIA A100 80 GB SXM datasheet",
@@ -215,6 +223,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=3350e9,
             link=PCIE5,
             gigabytes=80,
+            multiprocessors=132,
             capability=(9, 0),
             products=("H100 80GB HBM3",),
             source="NVIDIA H100 SXM datasheet",
@@ -225,6 +234,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=2000e9,
             link=PCIE5,
             gigabytes=80,
+            multiprocessors=114,
             capability=(9, 0),
             products=("H100 PCIe",),
             source="NVIDIA H100 PCIe datasheet",
@@ -235,6 +245,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=3900e9,
             link=PCIE5,
             gigabytes=94,
+            multiprocessors=132,
             capability=(9, 0),
             products=("H100 NVL",),
             source="NVIDIA H100 NVL datasheet",
@@ -245,6 +256,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=4800e9,
             link=PCIE5,
             gigabytes=141,
+            multiprocessors=132,
             capability=(9, 0),
             products=("H200",),
             source="NVIDIA H200 SXM datasheet",
@@ -255,6 +267,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=4800e9,
             link=PCIE5,
             gigabytes=141,
+            multiprocessors=132,
             capability=(9, 0),
             products=("H200 NVL",),
             source="NVIDIA H200 NVL datasheet",
@@ -265,6 +278,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=4000e9,
             link=NVLINK_C2C,
             gigabytes=96,
+            multiprocessors=132,
             capability=(9, 0),
             products=("GH200 480GB", "GH200 120GB"),  # the host's memory: the GPU has 96 GB in both
             source="NVIDIA GH200 Grace Hopper Superchip datasheet",
@@ -275,6 +289,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=616e9,
             link=PCIE3,
             gigabytes=11,
+            multiprocessors=68,
             capability=(7, 5),
             products=("GeForce RTX 2080 Ti",),
             source="NVIDIA Turing whitepaper, reference card",
@@ -285,6 +300,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=1008e9,
             link=PCIE4,
             gigabytes=24,
+            multiprocessors=128,
             capability=(8, 9),
             products=("GeForce RTX 4090",),
             source="NVIDIA Ada architecture whitepaper",
@@ -295,6 +311,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=716.8e9,
             link=PCIE4,
             gigabytes=16,
+            multiprocessors=76,
             capability=(8, 9),
             products=("GeForce RTX 4080",),
             source="NVIDIA Ada architecture whitepaper",
@@ -305,6 +322,7 @@ DEVICES: Mapping[str, DeviceLimits] = {
             bandwidth=864e9,
             link=PCIE4,
             gigabytes=48,
+            multiprocessors=142,
             capability=(8, 9),
             products=("L40S",),
             source="NVIDIA L40S datasheet",

@@ -34,7 +34,7 @@ from monet_like.models.nas import CellNetwork
 from monet_like.plan.strategies.checkpointing import NO_LIMIT
 from monet_like.plan.strategies.ogc import attach_sources, last_segment, ogc
 from monet_like.profile.devices import DEVICES
-from monet_like.profile.roofline import flops
+from monet_like.profile.work import flops
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
 

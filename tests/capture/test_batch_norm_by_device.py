@@ -203,7 +203,7 @@ def test_what_rounds_otherwise_is_for_conv() -> None:
 
 
 @_NO_GPU
-def test_datasheet_rates_price_it_as_atens_and_count_an_unwanted_gradient() -> None:
+def test_estimates_price_its_forward_as_atens_and_count_an_unwanted_gradient() -> None:
     costs: dict[bool, dict[str, Cost]] = {}
     for enabled in (True, False):
         with cudnn_enabled(enabled):
@@ -213,7 +213,11 @@ def test_datasheet_rates_price_it_as_atens_and_count_an_unwanted_gradient() -> N
     names = [name for name in costs[True] if "batch_norm" in name]
     assert len(names) == 3
     for name in names:
-        assert costs[True][name].seconds == pytest.approx(costs[False][name].seconds, rel=1e-3)
+        of_cudnn, of_aten = costs[True][name].seconds, costs[False][name].seconds
+        if "backward" in name:  # PyTorch's own kernel was slower where both were measured
+            assert of_cudnn < of_aten < 2 * of_cudnn
+        else:
+            assert of_cudnn == pytest.approx(of_aten, rel=1e-3)
     unwanted = {name: cost.workspace_bytes for name, cost in costs[True].items() if cost.workspace_bytes}
     assert unwanted["native_batch_norm_backward"] == 64 * 3 * 64 * 64 * 4
     assert costs[False]["native_batch_norm_backward"].workspace_bytes == 0

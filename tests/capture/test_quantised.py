@@ -23,7 +23,8 @@ from monet_like.plan import store_all
 from monet_like.plan.baseline import plain_report
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
-from monet_like.profile.roofline import flops, roofline
+from monet_like.profile.roofline import roofline
+from monet_like.profile.work import flops
 from monet_like.variants import admitted
 
 BFLOAT = torch.bfloat16

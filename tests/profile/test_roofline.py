@@ -14,7 +14,9 @@ from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.request import Request
 from monet_like.ir.program import Task
 from monet_like.profile.devices import DEVICES
-from monet_like.profile.roofline import TILE, WORKSPACE_LIMIT_BYTES, flops, roofline
+from monet_like.profile.gpu_paces import PACES
+from monet_like.profile.roofline import WORKSPACE_LIMIT_BYTES, operation_seconds, roofline
+from monet_like.profile.work import TILE, flops, works_of
 from monet_like.variants import admitted
 
 A100, CPU = DEVICES["a100"], DEVICES["cpu"]
@@ -43,7 +45,17 @@ def heavy(program: Captured) -> list[Task]:
 
 
 def rate(program: Captured, task: Task) -> float:
-    return flops(program, task) / roofline(program, A100)[task.cost].seconds
+    """The datasheet's rate that a task's products are priced at, without launches, traffic and its kind's pace."""
+    operations = works_of(program)[task.cost].operations
+    (operation,) = [one for one in operations if one.flops + one.convolution_flops]
+    pace = PACES[operation.kind]
+    others = sum(operation_seconds(one, A100) for one in operations if one is not operation)
+    seconds = roofline(program, A100)[task.cost].seconds - others - pace.launch_seconds
+    return (
+        pace.arithmetic
+        * flops(program, task)
+        / (seconds - pace.traffic * operation.touched_bytes / A100.bytes_per_second)
+    )
 
 
 @pytest.mark.parametrize(

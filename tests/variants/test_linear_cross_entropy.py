@@ -18,7 +18,7 @@ from monet_like.ir.schedule import Schedule, prune
 from monet_like.ir.simulate import simulate
 from monet_like.plan.baseline import store_all
 from monet_like.profile.measure import allocated_peak
-from monet_like.profile.roofline import flops
+from monet_like.profile.work import flops
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
 from monet_like.variants.linear_cross_entropy import PARTS

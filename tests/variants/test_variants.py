@@ -19,7 +19,7 @@ from monet_like.capture.lowering import capture
 from monet_like.ir.mode import parse_mode
 from monet_like.ir.program import Task
 from monet_like.plan.baseline import store_all
-from monet_like.profile.roofline import flops, touched_bytes
+from monet_like.profile.work import flops, touched_bytes
 from monet_like.variants import admitted, with_variants
 
 

@@ -1,0 +1,213 @@
+"""What share of a GPU's datasheet rates PyTorch's operators reach: measured on one card, taken for all.
+
+An operator on a GPU is taken to last ``launch + arithmetic * F / R + traffic * B / W``: F floating-point operations at the
+datasheet's rate R, and B bytes that it reads and writes once at the datasheet's bandwidth W. `PACES` has the factors of each
+kind of operator. They were fitted to 2,113 operators that were timed alone on an H200 (PyTorch 2.11, float32 in PyTorch's
+default layout and precisions, two decoders in bfloat16): ``python -m benchmarks.operator_paces`` prints factors and errors,
+`benchmarks/results/cuda-nvidia-h200/operator_paces.md` has them. No other card was measured, nor convolutions with the channels
+last or in 16 bits.
+
+What the larger factors are:
+
+* **Convolutions** in the default layout run near the tensor cores' rate, but inputs, filters and results are transposed before
+  and after ("NVIDIA Deep Learning Performance: Convolutional Layers User's Guide", section Tensor Layout). With one point and
+  no stride they are products without transposing, and slower ones.
+* **Depthwise convolutions** run without tensor cores at 1/27 of FP32's rate and less.
+* **Batch norm** of cuDNN and of PyTorch reads its input twice, and has a block of threads for every channel: with fewer channels
+  than the card has room for, a part of it is idle.
+* **Products of 16-bit floats** whose rows are no multiple of 16 bytes (a vocabulary of 50,257 words) take slow kernels.
+* **Floats of two widths** in one operator: PyTorch converts element by element, without vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How an operator's time follows from a card's datasheet.
+
+    Attributes:
+        traffic: times as long as reading and writing all once at the datasheet's bandwidth.
+        arithmetic: times as long as its products at the datasheet's rate.
+        launch_seconds: what is added.
+        blocks: of threads that a multiprocessor needs before all of the bandwidth is used, if there is one for every
+            channel; 0: there are as many as the card needs.
+    """
+
+    traffic: float = 1.09
+    arithmetic: float = 1.0
+    launch_seconds: float = 3e-6
+    blocks: float = 0.0
+
+
+#: Of every kind of operator; see `kind_of`.
+PACES: Mapping[str, Pace] = {
+    "elementwise": Pace(),
+    "elementwise, two widths": Pace(2.1),
+    "reduction": Pace(1.1, launch_seconds=8e-6),
+    "mean of planes": Pace(5.5),
+    "softmax": Pace(1.8),
+    "layer norm": Pace(2.1),
+    "layer norm's backward": Pace(3.9),
+    "embedding's backward": Pace(5.0),
+    "average pooling": Pace(1.9, launch_seconds=25e-6),
+    "adaptive pooling": Pace(7.0, launch_seconds=150e-6),
+    "max pooling, 2x2/2": Pace(2.0),
+    "max pooling, 3x3/2": Pace(2.65),
+    "max pooling, other": Pace(4.6),
+    "max pooling's backward": Pace(7.0),
+    "our max pooling, other": Pace(5.6),
+    "our max pooling's backward": Pace(1.22),
+    "our max pooling's backward, other": Pace(7.4),
+    "our batch norm": Pace(1.71, launch_seconds=8e-6),
+    "our batch norm's backward": Pace(1.84, launch_seconds=8e-6),
+    "batch norm": Pace(2.35, launch_seconds=5e-6, blocks=1.15),
+    "batch norm's backward": Pace(2.3, launch_seconds=5e-6, blocks=2.0),
+    "PyTorch's batch norm's backward": Pace(2.8, launch_seconds=8e-6, blocks=2.1),
+    "product": Pace(arithmetic=1.8),
+    "product, 16 bits": Pace(arithmetic=1.1),
+    "product, 16 bits, odd rows": Pace(arithmetic=7.5),
+    "attention": Pace(arithmetic=1.3),
+    "convolution": Pace(5.2, 1.05, 20e-6),
+    "convolution for the input": Pace(3.6, 1.05, 40e-6),
+    "convolution for the weight": Pace(5.2, 2.25, 20e-6),
+    "convolution, sample by sample": Pace(1.0, 1.84, 14e-6),
+    "convolution of volumes": Pace(4.4, 2.3, 30e-6),
+    "convolution of volumes for the input": Pace(6.7, 1.05, 20e-6),
+    "convolution of volumes for the weight": Pace(16.0, 2.25, 20e-6),
+    "convolution of volumes 1x1": Pace(1.4, 1.0, 8e-6),
+    "convolution of volumes 1x1 for the weight": Pace(6.7, 1.0, 12e-6),
+    "convolution 1x1": Pace(0.7, 2.2, 30e-6),
+    "convolution 1x1 for the weight": Pace(0.7, 3.2, 45e-6),
+    "convolution, channels last": Pace(1.09, 1.3, 10e-6),
+    "depthwise convolution": Pace(1.09, 27.0, 10e-6),
+    "depthwise convolution, strided": Pace(2.2, 1.0, 10e-6),
+    "depthwise convolution for the input": Pace(1.09, 50.0, 10e-6),
+    "depthwise convolution for the input, strided": Pace(1.09, 210.0, 10e-6),
+    "depthwise convolution for the weight": Pace(7.0, 1.0, 50e-6),
+}
+
+_NAMED = {
+    "aten.mean.dim": "mean of planes",
+    "aten.sum.dim_IntList": "reduction",
+    "aten.sum.default": "reduction",
+    "aten._softmax.default": "softmax",
+    "aten._softmax_backward_data.default": "softmax",
+    "aten._log_softmax.default": "softmax",
+    "aten._log_softmax_backward_data.default": "softmax",
+    "aten.native_layer_norm.default": "layer norm",
+    "aten.native_layer_norm_backward.default": "layer norm's backward",
+    "aten.embedding_dense_backward.default": "embedding's backward",
+    "aten.avg_pool2d.default": "average pooling",
+    "aten.avg_pool2d_backward.default": "average pooling",
+    "aten.avg_pool3d.default": "average pooling",
+    "aten.avg_pool3d_backward.default": "average pooling",
+    "aten._adaptive_avg_pool2d.default": "adaptive pooling",
+    "aten._adaptive_avg_pool2d_backward.default": "adaptive pooling",
+    "aten.max_pool2d_with_indices_backward.default": "max pooling's backward",
+    "aten.cudnn_batch_norm.default": "batch norm",
+    "aten.cudnn_batch_norm_backward.default": "batch norm's backward",
+    "aten.native_batch_norm.default": "batch norm",
+    "aten._native_batch_norm_legit.default": "batch norm",
+    "aten._native_batch_norm_legit.no_stats": "batch norm",
+    "aten._native_batch_norm_legit_functional.default": "batch norm",
+    "aten.native_batch_norm_backward.default": "PyTorch's batch norm's backward",
+    "bitsandbytes.gemm_4bit.default": "product, 16 bits",
+    "bitsandbytes.int8_scaled_mm.default": "product, 16 bits",
+    "monet_like.mm_largest.default": "product",
+    "monet_like.batch_norm_train.default": "our batch norm",
+    "monet_like.batch_norm_activation_backward.default": "our batch norm's backward",
+}
+#: Names of poolings whose window and stride decide, and where these stand among the arguments.
+_POOLINGS = {
+    "aten.max_pool2d_with_indices.default": ("max pooling", 1),
+    "monet_like.max_pool2d_with_offsets.default": ("our max pooling", 1),
+    "monet_like.max_pool2d_offsets_backward.default": ("our max pooling's backward", 3),
+}
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
+_CONVERSION = "aten._to_copy.default"
+
+
+def kind_of(op: str, args: Sequence[Any], result: Any) -> str:
+    """The kind of an operator, a key of `PACES`, by its name, its arguments (shapes and dtypes alone) and its result."""
+    if op in _NAMED:
+        return _NAMED[op]
+    if op in _POOLINGS:
+        return _pooling(op, args)
+    if "attention" in op:
+        return "attention"
+    if op == "aten.convolution.default":
+        return _convolution(args[0], args[1], args[3], "input" if args[6] else "", args[8])
+    if op == "aten.convolution_backward.default":
+        of_input = args[10][0]
+        wanted = (
+            "weight" if not of_input else "" if args[7] else "input"
+        )  # of a transposed one it is a forward convolution
+        return _convolution(args[0], args[2], args[4], wanted, args[9])
+    tensors = [leaf for leaf in tree_leaves((list(args), result)) if isinstance(leaf, torch.Tensor)]
+    if op.split(".")[1] in _PRODUCTS:
+        return _product([tensor for tensor in tensors if tensor.dim() > 1])
+    widths = {tensor.element_size() for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 0}
+    narrowed = op == _CONVERSION and isinstance(result, torch.Tensor) and result.element_size() == 2
+    if op.startswith("aten.") and len(widths) > 1 and not narrowed:
+        return "elementwise, two widths"
+    return "elementwise"
+
+
+def is_known(op: str) -> bool:
+    """Whether the kind of an operator is another than "elementwise" whatever its arguments are."""
+    heavy = op.split(".")[1] in _PRODUCTS or "convolution" in op or "attention" in op
+    return heavy or op in _NAMED or op in _POOLINGS
+
+
+def _pooling(op: str, args: Sequence[Any]) -> str:
+    name, first = _POOLINGS[op]
+    window, stride = (tuple(args[place]) for place in (first, first + 1))
+    known = {((2, 2), (2, 2)): "2x2/2", ((3, 3), (2, 2)): "3x3/2"}.get((window, stride or window))
+    found = f"{name}, {known or 'other'}"
+    return found if found in PACES else name if name in PACES else "elementwise"
+
+
+def _convolution(data: torch.Tensor, filters: torch.Tensor, stride: Sequence[int], wanted: str, groups: int) -> str:
+    """``data``: one of the two that have its layout; ``wanted``: the gradient that is computed, or "" in the forward; a transposed forward is a gradient of the input."""
+    purpose = f" for the {wanted}" if wanted else ""
+    strided = any(step != 1 for step in stride)
+    if groups > 1 and filters.shape[1] == 1:
+        found = f"depthwise convolution{purpose}{', strided' if strided else ''}"
+        return found if found in PACES else f"depthwise convolution{purpose}"
+    if is_channels_last(data):
+        return "convolution, channels last"
+    of_volumes = " of volumes" if filters.dim() == 5 else ""
+    if set(filters.shape[2:]) == {1} and not strided:
+        return f"convolution{of_volumes} 1x1{purpose if wanted == 'weight' else ''}"
+    return f"convolution{of_volumes}{purpose}"
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether channels are the innermost dimension; not, where any layout is that one and the default, too."""
+    if tensor.is_contiguous() or tensor.dim() not in (4, 5):
+        return False
+    layout = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return tensor.is_contiguous(memory_format=layout)
+
+
+def _product(factors: Sequence[torch.Tensor]) -> str:
+    """``factors``: the matrices, result included."""
+    if any(matrix.element_size() != 2 for matrix in factors):
+        return "product"
+    rows = [step for matrix in factors for step in matrix.stride()[-2:] if step > 1]
+    return "product, 16 bits, odd rows" if any(2 * row % 16 for row in rows) else "product, 16 bits"
+
+
+def channels_of(kind: str, args: Sequence[Any]) -> int:
+    """The channels that have a block of threads each; 0: this kind has no such blocks, or its input's layout is another."""
+    if not PACES[kind].blocks or args[0].dim() < 2 or is_channels_last(args[0]):
+        return 0
+    return int(args[0].shape[1])

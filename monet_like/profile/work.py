@@ -1,0 +1,322 @@
+"""What tasks do on any device: arithmetic, memory traffic and workspaces, counted on tensors without storage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..capture.captured import Captured, distinct_tasks, fake_mode
+from ..ir.program import Call, Ref, Task
+from ..ops.caches import largest_kept
+from ..runtime.batch_norm import CUDNN_BACKWARD
+from ..runtime.codegen import Block, compile_block
+from .gpu_paces import channels_of, is_channels_last, is_known, kind_of
+
+_SCALED_INT8 = "bitsandbytes.int8_scaled_mm.default"
+_GEMM_4BIT = "bitsandbytes.gemm_4bit.default"
+#: Operators that read dropped caches, or a quantised weight.
+_UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.default", _GEMM_4BIT)
+#: As many elements as mm_largest makes dense at a time (csrc/cpu/mm_largest.cpp, csrc/cuda/caches.cu).
+_DENSE = 1 << 22
+_IM2COL = "aten._slow_conv2d_forward.default"
+_RANDOM_STATE = "_rng_state"
+_CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
+#: Channels of a tensor core's tile in a convolution: a group with fewer leaves the rest of it idle. An estimate.
+TILE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What one operator of a task does, on any device.
+
+    Attributes:
+        kind: of it, a key of `monet_like.profile.gpu_paces.PACES`.
+        flops: floating-point operations of matrix products.
+        convolution_flops: of convolutions.
+        touched_bytes: that it reads and writes.
+        half: whether it computes at least at the rate of 16-bit floats.
+        group_channels: of one group of a convolution, the fewer of input and output; 1 if it is depthwise, `TILE` or more
+            if it fills tensor cores.
+        channels: that have a block of threads each on a GPU; 0: it has no such blocks.
+        launches: of kernels, where one does not do.
+    """
+
+    kind: str = "elementwise"
+    flops: int = 0
+    convolution_flops: int = 0
+    touched_bytes: int = 0
+    half: bool = False
+    group_channels: int = TILE
+    channels: int = 0
+    launches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a task does, on any device.
+
+    Attributes:
+        operations: one after another.
+        unpacked_bytes: that dropped caches, or 4-bit weights, are unpacked into.
+        unwanted_bytes: of gradients that are made and not wanted.
+        convolution_workspace_bytes: that convolutions are estimated to need on a GPU.
+    """
+
+    operations: tuple[Operation, ...] = ()
+    unpacked_bytes: int = 0
+    unwanted_bytes: int = 0
+    convolution_workspace_bytes: int = 0
+
+
+#: The work of programs' tasks, as long as they exist: counting runs all of them, and one is priced for several devices.
+_WORKS: WeakKeyDictionary[Captured, dict[str, Work]] = WeakKeyDictionary()
+
+
+def works_of(captured: Captured) -> dict[str, Work]:
+    """The work of every distinct task."""
+    if captured not in _WORKS:
+        tasks = distinct_tasks(captured).items()
+        _WORKS[captured] = {key: Work() if task.copies else _work(captured, task) for key, task in tasks}
+    return _WORKS[captured]
+
+
+def touched_bytes(captured: Captured, task: Task) -> int:
+    """Bytes that a task's operators read and write, results that one hands to the next included."""
+    return sum(operation.touched_bytes for operation in _operations(captured, task))
+
+
+def flops(captured: Captured, task: Task) -> int:
+    """Floating-point operations of the matrix products and convolutions in a task."""
+    return sum(operation.flops + operation.convolution_flops for operation in _operations(captured, task))
+
+
+def _work(captured: Captured, task: Task) -> Work:
+    workspaces = _Workspaces()
+    if any(call.op in (*_CONVOLUTIONS, *_UNPACKING) for call in task.calls):
+        _run_fake(captured, task, workspaces)
+    return Work(
+        _operations(captured, task),
+        workspaces.unpacked_bytes,
+        _unwanted_bytes(captured, task),
+        max(workspaces.convolution_bytes, _im2col_bytes(captured, task)),
+    )
+
+
+def _operations(captured: Captured, task: Task) -> tuple[Operation, ...]:
+    if _is_opaque(task):
+        return (_opaque(captured, task),)
+    if len(task.calls) > 1:
+        return tuple(_counted(captured, task))
+    metas, (call,) = [captured.metas[value] for value in (*task.reads, *task.writes)], task.calls
+    one_width = len({meta.dtype.itemsize for meta in metas if meta.dtype.is_floating_point}) < 2
+    found = [Operation()] if one_width and not is_known(call.op) else _counted(captured, task)
+    touched = _touched_by(captured, task, call)  # of whole storages, of which the call may see parts
+    return tuple(replace(operation, touched_bytes=touched) for operation in found[:1])
+
+
+def _counted(captured: Captured, task: Task) -> list[Operation]:
+    counter = _Operations()
+    _run_fake(captured, task, counter)
+    return counter.found
+
+
+def _touched_by(captured: Captured, task: Task, call: Call) -> int:
+    unread = _read_for_its_shape(call.op, call.args)
+    values = [v for v in (*task.reads, *task.writes) if unread is None or unread != Ref(v)]
+    return sum(captured.metas[v].storage_bytes for v in values)
+
+
+def _opaque(captured: Captured, task: Task) -> Operation:
+    """Of a task that cannot run on fake tensors: by its values alone."""
+    touched = _touched_by(captured, task, task.calls[-1])
+    columns = [call for call in task.calls if call.op == _IM2COL]
+    if not columns:
+        return Operation(touched_bytes=touched)
+    samples = captured.metas[columns[0].args[0].name].shape[0]
+    products = sum(_im2col_flops(captured, call) for call in columns)
+    return Operation("convolution, sample by sample", products, touched_bytes=touched, launches=samples)
+
+
+def _flop_formulas() -> dict[Any, Callable[..., int]]:
+    """By operator, from the shapes of arguments; with some that PyTorch's counter does not know."""
+    found: dict[Any, Callable[..., int]] = {}
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        found[torch.ops.mkldnn._linear_pointwise] = lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)
+    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        found[torch.ops.bitsandbytes.gemm_4bit] = lambda x, _, weight, *__, **___: 2 * prod(x[:-1]) * prod(weight)
+        found[torch.ops.bitsandbytes.int8_scaled_mm] = lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)
+    if hasattr(torch.ops.monet_like, "mm_largest"):  # as if it were dense, which it is on a GPU
+        found[torch.ops.monet_like.mm_largest] = lambda grad, _, __, columns, *___, **____: 2 * prod(grad) * columns
+    return dict(FlopCounterMode(display=False, custom_mapping=found).flop_registry)
+
+
+def counted(counter: FlopCounterMode) -> tuple[int, int]:
+    """What PyTorch's counter has seen: floating-point operations of matrix products, and of convolutions."""
+    counts = counter.get_flop_counts().get("Global", {})
+    convolutions = sum(int(count) for operator, count in counts.items() if "convolution" in str(operator))
+    return int(counter.get_total_flops()) - convolutions, convolutions
+
+
+def _im2col_flops(captured: Captured, call: Call) -> int:
+    """The same products as the convolution itself."""
+    (out,), filters = call.outs, call.args[1]
+    assert out is not None and isinstance(out.name, int)
+    cells = prod(iter(captured.metas[out.name].shape))
+    return 2 * cells * prod(iter(captured.metas[filters.name].shape[1:]))
+
+
+def _im2col_bytes(captured: Captured, task: Task) -> int:
+    """On a GPU, columns are made of one sample after another."""
+    found = [0]
+    for call in task.calls:
+        if call.op == _IM2COL:
+            (out,), filters = call.outs, captured.metas[call.args[1].name]
+            assert out is not None and isinstance(out.name, int)
+            found.append(prod(filters.shape[1:]) * prod(captured.metas[out.name].shape[2:]) * filters.dtype.itemsize)
+    return max(found)
+
+
+def _unwanted_bytes(captured: Captured, task: Task) -> int:
+    found = [0]
+    for call in task.calls:
+        if call.op == CUDNN_BACKWARD and call.outs[0] is None and isinstance(call.args[0].name, int):
+            found.append(captured.metas[call.args[0].name].storage_bytes)
+    return max(found)
+
+
+def _read_for_its_shape(op: str, args: Sequence[Any]) -> Any:
+    """The tensor argument that an operator takes for its shape alone, if there is one."""
+    of_weight = op == "aten.convolution_backward.default" and args[-1][1]
+    pools = ("aten.max_pool2d_with_indices_backward.default", "aten._adaptive_avg_pool2d_backward.default")
+    return args[1] if op in pools or (op == "aten.convolution_backward.default" and not of_weight) else None
+
+
+def _is_opaque(task: Task) -> bool:
+    """Whether a task cannot run as it is on fake tensors: no kernel for them, or a random generator's state."""
+    return any(call.op == _IM2COL or call.op.endswith(_RANDOM_STATE) for call in task.calls)
+
+
+def _run_fake(captured: Captured, task: Task, observer: Any) -> None:
+    """Run a task on tensors without storage, under a mode that observes its operators.
+
+    Random generators are left alone: their state is real, and these tensors are not.
+    """
+    calls = tuple(call for call in task.calls if not call.op.endswith(_RANDOM_STATE))
+    task = replace(task, calls=calls)
+    run = compile_block(Block(task.reads, (task,)), task.name)
+    with fake_mode(), observer, torch.no_grad(), torch._C._DisableAutocast():
+        run([captured.metas[value].empty() for value in task.reads])
+
+
+class _Operations(TorchDispatchMode):
+    """Notes every operator's `Operation`; memory traffic of a storage is no more than there is of it.
+
+    Views do nothing, nor do new tensors without values and questions such as ``prim.device``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Operation] = []
+        self.formulas = _flop_formulas()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        asked = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
+        if not asked and not func.is_view and func is not torch.ops.aten.empty_strided.default:
+            self.found.append(self._operation(func, args, kwargs or {}, result))
+        return result
+
+    def _operation(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Operation:
+        op = str(func)
+        unread = _read_for_its_shape(op, args)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        kind, formula = kind_of(op, args, result), self.formulas.get(func.overloadpacket)
+        is_convolution = op in _CONVOLUTIONS
+        return Operation(
+            kind,
+            int(formula(*args, **kwargs, out_val=result)) if formula and not is_convolution else 0,
+            _convolution_flops(op, args, result) if is_convolution else 0,
+            _traffic([tensor for tensor in tensors if tensor is not unread]),
+            op == _SCALED_INT8 or any(t.is_floating_point() and t.element_size() == 2 for t in tensors),
+            _group_channels(op, args) if is_convolution else TILE,
+            channels_of(kind, args),
+        )
+
+
+def _traffic(tensors: Sequence[torch.Tensor]) -> int:
+    parts = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t.nbytes for t in tensors}
+    touched = Counter[int]()
+    for (storage, *_), size in parts.items():
+        touched[storage] += size
+    whole = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(min(touched[storage], size) for storage, size in whole.items())
+
+
+def _filters_and_groups(op: str, args: Sequence[Any]) -> tuple[torch.Tensor, int]:
+    return (args[1], args[8]) if op == _CONVOLUTIONS[0] else (args[2], args[9])
+
+
+def _convolution_flops(op: str, args: Sequence[Any], result: Any) -> int:
+    """Of all that is computed. PyTorch's counter takes gradients of grouped weights for those of whole ones."""
+    filters, _ = _filters_and_groups(op, args)
+    forward = op == _CONVOLUTIONS[0]
+    transposed = args[6 if forward else 7]
+    results = result if forward else args[0]
+    small = args[0 if forward else 1] if transposed else results  # each element of it meets a filter
+    once = 2 * small.numel() * prod(filters.shape[1:])
+    return once if forward else once * sum(args[10][:2])
+
+
+def _group_channels(op: str, args: Sequence[Any]) -> int:
+    filters, groups = _filters_and_groups(op, args)
+    return min(filters.shape[0] // groups, filters.shape[1]) if groups > 1 else TILE
+
+
+class _Workspaces(TorchDispatchMode):
+    """Notes what operators need beside their results, by the rules that `monet_like.profile.roofline` states.
+
+    Attributes:
+        unpacked_bytes: that dropped caches and 4-bit weights are unpacked into, in all.
+        convolution_bytes: of convolutions on a GPU, the most of all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unpacked_bytes, self.convolution_bytes = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, op = func(*args, **(kwargs or {})), str(func)
+        if op in _CONVOLUTIONS:
+            filters, groups = _filters_and_groups(op, args)
+            if groups == 1 or min(filters.shape[0] // groups, filters.shape[1]) > 1:
+                self.convolution_bytes = max(self.convolution_bytes, _transposed_bytes(op, args, result, filters))
+        elif op == _UNPACKING[0]:
+            self.unpacked_bytes += result.untyped_storage().nbytes()
+        elif op == _GEMM_4BIT:
+            self.unpacked_bytes += prod(args[2]) * result.element_size()
+        elif op == _UNPACKING[1]:
+            grad, _, keep, columns = args[:4]
+            elements, size = grad.shape[0] * columns, grad.element_size()
+            # sorted: a value and an int32 for each; of 16-bit floats some may be made dense instead
+            dense = min(elements, _DENSE) * size if size == 2 else 0
+            self.unpacked_bytes += max(largest_kept(elements, keep) * (max(4, size) + 4), dense)
+        return result
+
+
+def _transposed_bytes(op: str, args: Any, result: Any, filters: torch.Tensor) -> int:
+    of_weight = op == _CONVOLUTIONS[1] and args[-1][1]
+    unread = [_read_for_its_shape(op, args), filters if of_weight and not args[-1][0] else None]
+    leaves = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+    data = [leaf for leaf in leaves if leaf.dim() == filters.dim() and all(leaf is not other for other in unread)]
+    if any(map(is_channels_last, data)):
+        return filters.numel() * max(4, filters.element_size()) if of_weight else 0
+    return sum(leaf.numel() * leaf.element_size() for leaf in data)
