@@ -11,9 +11,11 @@ import torch
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import device_of
+from ..compiler.floor import delays_cost
 from ..compiler.pipeline import make_record, prepare, settled_for
 from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress
+from ..compiler.request import Request
 from ..compiler.sources import Cached
 from ..errors import UsageError
 from ..ir.schedule import Schedule
@@ -134,7 +136,7 @@ def menus_of(
                 continue
             if kind.program not in found:
                 found[kind.program] = _costs(call, device, settings, progress)
-                menus[kind.program] = {"schedules": _schedules(call, found[kind.program], settings, progress)}
+                menus[kind.program] = {"schedules": _schedules(found[kind.program], settings, progress)}
             ready, there = found[kind.program], menus[kind.program]
             if kind.text not in there:
                 captured, costs = ready.captured, ready.costs
@@ -164,21 +166,31 @@ def _handed_plainly(captured: Captured) -> dict[int, int]:
 
 
 def _costs(call: BlockCall, device: torch.device, settings: BlockSettings, progress: Progress) -> Prepared:
+    """A block's program with its costs; gradients are delayed in it unless the workspaces make that dearer."""
+    ready = _measured(call.captured, call.request, device, settings, progress)
+    if call.in_order and delays_cost(replace(call.request, made_last=None), ready.captured, ready.costs):
+        return _measured(call.in_order, replace(call.request, made_last=()), device, settings, progress)
+    return ready
+
+
+def _measured(
+    captured: Captured, request: Request, device: torch.device, settings: BlockSettings, progress: Progress
+) -> Prepared:
     """A block's program with its costs; all workspaces are measured at the whole batch."""
     source = Cached.of(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ready = prepare(
-            call.request, device, profile=source.known, save_profile=source.save, progress=progress.profiling,
-            captured=call.captured, quick=settings.quick,
+            request, device, profile=source.known, save_profile=source.save, progress=progress.profiling,
+            captured=captured, quick=settings.quick,
         )  # fmt: skip
-        return settled_for(ready, call.request, device, lambda _: (), progress.profiling, everything=True)
+        return settled_for(ready, request, device, lambda _: (), progress.profiling, everything=True)
 
 
-def _schedules(call: BlockCall, ready: Prepared, settings: BlockSettings, progress: Progress) -> list[Any]:
+def _schedules(ready: Prepared, settings: BlockSettings, progress: Progress) -> list[Any]:
     """The schedules of a block's menu, as plain data."""
     seconds = settings.time_limit_seconds
     points = menu(
-        call.captured.program, ready.costs, solver=settings.solver, gap=settings.gap,
+        ready.captured.program, ready.costs, solver=settings.solver, gap=settings.gap,
         strategy="heuristic" if settings.quick else "milp",
         time_limit_seconds=min(seconds, QUICK_SECONDS) if settings.quick else seconds,
         progress=progress.planning,

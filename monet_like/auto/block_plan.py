@@ -172,8 +172,9 @@ def _check_kept(of: Blocks, kept: KeptBlocks) -> None:
         if (call is None) != (record is None):
             raise ScheduleFileError(f"the file has no schedule for {block._block_name}, or one too many")
         if call is not None and record is not None:
-            check_program(record, call.captured, block._block_name, device_of(of.model))
-            if not set(point.shared) <= set(range(len(call.captured.program.values))):
+            captured = call.as_in(record)
+            check_program(record, captured, block._block_name, device_of(of.model))
+            if not set(point.shared) <= set(range(len(captured.program.values))):
                 raise ScheduleFileError(f"in the file {block._block_name} keeps a value that it does not have")
 
 

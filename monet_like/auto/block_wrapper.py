@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ class BlockCall:
     Attributes:
         key: everything that a capture fixes.
         captured: the block's program for this call.
+        in_order: the same with all gradients in autograd's order, where ``captured`` delays some; else None. Which one is used
+            depends on workspaces, which are measured later, when the inputs are gone. Both number inputs, results and their
+            gradients alike.
         request: what it was captured for; without inputs.
         inputs: of the call.
         layout: of the block's weights.
@@ -38,9 +41,14 @@ class BlockCall:
 
     key: Any
     captured: Captured
+    in_order: Captured | None
     request: Request
     inputs: tuple[InputSpec, ...]
     layout: str
+
+    def as_in(self, record: ScheduleRecord) -> Captured:
+        """The program with those gradients delayed that a schedule delays, as far as there is one."""
+        return self.captured if record.made_last or self.in_order is None else self.in_order
 
 
 class BlockSchedule(ScheduleWrapper):
@@ -133,26 +141,15 @@ class BlockSchedule(ScheduleWrapper):
                 type(self._model).__qualname__,
                 autocast=autocast_name(device_of(self)),
             )
-            described = (*key[1:], self._block_mode)
-            captured = self._block_shared.find(self._model, described)
-            if captured is None:
-                captured = captured_for(request, example)
-                gc.collect()  # the tracer's cycles hold the inputs, which would be counted as memory of the rest
-                self._block_shared.keep(self._model, described, captured)
+            captured = self._captured(request, key)
             if captured.written:
                 raise UsageError(
                     f"{self._block_name} changes its inputs in place, which a block of a schedule cannot; clone them first, or "
                     "leave the block out"
                 )
-            request = Request(
-                self._model,
-                ((), {}),
-                request.mode,
-                request.expression,
-                autocast=request.autocast,
-                made_last=captured.made_last,
-            )
-            self._block_call = BlockCall(key, captured, request, inputs, weights_layout(self._model))
+            in_order = self._captured(replace(request, made_last=()), key) if captured.made_last else None
+            request = replace(request, example=((), {}), made_last=captured.made_last)
+            self._block_call = BlockCall(key, captured, in_order, request, inputs, weights_layout(self._model))
         elif self._block_call.key != key:
             first = specs_in_words(self._block_call.inputs)
             raise UsageError(
@@ -161,11 +158,21 @@ class BlockSchedule(ScheduleWrapper):
             )
         return self._block_call
 
+    def _captured(self, request: Request, key: Any) -> Captured:
+        """The block's program, or that of an equal block."""
+        described = (*key[1:], self._block_mode, request.made_last)
+        captured = self._block_shared.find(self._model, described)
+        if captured is None:
+            captured = captured_for(request, request.example)
+            gc.collect()  # the tracer's cycles hold the inputs, which would be counted as memory of the rest
+            self._block_shared.keep(self._model, described, captured)
+        return captured
+
     def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
-        call = self._block_call
-        if captured is None and call is not None and call.key == key and key not in self._steps:
-            captured = call.captured
-        described = (*key[1:], self._block_mode, self.record and (self.record.attention, self.record.made_last))
+        call, record = self._block_call, self.record
+        if captured is None and call and record and call.key == key and key not in self._steps:
+            captured = call.as_in(record)
+        described = (*key[1:], self._block_mode, record and (record.attention, record.made_last))
         if captured is None:
             captured = self._block_shared.find(self._model, described)
         try:
