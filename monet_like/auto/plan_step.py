@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UsageError
-from ..replay.one_pass import APART
+from ..replay.one_pass import apart
 from .block_plan import BlockPlan
 from .block_wrapper import blocks_of
 from .blocks import plan_and_keep, plan_no_more
@@ -57,6 +57,8 @@ def plan_step(model: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: 
 def _check_whole_backward(step: Callable[..., Any]) -> None:
     """Refuse a pipeline whose schedule has actions ``I`` and ``W``, before any process waits for another.
 
+    A function that calls the schedule hides it: then the rehearsal notices (`monet_like.replay.rehearsal`).
+
     Raises:
         UsageError: it has.
     """
@@ -65,4 +67,4 @@ def _check_whole_backward(step: Callable[..., Any]) -> None:
     actions = [action for order in orders.values() for action in order if action]
     actions += [part for action in actions for part in getattr(action, "sub_actions", None) or ()]
     if any(action.computation_type.value in ("I", "W") for action in actions):
-        raise UsageError(f"{type(schedule).__name__} {APART}")
+        raise apart(type(schedule).__name__)

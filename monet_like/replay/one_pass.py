@@ -11,21 +11,28 @@ from typing import Any, NoReturn, TypeVar
 
 from ..errors import UsageError
 
-#: The reason, after the name of what wants it.
-APART = (
-    "computes the gradients of inputs and those of parameters apart (dI and dW, as zero-bubble pipelines do), and the backward of a "
-    "schedule makes both in one pass; take ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B, or leave the model without "
-    "schedules"
-)
-
 _Function = TypeVar("_Function", bound=type[Any])
+
+
+def apart(who: str) -> UsageError:
+    """The error that refuses it; ``who`` computes so."""
+    return UsageError(
+        f"{who} computes the gradients of inputs and those of parameters apart (dI and dW, as zero-bubble pipelines do), and the "
+        "backward of a schedule makes both in one pass; take ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B, or leave the "
+        "model without schedules"
+    )
 
 
 def in_one_pass(function: _Function) -> _Function:
     """Decorate a `torch.autograd.Function` whose nodes must not be started from apart."""
-    function._backward_cls.register_prehook = _refuse
+    function._backward_cls.register_prehook = refuse
     return function
 
 
-def _refuse(*_: Any) -> NoReturn:
-    raise UsageError(f"the training step {APART}")
+def refuse(*_: Any) -> NoReturn:
+    """Raise the error.
+
+    Raises:
+        UsageError: always.
+    """
+    raise apart("the training step")

@@ -20,7 +20,7 @@ from ..capture.captured import Captured, Tensor, TensorMeta
 from ..capture.results import without_dataclasses
 from ..plan.blocks import Moment
 from ..profile.measure import Stretch
-from .one_pass import in_one_pass
+from .one_pass import apart, refuse
 from .training_step import as_captured
 
 Kind = Literal["forward", "forward done", "backward", "dropped", "backward done"]
@@ -69,8 +69,8 @@ class Rehearsal:
         kept: for every block the inputs and results that its stand-in holds from its forward to its backward, as values of
             its program; None: all of them.
         mark: ends a stretch, see `monet_like.profile.measure.allocated_stretches`.
-        defers: a block that cannot be captured runs as it is, and ``error`` is raised when the step has ended: other
-            processes wait for this one's part of the step.
+        defers: ``error`` is raised when the step has ended, because other processes wait for this one's part of the step. Until
+            then a block that cannot be captured runs as it is.
     """
 
     def __init__(
@@ -190,7 +190,6 @@ def _taken(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return grad if in_rows and not grad.is_conj() and not grad.is_neg() else as_captured(grad, meta)
 
 
-@in_one_pass
 class _Body(torch.autograd.Function):
     """Autograd node that hands over the gradients of a block's parameters and inputs."""
 
@@ -224,6 +223,18 @@ class _Body(torch.autograd.Function):
         handed = tuple(gradients)
         gradients.clear()  # or else a gradient would be copied when it becomes a parameter's
         return handed
+
+
+def _noted(node: Any, hook: Callable[..., Any]) -> Any:
+    """Refuse gradients of inputs and of parameters apart, as `in_one_pass` does: where other processes wait, after the step."""
+    rehearsal: Rehearsal = node.rehearsal
+    if not rehearsal.defers:
+        refuse()
+    rehearsal.error = rehearsal.error or apart("the training step")
+    return torch.autograd.function.BackwardCFunction.register_prehook(node, hook)
+
+
+_Body._backward_cls.register_prehook = _noted
 
 
 def _zeros(meta: TensorMeta) -> torch.Tensor:

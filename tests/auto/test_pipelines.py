@@ -163,6 +163,18 @@ def _several_stages_each(rank: int) -> None:
         UsageError, match=r"ScheduleInterleavedZeroBubble computes the gradients of inputs and those of param"
     ):
         monet_like.plan_step(mine, zero_bubble.step, *args, **kwargs)
+    _hidden_zero_bubble(rank)
+
+
+def _hidden_zero_bubble(rank: int) -> None:
+    """A function that calls the schedule: it is refused when its step was rehearsed, in the first process, too."""
+    args, kwargs = arguments(rank)
+    modules = nn.ModuleList(stage_of(rank + 2 * n, 4, 1) for n in range(2))
+    mine = monet_like.auto_schedule(modules, memory_budget="80%", **{**OPTIONS, "blocks": "*.layers.*"})
+    pipeline = several(ScheduleInterleavedZeroBubble, mine)
+    with pytest.raises(UsageError, match="the training step computes the gradients of inputs and those of parameters"):
+        monet_like.plan_step(mine, lambda *given, **named: pipeline.step(*given, **named), *args, **kwargs)
+    assert monet_like.block_plan(mine) is None and all(p.grad is None for p in mine.parameters())
 
 
 def _refused(rank: int) -> None:
