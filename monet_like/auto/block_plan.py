@@ -71,6 +71,7 @@ def plan_blocks(of: Blocks, whole: WholeStep, settings: BlockSettings) -> BlockP
     started = time.monotonic()
     for block in of.blocks:
         block._block_call, block.record, block._block_planned = None, None, False
+        block._steps.clear()  # they follow the schedules of an earlier plan
     sharing = settings.sharing
     step = all_do(lambda: StepMemory(of, whole, settings.optimizer, sharing), sharing)
     first = step.rehearsed(None)

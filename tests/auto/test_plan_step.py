@@ -96,6 +96,22 @@ def test_micro_batches_in_flight_are_counted(
 
 
 @pytest.mark.slow
+def test_a_model_that_has_trained_follows_its_new_plan() -> None:
+    """Planned for another step, its blocks take the new schedules and not those that were compiled before."""
+    plain, x = Decoder(Layer, 2), tokens(12, 16)
+    mine = wrapped(plain, "75%")
+    earlier = None
+    for step in (all_in_flight, one_after_the_other):
+        plan = monet_like.plan_step(mine, lambda data, _step=step: _step(mine, data), x)
+        assert_same(step, plain, mine, x)
+        assert measured(step, mine, x) == plan.peak_bytes <= plan.budget_bytes
+        mine.zero_grad(), plain.zero_grad()
+        records = [block.record.schedule for block in blocks_of(mine)]
+        assert records != earlier
+        earlier = records
+
+
+@pytest.mark.slow
 def test_gradients_that_exist_are_counted() -> None:
     """Planning in the middle of gradient accumulation counts the gradients, and leaves them as they are."""
     plain, x = Decoder(blocks=2), tokens(8, 16)
