@@ -20,6 +20,8 @@ import torch.distributed as dist
 from block_models import CPU, EXACT, Layer, plan_briefly
 from processes import together
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
@@ -91,9 +93,9 @@ def assert_same_pipeline(one: Any, other: Any, plain: nn.Module, mine: nn.Module
             assert torch.equal(a.grad, b.grad), name
 
 
-def measured_peak(make: Callable[[nn.Module], Any], modules: nn.Module) -> int:
+def measured_peak(make: Callable[[nn.Module], Any], modules: nn.Module, given: Any = None) -> int:
     """The least of the peaks of four steps, with what the first step of the pipeline leaves behind."""
-    given = arguments(dist.get_rank())
+    given = given or arguments(dist.get_rank())
 
     def run(mark: Callable[[], None]) -> Any:
         schedule = make(modules)
@@ -240,3 +242,43 @@ def test_gradients_apart_are_refused() -> None:
             )
         else:
             assert run()[0][0] is not None
+
+
+def _sharded_stages(rank: int) -> None:
+    """Two stages of two processes each, which shard the stage's parameters and have batches of their own."""
+    plan_briefly()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
+    stage, shard = mesh["stages"].get_local_rank(), mesh["shards"].get_local_rank()
+    tokens, target = ((part + shard) % 50 for part in batch())
+    given: Any = ((tokens,), {}) if stage == 0 else ((), {"target": target})
+
+    def pipeline(kind: Any, module: nn.Module) -> Any:
+        group = mesh["stages"].get_group()
+        return kind(PipelineStage(module, stage, 2, CPU, group=group), MICRO_BATCHES, loss_fn=loss_fn)
+
+    for kind in (ScheduleGPipe, Schedule1F1B):
+        torch.manual_seed(stage)
+        plain = stage_of(stage, 2, 2)
+        mine: Any = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="75%", **OPTIONS)
+        for module in (plain, mine):
+            for part in (*module.layers, module):
+                fully_shard(part, mesh=mesh["shards"], reshard_after_forward=False)
+        schedule, usual = pipeline(kind, mine), pipeline(kind, plain)
+        plan = monet_like.plan_step(mine, schedule.step, *given[0], **given[1])
+        assert any(block.record.schedule.rerun_count for block in blocks_of(mine))
+        for seed in range(2):
+            assert step(usual, plain, seed + shard, given) == step(schedule, mine, seed + shard, given)
+            for (name, a), b in zip(plain.named_parameters(), mine.parameters(), strict=True):
+                assert a.grad.to_local().numel() < a.numel() or a.numel() == 1, name
+                assert torch.equal(a.grad.to_local(), b.grad.to_local()), name
+        # A block's gathered parameters, which gloo's threads may release late, count once more or less.
+        late = sum(p.numel() * 4 for p in plain.layers[0].parameters())
+        for module, predicted in ((mine, plan.peak_bytes), (plain, plan.plain_peak_bytes)):
+            peak = measured_peak(partial(pipeline, kind), module, given)
+            assert abs(peak - predicted) <= 0.01 * predicted + 2 * late
+        assert plan.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.slow
+def test_stages_that_are_sharded(tmp_path: Path) -> None:
+    together(tmp_path, _sharded_stages, processes=4, within_seconds=300.0)
