@@ -18,7 +18,7 @@ from ..errors import InfeasibleError, ScheduleFileError, warn_caller
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..plan.block_points import Point
-from ..plan.blocks import Moment, choose, peak_of, seconds_of, smallest
+from ..plan.blocks import Choice, ChoiceStatus, Moment, choose, peak_of, seconds_of, smallest
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from ..replay.compatibility import check_program
@@ -30,7 +30,8 @@ from .step_memory import Blocks, Rehearsed, StepMemory, WholeStep
 
 #: Choices that are made at most: each after a rehearsal that keeps what the one before it keeps.
 ROUNDS = 3
-#: Wall seconds that each choice may take at least. The user's limit is for the menus, and a choice mostly takes less than one.
+#: Wall seconds that each choice may take at least: the user's limit is for the menus, and a choice mostly takes less than one.
+#: The manual has this number (docs/blocks.md, `monet_like.auto_schedule`).
 CHOICE_SECONDS = 20.0
 
 
@@ -46,6 +47,9 @@ class BlockPlan:
         seconds, plain_seconds: predicted, of all blocks together.
         kinds: how many different programs the blocks have, sizes included.
         points: by block; one of zeros where nothing has a gradient.
+        status: of the choice among the blocks' menus. ``optimal``: the fastest, proven; ``feasible``: the solver's best, not proven;
+            ``searched``: by a local search, because the solver failed or found nothing in time. Such a plan is not kept in the cache.
+        reason: where it was ``searched``: what the solver said.
     """
 
     peak_bytes: int
@@ -56,6 +60,8 @@ class BlockPlan:
     plain_seconds: float
     kinds: int
     points: tuple[Point, ...]
+    status: ChoiceStatus = "optimal"
+    reason: str = ""
 
 
 def plan_blocks(of: Blocks, whole: WholeStep, settings: BlockSettings) -> BlockPlan:
@@ -89,17 +95,18 @@ def plan_blocks(of: Blocks, whole: WholeStep, settings: BlockSettings) -> BlockP
             settings = replace(settings, quick=False)
         answer = _planned(of, step, first, kinds, settings)
         new, place = answer[0], key.path(quick=settings.quick)
-        planned_by(lambda: keep(new, place), sharing)
-        _planned_here.add(place)
+        if new.status != "searched":  # the solver may do better at the next start
+            planned_by(lambda: keep(new, place), sharing)
+            _planned_here.add(place)
         later = REFINED if settings.quick and settings.refines else ""
         how = f"planned in {format_seconds(time.monotonic() - started)}{later}"
-    kept, peak, moment = answer
+    kept, peak, moment, reason = answer
     for block, record in zip(of.blocks, kept.records, strict=True):
         block.record = record
         block._block_planned, block._block_sharded = True, is_sharded(block)
     made = BlockPlan(
         peak, moment, kept.budget_bytes, kept.plain_peak_bytes, seconds_of(kept.points, first.calls), kept.plain_seconds,
-        kept.kinds, kept.points,
+        kept.kinds, kept.points, kept.status, reason,
     )  # fmt: skip
     _tell(of, made, how, settings.verbose)
     return made
@@ -117,8 +124,8 @@ def _refines(key: BlockKey, settings: BlockSettings) -> bool:
     return settings.refines and settings.quick and quick not in _planned_here and quick.exists()
 
 
-#: The schedules of all blocks, with the peak of the whole step and the moment of that peak.
-Answer = tuple[KeptBlocks, int, str]
+#: The schedules of all blocks, with the peak of the whole step, the moment of that peak, and `BlockPlan.reason`.
+Answer = tuple[KeptBlocks, int, str, str]
 
 
 def _key(
@@ -184,7 +191,7 @@ def _reused(kept: KeptBlocks, step: StepMemory) -> Answer | None:
     moments = step.rehearsed([point.shared for point in kept.points]).moments
     peak, moment = peak_of(kept.points, moments)
     peak += kept.cublas_bytes
-    return (kept, peak, moment) if peak <= kept.budget_bytes and kept.same_peak(peak) else None
+    return (kept, peak, moment, "") if peak <= kept.budget_bytes and kept.same_peak(peak) else None
 
 
 def _planned(
@@ -199,19 +206,20 @@ def _planned(
     plain = [read_point(sent[kind.program][kind.text]["plain"]) if kind else NOTHING for kind in kinds]
     plain_peak = cublas + peak_of(plain, step.rehearsed([p.shared for p in plain]).moments)[0]
     budget = settings.budget.of(plain_peak)
-    points, peak, moment = _chosen(step, menus, first, budget - cublas, settings)
+    best = _chosen(step, menus, first, budget - cublas, settings)
+    points, peak = best.points, best.peak_bytes
     contents = planned_by(lambda: records_of(of, kinds, points, found), sharing)
     records = tuple(ScheduleRecord.of_content(content, "the plan") if content else None for content in contents)
     kept = KeptBlocks(
         datetime.date.today().isoformat(), budget, peak + cublas, plain_peak, seconds_of(plain, first.calls), cublas,
-        len({kind.program for kind in kinds if kind}), most_of_rest(first.moments), points, records,
+        len({kind.program for kind in kinds if kind}), most_of_rest(first.moments), points, records, best.status,
     )  # fmt: skip
-    return kept, peak + cublas, moment
+    return kept, peak + cublas, best.moment, best.reason
 
 
 def _chosen(
     step: StepMemory, menus: Sequence[Sequence[Point]], first: Rehearsed, budget_bytes: int, settings: BlockSettings
-) -> tuple[tuple[Point, ...], int, str]:
+) -> Choice:
     """The fastest points that fit, with the peak of a step in which blocks keep exactly what these points keep.
 
     The first choice is made as if blocks kept all inputs and results, which is never less than they do; the next as if they
@@ -221,40 +229,44 @@ def _chosen(
         InfeasibleError: nothing fits; says what would.
     """
     moments, picked = first.moments, None
-    best: tuple[float, int, str, tuple[Point, ...]] | None = None
-    least: tuple[int, str] | None = None
+    best: Choice | None = None
+    least: Choice | None = None
     for _ in range(ROUNDS):
         before = picked
         work = partial(_picked, menus, moments, budget_bytes, first.calls, settings)
-        picked = planned_by(work, settings.sharing)
+        picked, status, reason = planned_by(work, settings.sharing)
         if all_agree(picked == before, settings.sharing):
             break
         points = tuple(menu[p] for menu, p in zip(menus, picked, strict=True))
         moments = step.rehearsed([p.shared for p in points]).moments
-        peak, moment = peak_of(points, moments)
-        seconds = seconds_of(points, first.calls)
-        least = min(least or (peak, moment), (peak, moment))
-        if peak <= budget_bytes and (best is None or seconds < best[0]):
-            best = seconds, peak, moment, points
+        found = Choice(points, *peak_of(points, moments), seconds_of(points, first.calls), 0.0, status, reason)
+        if least is None or found.peak_bytes < least.peak_bytes:
+            least = found
+        if found.peak_bytes <= budget_bytes and (best is None or found.seconds < best.seconds):
+            best = found
     assert least is not None
-    all_do(partial(_check_fits, best is not None, least, budget_bytes), settings.sharing)
+    all_do(partial(_check_fits, best is not None, least, budget_bytes, settings.solver), settings.sharing)
     assert best is not None
-    return best[3], best[1], best[2]
+    return best
 
 
-def _check_fits(fits: bool, least: tuple[int, str], budget_bytes: int) -> None:
-    """Refuse a budget into which no choice fits; ``least``: the lowest peak that was found, and its moment.
+def _check_fits(fits: bool, least: Choice, budget_bytes: int, solver: str) -> None:
+    """Refuse a budget into which no choice fits; ``least``: that with the lowest peak that was found.
 
     Raises:
         InfeasibleError: says what would do.
     """
     if not fits:
+        peak, moment = least.peak_bytes, least.moment
+        without = (
+            f"; they were found without the solver {solver} ({least.reason})" if least.status == "searched" else ""
+        )
         raise InfeasibleError(
             f"no schedules of the blocks fit the step into {format_bytes(budget_bytes)}: with the smallest that were found it "
-            f"needs {format_bytes(least[0])} ({least[0]} bytes), {least[1]}; give that much, a smaller batch or shorter sequences, "
-            "or shard the model over more processes",
-            least[0],
-            least[1],
+            f"needs {format_bytes(peak)} ({peak} bytes), {moment}; give that much, a smaller batch or shorter sequences, "
+            f"or shard the model over more processes{without}",
+            peak,
+            moment,
         )
 
 
@@ -264,13 +276,21 @@ def _picked(
     budget_bytes: int,
     calls: Sequence[int],
     settings: BlockSettings,
-) -> list[int]:
-    """The place of a point in every menu: the fastest that fit, or those with the lowest peak."""
+) -> tuple[list[int], ChoiceStatus, str]:
+    """The place of a point in every menu: the fastest that fit, or those with the lowest peak; `Choice.status` and its reason."""
     limit = max(settings.time_limit_seconds, CHOICE_SECONDS)
     found = choose(menus, moments, budget_bytes, calls=calls, solver=settings.solver, time_limit_seconds=limit)
     if found is None:
         found = smallest(menus, moments, solver=settings.solver, time_limit_seconds=limit)
-    return [menu.index(point) for menu, point in zip(menus, found.points, strict=True)]
+    places = [menu.index(point) for menu, point in zip(menus, found.points, strict=True)]
+    return places, found.status, found.reason
+
+
+#: What is said of a choice whose speed is not proven.
+_UNPROVEN = {
+    "feasible": ", the choice of schedules not proven best",
+    "searched": ", schedules chosen by a local search instead of the solver",
+}
 
 
 def _tell(of: Blocks, plan: BlockPlan, how: str, verbose: bool | None) -> None:
@@ -278,6 +298,6 @@ def _tell(of: Blocks, plan: BlockPlan, how: str, verbose: bool | None) -> None:
     announce(
         f"{type(of.model).__name__}, {len(of.blocks)} blocks of {plan.kinds} kinds: peak {format_bytes(plan.peak_bytes)} instead "
         f"of {format_bytes(plan.plain_peak_bytes)}, {plan.moment}; blocks {format_seconds(plan.seconds)} instead of "
-        f"{format_seconds(plan.plain_seconds)} (predicted); {how}",
+        f"{format_seconds(plan.plain_seconds)} (predicted{_UNPROVEN.get(plan.status, '')}); {how}",
         verbose,
     )

@@ -19,10 +19,10 @@ from ..ir.json_fields import headed, typed
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
 from ..plan.block_points import Point
-from ..plan.blocks import Moment
+from ..plan.blocks import ChoiceStatus, Moment
 
 FORMAT = "monet_like block plan"
-VERSION = 2
+VERSION = 3
 #: A plan is made anew if the peak differs by more than this share from when it was made. Gloo's threads release buffers late,
 #: so that two starts of the same script may differ by less.
 OTHER_SHARE = 0.01
@@ -73,6 +73,7 @@ class KeptBlocks:
         rest_bytes: the most that the rest of the model takes at a moment of the first rehearsal.
         points: by block.
         records: by block; None where it has no gradient.
+        status: of the choice among the blocks' menus, see `Choice`.
     """
 
     planned: str
@@ -85,6 +86,7 @@ class KeptBlocks:
     rest_bytes: int
     points: tuple[Point, ...]
     records: tuple[ScheduleRecord | None, ...]
+    status: ChoiceStatus
 
     def content(self) -> dict[str, Any]:
         """Everything that the file holds, as plain builtins. Equal schedules and points are in it once."""
@@ -176,6 +178,7 @@ _FIELDS = (
     ("cublas_bytes", "int"),
     ("kinds", "int"),
     ("rest_bytes", "int"),
+    ("status", "str"),
 )
 
 

@@ -20,8 +20,8 @@ where ``running[m,b,p]`` is ``forward[b,p]`` if the forward of ``b`` runs at ``m
 backward does, else 0. A backward whose gradients are added to those of an earlier micro-batch has ``adding[b,p]`` in the place of
 ``backward[b,p]``. Several micro-batches may be in flight, as in a pipeline: ``n[m,b]`` counts their calls.
 
-Blocks and moments are few, so HiGHS solves the program to optimality, mostly within a second. Where it finds nothing in time, a
-search chooses (`_searched`). Every result is counted again in whole bytes (`peak_of`).
+Blocks and moments are few, so HiGHS solves the program to optimality, mostly within a second. Where it finds nothing in time or
+fails, a search chooses (`_searched`), and `Choice.status` says so. Every result is counted again in whole bytes (`peak_of`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..errors import warn_caller
 from ..ir.defaults import SOLVER
-from ..solvers.interface import solve
+from ..solvers.interface import Solution, solve
 from ..solvers.matrix import Builder, Expr, total
 from .block_points import Point
 
 #: A menu for every block.
 Menus = Sequence[Sequence[Point]]
 Stage = Literal["", "forward", "backward"]
+#: ``optimal``: proven to the gap asked for; ``feasible``: a solver's choice, not proven; ``searched``: by a search without a solver.
+ChoiceStatus = Literal["optimal", "feasible", "searched"]
 
 #: Relative gap at which the outer program is solved.
 GAP = 1e-4
@@ -88,6 +91,8 @@ class Choice:
         moment: name of the moment with that peak.
         seconds: of all blocks together.
         bound_seconds: no choice within the budget is faster.
+        status: how well it is known to be the fastest, or of `smallest` to have the lowest peak.
+        reason: where it was ``searched``: why the solver found nothing, in its own words.
     """
 
     points: tuple[Point, ...]
@@ -95,6 +100,8 @@ class Choice:
     moment: str
     seconds: float
     bound_seconds: float
+    status: ChoiceStatus = "optimal"
+    reason: str = ""
 
 
 def peak_of(points: Sequence[Point], moments: Iterable[Moment]) -> tuple[int, str]:
@@ -127,6 +134,8 @@ def choose(
         solver: a name that `monet_like.solvers.interface.check_solver` accepts.
         time_limit_seconds: wall seconds.
 
+    A solver that fails is told by a warning, and the search chooses.
+
     Raises:
         SolverError: the solver is missing.
     """
@@ -143,20 +152,38 @@ def choose(
         matrix = builder.finish(seconds / len(menus) or 1.0)
         found = solve(matrix, solver, time_limit_seconds=time_limit_seconds, gap=GAP)
         if found.x is None and found.status != "infeasible":
+            _tell_failure(solver, found)
             searched = _searched(menus, moments, budget_bytes, calls)
-            return None if searched is None else _choice(searched, moments, calls, seconds)
+            return None if searched is None else _choice(searched, moments, calls, seconds, "searched", found.message)
         if found.x is None:
             return None
         points = _points(menus, columns, found.x)
         bound = bound or found.bound_seconds
         if peak_of(points, moments)[0] <= budget_bytes:
-            return _choice(points, moments, calls, min(bound, seconds_of(points, calls)))
+            return _choice(points, moments, calls, min(bound, seconds_of(points, calls)), _known(found))
     return None
 
 
-def _choice(points: tuple[Point, ...], moments: Sequence[Moment], calls: Sequence[int], bound_seconds: float) -> Choice:
+def _choice(
+    points: tuple[Point, ...], moments: Sequence[Moment], calls: Sequence[int], bound_seconds: float,
+    status: ChoiceStatus = "optimal", reason: str = "",
+) -> Choice:  # fmt: skip
     """The points with what they promise."""
-    return Choice(points, *peak_of(points, moments), seconds_of(points, calls), bound_seconds)
+    return Choice(points, *peak_of(points, moments), seconds_of(points, calls), bound_seconds, status, reason)
+
+
+def _known(found: Solution) -> ChoiceStatus:
+    """The status of a choice that a solver has made."""
+    return "optimal" if found.status == "optimal" else "feasible"
+
+
+def _tell_failure(solver: str, found: Solution) -> None:
+    """Warn of a solver that failed; to run out of time is no failure."""
+    if found.status == "error":
+        warn_caller(
+            f"the solver {solver} failed ({found.message}), so a local search chooses the blocks' schedules, which proves nothing and "
+            "may find slower ones; try another solver= (monet-like doctor lists those that are installed)"
+        )
 
 
 def _searched(
@@ -207,8 +234,12 @@ def smallest(
     for row in _needed(moments, menus):
         builder.at_most(total(_contents(row, menus, columns)) * (1 / above), share)
     found = solve(builder.finish(1.0), solver, time_limit_seconds=time_limit_seconds, gap=SPARE)
-    points = lean if found.x is None else min(lean, _points(menus, columns, found.x), key=lambda p: peak_of(p, moments))
-    return _choice(points, moments, [1] * len(menus), 0.0)
+    calls = [1] * len(menus)
+    if found.x is None:
+        _tell_failure(solver, found)
+        return _choice(lean, moments, calls, 0.0, "searched", found.message)
+    points = min(lean, _points(menus, columns, found.x), key=lambda p: peak_of(p, moments))
+    return _choice(points, moments, calls, 0.0, _known(found))
 
 
 def _program(menus: Menus, calls: Sequence[int] | None, unit: float) -> tuple[Builder, list[list[Expr]]]:

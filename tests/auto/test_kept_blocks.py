@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from block_models import EXACT, Decoder, assert_same_step, loss_of, measured_peak, plan_briefly, tokens
+from planning import crash_solvers
 from torch import nn
 
 import monet_like
@@ -79,6 +80,29 @@ def test_the_second_start_needs_no_solver(monkeypatch: pytest.MonkeyPatch, caplo
     assert any(block.record.schedule.rerun_count for block in blocks_of(second))
     assert_same_step(plain, second, tokens())
     assert measured_peak(second, tokens()) == plans[1].peak_bytes <= plans[1].budget_bytes
+
+
+@pytest.mark.slow
+def test_a_choice_without_the_solver_is_told_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The solver's process crashes; a search chooses, and the next start asks the solver again."""
+    caplog.set_level(logging.INFO, "monet_like")
+    plain = Decoder()
+    with pytest.MonkeyPatch.context() as patch:
+        crash_solvers(patch.setattr)
+        with pytest.warns(UserWarning, match=r"the solver HIGHS failed \(the solver's process ended with code -11\)"):
+            mine = planned(copy.deepcopy(plain))
+    plan = monet_like.block_plan(mine)
+    assert plan is not None
+    assert (plan.status, plan.reason) == ("searched", "the solver's process ended with code -11")
+    assert "schedules chosen by a local search instead of the solver" in caplog.text
+    assert_same_step(plain, mine, tokens())
+    assert measured_peak(mine, tokens()) == plan.peak_bytes <= plan.budget_bytes
+    assert not list(cache_folder().glob("blocks_*.json"))
+    again = monet_like.block_plan(planned(copy.deepcopy(plain)))
+    assert again is not None and (again.status, again.reason) == ("optimal", "")
+    assert KeptBlocks.load(kept_file()).status == "optimal"
 
 
 def _other_activation(model: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,28 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.ilp.decode import decode
 from monet_like.plan.ilp.formulation import Formulation
+from monet_like.solvers import interface
 from monet_like.solvers.matrix import MatrixProgram
 
 #: The checkout, which subprocesses import from.
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def crash_solvers(replace: Callable[[Any, str, Any], None]) -> None:
+    """Let every solver's process crash as soon as it has started.
+
+    Args:
+        replace: such as ``monkeypatch.setattr``.
+    """
+    own = interface.start_worker
+
+    def start(*args: Any) -> Any:
+        child, answers = own(*args)
+        os.kill(child.pid, signal.SIGSEGV)
+        child.wait()
+        return child, answers
+
+    replace(interface, "start_worker", start)
 
 
 def network(layers: int, seed: int = 0) -> tuple[Program, dict[str, Cost]]:

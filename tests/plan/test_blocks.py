@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planning import network
+from planning import crash_solvers, network
 from random_programs import random_program
 
 from monet_like.errors import SolverError
@@ -249,3 +249,22 @@ def _late(own: Any) -> Callable[..., Any]:
         return own(*args, **options)
 
     return late
+
+
+def test_a_solver_that_crashes_is_told_and_a_search_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is killed as soon as it has started."""
+    menus, moments, calls = random_step(3)
+    least = smallest(menus, moments)
+    proven = choose(menus, moments, least.peak_bytes, calls=calls)
+    assert proven is not None and (proven.status, proven.reason, least.status) == ("optimal", "", "optimal")
+    crash_solvers(monkeypatch.setattr)
+    with pytest.warns(
+        UserWarning, match=r"the solver HIGHS failed \(the solver's process ended with code -11\), so a local search"
+    ):
+        found = choose(menus, moments, least.peak_bytes, calls=calls)
+    assert found is not None and found.peak_bytes <= least.peak_bytes
+    assert (found.status, found.reason) == ("searched", "the solver's process ended with code -11")
+    assert found.bound_seconds <= proven.seconds <= found.seconds
+    with pytest.warns(UserWarning, match="failed"):
+        lean = smallest(menus, moments)
+    assert lean.status == "searched" and lean.peak_bytes >= least.peak_bytes
