@@ -17,7 +17,7 @@ from .request import Request
 
 
 def summary_counts(program: Program, found: Plan) -> dict[str, int]:
-    """Counts that describe a schedule: parameters, values kept for the backward, recomputed tasks, variants chosen."""
+    """Counts that describe a schedule: parameters, buffers, values kept for the backward, recomputed tasks, variants chosen."""
     schedule = found.schedule
     again = Counter(index for tasks in schedule.again for index in tasks)
     made = {v for i in schedule.forward for v in program.tasks[i].writes if program.values[v].bytes}
@@ -26,6 +26,7 @@ def summary_counts(program: Program, found: Plan) -> dict[str, int]:
     counts = {
         "parameters": parameters,
         "parameter_bytes": parameter_bytes,
+        "buffer_bytes": program.buffer_bytes,
         "slots": len(program.slots),
         "kept": len(kept),
         "dropped": len(made - kept),

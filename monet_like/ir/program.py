@@ -240,6 +240,11 @@ class Program:
         found = [value.bytes for value in self.values if value.kind == "parameter"]
         return len(found), sum(found)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(value.bytes for value in self.values if value.kind == "buffer")
+
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
         """For every value, the forward tasks that write it, in order."""

@@ -6,7 +6,8 @@ Gradients are the same everywhere and so is what is kept; times, and the workspa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -170,10 +171,28 @@ def check_program(record: ScheduleRecord, captured: Captured, name: str, device:
             f"{_sized(*program.parameters, len(program.slots))}; use the model that it was planned for, with the same frozen "
             f"parameters, train/eval flags, precision and versions (planned with {made} for {record.device}; this is torch "
             f"{torch.__version__}), or plan again with monet-like solve{_about_variants(record, program)}"
-            f"{_about_processes(record.counts.get('processes', 1), among(program))}"
+            f"{_about_dtypes(record, program)}{_about_processes(record.counts.get('processes', 1), among(program))}"
         )
     if reason := exceeds(record, captured, name, device):
         raise ScheduleFileError(reason)
+
+
+@contextmanager
+def told_of_order(inputs: int) -> Iterator[None]:
+    """Add to an error that the inputs which a schedule file describes were given to the model in their order.
+
+    Args:
+        inputs: how many; with a single one there is nothing to add.
+    """
+    try:
+        yield
+    except ScheduleFileError as error:
+        if inputs < 2:
+            raise
+        raise ScheduleFileError(
+            f"{error}; the file does not hold the names of arguments, so its {inputs} inputs were taken to be the first arguments: if "
+            "the model is called by keyword, give ScheduleWrapper example=(args, kwargs)"
+        ) from None
 
 
 def _about_variants(record: ScheduleRecord, program: Program) -> str:
@@ -243,6 +262,30 @@ def _counted(record: ScheduleRecord) -> str:
 
 def _sized(parameters: int, parameter_bytes: int, slots: int) -> str:
     return f"{parameters} parameters in {format_bytes(parameter_bytes)} and {slots} operators in its backward"
+
+
+#: Quotients of the sizes of dtypes: between 8 and 64 bits.
+_SIZES = frozenset({1 / 8, 1 / 4, 1 / 2, 2, 4, 8})
+
+
+def _about_dtypes(record: ScheduleRecord, program: Program) -> str:
+    """Advice where the model seems to be the same in another dtype, or has buffers in another one."""
+    count, size = program.parameters
+    if not count or record.counts.get("parameters") != count:
+        return ""
+    if record.counts.get("parameter_bytes", 0) / size in _SIZES:
+        return (
+            "; its parameters seem to have another dtype: a schedule is for one dtype, so convert the model first "
+            "(model.to(torch.bfloat16)) and plan it then"
+        )
+    before, now = record.counts.get("buffer_bytes", program.buffer_bytes), program.buffer_bytes
+    if record.counts.get("parameter_bytes") == size and now and before / now in _SIZES:
+        return (
+            f"; its buffers take {format_bytes(now)} and took {format_bytes(before)}: model.to(dtype) converts buffers too, such as "
+            "frequencies of rotary embeddings, which stay in float32 in a model that is made or loaded in that dtype; make the "
+            "model in the same way as when it was planned"
+        )
+    return ""
 
 
 def _about_processes(solved: int, here: int) -> str:

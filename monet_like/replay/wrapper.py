@@ -32,7 +32,7 @@ from ..profile.devices import known_limits, machine_at
 from ..variants import admitted
 from .arena import Arena
 from .call_keys import hashable, structure
-from .compatibility import check_program, check_shapes, mismatch, replayed_in_words, warn_elsewhere
+from .compatibility import check_program, check_shapes, mismatch, replayed_in_words, told_of_order, warn_elsewhere
 from .inductor import check_inductor
 from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
 from .training_step import Step, run_step
@@ -97,6 +97,7 @@ class ScheduleWrapper(StandIn):
         self.record = record = _loaded(solution_file, device_of(model))
         if input_shape is not None:
             check_shapes(record, input_shape)
+        inputs = len(record.inputs) if example is None else 0
         if example is None:
             example = example_of(record.inputs, device_of(model))
         warn_elsewhere(record, device_of(model), stacklevel=2)
@@ -108,7 +109,7 @@ class ScheduleWrapper(StandIn):
                 raise ScheduleFileError(
                     f"the schedule's autocast is {record.autocast!r}, which this version does not know"
                 )
-            with autocast_as(record.autocast, device_of(model)), self._attention():
+            with autocast_as(record.autocast, device_of(model)), self._attention(), told_of_order(inputs):
                 self._step(self._key(leaves, spec), args, kwargs, captured)
 
     def _share(self, model: nn.Module, backend: str) -> None:

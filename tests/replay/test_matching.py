@@ -129,6 +129,58 @@ def test_a_head_of_another_size_is_refused(record: ScheduleRecord) -> None:
     )
 
 
+class Rotary(nn.Module):
+    """Tokens, with frequencies in a buffer that is float32 in a model of any dtype, unless the model is cast."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 8, dtype=dtype), nn.Linear(8, 9, dtype=dtype)
+        self.register_buffer("frequencies", torch.linspace(1, 2, 8))
+
+    def forward(
+        self, tokens: torch.Tensor, scale: torch.Tensor | None = None, shift: torch.Tensor | None = None
+    ) -> Any:
+        x = self.embedding(tokens)
+        x = self.head((x.float() * self.frequencies.float()).to(x.dtype))
+        x = x if scale is None else x * scale
+        return x if shift is None else x + shift
+
+
+def of_tokens(model: nn.Module, **named: torch.Tensor) -> ScheduleRecord:
+    example = ((torch.zeros(2, 4, dtype=torch.long),), named)
+    request = Request(model.train(), example, "normal", "tokens", strategy="store_all")
+    return compile_schedule(request, 2**40, CPU, profile=DEVICES["cpu"]).record
+
+
+def test_a_model_in_another_dtype_is_told() -> None:
+    """A copy that was cast has a schedule of its own; buffers that only the cast converts are named."""
+    half = Rotary().to(torch.bfloat16)
+    mine = of_tokens(half)
+    ScheduleWrapper(Rotary().to(torch.bfloat16).train(), mine)
+    for record, model in ((mine, Rotary()), (of_tokens(Rotary()), half)):
+        with pytest.raises(
+            ScheduleFileError, match=r"; its parameters seem to have another dtype: .* convert the model first"
+        ):
+            ScheduleWrapper(model.train(), record)
+    for record, model, sizes in (
+        (mine, Rotary(torch.bfloat16), "take 32 B and took 16 B"),
+        (of_tokens(Rotary(torch.bfloat16)), half, "take 16 B and took 32 B"),
+    ):
+        with pytest.raises(
+            ScheduleFileError, match=f"; its buffers {sizes}: .* make the model in the same way as when"
+        ):
+            ScheduleWrapper(model.train(), record)
+
+
+def test_arguments_by_keyword_are_told() -> None:
+    record, model = of_tokens(Rotary(), shift=torch.ones(9)), Rotary().train()
+    with pytest.raises(
+        ScheduleFileError, match=r"so its 2 inputs were taken to be the first .* give ScheduleWrapper example="
+    ):
+        ScheduleWrapper(model, record)
+    ScheduleWrapper(model, record, example=((torch.zeros(2, 4, dtype=torch.long),), {"shift": torch.ones(9)}))
+
+
 def test_equal_parameters_and_another_program(record: ScheduleRecord) -> None:
     model = Net()
     model.conv.requires_grad_(False)
