@@ -41,6 +41,12 @@ _ADVICE = {
     "recurrent layer the padded sequences, and mask its results",
 }
 
+_TRITON = (
+    "it launches a Triton kernel itself, as Liger's layers do, and a launch cannot be traced by shapes; take PyTorch's layers instead "
+    "(for decoders there are variants in one pass and in tiles of our own), or put the launch into torch.library.custom_op with a "
+    "fake and a gradient"
+)
+
 
 def trace_joint(
     flat: FlatModule,
@@ -222,10 +228,13 @@ def _data_dependent(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     """A sentence that explains why the trace failed, with the user's line or the operator."""
     message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    internal = ("/torch/", "/monet_like/capture/", "/contextlib.py")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in internal)]
+    internal = ("/torch/", "/monet_like/capture/", "/contextlib.py", "/triton/")
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in every if not any(part in f.filename for part in internal)]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
     advice = next((said for operator_, said in _ADVICE.items() if operator_ in str(error)), "")
+    if not advice and any("/triton/" in frame.filename for frame in every):
+        advice = _TRITON
     if advice:
         return f"{advice}{where}"
     if _data_dependent(error) or "aten._local_scalar_dense" in str(error) or "aten.nonzero" in str(error):

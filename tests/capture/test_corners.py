@@ -601,3 +601,23 @@ def packed(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_what_depends_on_values_is_said_in_the_models_words(model: Any, shape: tuple[int, ...], said: str) -> None:
     with pytest.raises(CaptureError, match=said):
         capture(model(), (rows(*shape),))
+
+
+def test_a_layer_that_launches_a_triton_kernel_is_refused_with_what_to_do() -> None:
+    """As Liger's layers do; without a GPU Triton has no driver, with one a fake tensor has no address."""
+    triton = pytest.importorskip("triton")
+    kernel = triton.jit(_nothing)
+
+    def launched(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        kernel[(1,)](x)
+        return layer(x)
+
+    said = (
+        r"Net cannot be captured: it launches a Triton kernel itself, .* torch\.library\.custom_op .*test_corners\.py"
+    )
+    with pytest.raises(CaptureError, match=said):
+        capture(Net(launched, linear()), (rows(6, 3, 8),))
+
+
+def _nothing(x: Any) -> None:
+    """A Triton kernel that does nothing."""
