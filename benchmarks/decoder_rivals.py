@@ -25,7 +25,6 @@ from monet_like.cards.decoder import read_question
 from monet_like.cards.pieces import Piece
 from monet_like.cards.points import Priced, checkpointed
 from monet_like.cards.step import step_of, with_way
-from monet_like.errors import InfeasibleError
 from monet_like.ir.units import format_bytes, format_seconds
 from monet_like.plan.baseline import plain_step
 from monet_like.plan.block_points import Point, point_of
@@ -107,10 +106,8 @@ def main(model: str, seq: int, batch: int, card: str) -> None:
         print("| rule | peak | step | ours at that peak |\n|---|---|---|---|")
         for rule, points in sorted(found.items(), key=lambda item: -peak_of(item[1], step.moments)[0]):
             peak = peak_of(points, step.moments)[0]
-            try:
-                ours = f"{100 * (choose(menus, step.moments, peak).seconds / least - 1):+.1f} %"
-            except InfeasibleError:
-                ours = "does not fit"
+            choice = choose(menus, step.moments, peak)
+            ours = "none found" if choice is None else f"{100 * (choice.seconds / least - 1):+.1f} %"
             time = f"{100 * (seconds_of(points, once) / least - 1):+.1f} %"
             print(f"| {rule} | {format_bytes(peak)} | {time} | {ours} |")
 
