@@ -12,8 +12,9 @@ from ..plan.baseline import plain_step, store_all
 from ..plan.block_points import Point, efficient, menu, point_of
 from .pieces import Piece
 
-#: Wall seconds for the menu of one part, about.
-MENU_SECONDS = 10.0
+#: Wall seconds for the menu of one part, about. The search ends by itself before, unless the machine is slow or very busy: so its
+#: answers do not depend on what else runs there.
+MENU_SECONDS = 120.0
 #: Where between the least peak of a part and that of a schedule another one is looked for.
 PEAK_SHARES = (0.0,)
 
