@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from ..errors import UsageError
 from ..ir.program import Program, Runs, Task, Value, ValueKind
-from .joint import NARROW, Joint, draws, is_elementwise, is_generated, is_view, name_of, readers, walk
-
-#: Views that keep the order of the elements.
-_IN_ORDER = frozenset({"aten::view", "aten::unsqueeze", "aten::squeeze", "aten::_unsafe_view", "aten::alias"})
+from .in_place import with_takeovers
+from .joint import NARROW, Joint, draws, is_elementwise, is_generated, is_view, readers, walk
 
 
 @dataclass(frozen=True)
@@ -112,18 +110,17 @@ class _Builder:
         program = Program(
             tuple(self.values),
             tuple(task for task, _ in self.tasks),
-            tuple(tuple(task for task, _ in ways) for ways in _in_place(self.slots, self.values, gradients, tangents)),
+            tuple(tuple(task for task, _ in ways) for ways in self.slots),
             tuple(dict.fromkeys(v for v in outputs if self.values[v].kind == "forward")),
             tuple(tangents),
             tuple(
                 dict.fromkeys(v for v in gradients if v in tangents or not self.values[v].name.startswith("tangents"))
             ),
         )
+        slots = tuple(tuple(k for _, k in ways) for ways in self.slots)
+        program, tasks = with_takeovers(program, self.value_of, [k for _, k in self.tasks], slots)
         program.check()
-        return Kernels(
-            joint, program, self.value_of, tuple(k for _, k in self.tasks),
-            tuple(tuple(k for _, k in ways) for ways in self.slots), self.order,
-        )  # fmt: skip
+        return Kernels(joint, program, self.value_of, tasks, slots, self.order)
 
     def _add_values(self) -> None:
         inputs = 0
@@ -231,26 +228,3 @@ def _key(kernel: Kernel) -> str:
         literals(kernel.root),
     ]
     return " ".join(parts)
-
-
-def _in_place(
-    slots: list[list[tuple[Task, Kernel]]], values: list[Value], gradients: Collection[int], tangents: Collection[int]
-) -> Iterable[list[tuple[Task, Kernel]]]:
-    """Slots that write into the memory of a gradient that nobody reads later, as Inductor has them do."""
-    last = {v: place for place, ways in enumerate(slots) for v in ways[0][0].reads if values[v].kind == "backward"}
-    kept = {*gradients, *tangents}
-    for place, ways in enumerate(slots):
-        made = []
-        for task, kernel in ways:
-            dying = [v for v in task.reads if last.get(v) == place and v not in kept]
-            taken = next((v for v in dying if _can_take(kernel, values, v, task)), None)
-            made.append((replace(task, overwrites=taken), kernel))
-        yield made
-
-
-def _can_take(kernel: Kernel, values: list[Value], v: int, task: Task) -> bool:
-    if kernel.root is None or not is_elementwise(kernel.root) or len(task.writes) != 1:
-        return False
-    straight = all(is_elementwise(n) or name_of(n) in _IN_ORDER for n in kernel.inlined)
-    same = values[v].spec.split("[")[0] == values[task.writes[0]].spec.split("[")[0]
-    return straight and same and values[v].bytes == values[task.writes[0]].bytes

@@ -25,6 +25,7 @@ from ..plan.local_search.searcher import quick_evaluations
 from ..plan.result import Plan
 from .emission import modules_of, saved_nodes
 from .groups import runs_of
+from .in_place import settled
 from .joint import read_joint
 from .kernels import Kernels, kernels_of
 from .prices import prices
@@ -151,6 +152,8 @@ class PlannedPartitioner(CustomPartitionerFn):
             found, for_one = self._from_file(program, costs) or self._plan_calls(kernels, costs, budget)
         except InfeasibleError as error:
             raise self._explained(error, budget) from None
+        schedule = settled(program, found.schedule)
+        found = replace(found, schedule=schedule, report=simulate(program, schedule, costs))
         size, saved = _saved_bytes(kernels, found.schedule), saved_nodes(kernels, found.schedule)
         names = tuple(node.name for node in saved if node.op != "placeholder")
         graph = PlannedGraph(program, costs, found, plain, for_one, names, size)
@@ -193,17 +196,18 @@ class PlannedPartitioner(CustomPartitionerFn):
         schedule, report = min(fitting, key=lambda found: found[1].seconds)
         return Plan(schedule, report, "feasible", found_by="menu"), report.peak_bytes
 
-    def _plan(self, program: Program, costs: Mapping[str, Cost], budget: int) -> Plan:
+    def _plan(self, program: Program, costs: Mapping[str, Cost], budget: int, **more: Any) -> Plan:
+        """The plan of one graph; ``more`` are options of `monet_like.plan.plan`."""
         settings = self.settings
         if settings.quick:
             ends = time.monotonic() + settings.time_limit_seconds
             return plan(
                 program, costs, max(1, budget), strategy="heuristic", evaluations=quick_evaluations(),
-                enough=lambda fits: fits and time.monotonic() > ends,
+                enough=lambda fits: fits and time.monotonic() > ends, **more,
             )  # fmt: skip
         return plan(
             program, costs, max(1, budget), solver=settings.solver, time_limit_seconds=settings.time_limit_seconds,
-            gap=settings.gap, threads=torch.get_num_threads(),
+            gap=settings.gap, threads=torch.get_num_threads(), **more,
         )  # fmt: skip
 
     def _explained(self, error: InfeasibleError, budget: int) -> InfeasibleError:

@@ -123,7 +123,8 @@ class Task:
         word: the mode word that admits it (``conv``, ``multiway``, ``newnode``, ``inplace``, ``offload``,
             ``algorithms``); "" always.
         overwrites: a value among ``reads`` whose storage becomes that of ``writes[0]``, or is released on the
-            way and counts for it. After the task that value no longer exists.
+            way and counts for it. After the task that value no longer exists. A slot may take over a forward value; planners
+            choose such a way only if no later stage can use the value.
         runs: ``first`` only in the forward, ``again`` only during the backward, or ``both``.
         copies: a copy from or to the host, on the copy engine: ``whole``: the next task waits for it; ``start``: it
             runs beside what follows, and who reads what it writes waits; ``end``: the reader that is there for that.
@@ -319,7 +320,7 @@ class Program:
                     _require(bool(makers), task, f"reads {self.values[value].name}, which no task writes")
                     late = any(p >= index and may_meet(self.tasks[p], task) for p in makers)
                     _require(not late, task, f"stands before a producer of {self.values[value].name}")
-            _check_overwrite(self, task, "forward")
+            _check_overwrite(self, task, ("forward",))
         for slot in self.slots:
             _require(bool(slot), None, "a slot has no way")
             reads = {v for v in slot[0].reads if self.values[v].kind == "backward"}
@@ -331,7 +332,7 @@ class Program:
                     _require(self.values[value].kind == "backward", way, "is a slot's way and writes a forward value")
                 for value in self.forward_reads(way):
                     _require(bool(self.producers[value]), way, f"reads {self.values[value].name}, which no task writes")
-                _check_overwrite(self, way, "backward")
+                _check_overwrite(self, way, ("forward", "backward"))
         read = {value for slot in self.slots for value in slot[0].reads}
         for value in self.tangents:
             _require(value in read, None, f"tangent {self.values[value].name} is read by no slot")
@@ -383,11 +384,11 @@ def may_meet(one: Task, other: Task) -> bool:
     return {one.runs, other.runs} != {"first", "again"}
 
 
-def _check_overwrite(program: Program, task: Task, kind: str) -> None:
+def _check_overwrite(program: Program, task: Task, kinds: tuple[str, ...]) -> None:
     if task.overwrites is None:
         return
     _require(task.overwrites in task.reads, task, "overwrites a value that it does not read")
-    _require(program.values[task.overwrites].kind == kind, task, "overwrites a value that is not its own to overwrite")
+    _require(program.values[task.overwrites].kind in kinds, task, "overwrites a value that is not its own to overwrite")
     _require(task.overwrites not in (*program.outputs, *program.gradients), task, "overwrites an output")
 
 

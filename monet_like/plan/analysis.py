@@ -38,6 +38,13 @@ NEVER = 1 << 30
 
 def find_needs(program: Program) -> Needs:
     """Compute `Needs`. The ways that read a value need it, and every task that could read it in that stage."""
+    rerun, first, last = _uses(program)
+    reading = (slot + 1 for slot, reads in enumerate(program.slot_reads) if reads)
+    return Needs((0, *_rerun_stages(program)), (0, *reading), last, first, rerun, _groups(program.tasks))
+
+
+def _uses(program: Program) -> tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...]]:
+    """`Needs.rerun`, ``first`` and ``last``."""
     outputs = set(program.outputs)
     last = [-1] * len(program.values)
     first = [NEVER] * len(program.values)
@@ -54,8 +61,7 @@ def find_needs(program: Program) -> Needs:
                 last[value] = max(last[value], *(last[v] for v in task.writes), -1)
                 if value not in read_by_slots:
                     first[value] = min(first[value], *(first[v] for v in task.writes), NEVER)
-    reading = (slot + 1 for slot, reads in enumerate(program.slot_reads) if reads)
-    return Needs((0, *_rerun_stages(program)), (0, *reading), tuple(last), tuple(first), rerun, _groups(program.tasks))
+    return rerun, tuple(first), tuple(last)
 
 
 def _rerun_stages(program: Program) -> list[int]:
@@ -87,7 +93,7 @@ def net_workspace(program: Program, costs: Mapping[str, Cost], task: Task) -> in
 
 def pinned_values(program: Program, pin_bytes: int) -> frozenset[int]:
     """Values of at most ``pin_bytes``, which a restricted search always keeps and always counts."""
-    excluded = set(program.outputs) | {task.overwrites for task in program.tasks}
+    excluded = set(program.outputs) | {task.overwrites for task in program.every_task()}
     return frozenset(
         v
         for v, value in enumerate(program.values)
@@ -177,7 +183,10 @@ class BackwardBytes:
 
 
 def find_backward_bytes(program: Program) -> BackwardBytes:
-    """Compute `BackwardBytes`. No decision matters: all ways of a slot read and write the same gradients."""
+    """Compute `BackwardBytes`. No decision matters: all ways of a slot read and write the same gradients.
+
+    A way that overwrites a forward value is possible if no later stage can use that value.
+    """
     count = len(program.slots)
     kept = set(program.gradients)
     lives: dict[int, list[list[int]]] = {value: [[-1, -1]] for value in program.tangents}
@@ -199,6 +208,8 @@ def find_backward_bytes(program: Program) -> BackwardBytes:
     during = tuple(
         before[index] + sum(program.values[v].bytes for v in slot[0].writes) for index, slot in enumerate(program.slots)
     )
+    last = _uses(program)[2]
+    ends.update((v, [last[v] - 1]) for v, value in enumerate(program.values) if value.kind == "forward")
     possible = tuple(
         tuple(k for k, way in enumerate(slot) if way.overwrites is None or index in ends[way.overwrites])
         for index, slot in enumerate(program.slots)
