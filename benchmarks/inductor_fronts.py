@@ -48,17 +48,16 @@ from monet_like.inductor.joint import is_generated, is_view, tensors_of
 from monet_like.inductor.options import compile_options
 from monet_like.inductor.partitioner import PlannedPartitioner
 from monet_like.inductor.prices import device_of, flops_of, measured_cost
-from monet_like.ir.program import Cost, Program
+from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
-from monet_like.plan import plan
-from monet_like.plan.local_search.searcher import quick_evaluations, smallest_known
+from monet_like.plan.local_search.searcher import smallest_known
 from monet_like.plan.result import Plan
 from monet_like.profile.devices import device_name
 from monet_like.replay.verify import step_peak, train_step
 
 CPU = torch.device("cpu")
-#: The local search ends after so many seconds once it has a plan that fits, and after so many times as many if it has none.
-SEARCH_SECONDS, LONGER = 15.0, 4
+#: The local search ends after so many seconds once it has a plan that fits.
+SEARCH_SECONDS = 15.0
 #: Policies that each annealing judges while the least peak is looked for, and how much above it ``least`` is planned.
 LEAST_EVALUATIONS, ABOVE_LEAST = 4000, 1.01
 
@@ -76,7 +75,7 @@ class SameGraphsError(Exception):
 
 
 class Planner(PlannedPartitioner):
-    """Plans as `compile_options` does, but ends a long local search early, and may be asked for the least that is known.
+    """Plans as `compile_options` does, and may be asked for the least that is known.
 
     Attributes:
         net: knows the schedules that were measured.
@@ -95,20 +94,9 @@ class Planner(PlannedPartitioner):
             known = smallest_known(program, costs, evaluations=LEAST_EVALUATIONS)
             assert known is not None
             budget, self.start = int(known[1].peak_bytes * ABOVE_LEAST), {"start": known[0]}
-        found = self._plan(program, costs, budget)
+        found = self._plan(program, costs, budget, **self.start)
         self.net.check_new(repr(found.schedule))
         return found, budget
-
-    def _plan(self, program: Program, costs: Mapping[str, Cost], budget: int) -> Plan:
-        if not self.settings.quick:
-            return super()._plan(program, costs, budget)
-        began = time.monotonic()
-
-        def enough(fits: bool) -> bool:
-            return time.monotonic() - began > SEARCH_SECONDS * (1 if fits else LONGER)
-
-        effort = {"evaluations": quick_evaluations(), "enough": enough}
-        return plan(program, costs, budget, strategy="heuristic", **effort, **self.start)
 
 
 @dataclass
@@ -166,7 +154,9 @@ class Net:
 
     def planned(self, budget: int) -> tuple[nn.Module, PlannedPartitioner]:
         """A copy under our plan, and its partitioner; a budget of 0 is for the least that is known."""
-        options = compile_options(max(1, budget), quick=not self.seconds, time_limit_seconds=self.seconds or 1.0)
+        options = compile_options(
+            max(1, budget), quick=not self.seconds, time_limit_seconds=self.seconds or SEARCH_SECONDS
+        )
         planner = Planner(options["custom_partitioner_fn"], self, least=not budget)
         return self.compiled({}, {**options, "custom_partitioner_fn": planner}), planner
 

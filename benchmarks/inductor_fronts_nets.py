@@ -1,4 +1,8 @@
-"""The nets of `benchmarks.inductor_fronts`: with their own structure, on inputs that a small machine can run."""
+"""The nets of `benchmarks.inductor_fronts`: with their own structure, on inputs that a small machine can run.
+
+Inductor takes a minute or two for a hundred operators, and a net is compiled for each of its rows. So nets of many equal blocks
+have fewer of these.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 from torchvision import models
-from torchvision.models import vgg
+from torchvision.models import convnext, resnet, vgg
 
 from benchmarks.work import WORK, LanguageModel, images, tokens, volumes
 from monet_like.capture.example_inputs import Example
@@ -43,6 +47,33 @@ def narrow_vgg16() -> nn.Module:
     return model
 
 
+def few_layers_of_vit() -> nn.Module:
+    """Three of the twelve layers of ViT-Ti/16, with a head that is not zero at the start."""
+    model = models.VisionTransformer(160, 16, 3, 3, 192, 768)
+    nn.init.normal_(model.heads.head.weight, std=0.02)
+    return model
+
+
+def few_blocks_of_resnet50() -> nn.Module:
+    """ResNet-50 with one block in each stage."""
+    return models.ResNet(resnet.Bottleneck, [1, 1, 1, 1])
+
+
+def few_blocks_of_convnext() -> nn.Module:
+    """ConvNeXt-T with one block in each stage."""
+    widths = (96, 192, 384, 768)
+    stages = [
+        convnext.CNBlockConfig(width, following, 1)
+        for width, following in zip(widths, (*widths[1:], None), strict=True)
+    ]
+    return models.ConvNeXt(stages)
+
+
+def few_layers_of_densenet() -> nn.Module:
+    """DenseNet-121 with two layers in each of its blocks, instead of 6, 12, 24 and 16."""
+    return models.DenseNet(32, (2, 2, 2, 2), 64)
+
+
 @dataclass(frozen=True)
 class Measured:
     """A net that is measured.
@@ -72,12 +103,12 @@ NETS: Mapping[str, Measured] = {
     ),
     "unet": _of_work("unet", 1, 96, "width 32, "),
     "vgg16": Measured(narrow_vgg16, partial(images, 4, 64), "a quarter of the width, batch 4, 64 pixels"),
-    "vit_b_16": _of_work("vit_b_16", 4, 160, "as ViT-Ti/16, "),
+    "vit_b_16": Measured(few_layers_of_vit, partial(images, 4, 160), "as ViT-Ti/16 with 3 layers, batch 4, 160 pixels"),
     "mobilenet_v2": _of_work("mobilenet_v2", 8, 64),
-    "resnet50": _of_work("resnet50", 16, 64),
-    "convnext_tiny": _of_work("convnext_tiny", 8, 64),
+    "resnet50": Measured(few_blocks_of_resnet50, partial(images, 16, 64), "one block a stage, batch 16, 64 pixels"),
+    "convnext_tiny": Measured(few_blocks_of_convnext, partial(images, 8, 64), "one block a stage, batch 8, 64 pixels"),
     "googlenet": _of_work("googlenet", 16, 64),
-    "densenet121": _of_work("densenet121", 8, 64),
+    "densenet121": Measured(few_layers_of_densenet, partial(images, 8, 64), "two layers a block, batch 8, 64 pixels"),
     "nnunet": Measured(
         WORK["nnunet"].cpu.make, partial(volumes(16, 16, 16), 1), "4 levels from width 16, 16 x 16 x 16 voxels"
     ),
