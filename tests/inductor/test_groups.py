@@ -297,6 +297,7 @@ def test_a_long_chain_of_elementwise_operators_is_written_now_and_then() -> None
     function: Any = torch.compile(model, backend=backend, dynamic=False)
     function(x).backward()
     (graph,) = options["custom_partitioner_fn"].graphs
-    written = [task.name for task in graph.program.tasks if task.name.startswith("mul")]
+    tasks = graph.program.tasks
+    written = [task.name for task in tasks if task.name.startswith("mul") and task.overwrites is None]
     # The k-th product calls 2**(k + 1) - 2 operators: 510 are more than Inductor may call for one. The linear layer reads the last.
     assert written == ["mul_7", "mul_15", "mul_19"]
