@@ -19,6 +19,9 @@ def test_a_recipe_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch._dynamo.reset()  # a process of its own would know nothing of the graphs of other tests
     names: dict[str, object] = {}
     exec(RECIPES[number], names)
+    if "trainer" in names:  # it has dropped the gradients
+        assert names["trainer"].state.global_step == 2  # type: ignore[attr-defined]
+        return
     trained = [p for p in names["model"].parameters() if p.grad is not None]  # type: ignore[attr-defined]
     assert len(trained) == len(list(names["model"].parameters()))  # type: ignore[attr-defined]
 
