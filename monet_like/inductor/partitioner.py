@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from .._version import __version__
@@ -117,14 +118,26 @@ class PlannedPartitioner(CustomPartitionerFn):
         """The forward and backward of a joint graph, as Inductor asks for them.
 
         Raises:
-            UsageError: the graph has what a plan cannot express.
+            UsageError: the graph has what a plan cannot express, or is a region of a graph whose options are not safe.
             InfeasibleError: the graph does not fit into what is left of the budget.
         """
+        self._check_region()
         joint = read_joint(gm, kwargs["num_fwd_outputs"])
         kernels = kernels_of(joint, kwargs.get("static_lifetime_input_indices") or ())
         found = self._known(kernels) or self._planned(kernels)
         forward, backward = runs_of(kernels, found.schedule, found.costs, found.peak_bytes)
         return modules_of(gm, kernels, found.schedule, forward, backward)
+
+    def _check_region(self) -> None:
+        """Refuse a nested region of a graph that may write into buffers of which its regions need the content.
+
+        Seen with PyTorch 2.14.1, also without this partitioner: gradients of six equal regions are 1.2 % off.
+        """
+        if inductor.custom_partitioner_fn is not self and (inductor.inplace_buffers or inductor.allow_buffer_reuse):
+            raise UsageError(
+                "PyTorch computes wrong gradients for graphs with nested regions if it may reuse buffers in them; give torch.compile, "
+                'which compiles what is around the regions, options={"inplace_buffers": False, "allow_buffer_reuse": False}'
+            )
 
     def _known(self, kernels: Kernels) -> PlannedGraph | None:
         """The plan of an equal graph that has the same share of the budget, such as that of another block."""

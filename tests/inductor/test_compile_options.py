@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._higher_order_ops.invoke_subgraph import NestedCompileRegionOptions
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_fw_bw_and_get_code
 
@@ -305,32 +304,6 @@ def test_equal_blocks_have_one_plan_for_a_budget_of_all_together() -> None:
         for block in model.layers:
             block._compiled_call_impl = None
     assert peaks[1] < 0.75 * peaks[0]
-
-
-@pytest.mark.slow
-def test_nested_regions_take_the_plan_of_their_partitioner() -> None:
-    model, x = blocks()
-    wanted = gradients(model, model, x)
-    options = monet_like.compile_options("80%", quick=True, measured=False)
-    partitioner = options.pop("custom_partitioner_fn")
-    region = NestedCompileRegionOptions(partitioner=partitioner, inductor_config_patches=options)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(enable_invoke_subgraph_regional_compile=True):
-
-        @torch.compiler.nested_compile_region(options=region)
-        def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            return block(x)  # type: ignore[no-any-return]
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            for block in model.layers:
-                x = run(block, x)
-            return x.square().mean()
-
-        backend = partial(compile_fx, inner_compile=run_as_it_is)  # PyTorch's own code for regions is not right
-        found = gradients(model, torch.compile(step, fullgraph=True, backend=backend), x)
-    assert error(found, wanted) < 1e-5
-    assert len(partitioner.graphs) == 2
-    assert all(graph.schedule.rerun_count for graph in partitioner.graphs)
 
 
 @pytest.mark.slow
