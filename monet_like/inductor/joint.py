@@ -25,6 +25,7 @@ from torch import fx
 
 from ..capture.captured import allocated_bytes
 from ..errors import UsageError
+from .split import split_convolutions
 
 #: A result is cheap if its sources have at most so many times its bytes; narrow if they have at least so many.
 CHEAP, NARROW = 1.1, 2.0
@@ -149,12 +150,14 @@ def read_joint(module: fx.GraphModule, forward_count: int) -> Joint:
     """Read a joint graph.
 
     Args:
-        module: of Inductor; dead code is removed from it.
+        module: of Inductor; dead code is removed from it, and some calls become two.
         forward_count: how many of its results the forward returns.
 
     Raises:
         UsageError: it has what a plan cannot express; says what.
     """
+    module.graph.eliminate_dead_code()
+    split_convolutions(module.graph)
     module.graph.eliminate_dead_code()
     nodes = list(module.graph.nodes)
     _check(nodes)

@@ -1,0 +1,49 @@
+"""Convolutions whose two gradients are made one after the other: same bits, and less memory at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
+
+import monet_like
+from monet_like.inductor import joint
+from monet_like.inductor.partitioner import PlannedGraph
+
+#: Bytes of a layer's input, of its gradient, of a weight.
+IMAGE, WEIGHT = 4 * 8 * 16 * 32 * 32, 4 * 16 * 16 * 9
+
+
+def net() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Conv2d(16, 16, 3, stride=2, groups=16)), torch.randn(8, 16, 32, 32)
+
+
+def planned(model: nn.Module, x: torch.Tensor) -> tuple[PlannedGraph, list[torch.Tensor]]:
+    options = monet_like.compile_options("100%", quick=True, measured=False)
+    run = lambda graph, _, **__: make_boxed_func(graph.forward)  # noqa: E731
+    torch._dynamo.reset()
+    model.zero_grad(set_to_none=True)
+    function: Any = torch.compile(model, backend=partial(compile_fx, inner_compile=run, config_patches=options))
+    function(x).square().mean().backward()
+    return options["custom_partitioner_fn"].graphs[0], [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_both_gradients_of_a_convolution_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = net()
+    graph, found = planned(model, x)
+    calls = [ways[0] for ways in graph.program.slots if "convolution_backward" in ways[0].name]
+    assert len(calls) == 7  # the first layer's input has no gradient
+    sizes = [{graph.program.values[v].bytes for v in way.writes} & {IMAGE, WEIGHT} for way in calls[2:6]]
+    assert sizes == [{WEIGHT}, {IMAGE}] * 2
+    monkeypatch.setattr(joint, "split_convolutions", lambda graph: None)
+    other, wanted = planned(model, x)
+    assert len(other.program.slots) == len(graph.program.slots) - 3
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert graph.peak_bytes <= other.peak_bytes
