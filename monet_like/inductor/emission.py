@@ -156,9 +156,10 @@ class _Emitter:
         return self._passed_on(written_operator(), made) if added or is_elementwise(node) else made
 
     def _inlined(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Has Inductor compute an elementwise result within the kernel, also if several of its operators read it."""
+        """Has Inductor compute an elementwise result within the kernel, also if several of its operators read it or it is random."""
         several = is_elementwise(node) and node.all_input_nodes and len(set(readers(node))) > 1
-        return self._passed_on(inlined_operator(), made) if several else made
+        is_random = name_of(node) == "prims::inductor_random"
+        return self._passed_on(inlined_operator(), made) if several or is_random else made
 
     def _passed_on(self, target: Any, made: fx.Node) -> fx.Node:
         result = self.graph.call_function(target, (made,))

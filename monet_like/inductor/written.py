@@ -46,9 +46,10 @@ def inlined_operator() -> Any:
     """The operator whose result is part of the kernels that read it, however many of their operators do.
 
     Without it Inductor writes a result that has several readers, if it is made from more than four tensors or, on the CPU,
-    by ``exp``, ``log``, ``sigmoid`` or ``tanh``. A kernel still can have it written, as a product needs it.
+    by ``exp``, ``log``, ``sigmoid`` or ``tanh``, and random numbers always: then nothing reads what it has written, and it leaves that out.
+    A kernel still can have the result written, as a product needs it.
     """
-    from torch._inductor.ir import Pointwise, StorageBox, TensorBox
+    from torch._inductor.ir import ComputedBuffer, Pointwise, StorageBox, TensorBox
     from torch._inductor.lowering import register_lowering
 
     class Inlined(StorageBox):
@@ -61,7 +62,9 @@ def inlined_operator() -> Any:
 
     @register_lowering(overload, type_promotion_kind=None)
     def lowered(x: Any) -> Any:
-        is_expression = isinstance(x.data, StorageBox) and isinstance(x.data.data, Pointwise)
-        return TensorBox(Inlined(x.data.data)) if is_expression else x
+        made = x.data.data if isinstance(x.data, StorageBox) else None
+        if isinstance(made, ComputedBuffer):
+            made = made.data
+        return TensorBox(Inlined(made)) if isinstance(made, Pointwise) else x
 
     return overload

@@ -128,6 +128,26 @@ def decoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return made, tuple(torch.randint(0, 256, (4, 128)) for _ in range(2))
 
 
+class Dropped(nn.Module):
+    """Layer norms read what a dropout has left: the random numbers are drawn anew in their two passes, not written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.Dropout(0.1)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def dropped() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    return Dropped(), (torch.randn(256, 32),)
+
+
 def tied() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
     return Tied(), (torch.randint(0, 256, (256,)),)
@@ -227,7 +247,7 @@ def test_products_that_are_added_later_are_computed_where_they_stand(monkeypatch
     ("make", "budget"),
     [
         (rotations, "100%"), (rotations, "65%"), (rotations, "60%"), (activations, "100%"), (activations, "80%"),
-        (activations, "70%"), (classifier, "100%"), (decoder, "60%"), (decoder, "40%"),
+        (activations, "70%"), (classifier, "100%"), (decoder, "60%"), (decoder, "40%"), (dropped, "100%"), (dropped, "60%"),
     ],
 )  # fmt: skip
 def test_a_step_needs_what_its_plan_says(make: Any, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:

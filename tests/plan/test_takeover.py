@@ -49,7 +49,7 @@ def test_the_storage_counts_once_and_is_gone_afterwards() -> None:
     assert simulate(program(), kept, COSTS).peak_bytes == 10 + 100 + 10 + 10 + 100
     assert simulate(program(), taken, COSTS).peak_bytes == 10 + 100 + 10 + 10
     assert simulate(program(read_later=True), kept, COSTS).peak_bytes == 10 + 100 + 10 + 100 + 10
-    with pytest.raises(ScheduleError, match="gx reads h in backward slot 1, after gh.over_h took over its storage"):
+    with pytest.raises(ScheduleError, match=r"gx reads h in backward slot 1, after gh\.over_h took over its storage"):
         simulate(program(read_later=True), taken, COSTS)
 
 
