@@ -1,33 +1,26 @@
 """Solves a `MatrixProgram` with a named solver within a limit of wall seconds, and checks what the solver returns.
 
-The solver runs in a child process (worker.py), which is stopped at the deadline, on Ctrl-C and on any error. Whatever
+The solver runs in a child process (processes.py), which is stopped at the deadline, on Ctrl-C and on any error. Whatever
 status it reports, its values count only after rounding and a check of every row.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
-import pickle
 import re
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from ..errors import SolverError, UsageError
-from ..interrupts import put_off
-from . import worker
 from .dialects import DIALECTS, MEANING
 from .matrix import MatrixProgram
+from .processes import Worker, give_back, lend_worker, start_worker, stop_worker
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -158,10 +151,12 @@ def solve(
 
 
 def job_for(problem: MatrixProgram, solver: str, limit: float, gap: float, threads: int = 1) -> dict[str, Any]:
-    """The message to the worker for one solve."""
+    """The message to the worker for one solve: plain arrays, because SciPy takes longer to import than HiGHS."""
+    matrix = problem.matrix.tocsr()
     return {
         "solver": solver,
-        "matrix": problem.matrix,
+        "shape": matrix.shape,
+        "coefficients": (matrix.data, matrix.indices, matrix.indptr),  # compressed sparse rows
         "lower": problem.lower,
         "upper": problem.upper,
         "cost": problem.cost,
@@ -238,88 +233,49 @@ class _Log:
             self.watch((self.incumbent + offset) * unit, (self.bound + offset) * unit)
 
 
-def start_worker(threads: int = 1, output: int = subprocess.DEVNULL) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a worker; returns the child process, which reads problems on stdin, and the descriptor of its answers."""
-    reading, writing = os.pipe()
-    root = str(Path(__file__).resolve().parents[2])
-    environment = dict(
-        os.environ,
-        OMP_NUM_THREADS=str(threads),
-        PYTHONPATH=os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
-    )
-    with put_off():
-        child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", worker.__name__, str(writing)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=(writing,),
-            env=environment,
-            start_new_session=True,  # Ctrl-C does not reach the child: its starter stops it
-        )
-        _running.add(child)
-    os.close(writing)
-    return child, reading
-
-
-#: Workers that are not stopped yet. Ctrl-C may come after a worker was started, before its starter can stop it.
-_running: set[subprocess.Popen[bytes]] = set()
-
-
-@atexit.register
-def _stop_all() -> None:
-    for child in list(_running):
-        stop_worker(child)
-
-
-def stop_worker(child: subprocess.Popen[bytes]) -> bool:
-    """End a worker if it still runs; returns whether it did."""
-    with put_off():
-        running = child.poll() is None
-        if running:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        _running.discard(child)
-    return running
-
-
 def _run_child(job: dict[str, Any], deadline: float, log: _Log, stop: Callable[[], bool]) -> dict[str, Any]:
-    """Run the worker until it answers, but no longer than to the deadline; never leaves it behind."""
-    child, reading = start_worker(job["threads"], subprocess.PIPE)
-    received: list[bytes] = []
-    assert child.stdin is not None and child.stdout is not None
-    threads = [
-        threading.Thread(target=_feed, args=(child.stdin, pickle.dumps(job)), daemon=True),
-        threading.Thread(target=log.read, args=(child.stdout,), daemon=True),
-        threading.Thread(target=_receive, args=(reading, received), daemon=True),
-    ]
+    """Run a worker until it answers, but no longer than to the deadline; none is left at work."""
+    # HiGHS's process is kept for the next solve. Other solvers have one for each: what they print belongs to one solve.
+    is_kept = job["solver"] == "HIGHS"
+    lent = lend_worker(job["threads"]) if is_kept else start_worker(job["threads"], subprocess.PIPE)
+    answers: list[dict[str, Any]] = []
+    ended = threading.Event()
+    threads = [threading.Thread(target=_converse, args=(lent, job, log, answers, ended), daemon=True)]
+    if lent.child.stdout is not None:
+        threads.append(threading.Thread(target=log.read, args=(lent.child.stdout,), daemon=True))
     try:
         for thread in threads:
             thread.start()
-        while child.poll() is None and time.monotonic() < deadline and not stop():
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(min(POLL_SECONDS, max(0.01, deadline - time.monotonic())))
+        while time.monotonic() < deadline and not stop():
+            if ended.wait(min(POLL_SECONDS, max(0.01, deadline - time.monotonic()))):
+                break
     finally:
-        late = stop_worker(child)
+        late = not ended.is_set()
+        if is_kept:
+            give_back(lent)
+        else:
+            stop_worker(lent)
         for thread in threads:
             if thread.ident is not None:
                 thread.join(5)
-    if received and received[0]:
-        answer: dict[str, Any] = pickle.loads(received[0])
-        return answer
+    if answers:
+        return answers[0]
     if late:
         return {"status": "killed", "message": "stopped at the time limit"}
-    return {"status": "error", "message": f"the solver's process ended with code {child.returncode}"}
+    return {"status": "error", "message": f"the solver's process ended with code {lent.child.returncode}"}
 
 
-def _feed(stream: IO[bytes], data: bytes) -> None:
+def _converse(
+    lent: Worker, job: dict[str, Any], log: _Log, answers: list[dict[str, Any]], ended: threading.Event
+) -> None:
+    """Send a program and read until the answer comes or the process ends."""
     try:
-        with stream:
-            stream.write(data)
-    except BrokenPipeError:
-        pass  # the child ended early; its exit status is reported
-
-
-def _receive(fd: int, received: list[bytes]) -> None:
-    with os.fdopen(fd, "rb") as pipe:
-        received.append(pipe.read())
+        lent.send(job)
+        while isinstance(message := lent.receive(), str):
+            log.line(message)
+        answers.append(message)
+    except (EOFError, OSError, ValueError):  # it ended early, or was ended
+        with suppress(subprocess.TimeoutExpired):
+            lent.child.wait(1.0)  # for its exit code
+    finally:
+        ended.set()

@@ -5,26 +5,24 @@ They have processes of their own because HiGHS's Python package and OR-Tools can
 
 from __future__ import annotations
 
-import os
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from .interface import job_for, start_worker, stop_worker
+from .interface import job_for
 from .matrix import MatrixProgram
+from .processes import Worker, give_back, lend_worker
 
 #: Number of processes.
 WORKERS = 2
 
 
 class Pool:
-    """Worker processes, started at the first use and stopped at the end of the ``with`` block."""
+    """Workers, lent at the first use and given back at the end of the ``with`` block."""
 
     def __init__(self) -> None:
-        self.workers: list[tuple[Any, Any]] = []
+        self.workers: list[Worker] = []
 
     def __enter__(self) -> Pool:
         return self
@@ -32,11 +30,8 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for child, answers in self.workers:
-            stop_worker(child)
-            with suppress(BrokenPipeError):  # the child may not have read everything
-                child.stdin.close()
-            answers.close()
+        for lent in self.workers:
+            give_back(lent)
         self.workers = []
 
     def solve(
@@ -51,26 +46,24 @@ class Pool:
         """
         if not self.workers:
             for _ in range(WORKERS):
-                child, reading = start_worker()
-                self.workers.append((child, os.fdopen(reading, "rb")))
+                self.workers.append(lend_worker())
         answers: list[dict[str, Any] | None] = [None] * len(problems)
         todo: Iterator[int] = iter(range(len(problems)))
         lock = threading.Lock()
 
-        def work(child: Any, stream: Any) -> None:
+        def work(lent: Worker) -> None:
             while time_left() > 0:
                 with lock:
                     number = next(todo, None)
                 if number is None:
                     return
                 try:
-                    pickle.dump(job_for(problems[number], "HIGHS", limit, gap), child.stdin)
-                    child.stdin.flush()
-                    answers[number] = pickle.load(stream)
+                    lent.send(job_for(problems[number], "HIGHS", limit, gap))
+                    answers[number] = lent.receive()
                 except (EOFError, OSError, ValueError):  # the worker has ended, or was ended in the middle
                     return
 
-        threads = [threading.Thread(target=work, args=worker, daemon=True) for worker in self.workers]
+        threads = [threading.Thread(target=work, args=(lent,), daemon=True) for lent in self.workers]
         for thread in threads:
             thread.start()
         for thread in threads:

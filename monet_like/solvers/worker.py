@@ -1,4 +1,4 @@
-"""The child process that runs solvers: reads problems from stdin, writes progress to stdout and answers to a pipe.
+"""The child process that runs solvers: reads problems from stdin, writes news and answers to a pipe.
 
 Solvers do not reliably stop in time or on Ctrl-C, and print where they like. In a process of its own a solver can be
 stopped at a hard deadline, and its log, the only place where CBC reports its bound, can be read. CBC itself is one more
@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -31,9 +31,15 @@ def main(answer_fd: int) -> None:
                 job: dict[str, Any] = pickle.load(sys.stdin.buffer)
             except EOFError:
                 return
-            run = {"HIGHS": run_highs, "CBC": run_cbc}.get(job["solver"], run_cvxpy)
-            pickle.dump(run(job), pipe)
-            pipe.flush()
+
+            def tell(message: Any) -> None:
+                pickle.dump(message, pipe)
+                pipe.flush()
+
+            if job["solver"] == "HIGHS":
+                tell(run_highs(job, tell))
+            else:
+                tell(run_cbc(job) if job["solver"] == "CBC" else run_cvxpy(job))
 
 
 def _end_with(parent: int) -> None:
@@ -43,18 +49,23 @@ def _end_with(parent: int) -> None:
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
-def run_highs(job: dict[str, Any]) -> dict[str, Any]:
-    """Solve with HiGHS through its own interface, which unlike cvxpy's takes a start and reports a bound."""
+def run_highs(job: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+    """Solve with HiGHS through its own interface, which unlike cvxpy's takes a start and reports a bound.
+
+    Args:
+        job: of `interface.job_for`.
+        tell: called with a line for each incumbent and bound, where the job asks for them.
+    """
     import highspy
     import numpy as np
 
-    matrix, integral = job["matrix"], job["integral"]
+    (rows, columns), integral = job["shape"], job["integral"]
     model = highspy.HighsLp()
-    model.num_row_, model.num_col_ = matrix.shape
+    model.num_row_, model.num_col_ = rows, columns
     model.col_cost_, model.row_lower_, model.row_upper_ = job["cost"], job["lower"], job["upper"]
-    model.col_lower_, model.col_upper_ = np.zeros(matrix.shape[1]), np.ones(matrix.shape[1])
+    model.col_lower_, model.col_upper_ = np.zeros(columns), np.ones(columns)
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
+    model.a_matrix_.value_, model.a_matrix_.index_, model.a_matrix_.start_ = job["coefficients"]
     model.offset_ = job["offset"]  # the gap is relative to the whole step
     kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
     if integral.any():
@@ -71,7 +82,7 @@ def run_highs(job: dict[str, Any]) -> dict[str, Any]:
         solver.setOptionValue(name, value)
     if job["log"]:
         solver.cbMipLogging.subscribe(
-            lambda event: print("progress", event.data_out.mip_primal_bound, event.data_out.mip_dual_bound, flush=True)
+            lambda event: tell(f"progress {event.data_out.mip_primal_bound} {event.data_out.mip_dual_bound}")
         )
     solver.passModel(model)
     if job["start"] is not None:
@@ -162,10 +173,13 @@ def _copy(source: int, target: int) -> None:
 
 
 def _matrix_program(job: dict[str, Any]) -> Any:
+    import scipy.sparse as sp
+
     from .matrix import MatrixProgram
 
-    fields = ("matrix", "lower", "upper", "cost", "integral", "offset")
-    return MatrixProgram(**{name: job[name] for name in fields}, seconds_per_unit=1.0)
+    fields = ("lower", "upper", "cost", "integral", "offset")
+    matrix = sp.csr_matrix(job["coefficients"], shape=job["shape"])
+    return MatrixProgram(matrix, **{name: job[name] for name in fields}, seconds_per_unit=1.0)
 
 
 def run_cvxpy(job: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from monet_like.ir.schedule import Schedule
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan import STRATEGIES
 from monet_like.plan.strategies import from_schedule
+from monet_like.solvers.processes import stop_waiting
 from monet_like.zoo.download import find_record
 from monet_like.zoo.registry import Registry
 
@@ -603,6 +604,7 @@ def test_an_operator_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, failur
 def test_ctrl_c_while_solving_keeps_the_best_plan() -> None:
     """A real SIGINT, sent while the solver's process is at work (held there, so that it cannot be done before): that
     is gone, and the best plan so far is written."""
+    stop_waiting()  # of earlier tests
     seen: list[int] = []
     done = threading.Event()
 

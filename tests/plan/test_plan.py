@@ -22,7 +22,7 @@ from monet_like.plan import STRATEGIES, plan, store_all
 from monet_like.plan.ilp.formulation import Options
 from monet_like.plan.ilp.search import Search
 from monet_like.plan.local_search.searcher import smallest_known
-from monet_like.solvers import interface
+from monet_like.solvers import interface, processes
 from monet_like.solvers.interface import check_solver, installed_solvers, solve
 
 needs_cbc = pytest.mark.skipif("CBC" not in installed_solvers(), reason="CBC (PuLP) is not installed")
@@ -145,7 +145,8 @@ def test_infeasible_error_names_a_budget_that_fits() -> None:
 
 def test_slot_over_the_budget_is_refused_without_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     program, costs = network(8)
-    monkeypatch.setattr(interface, "start_worker", None)
+    monkeypatch.setattr(processes, "start_worker", None)
+    processes.stop_waiting()
     with pytest.raises(InfeasibleError, match="alone needs"):
         plan(program, costs, 3_000, solver="HIGHS", time_limit_seconds=20)
 
@@ -169,10 +170,10 @@ def test_interrupt_stops_the_solver_process() -> None:
     script = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests' / 'helpers')!r}]\n"
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it\n"
-        "import os; from planning import hard_problem; from monet_like.solvers import interface\n"
-        "real = interface.subprocess.Popen\n"
+        "import os; from planning import hard_problem; from monet_like.solvers import interface, processes\n"
+        "real = processes.subprocess.Popen\n"
         "def popen(*a, **k):\n    child = real(*a, **k); print(child.pid, flush=True); return child\n"
-        "interface.subprocess.Popen = popen\n"
+        "processes.subprocess.Popen = popen\n"
         "interface.solve(hard_problem(), 'HIGHS', time_limit_seconds=600, gap=0.0)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

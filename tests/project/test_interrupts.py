@@ -36,7 +36,7 @@ SCRIPT = """
 import atexit, os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 import torch, highspy
-import monet_like.cli.solve, monet_like.solvers.interface, monet_like.plan.ilp.search, monet_like.profile.profiler, monet_like.capture.lowering
+import monet_like.cli.solve, monet_like.solvers.processes, monet_like.plan.ilp.search, monet_like.profile.profiler, monet_like.capture.lowering
 import monet_like.compiler.pipeline, monet_like.compiler.problem, monet_like.files
 from monet_like import __main__ as entry
 sys.argv = ["solve.py", *sys.argv[2:]]
@@ -68,15 +68,15 @@ def in_a_finaliser(owner, name):
     setattr(owner, name, pressed)
 
 def solver_at_work():
-    real = monet_like.solvers.interface.start_worker
+    real = monet_like.solvers.processes.start_worker
     def start(*args, **kwargs):
         found = real(*args, **kwargs)
-        found[0].send_signal(signal.SIGSTOP)
-        print("worker", found[0].pid, flush=True)
+        found.child.send_signal(signal.SIGSTOP)
+        print("worker", found.child.pid, flush=True)
         for seconds in (0.3, 1.0):
             later(seconds)
         return found
-    monet_like.solvers.interface.start_worker = start
+    monet_like.solvers.processes.start_worker = start
 
 MOMENTS = {
     "the arguments": lambda: before(monet_like.compiler.problem, "build_model"),

@@ -161,7 +161,7 @@ def test_dead_workers_give_no_path() -> None:
     with Pool() as pool:
         parts = LagrangianRelaxation(program, costs, pool)
         assert parts.shortest_path(0.0) is not None
-        for child, _ in pool.workers:
-            child.kill()
-            child.wait()
+        for lent in pool.workers:
+            lent.child.kill()
+            lent.child.wait()
         assert parts.shortest_path(1e-9) is None
