@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,13 @@ def missing_compiler() -> str:
     return ""
 
 
-def build_kernels(csrc: Path | None = None, name: str = "kernels") -> Path:
+def build_kernels(csrc: Path | None = None, name: str = "kernels", only: Collection[str] = ()) -> Path:
     """Compiles csrc/cuda; what is up to date stays.
 
     Args:
         csrc: the sources, default: the checkout's.
         name: the folder in `FOLDER` for everything that is made.
+        only: files of csrc/cuda, as ``masks.cu``, default: all. Operators of the others have no kernels then.
 
     Returns:
         The folder of the library, under the name of the compiled CPU kernels, with `sources.json`.
@@ -57,7 +59,7 @@ def build_kernels(csrc: Path | None = None, name: str = "kernels") -> Path:
     folder = FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        sources = transform_tree(csrc, folder / "src")
+        sources = transform_tree(csrc, folder / "src", only)
         _compile(folder, sources)
     return folder
 

@@ -7,7 +7,7 @@ that header. Lines keep their numbers, so that messages name lines of the origin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,13 +197,21 @@ def transformed(text: str, name: str, first: int = 1) -> tuple[str, list[str], l
     return f'#line 1 "{name}"\n{text}', kernels, mutants
 
 
-def transform_tree(source: Path, target: Path) -> Sources:
-    """Transforms csrc's headers, ops.cpp and cuda/*.cu into `target`; files that stay as they are keep their times."""
+def transform_tree(source: Path, target: Path, only: Collection[str] = ()) -> Sources:
+    """Transforms csrc's headers, ops.cpp and cuda/*.cu into `target`; files that stay as they are keep their times.
+
+    Args:
+        source: csrc.
+        target: the folder for what is made.
+        only: names of the .cu files that are taken, default: all.
+    """
     files: list[Path] = []
     kernels: list[tuple[str, str]] = []
     barriers: list[tuple[str, int]] = []
     mutants: list[Mutant] = []
     for path in sorted([*source.glob("*.h"), source / "ops.cpp", *source.glob("cuda/*.cu*")]):
+        if only and path.suffix == ".cu" and path.name not in only:
+            continue
         name = path.relative_to(source).as_posix()
         out = target / name
         out = out.with_suffix(".cpp") if path.suffix == ".cu" else out

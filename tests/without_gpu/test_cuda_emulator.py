@@ -32,6 +32,13 @@ def assert_passes(library: Path, *arguments: str) -> None:
     assert code == 0, output
 
 
+def test_kernels_of_masks_equal_their_twins() -> None:
+    """The smallest file by itself: compiling all takes minutes. At the end each of its kernels has been launched."""
+    library = build.build_kernels(name="masks", only=["masks.cu"])
+    assert_passes(library, CHECKS, "-k", "test_masks or test_every_kernel")
+
+
+@pytest.mark.slow
 def test_kernels_equal_their_twins(emulated: Path) -> None:
     """Every operator with random arguments; at the end every kernel has been launched."""
     assert_passes(emulated, CHECKS, *(f"--deselect={check}" for check in REST))
