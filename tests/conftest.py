@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # One thread for each test process: several share the cores, and how many threads oneDNN has decides which kernels it takes
 # and how much they need, so with another number a test would meet another program.
@@ -18,8 +20,12 @@ import pytest
 import torch
 
 from monet_like import ops
+from monet_like.plan.local_search import searcher
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+
+#: An essential test searches this many times fewer schedules than a user's plan, which takes seconds; a slow one as many.
+FEWER = 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,10 +65,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line("Tests marked slow were left out; pytest --all runs everything.")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Let essential tests search `FEWER` times less."""
+    if item.get_closest_marker("slow"):
+        return (yield)
+    with mock.patch.dict(searcher.EVALUATIONS, {name: count // FEWER for name, count in searcher.EVALUATIONS.items()}):
+        return (yield)
+
+
+#: For each test a folder that does not exist yet: most tests need none, and pytest's own take longer than many a test.
+_folders = itertools.count()
+#: Without a GPU `torch.manual_seed` notes each call and where it came from, for each kind of GPU: milliseconds a test.
+_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
-def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path / "cache"))
-    torch.manual_seed(0)
+def _clean(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path_factory.getbasetemp() / f"cache{next(_folders)}"))
+    _seed(0)
     yield
     torch.set_default_dtype(torch.float32)
 

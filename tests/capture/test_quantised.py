@@ -6,13 +6,21 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
-from quantised_nets import Adapted, Make, adapted, adapted_llama, by_torchao, eight_bit, four_bit
+from quantised_nets import (
+    Adapted,
+    Make,
+    adapted,
+    adapted_llama,
+    bitsandbytes,
+    by_torchao,
+    eight_bit,
+    four_bit,
+    quantization,
+)
 from replays import LOSS_BYTES, costs_of, record_for, worst
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 from training import Outcome, run, twin
 
 from monet_like import ScheduleWrapper, auto_schedule
@@ -39,9 +47,9 @@ LAYERS: dict[str, tuple[Make, torch.dtype]] = {
     "int8": (eight_bit(), torch.float32),
     "int8 in bfloat16": (eight_bit(), BFLOAT),
     "int8 with threshold": (eight_bit(threshold=6.0), torch.float32),
-    "torchao int8": (by_torchao(Int8WeightOnlyConfig()), torch.float32),
-    "torchao int8 in bfloat16": (by_torchao(Int8WeightOnlyConfig(), BFLOAT), BFLOAT),
-    "torchao intx": (by_torchao(IntxWeightOnlyConfig(torch.int4), BFLOAT), BFLOAT),
+    "torchao int8": (by_torchao("Int8WeightOnlyConfig"), torch.float32),
+    "torchao int8 in bfloat16": (by_torchao("Int8WeightOnlyConfig", dtype=BFLOAT), BFLOAT),
+    "torchao intx": (by_torchao("IntxWeightOnlyConfig", torch.int4, dtype=BFLOAT), BFLOAT),
 }
 
 
@@ -143,7 +151,7 @@ def requantised(net: Any) -> None:
         net[1].base.state.has_fp16_weights = False
     else:
         layer = nn.Linear(64, 256)
-        quantize_(layer.requires_grad_(False), Int8WeightOnlyConfig())
+        quantization.quantize_(layer.requires_grad_(False), quantization.Int8WeightOnlyConfig())
         net[1].base.weight = layer.weight
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from click.testing import CliRunner
+from later import Later
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock
@@ -25,6 +25,7 @@ from monet_like.export.selective import SelectivePolicy, checkpoint_policy
 from monet_like.job.solved import SolvedPlan
 from monet_like.replay.verify import step_peak
 
+transformers = Later("transformers")
 CPU = torch.device("cpu")
 NET = """import torch
 from torch import nn

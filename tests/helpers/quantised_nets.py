@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import bitsandbytes
 import torch
-from peft import LoraConfig, get_peft_model
+from later import Later
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
-from transformers import LlamaConfig, LlamaForCausalLM
+
+bitsandbytes, peft, quantization, transformers = map(
+    Later, ("bitsandbytes", "peft", "torchao.quantization", "transformers")
+)
 
 #: From the sizes of a layer to a layer whose frozen weight is quantised.
 Make = Callable[[int, int], nn.Module]
@@ -44,10 +45,12 @@ def eight_bit(**options: Any) -> Make:
     return lambda i, o: bitsandbytes.nn.Linear8bitLt(i, o, has_fp16_weights=False, **options)
 
 
-def by_torchao(config: Any, dtype: torch.dtype = torch.float32) -> Make:
+def by_torchao(config: str, *arguments: Any, dtype: torch.dtype = torch.float32) -> Make:
+    """A layer quantised as the configuration of this name says; the arguments are the configuration's."""
+
     def make(inputs: int, outputs: int) -> nn.Module:
         layer = nn.Linear(inputs, outputs, dtype=dtype)
-        quantize_(layer, config)
+        quantization.quantize_(layer, getattr(quantization, config)(*arguments))
         return layer
 
     return make
@@ -61,11 +64,11 @@ def adapted_llama(kind: str) -> nn.Module:
     """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, use_cache=False, **sizes))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, use_cache=False, **sizes))
     for owner in [module for name, module in model.named_modules() if name.endswith(("self_attn", "mlp"))]:
         for name, layer in [pair for pair in owner.named_children() if isinstance(pair[1], nn.Linear)]:
             if kind == "torchao":
-                quantize_(layer.requires_grad_(False), Int8WeightOnlyConfig())
+                quantization.quantize_(layer.requires_grad_(False), quantization.Int8WeightOnlyConfig())
                 continue
             make = four_bit(bias=False) if kind == "4bit" else eight_bit(bias=False, threshold=6.0)
             other = make(layer.in_features, layer.out_features)
@@ -73,5 +76,5 @@ def adapted_llama(kind: str) -> nn.Module:
             setattr(owner, name, other)
     if kind != "torchao":
         setattr(model, f"is_loaded_in_{kind}", True)  # PEFT then takes its own layers for bitsandbytes'
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
-    return get_peft_model(model.to("cpu"), config).train()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+    return peft.get_peft_model(model.to("cpu"), config).train()

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
+from later import Later
 from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.utils import run_fw_bw_and_get_code
 
 import monet_like
 from monet_like.cli.group import main
@@ -28,6 +27,7 @@ from monet_like.inductor.plan_file import read_plan
 from monet_like.ir.simulate import simulate
 from monet_like.profile.measure import allocated_peak
 
+inductor, utils = Later("torch._inductor.compile_fx"), Later("torch._inductor.utils")
 CPU = torch.device("cpu")
 
 
@@ -109,7 +109,7 @@ def partitioned(
 ) -> tuple[Any, PlannedPartitioner]:
     """The model with Inductor's graphs partitioned by a plan, and run without generating code."""
     options = monet_like.compile_options(budget, quick=True, measured=False, **settings)
-    backend = partial(compile_fx, inner_compile=seen, config_patches=options)
+    backend = partial(inductor.compile_fx, inner_compile=seen, config_patches=options)
     torch._dynamo.reset()
     return torch.compile(model, backend=backend), options["custom_partitioner_fn"]
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_planned_is_refused_in_words() -> None:
     assert InfeasibleError.__name__ in str(raised.value)
     torch._dynamo.reset()
     options = monet_like.compile_options("70%", quick=True)
-    backend = partial(compile_fx, inner_compile=run_as_it_is, config_patches=options)
+    backend = partial(inductor.compile_fx, inner_compile=run_as_it_is, config_patches=options)
     with pytest.raises(Exception, match="size that changes from call to call"):
         torch.compile(model, backend=backend, dynamic=True)(x)
 
@@ -237,7 +237,7 @@ def test_gradients_are_those_of_torch_compile_and_the_peak_is_the_predicted_one(
 def test_the_generated_code_runs_kernels_in_the_order_of_the_plan() -> None:
     model, x = chain()
     function, partitioner = compiled(model, "54%")
-    _, codes = run_fw_bw_and_get_code(lambda: function(x))
+    _, codes = utils.run_fw_bw_and_get_code(lambda: function(x))
     (graph,) = partitioner.graphs
     wanted, program = [], graph.program
     for slot, runs in enumerate(graph.schedule.again):
@@ -363,14 +363,14 @@ def test_the_command_plans_in_advance(tmp_path: Path, monkeypatch: pytest.Monkey
     names: dict[str, Any] = {}
     exec(NET, names)
     options = monet_like.compile_options("n.inductor.json", measured=False)
-    backend = partial(compile_fx, inner_compile=run_as_it_is, config_patches=options)
+    backend = partial(inductor.compile_fx, inner_compile=run_as_it_is, config_patches=options)
     torch._dynamo.reset()
     torch.compile(names["make_model"](), backend=backend)(torch.randn(256, 64)).square().mean().backward()
     (graph,) = options["custom_partitioner_fn"].graphs
     assert (graph.schedule, graph.plan.found_by) == (planned.schedule, "file")
     torch._dynamo.reset()
     options = monet_like.compile_options("n.inductor.json")
-    backend = partial(compile_fx, inner_compile=run_as_it_is, config_patches=options)
+    backend = partial(inductor.compile_fx, inner_compile=run_as_it_is, config_patches=options)
     with pytest.raises(Exception, match=r"the plan is of 1 other graph\(s\)"):
         torch.compile(names["make_model"](), backend=backend)(torch.randn(128, 64))
     Path("n.inductor.json").write_text("{}")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from later import Later
 from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.compile_fx import compile_fx
 
 import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
@@ -19,6 +19,7 @@ from monet_like.inductor.partitioner import PlannedGraph
 from monet_like.models.decoders import Decoder, Shape
 from monet_like.replay.verify import step_peak, train_step
 
+inductor = Later("torch._inductor.compile_fx")
 CPU = torch.device("cpu")
 #: Bytes of the loss and its gradient, which no plan counts.
 SCALARS = 64
@@ -174,7 +175,7 @@ def test_gradients_that_are_larger_than_what_they_are_made_from_are_computed_las
     model, (x,) = classifier()
     options = monet_like.compile_options("100%", quick=True, measured=False)
     backend = partial(
-        compile_fx, inner_compile=lambda graph, _, **__: make_boxed_func(graph.forward), config_patches=options
+        inductor.compile_fx, inner_compile=lambda graph, _, **__: make_boxed_func(graph.forward), config_patches=options
     )
     torch._dynamo.reset()
     torch.compile(model, backend=backend, dynamic=False)(x).backward()
@@ -310,7 +311,7 @@ def test_a_long_chain_of_elementwise_operators_is_written_now_and_then() -> None
     options = monet_like.compile_options("100%", quick=True, measured=False)
     torch._dynamo.reset()
     backend = partial(
-        compile_fx, inner_compile=lambda graph, _, **__: make_boxed_func(graph.forward), config_patches=options
+        inductor.compile_fx, inner_compile=lambda graph, _, **__: make_boxed_func(graph.forward), config_patches=options
     )
     torch.manual_seed(0)
     model, x = Chain(20), torch.randn(8, 32)

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from peft import LoraConfig, PeftModel, get_peft_model
-from quantised_nets import adapted_llama
+from later import Later
+from quantised_nets import adapted_llama, peft, transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
-from monet_like.integrations.huggingface import MemoryBudget
-
+state, huggingface = Later("accelerate.state"), Later("monet_like.integrations.huggingface")
 QUICK: dict[str, Any] = {"mode": "inplace_multiway_newnode", "effort": "quick"}
 
 
@@ -26,14 +23,16 @@ def _own_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def llama() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, use_cache=False, **sizes))
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)), tokens()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, use_cache=False, **sizes))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    ), tokens()
 
 
 def tokens() -> list[dict[str, torch.Tensor]]:
@@ -52,9 +51,11 @@ def eight_bit() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
 def vit() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
-    model = ViTForImageClassification(ViTConfig(num_hidden_layers=2, num_attention_heads=4, num_labels=5, **sizes))
-    model = get_peft_model(
-        model, LoraConfig(r=4, target_modules=r".*\.(q_proj|query|fc1)", modules_to_save=["classifier"])
+    model = transformers.ViTForImageClassification(
+        transformers.ViTConfig(num_hidden_layers=2, num_attention_heads=4, num_labels=5, **sizes)
+    )
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=r".*\.(q_proj|query|fc1)", modules_to_save=["classifier"])
     )
     images = torch.randn(16, 3, 32, 32)
     return model, [{"pixel_values": image, "labels": torch.tensor(k % 5)} for k, image in enumerate(images)]
@@ -62,7 +63,7 @@ def vit() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
 
 def trained(made: tuple[nn.Module, Any], folder: Path, *callbacks: Any) -> nn.Module:
     model, data = made
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         str(folder),
         max_steps=3,
         save_steps=2,
@@ -71,7 +72,7 @@ def trained(made: tuple[nn.Module, Any], folder: Path, *callbacks: Any) -> nn.Mo
         use_cpu=True,
         disable_tqdm=True,
     )
-    Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks)).train()
+    transformers.Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks)).train()
     return model
 
 
@@ -79,7 +80,7 @@ def trained(made: tuple[nn.Module, Any], folder: Path, *callbacks: Any) -> nn.Mo
 @pytest.mark.parametrize("make", [llama, four_bit, eight_bit, vit])
 def test_adapters_train_and_save_as_without(make: Callable[[], Any], tmp_path: Path) -> None:
     plain = trained(make(), tmp_path / "plain")
-    budget = MemoryBudget("80%", **QUICK)
+    budget = huggingface.MemoryBudget("80%", **QUICK)
     ours = trained(make(), tmp_path / "ours", budget)
     assert budget.wrapper is not None and budget.wrapper.record is not None
     assert budget.wrapper.record.peak_bytes <= 0.8 * budget.wrapper.record.plain_peak_bytes
@@ -89,6 +90,6 @@ def test_adapters_train_and_save_as_without(make: Callable[[], Any], tmp_path: P
     files = [sorted(p.name for p in (tmp_path / way / "checkpoint-3").iterdir()) for way in ("ours", "plain")]
     assert files[0] == files[1] and "adapter_model.safetensors" in files[0]
     ours.save_pretrained(str(tmp_path / "saved"))
-    loaded = PeftModel.from_pretrained(make()[0].get_base_model(), str(tmp_path / "saved"))
+    loaded = peft.PeftModel.from_pretrained(make()[0].get_base_model(), str(tmp_path / "saved"))
     trainable = {key: value for key, value in ours.state_dict().items() if "lora" in key or "modules_to_save" in key}
     assert trainable and all(torch.equal(loaded.state_dict()[key], value) for key, value in trainable.items())

@@ -12,26 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from later import Later
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
 
 import monet_like
 from monet_like.auto.auto_schedule import AutoSchedule
-from monet_like.integrations.huggingface import MemoryBudget
 
 #: No word that changes an order of sums, and no long search.
 QUICK: dict[str, Any] = {"mode": "inplace_multiway_newnode", "effort": "quick"}
 TOKENS = torch.arange(64).view(4, 16) * 7 % 61
+transformers, state, huggingface = map(
+    Later, ("transformers", "accelerate.state", "monet_like.integrations.huggingface")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,27 +36,29 @@ def _own_environment() -> Iterator[None]:
             os.environ[name] = before[name]
         else:
             del os.environ[name]
-    AcceleratorState._reset_state(reset_partial_state=True)
+    state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def llama(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     options = {"num_hidden_layers": 2, "tie_word_embeddings": True, "pad_token_id": 0, **options}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **options)).train()  # type: ignore[no-any-return]
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **options)).train()
 
 
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=1)
-    return GPT2LMHeadModel(config).train()  # type: ignore[no-any-return]
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=1
+    )
+    return transformers.GPT2LMHeadModel(config).train()
 
 
 def wrapped(model: nn.Module, **options: Any) -> AutoSchedule:
     return monet_like.auto_schedule(model, memory_budget="90%", **QUICK, **options)
 
 
-def trainer(model: nn.Module, folder: Path, steps: int = 4, callbacks: Any = None, **options: Any) -> Trainer:
+def trainer(model: nn.Module, folder: Path, steps: int = 4, callbacks: Any = None, **options: Any) -> Any:
     data = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(4, 1)]
     words = {
         "report_to": [],
@@ -74,8 +68,8 @@ def trainer(model: nn.Module, folder: Path, steps: int = 4, callbacks: Any = Non
         "lr_scheduler_type": "constant",
         "per_device_train_batch_size": 4,
     }
-    arguments = TrainingArguments(str(folder), max_steps=steps, **words, **options)
-    return Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
+    arguments = transformers.TrainingArguments(str(folder), max_steps=steps, **words, **options)
+    return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -90,8 +84,8 @@ def test_trainer_saves_resumes_and_loads_as_without(make: Any, how: str, tmp_pat
     plain = make()
     trainer(plain, tmp_path / "plain").train()
 
-    def scheduled(folder: str, steps: int) -> Trainer:
-        callback = MemoryBudget("90%", **QUICK)
+    def scheduled(folder: str, steps: int) -> Any:
+        callback = huggingface.MemoryBudget("90%", **QUICK)
         model = wrapped(make()) if how == "wrapper" else make()
         return trainer(model, tmp_path / folder, steps, [callback] if how == "callback" else None)
 
@@ -101,7 +95,7 @@ def test_trainer_saves_resumes_and_loads_as_without(make: Any, how: str, tmp_pat
     assert same(resumed.model, plain)
     wrapper = resumed.model
     if how == "callback":
-        (callback,) = (one for one in resumed.callback_handler.callbacks if isinstance(one, MemoryBudget))
+        (callback,) = (one for one in resumed.callback_handler.callbacks if isinstance(one, huggingface.MemoryBudget))
         wrapper = callback.wrapper
         assert "forward" not in vars(resumed.model)  # given back
     assert wrapper.record is not None and wrapper.record.peak_bytes < wrapper.record.plain_peak_bytes
@@ -109,7 +103,7 @@ def test_trainer_saves_resumes_and_loads_as_without(make: Any, how: str, tmp_pat
     assert sorted(p.name for p in (tmp_path / "first" / "checkpoint-4").iterdir()) == sorted(
         p.name for p in (tmp_path / "plain" / "checkpoint-4").iterdir()
     )
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", local_files_only=True)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", local_files_only=True)
     assert type(loaded) is type(plain) and same(loaded, plain)
     settings = {"max_new_tokens": 6, "do_sample": False}
     found = resumed.model.eval().generate(TOKENS[:, :5], **settings)
@@ -123,7 +117,7 @@ def test_trainer_saves_resumes_and_loads_as_without(make: Any, how: str, tmp_pat
 def test_trainer_options(how: str, options: dict[str, Any], tmp_path: Path) -> None:
     plain = llama()
     trainer(plain, tmp_path / "plain", 2, **options if "bf16" in options else {}).train()
-    callback = MemoryBudget("90%", **QUICK)
+    callback = huggingface.MemoryBudget("90%", **QUICK)
     model = wrapped(llama()) if how == "wrapper" else llama()
     trainer(model, tmp_path / "ours", 2, [callback] if how == "callback" else None, **options).train()
     wrapper = model if how == "wrapper" else callback.wrapper
@@ -135,7 +129,7 @@ def test_trainer_options(how: str, options: dict[str, Any], tmp_path: Path) -> N
 def test_a_wrapped_model_is_one_for_isinstance() -> None:
     model = llama()
     wrapper = wrapped(model)
-    assert isinstance(wrapper, PreTrainedModel) and isinstance(wrapper, LlamaForCausalLM)
+    assert isinstance(wrapper, transformers.PreTrainedModel) and isinstance(wrapper, transformers.LlamaForCausalLM)
     assert isinstance(wrapper, AutoSchedule) and repr(wrapper).startswith("AutoSchedule(")
     assert not isinstance(wrapped(nn.Linear(2, 2)), nn.Linear)  # only what is told by its class
     for other in (pickle.loads(pickle.dumps(wrapper)), copy.deepcopy(wrapper)):

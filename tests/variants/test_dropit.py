@@ -394,7 +394,7 @@ def test_end_to_end(kind: str, share: float, word: str) -> None:
     differences = plain.differences(outcome)
     assert {d for key, d in differences.items() if key.startswith(("output", "buffer"))} == {0.0}
     assert lossy > 0 and max(differences.values()) > 0
-    weights = {f"gradient {name}.weight" for name, layer in made[0].named_modules() if type(layer) in LAYERS}
+    weights = {f"gradient {name}.weight" for name, layer in made[0].named_modules() if type(layer).__name__ in LAYERS}
     if "lowp" in word:
         # ReLU's signs, made again from batch norm's input in 8 bits, flip within half a unit (about 1.6 % of a deviation)
         # of zero: 0.3 % of them, each wholly wrong, so 6 % of a gradient's norm, and that in up to three layers.
