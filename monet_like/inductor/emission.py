@@ -15,7 +15,8 @@ from torch.fx._lazy_graph_module import _make_graph_module
 
 from ..ir.schedule import Schedule, kept_values
 from .joint import is_elementwise, name_of, readers
-from .kernels import Kernel, Kernels
+from .kernel import Kernel
+from .kernels import Kernels
 from .written import inlined_operator, written_operator
 
 #: In a node's ``meta``: the number of the group of kernels that Inductor may fuse it with.

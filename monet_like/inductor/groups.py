@@ -16,7 +16,8 @@ from ..ir.program import Cost
 from ..ir.schedule import Schedule
 from ..ir.simulate import moments
 from .emission import GROUP, Run
-from .kernels import Kernel, Kernels
+from .kernel import Kernel
+from .kernels import Kernels
 
 #: How groups of nodes are called in Inductor's scheduler.
 _GROUP_NAME = "monet_like_group_of_"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -21,9 +20,7 @@ from ..ir.program import Program, Runs, Task
 from ..ir.schedule import Schedule
 from ..plan.analysis import find_needs
 from .joint import is_elementwise, is_view, name_of
-
-if TYPE_CHECKING:
-    from .kernels import Kernel
+from .kernel import Kernel
 
 #: Views that keep the order of the elements.
 _IN_ORDER = frozenset({"aten::view", "aten::unsqueeze", "aten::squeeze", "aten::_unsafe_view", "aten::alias"})

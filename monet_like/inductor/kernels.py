@@ -13,28 +13,7 @@ from ..errors import UsageError
 from ..ir.program import Program, Runs, Task, Value, ValueKind
 from .in_place import with_takeovers
 from .joint import NARROW, Joint, draws, is_elementwise, is_generated, is_view, readers, walk
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel: what it reads from memory, what it computes on the way, and what it writes.
-
-    Attributes:
-        root: the node whose result is written; None: nothing is, it only returns what it reads.
-        reads: items and inputs, in the order of the graph.
-        inlined: nodes that are computed on the way, in the order of the graph.
-        writes: ``root``, or the parts of its result.
-    """
-
-    root: fx.Node | None
-    reads: tuple[fx.Node, ...]
-    inlined: tuple[fx.Node, ...]
-    writes: tuple[fx.Node, ...]
-
-    @property
-    def generated(self) -> bool:
-        """Whether Inductor generates its code."""
-        return self.root is not None and is_generated(self.root)
+from .kernel import Kernel
 
 
 @dataclass(frozen=True)
@@ -94,7 +73,8 @@ class _Builder:
                 (delayed if self._is_delayed(ways[0]) else self.slots).append(ways)
             else:
                 self.tasks += [self._task(node, k, place) for place, k in enumerate(self._variants(node))]
-        self.slots += delayed
+        # In the end all gradients are there: what takes a workspace besides, as convolutions may, runs before.
+        self.slots += sorted(delayed, key=lambda ways: "convolution" not in ways[0][0].name)
         outputs = self._bases(node for node in joint.forward_outputs if node is not None)
         if joint.effects:
             outputs.append(self._add_effects())

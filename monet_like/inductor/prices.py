@@ -19,7 +19,8 @@ from ..profile.measure import allocated_peak, seconds_of
 from ..profile.rates import limits_like, measured_limits
 from ..profile.work import counted
 from .joint import tensors_of
-from .kernels import Kernel, Kernels
+from .kernel import Kernel
+from .kernels import Kernels
 
 #: Kernels whose tensors have more bytes than this are not run for measuring.
 MOST_MEASURED_BYTES = 2**31
