@@ -251,7 +251,7 @@ def _run_child(job: dict[str, Any], deadline: float, log: _Log, stop: Callable[[
                 break
     finally:
         late = not ended.is_set()
-        if is_kept:
+        if is_kept and not late:
             give_back(lent)
         else:
             stop_worker(lent)

@@ -12,7 +12,7 @@ from typing import Any
 
 from .interface import job_for
 from .matrix import MatrixProgram
-from .processes import Worker, give_back, lend_worker
+from .processes import Worker, give_back, lend_worker, stop_worker
 
 #: Number of processes.
 WORKERS = 2
@@ -31,7 +31,10 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for lent in self.workers:
-            give_back(lent)
+            if kind is None:
+                give_back(lent)
+            else:  # a thread may be about to send it the next program
+                stop_worker(lent)
         self.workers = []
 
     def solve(

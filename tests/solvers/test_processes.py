@@ -84,6 +84,18 @@ def test_a_pool_takes_the_process_of_a_solve_and_leaves_its_own_for_the_next() -
     assert set(waiting()) == used
 
 
+def test_an_interrupted_pool_leaves_no_process() -> None:
+    def interrupted() -> None:
+        with Pool() as pool:
+            pool.solve([knapsack(0)], 10.0, 0.0, lambda: 10.0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert waiting() == []
+    assert not processes._running
+
+
 def test_progress_of_each_solve_goes_to_its_own_watch() -> None:
     heard: list[list[tuple[float, float]]] = [[], []]
     for news in heard:
