@@ -133,19 +133,13 @@ MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 
 
 @pytest.mark.slow
-def test_more_processes(tmp_path: Path) -> None:
+def test_mixed_precision_in_more_processes(tmp_path: Path) -> None:
     together(tmp_path, _sharded, Short, "75%", MIXED, processes=4)
 
 
-def _with_options(rank: int) -> None:
-    for options in (MIXED, {"reshard_after_forward": False}):
-        torch.manual_seed(0)
-        _sharded(rank, Layer, "75%", options)
-
-
 @pytest.mark.slow
-def test_mixed_precision_and_parameters_that_stay_gathered(tmp_path: Path) -> None:
-    together(tmp_path, _with_options)
+def test_parameters_that_stay_gathered(tmp_path: Path) -> None:
+    together(tmp_path, _sharded, Layer, "75%", {"reshard_after_forward": False})
 
 
 def _refused(rank: int) -> None:

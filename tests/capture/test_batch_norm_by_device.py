@@ -320,13 +320,19 @@ def test_inductor_gets_atens_own() -> None:
 # Plans --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def wide() -> Captured:
+    return admitted(absent(Net(32), 64, 3, 64, 64), FULL)
+
+
 @pytest.mark.slow
 @_NO_GPU
 @pytest.mark.parametrize("faster", [1.0, 1.2, 3.0])
-def test_a_first_run_without_a_reserve_and_a_gradient_that_reads_it_are_never_in_one_plan(faster: float) -> None:
+def test_a_first_run_without_a_reserve_and_a_gradient_that_reads_it_are_never_in_one_plan(
+    wide: Captured, faster: float
+) -> None:
     """However much faster the gradient by cuDNN is."""
-    program = admitted(absent(Net(32), 64, 3, 64, 64), FULL).program
-    priced = roofline(admitted(absent(Net(32), 64, 3, 64, 64), FULL), DEVICES["h100"])
+    program, priced = wide.program, roofline(wide, DEVICES["h100"])
     costs = {
         key: Cost(cost.seconds * (faster if NATIVE_BACKWARD.split(".")[1] in key else 1), cost.workspace_bytes)
         for key, cost in priced.items()

@@ -64,7 +64,7 @@ def test_planned_schedules_are_exact_and_fit(name: str) -> None:
 @pytest.mark.parametrize(
     ("drop", "name"),
     [
-        *((0.3, name) for name in ("mobilenet_v2", "gpt2", "bert", "tied")),
+        *((0.3, name) for name in ("gpt2", "bert")),
         *((0.9, name) for name in ("mobilenet_v2", "vgg", "swin", "gpt2", "bert", "tied", "deeplab")),
         (0.9, "two_in_two_out"),
     ],
