@@ -135,7 +135,7 @@ DIFFERENCES: list[tuple[str, Callable[[Any], Any], int]] = [
 ]
 
 
-@pytest.mark.slow(but=["number", "content of a buffer"])
+@pytest.mark.slow(but=["content of a buffer"])
 @pytest.mark.parametrize(("change", "expected"), [d[1:] for d in DIFFERENCES], ids=[d[0] for d in DIFFERENCES])
 def test_blocks_that_differ(change: Callable[[Any], Any], expected: int, captures: list[int]) -> None:
     plain, x = Decoder(Scaled, 3), tokens(8, 16)

@@ -219,6 +219,7 @@ def test_low_rank_adapters_on_a_quantised_llama(kind: str) -> None:
     assert wrapper.record is not None and wrapper.record.peak_bytes <= 0.8 * wrapper.record.plain_peak_bytes
 
 
+@pytest.mark.slow
 def test_int8_products_as_on_a_gpu() -> None:
     """In evaluation mode a CPU, too, quantises the input and multiplies integers; the backward is the GPU's."""
     net, (x,), _ = example("int8")
@@ -292,6 +293,7 @@ def test_a_call_that_settles_layers_is_enough() -> None:
     assert worst(step(net, x), step(wrapper, x)) == 0.0
 
 
+@pytest.mark.slow(but=["int8"])
 @pytest.mark.parametrize("name", ["nf4 in bfloat16", "int8"])
 def test_layers_settle_before_the_first_capture(name: str) -> None:
     """So a model that has never been called is captured once, as it is for all later steps."""

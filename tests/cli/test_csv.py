@@ -48,6 +48,7 @@ def test_an_inspected_schedule(solved: Path, tmp_path: Path) -> None:
     assert list(slots.way) == list(record.schedule.ways) and slots.recomputed.sum() == record.schedule.rerun_count
 
 
+@pytest.mark.slow
 def test_a_report_has_measured_bytes_too(solved: Path, tmp_path: Path) -> None:
     files = ("--out", str(tmp_path / "s.html"), "--csv", str(tmp_path / "timeline.csv"))
     words = ("--model", CHAIN, "--profile", "roofline:cpu", "--front", "off", "--live", "--device", "cpu", "--json")

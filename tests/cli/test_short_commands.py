@@ -106,6 +106,7 @@ def test_figures_say_that_they_are_predicted(words: tuple[str, ...], expected: s
     assert expected in run(*words, "--profile", "roofline:cpu").stdout
 
 
+@pytest.mark.slow
 def test_the_front_speaks_of_ten_percent_more_memory() -> None:
     words = ("pareto", "net.py:Net", "8", "--profile", "roofline:cpu", "--time-limit", "2")
     told = run(*words, "--points", "3", "--csv", "front.csv").stdout

@@ -193,6 +193,7 @@ def test_peaks_are_exact_though_a_small_batch_was_measured(wrong: bool, monkeypa
     assert len(plans) > 2 or not wrong  # one or both did not fit at first
 
 
+@pytest.mark.slow
 def test_nothing_that_could_reach_the_peak_is_left_a_guess() -> None:
     request, captured = problem()
     request = replace(request, profile_batch=2)

@@ -81,6 +81,7 @@ def test_peaks_are_exact_though_costs_are_scaled(
     assert len(plans) > 2 or not wrong  # one or both did not fit at first
 
 
+@pytest.mark.slow
 def test_workspaces_that_reach_no_peak_stay_guesses(problem: tuple[Request, Captured, dict[str, Cost]]) -> None:
     """Where the first plan fits; single runs of all operators at the whole batch would take minutes for a large net."""
     request, captured, exact = problem

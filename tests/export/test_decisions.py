@@ -84,6 +84,7 @@ def test_modules_have_their_names() -> None:
     assert tanhs == [f"layers.{4 * k + 3}" for k in reversed(range(4))]
 
 
+@pytest.mark.slow
 def test_offloaded_results_say_so() -> None:
     plan = solved("60%", "offload")
     found = decisions_of(plan.record, plan.ready)

@@ -173,6 +173,7 @@ def test_a_plan_has_as_many_copies_of_a_kernel_as_it_recomputes_it() -> None:
     assert groups == sorted(groups)
 
 
+@pytest.mark.slow
 def test_the_peak_and_the_time_of_plans_are_monotone_in_the_budget() -> None:
     model, x = chain()
     peaks, seconds = [], []
