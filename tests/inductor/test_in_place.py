@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from later import Later
 from torch import nn
 from torch._functorch import config
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.compile_fx import compile_fx
 
 import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
@@ -19,6 +19,8 @@ from monet_like.inductor.partitioner import PlannedGraph
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.replay.verify import step_peak, train_step
+
+inductor = Later("torch._inductor.compile_fx")
 
 CPU = torch.device("cpu")
 #: Bytes of the loss and its gradient, which no plan counts.
@@ -69,7 +71,7 @@ def planned(
     run = lambda graph, _, **__: make_boxed_func(graph.forward)  # noqa: E731
     torch._dynamo.reset()
     model.zero_grad(set_to_none=True)
-    backend = partial(compile_fx, inner_compile=run, config_patches=options)
+    backend = partial(inductor.compile_fx, inner_compile=run, config_patches=options)
     result = torch.compile(model, backend=backend, dynamic=False)(*inputs)
     (result[0] if isinstance(result, tuple) else result).backward()
     (graph,) = options["custom_partitioner_fn"].graphs

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from later import Later
 from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.invoke_subgraph import NestedCompileRegionOptions
-from torch._inductor.compile_fx import compile_fx
 
 import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
 from monet_like.inductor.partitioner import PlannedPartitioner
 from monet_like.replay.verify import step_peak, train_step
+
+inductor = Later("torch._inductor.compile_fx")
 
 CPU = torch.device("cpu")
 #: Bytes of the loss and its gradient, which no plan counts.
@@ -80,7 +82,7 @@ def test_equal_regions_are_planned_once() -> None:
     model, x = blocks()
     wanted = gradients(model, model, x)
     partitioner = with_regions(model, "80%")
-    backend = partial(compile_fx, inner_compile=run_as_it_is, config_patches=AROUND)
+    backend = partial(inductor.compile_fx, inner_compile=run_as_it_is, config_patches=AROUND)
     found = gradients(model, torch.compile(model, fullgraph=True, backend=backend), x)
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
     assert len(partitioner.graphs) == 2  # nobody asks for the gradient of the first block's input
@@ -92,7 +94,7 @@ def test_regions_of_a_graph_that_reuses_buffers_are_refused_in_words() -> None:
     for left in AROUND:
         model, x = blocks()
         with_regions(model, "80%")
-        backend = partial(compile_fx, inner_compile=run_as_it_is, config_patches={**AROUND, left: True})
+        backend = partial(inductor.compile_fx, inner_compile=run_as_it_is, config_patches={**AROUND, left: True})
         with pytest.raises(Exception, match="wrong gradients for graphs with nested regions"):
             torch.compile(model, fullgraph=True, backend=backend)(x)
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from later import Later
 from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.compile_fx import compile_fx
 
 import monet_like
 from monet_like.inductor import joint
 from monet_like.inductor.partitioner import PlannedGraph
+
+inductor = Later("torch._inductor.compile_fx")
 
 #: Bytes of a layer's input, of its gradient, of a weight.
 IMAGE, WEIGHT = 4 * 8 * 16 * 32 * 32, 4 * 16 * 16 * 9
@@ -30,7 +32,9 @@ def planned(model: nn.Module, x: torch.Tensor) -> tuple[PlannedGraph, list[torch
     run = lambda graph, _, **__: make_boxed_func(graph.forward)  # noqa: E731
     torch._dynamo.reset()
     model.zero_grad(set_to_none=True)
-    function: Any = torch.compile(model, backend=partial(compile_fx, inner_compile=run, config_patches=options))
+    function: Any = torch.compile(
+        model, backend=partial(inductor.compile_fx, inner_compile=run, config_patches=options)
+    )
     function(x).square().mean().backward()
     return options["custom_partitioner_fn"].graphs[0], [p.grad for p in model.parameters() if p.grad is not None]
 
