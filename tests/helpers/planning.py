@@ -20,7 +20,7 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.ilp.decode import decode
 from monet_like.plan.ilp.formulation import Formulation
-from monet_like.solvers import interface
+from monet_like.solvers import interface, processes
 from monet_like.solvers.matrix import MatrixProgram
 
 #: The checkout, which subprocesses import from.
@@ -33,15 +33,17 @@ def crash_solvers(replace: Callable[[Any, str, Any], None]) -> None:
     Args:
         replace: such as ``monkeypatch.setattr``.
     """
-    own = interface.start_worker
+    own = processes.start_worker
 
     def start(*args: Any) -> Any:
-        child, answers = own(*args)
-        os.kill(child.pid, signal.SIGSEGV)
-        child.wait()
-        return child, answers
+        worker = own(*args)
+        os.kill(worker.child.pid, signal.SIGSEGV)
+        worker.child.wait()
+        return worker
 
-    replace(interface, "start_worker", start)
+    processes.stop_waiting()  # those that an earlier solve has left
+    for module in (processes, interface):
+        replace(module, "start_worker", start)
 
 
 def network(layers: int, seed: int = 0) -> tuple[Program, dict[str, Cost]]:
