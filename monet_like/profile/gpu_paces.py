@@ -3,7 +3,7 @@
 An operator on a GPU is taken to last ``launch + arithmetic * F / R + traffic * B / W``: F floating-point operations at the
 datasheet's rate R, and B bytes that it reads and writes once at the datasheet's bandwidth W. `PACES` has the factors of each
 kind of operator. They were fitted to 2,113 operators that were timed alone on an H200 (PyTorch 2.11, float32 in PyTorch's
-default layout and precisions, two decoders in bfloat16): ``python -m benchmarks.operator_paces`` prints factors and errors,
+default layout and precisions, two decoders in bfloat16): ``python -m benchmarks.operator_paces table`` prints factors and errors,
 `benchmarks/results/cuda-nvidia-h200/operator_paces.md` has them. No other card was measured, nor convolutions with the channels
 last or in 16 bits.
 
@@ -95,7 +95,6 @@ PACES: Mapping[str, Pace] = {
 }
 
 _NAMED = {
-    "aten.mean.dim": "mean of planes",
     "aten.sum.dim_IntList": "reduction",
     "aten.sum.default": "reduction",
     "aten._softmax.default": "softmax",
@@ -132,7 +131,9 @@ _POOLINGS = {
     "monet_like.max_pool2d_offsets_backward.default": ("our max pooling's backward", 3),
 }
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
-_CONVERSION = "aten._to_copy.default"
+_CONVERSION, _MEAN = "aten._to_copy.default", "aten.mean.dim"
+#: Elements of a row of which the mean is taken as fast as memory allows; measured were 49 and 2,048.
+_LONG_ROW = 256
 
 
 def kind_of(op: str, args: Sequence[Any], result: Any) -> str:
@@ -141,16 +142,16 @@ def kind_of(op: str, args: Sequence[Any], result: Any) -> str:
         return _NAMED[op]
     if op in _POOLINGS:
         return _pooling(op, args)
+    if op == _MEAN:
+        return "mean of planes" if args[0].numel() < _LONG_ROW * result.numel() else "reduction"
     if "attention" in op:
         return "attention"
     if op == "aten.convolution.default":
         return _convolution(args[0], args[1], args[3], "input" if args[6] else "", args[8])
     if op == "aten.convolution_backward.default":
         of_input = args[10][0]
-        wanted = (
-            "weight" if not of_input else "" if args[7] else "input"
-        )  # of a transposed one it is a forward convolution
-        return _convolution(args[0], args[2], args[4], wanted, args[9])
+        of_transposed = "" if args[7] else "input"  # its gradient of the input is a convolution forward
+        return _convolution(args[0], args[2], args[4], of_transposed if of_input else "weight", args[9])
     tensors = [leaf for leaf in tree_leaves((list(args), result)) if isinstance(leaf, torch.Tensor)]
     if op.split(".")[1] in _PRODUCTS:
         return _product([tensor for tensor in tensors if tensor.dim() > 1])
@@ -164,7 +165,7 @@ def kind_of(op: str, args: Sequence[Any], result: Any) -> str:
 def is_known(op: str) -> bool:
     """Whether the kind of an operator is another than "elementwise" whatever its arguments are."""
     heavy = op.split(".")[1] in _PRODUCTS or "convolution" in op or "attention" in op
-    return heavy or op in _NAMED or op in _POOLINGS
+    return heavy or op in _NAMED or op in _POOLINGS or op == _MEAN
 
 
 def _pooling(op: str, args: Sequence[Any]) -> str:
@@ -176,7 +177,13 @@ def _pooling(op: str, args: Sequence[Any]) -> str:
 
 
 def _convolution(data: torch.Tensor, filters: torch.Tensor, stride: Sequence[int], wanted: str, groups: int) -> str:
-    """``data``: one of the two that have its layout; ``wanted``: the gradient that is computed, or "" in the forward; a transposed forward is a gradient of the input."""
+    """The kind of a convolution.
+
+    Args:
+        data: one of the tensors that have its layout.
+        wanted: the gradient that is computed: ``input``, ``weight`` or, in the forward, "". A transposed forward is a
+            gradient of the input.
+    """
     purpose = f" for the {wanted}" if wanted else ""
     strided = any(step != 1 for step in stride)
     if groups > 1 and filters.shape[1] == 1:

@@ -66,6 +66,11 @@ def test_kinds_of_operators(layer: Callable[[], nn.Module], shape: tuple[int, ..
     assert sorted(plain_kinds(captured(layer(), *shape))) == sorted(kinds)
 
 
+class _Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(-1)
+
+
 def test_layout_and_widths_decide_too() -> None:
     convolution, narrow, odd = (
         nn.Conv2d(8, 8, 3, bias=False),
@@ -75,6 +80,8 @@ def test_layout_and_widths_decide_too() -> None:
     assert plain_kinds(captured(convolution, 2, 8, 9, 9, channels_last=True)) == ["convolution, channels last"]
     assert plain_kinds(captured(narrow, 8, 64, dtype=torch.bfloat16)) == ["product, 16 bits"]
     assert "product, 16 bits, odd rows" in plain_kinds(captured(odd, 8, 64, dtype=torch.bfloat16))
+    assert plain_kinds(captured(_Mean(), 8, 49)) == ["mean of planes"]
+    assert plain_kinds(captured(_Mean(), 8, 2048)) == ["reduction"]
 
 
 def test_a_batch_norm_of_few_channels_leaves_a_part_of_the_card_idle() -> None:
