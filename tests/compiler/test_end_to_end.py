@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_solve_check_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "solution_net_net_16_inplace_conv_multiway_newnode_85percent.pkl"
     record = ScheduleRecord.load(path)
     assert record.peak_bytes <= record.budget_bytes == int(0.85 * record.plain_peak_bytes)
-    (profile,) = (tmp_path / "cache").glob("profile_*.json")
+    (profile,) = Path(os.environ["MONET_LIKE_CACHE"]).glob("profile_*.json")
     content = profile.read_bytes()
 
     run_here("solve", *problem, "--time-limit", "1")
