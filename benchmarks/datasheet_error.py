@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 import torch
@@ -29,6 +30,8 @@ from monet_like.profile.roofline import roofline
 
 #: What names a task of several calls, and is told apart further.
 _CONVOLUTIONS = ("convolution", "convolution_backward")
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,26 @@ def captured_from(profile: Profile, model: str, inputs: str, autocast: str, mode
     return captured_for(request, example), limits
 
 
+def profile_options(mode: str) -> Callable[[_Command], _Command]:
+    """Decorate a command with the arguments of `captured_from`; ``mode`` is the default of one of them."""
+    options = (
+        click.argument("profile_file", type=click.Path(path_type=Path, exists=True, dir_okay=False)),
+        click.option("--model", required=True, help="That the profile is of, such as torchvision.models.resnet50()."),
+        click.option("--inputs", required=True, help="Dtype and shape with the batch, such as float32[184,3,224,224]."),
+        click.option("--autocast", default=""),
+        click.option("--mode", default=mode, show_default=True),
+    )
+
+    def decorate(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 @click.command()
-@click.argument("profile_file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--model", required=True, help="That the profile is of, such as torchvision.models.resnet50().")
-@click.option("--inputs", required=True, help="Dtype and shape with the batch, such as float32[184,3,224,224].")
-@click.option("--autocast", default="")
-@click.option("--mode", default="normal", show_default=True)
+@profile_options("normal")
 @click.option("--most", default=12, show_default=True, help="Rows; the others are summed up.")
 def main(profile_file: Path, model: str, inputs: str, autocast: str, mode: str, most: int) -> None:
     """Print measured and estimated times by kind of operator."""

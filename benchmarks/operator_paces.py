@@ -26,7 +26,7 @@ from monet_like.profile.gpu_paces import PACES, Pace
 from monet_like.profile.roofline import operation_seconds
 from monet_like.profile.work import Operation, works_of
 
-from .datasheet_error import captured_from
+from .datasheet_error import captured_from, profile_options
 
 HERE = Path(__file__).parent / "results" / "cuda-nvidia-h200" / "operators.csv"
 #: With fewer operators than this, factors are not fitted.
@@ -125,11 +125,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("profile_file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--model", required=True, help="That the profile is of, such as torchvision.models.resnet50().")
-@click.option("--inputs", required=True, help="Dtype and shape with the batch, such as float32[184,3,224,224].")
-@click.option("--autocast", default="")
-@click.option("--mode", default="inplace_conv_multiway_newnode", show_default=True)
+@profile_options("inplace_conv_multiway_newnode")
 @click.option("--out", type=click.Path(path_type=Path), default=HERE, show_default=True)
 def collect(profile_file: Path, model: str, inputs: str, autocast: str, mode: str, out: Path) -> None:
     """Add a profile's operators to a table of them."""

@@ -17,7 +17,6 @@ from ..ir.program import Cost
 from ..profile.devices import DeviceLimits
 from ..profile.measure import allocated_peak, seconds_of
 from ..profile.rates import limits_like, measured_limits
-from ..profile.work import counted
 from .joint import tensors_of
 from .kernel import Kernel
 from .kernels import Kernels
@@ -85,7 +84,9 @@ def flops_of(node: fx.Node) -> tuple[int, int]:
             _call(node, lambda value: value)
     except (RuntimeError, NotImplementedError):
         return 0, 0
-    return counted(counter)
+    counts = counter.get_flop_counts().get("Global", {})
+    convolutions = sum(int(count) for operator, count in counts.items() if "convolution" in str(operator))
+    return int(counter.get_total_flops()) - convolutions, convolutions
 
 
 def _call(node: fx.Node, tensor_like: Callable[[torch.Tensor], torch.Tensor]) -> Any:

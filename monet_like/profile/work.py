@@ -91,6 +91,8 @@ def works_of(captured: Captured) -> dict[str, Work]:
 
 def touched_bytes(captured: Captured, task: Task) -> int:
     """Bytes that a task's operators read and write, results that one hands to the next included."""
+    if len(task.calls) == 1 or _is_opaque(task):
+        return _touched_by(captured, task)
     return sum(operation.touched_bytes for operation in _operations(captured, task))
 
 
@@ -119,8 +121,7 @@ def _operations(captured: Captured, task: Task) -> tuple[Operation, ...]:
     metas, (call,) = [captured.metas[value] for value in (*task.reads, *task.writes)], task.calls
     one_width = len({meta.dtype.itemsize for meta in metas if meta.dtype.is_floating_point}) < 2
     found = [Operation()] if one_width and not is_known(call.op) else _counted(captured, task)
-    touched = _touched_by(captured, task, call)  # of whole storages, of which the call may see parts
-    return tuple(replace(operation, touched_bytes=touched) for operation in found[:1])
+    return tuple(replace(operation, touched_bytes=_touched_by(captured, task)) for operation in found[:1])
 
 
 def _counted(captured: Captured, task: Task) -> list[Operation]:
@@ -129,7 +130,9 @@ def _counted(captured: Captured, task: Task) -> list[Operation]:
     return counter.found
 
 
-def _touched_by(captured: Captured, task: Task, call: Call) -> int:
+def _touched_by(captured: Captured, task: Task) -> int:
+    """Of whole storages, of which the task's last call, which is its only one that moves data, may see parts."""
+    call = task.calls[-1]
     unread = _read_for_its_shape(call.op, call.args)
     values = [v for v in (*task.reads, *task.writes) if unread is None or unread != Ref(v)]
     return sum(captured.metas[v].storage_bytes for v in values)
@@ -137,7 +140,7 @@ def _touched_by(captured: Captured, task: Task, call: Call) -> int:
 
 def _opaque(captured: Captured, task: Task) -> Operation:
     """Of a task that cannot run on fake tensors: by its values alone."""
-    touched = _touched_by(captured, task, task.calls[-1])
+    touched = _touched_by(captured, task)
     columns = [call for call in task.calls if call.op == _IM2COL]
     if not columns:
         return Operation(touched_bytes=touched)
@@ -157,13 +160,6 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
     if hasattr(torch.ops.monet_like, "mm_largest"):  # as if it were dense, which it is on a GPU
         found[torch.ops.monet_like.mm_largest] = lambda grad, _, __, columns, *___, **____: 2 * prod(grad) * columns
     return dict(FlopCounterMode(display=False, custom_mapping=found).flop_registry)
-
-
-def counted(counter: FlopCounterMode) -> tuple[int, int]:
-    """What PyTorch's counter has seen: floating-point operations of matrix products, and of convolutions."""
-    counts = counter.get_flop_counts().get("Global", {})
-    convolutions = sum(int(count) for operator, count in counts.items() if "convolution" in str(operator))
-    return int(counter.get_total_flops()) - convolutions, convolutions
 
 
 def _im2col_flops(captured: Captured, call: Call) -> int:
@@ -296,9 +292,8 @@ class _Workspaces(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, op = func(*args, **(kwargs or {})), str(func)
         if op in _CONVOLUTIONS:
-            filters, groups = _filters_and_groups(op, args)
-            if groups == 1 or min(filters.shape[0] // groups, filters.shape[1]) > 1:
-                self.convolution_bytes = max(self.convolution_bytes, _transposed_bytes(op, args, result, filters))
+            if _group_channels(op, args) > 1:  # depthwise ones need none
+                self.convolution_bytes = max(self.convolution_bytes, _transposed_bytes(op, args, result))
         elif op == _UNPACKING[0]:
             self.unpacked_bytes += result.untyped_storage().nbytes()
         elif op == _GEMM_4BIT:
@@ -312,7 +307,8 @@ class _Workspaces(TorchDispatchMode):
         return result
 
 
-def _transposed_bytes(op: str, args: Any, result: Any, filters: torch.Tensor) -> int:
+def _transposed_bytes(op: str, args: Any, result: Any) -> int:
+    filters, _ = _filters_and_groups(op, args)
     of_weight = op == _CONVOLUTIONS[1] and args[-1][1]
     unread = [_read_for_its_shape(op, args), filters if of_weight and not args[-1][0] else None]
     leaves = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]

@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from ..interrupts import put_off
 from . import worker
 
@@ -125,8 +127,6 @@ def give_back(lent: Worker) -> None:
 
 
 def _keep(lent: Worker) -> bool:
-    import psutil
-
     if lent.is_busy or lent.child.poll() is not None:
         return False
     try:
