@@ -1,6 +1,6 @@
 """A strategy of one's own: keep first what costs most to make again for the bytes it takes.
 
-python examples/custom_strategy.py [--budgets 90%,70%,50%]
+python examples/custom_strategy.py [--budgets 90%,80%,70%]
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def dearest_first(program: Program, costs: Mapping[str, Cost], budget_bytes: int
 @click.command()
 @click.option("--model", default="torchvision.models.resnet18()", show_default=True)
 @click.option("--batch", default="32", show_default=True)
-@click.option("--budgets", default="90%,70%,50%", show_default=True, help="Of plain PyTorch's peak.")
+@click.option("--budgets", default="90%,80%,70%", show_default=True, help="Of plain PyTorch's peak.")
 def main(model: str, batch: str, budgets: str) -> None:
     """Compare it with others that use plain PyTorch's operators only, at A100 rates: `monet-like compare`."""
     names = "dearest_first,chen_greedy,chen_sqrt,store_all"

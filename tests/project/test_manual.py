@@ -242,7 +242,7 @@ def test_the_custom_strategy_is_replayed_exactly() -> None:
 
 @pytest.mark.slow
 def test_the_custom_strategys_example_runs(dearest_first: ModuleType) -> None:
-    result = CliRunner().invoke(dearest_first.main, ["--budgets", "70%"])
+    result = CliRunner().invoke(dearest_first.main, ["--budgets", "80%"])
     assert result.exit_code == 0, result.output
     found = dict(re.findall(r"^(\w+) +(\+\d+\.\d|-)", result.output, re.MULTILINE))
     assert set(found) == {"dearest_first", "chen_greedy", "chen_sqrt", "store_all"}
