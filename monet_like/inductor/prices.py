@@ -11,12 +11,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..ir.program import Cost
 from ..profile.devices import DeviceLimits
 from ..profile.measure import allocated_peak, seconds_of
 from ..profile.rates import limits_like, measured_limits
+from ..profile.roofline import seconds_of as seconds_by_rates
+from ..profile.work import Operation, Operations
 from .joint import tensors_of
 from .kernel import Kernel
 from .kernels import Kernels
@@ -66,27 +67,20 @@ def _bytes(nodes: Iterable[fx.Node]) -> int:
 
 
 def _estimated(kernel: Kernel, limits: DeviceLimits) -> Cost:
-    """The larger of memory traffic and arithmetic at the device's rates."""
-    moved = _bytes((*kernel.reads, *kernel.writes)) / limits.bytes_per_second
-    if kernel.generated or kernel.root is None:
-        return Cost(max(limits.launch_seconds, moved))
-    products, convolutions = flops_of(kernel.root)
-    half = any(t.element_size() == 2 for node in kernel.reads for t in tensors_of(node.meta.get("val")))
-    of_products, of_convolutions = limits.flop_rates(half)
-    return Cost(max(limits.launch_seconds, moved, products / of_products + convolutions / of_convolutions))
+    """By the rates of the device (`monet_like.profile.roofline`): what Inductor generates is a pass over what it touches."""
+    known = [] if kernel.generated or kernel.root is None else _operations(kernel.root)
+    return Cost(seconds_by_rates(known or [Operation(touched_bytes=_bytes((*kernel.reads, *kernel.writes)))], limits))
 
 
-def flops_of(node: fx.Node) -> tuple[int, int]:
-    """Floating-point operations of matrix products and of convolutions; 0 where PyTorch does not know."""
-    counter = FlopCounterMode(display=False)
+def _operations(node: fx.Node) -> list[Operation]:
+    """What a call does; nothing where its operator does not run without values."""
+    counter = Operations()
     try:
         with counter:
             _call(node, lambda value: value)
     except (RuntimeError, NotImplementedError):
-        return 0, 0
-    counts = counter.get_flop_counts().get("Global", {})
-    convolutions = sum(int(count) for operator, count in counts.items() if "convolution" in str(operator))
-    return int(counter.get_total_flops()) - convolutions, convolutions
+        return []
+    return counter.found
 
 
 def _call(node: fx.Node, tensor_like: Callable[[torch.Tensor], torch.Tensor]) -> Any:

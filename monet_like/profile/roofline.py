@@ -19,6 +19,8 @@ Two rules are estimates of ours, on GPUs alone:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..capture.captured import Captured, distinct_tasks
 from ..ir.mode import ALGORITHMS
 from ..ir.program import REFUSED, Cost, Task
@@ -60,10 +62,15 @@ def _seconds(captured: Captured, task: Task, work: Work, limits: DeviceLimits) -
     if task.copies:
         copied = max(captured.metas[v].storage_bytes for v in (*task.reads, *task.writes))
         return limits.launch_seconds + copied / limits.host_bytes_per_second
+    return seconds_of(work.operations, limits)
+
+
+def seconds_of(operations: Sequence[Operation], limits: DeviceLimits) -> float:
+    """How long operators take, one after another: on a GPU by the paces of their kinds, on a CPU by its rates."""
     if limits.device == "cuda":
-        return max(limits.launch_seconds, sum(operation_seconds(operation, limits) for operation in work.operations))
-    computing = sum(_computing(operation, limits) for operation in work.operations)
-    touched = sum(operation.touched_bytes for operation in work.operations)
+        return max(limits.launch_seconds, sum(operation_seconds(operation, limits) for operation in operations))
+    computing = sum(_computing(operation, limits) for operation in operations)
+    touched = sum(operation.touched_bytes for operation in operations)
     return max(limits.launch_seconds, computing, touched / limits.bytes_per_second)
 
 

@@ -125,7 +125,7 @@ def _operations(captured: Captured, task: Task) -> tuple[Operation, ...]:
 
 
 def _counted(captured: Captured, task: Task) -> list[Operation]:
-    counter = _Operations()
+    counter = Operations()
     _run_fake(captured, task, counter)
     return counter.found
 
@@ -213,8 +213,8 @@ def _run_fake(captured: Captured, task: Task, observer: Any) -> None:
         run([captured.metas[value].empty() for value in task.reads])
 
 
-class _Operations(TorchDispatchMode):
-    """Notes every operator's `Operation`; memory traffic of a storage is no more than there is of it.
+class Operations(TorchDispatchMode):
+    """Notes every operator's `Operation`, in `found`; memory traffic of a storage is no more than there is of it.
 
     Views do nothing, nor do new tensors without values and questions such as ``prim.device``.
     """

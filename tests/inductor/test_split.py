@@ -12,8 +12,13 @@ from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
 
 import monet_like
-from monet_like.inductor import joint
+from monet_like.capture.lowering import capture
+from monet_like.inductor import joint, partitioner, prices
 from monet_like.inductor.partitioner import PlannedGraph
+from monet_like.ir.program import Cost
+from monet_like.profile.devices import DEVICES
+from monet_like.profile.roofline import roofline
+from monet_like.variants import admitted
 
 inductor = Later("torch._inductor.compile_fx")
 
@@ -51,3 +56,26 @@ def test_both_gradients_of_a_convolution_are_the_same_bits(monkeypatch: pytest.M
     assert len(other.program.slots) == len(graph.program.slots) - 3
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert graph.peak_bytes <= other.peak_bytes
+
+
+def test_estimates_for_a_gpu_are_those_of_eager_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = net()
+    found: list[tuple[str, float]] = []
+
+    def noted(kernels: Any, **settings: Any) -> dict[str, Cost]:
+        costs = prices.prices(kernels, **settings)
+        ways = (*kernels.program.tasks, *(ways[0] for ways in kernels.program.slots))
+        found.extend((way.name, costs[way.cost].seconds) for way in ways if way.cost)
+        return costs
+
+    monkeypatch.setattr(partitioner, "prices", noted)
+    monkeypatch.setattr(prices, "device_of", lambda device, _: prices.Device(device, DEVICES["h100"]))
+    planned(model, x)
+    captured = admitted(capture(model, (x,), {}), "normal")
+    costs = roofline(captured, DEVICES["h100"])
+    wanted = [
+        (way.name, costs[way.cost].seconds) for way in captured.program.every_task() if "shape_only" not in way.name
+    ]
+    convolutions = [sorted(s for name, s in each if name.startswith("convolution")) for each in (found, wanted)]
+    assert len(convolutions[0]) == 11
+    assert convolutions[0] == pytest.approx(convolutions[1])
