@@ -1,7 +1,7 @@
-"""Schedules compiled by Inductor beside torch.compile, with and without its memory budget: python -m benchmarks.compiled
+"""Plans under Inductor beside torch.compile, with and without its memory budget: python -m benchmarks.compiled
 
-For every model one schedule, replayed eagerly and with ``backend="inductor"``, beside plain PyTorch,
-``torch.compile`` and ``torch.compile`` under ``activation_memory_budget`` at the largest of some settings whose
+For every model one schedule, replayed eagerly and with ``backend="inductor"``, and a plan of ``compile_options`` for the same budget, beside
+plain PyTorch, ``torch.compile`` and ``torch.compile`` under ``activation_memory_budget`` at the largest of some settings whose
 measured peak is at most the schedule's, or else at the setting with the least. All take turns in one process.
 Prints Markdown: measured peak (everything a step holds, parameters and input included), median step, and both
 against plain PyTorch's. No dropout: the budget recomputes it with other masks (pytorch issue 190717).
@@ -22,6 +22,7 @@ import torch
 import torchvision
 from torch import nn
 
+import monet_like
 from benchmarks.work import LanguageModel, images, tokens
 from monet_like.capture.example_inputs import Example
 from monet_like.compiler.pipeline import compile_schedule
@@ -72,6 +73,15 @@ def compiled(model: nn.Module, setting: float, example: Example) -> nn.Module:
     return made
 
 
+def planned(model: nn.Module, budget_bytes: int, seconds: float, example: Example) -> nn.Module:
+    """``torch.compile`` of a copy with a plan for a peak, after one step."""
+    options = monet_like.compile_options(budget_bytes, time_limit_seconds=seconds)
+    torch._dynamo.reset()
+    made: Any = torch.compile(copy.deepcopy(model), options=options, dynamic=False)
+    train_step(made, example)
+    return made
+
+
 def table(name: str, share: float, settings: list[float], mode: str, steps: int, seconds: float) -> None:
     """Plan, compile, run and print one model."""
     torch.manual_seed(0)
@@ -93,9 +103,13 @@ def table(name: str, share: float, settings: list[float], mode: str, steps: int,
     runs["schedule, inductor"] = scheduled
     peaks = {label: step_peak(run, example, CPU) for label, run in runs.items()}
     started = time.perf_counter()
+    runs["torch.compile, planned"] = planned(model, found.record.budget_bytes, seconds, example)
+    built["torch.compile, planned"] = time.perf_counter() - started
+    started = time.perf_counter()
     runs["torch.compile"] = compiled(model, 1.0, example)
     built["torch.compile"] = time.perf_counter() - started
-    peaks["torch.compile"] = step_peak(runs["torch.compile"], example, CPU)
+    for label in ("torch.compile, planned", "torch.compile"):
+        peaks[label] = step_peak(runs[label], example, CPU)
     tried: dict[float, tuple[int, nn.Module]] = {}
     for setting in sorted(settings, reverse=True):
         contender = compiled(model, setting, example)

@@ -47,7 +47,7 @@ from monet_like.files import write_atomically
 from monet_like.inductor.joint import is_generated, is_view, tensors_of
 from monet_like.inductor.options import compile_options
 from monet_like.inductor.partitioner import PlannedPartitioner
-from monet_like.inductor.prices import device_of, flops_of, measured_cost
+from monet_like.inductor.prices import device_of, measured_cost, operations_of
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
 from monet_like.plan.local_search.searcher import smallest_known
@@ -186,7 +186,7 @@ def _backend(
             net.check_new(_written_out(part))
         for node in part.graph.nodes:
             if _is_called(node):
-                net.work += sum(flops_of(node))
+                net.work += sum(done.flops + done.convolution_flops for done in operations_of(node))
                 parts = tuple(user for user in node.users if user.target is operator.getitem)
                 cost = measured_cost(node, parts or (node,), device_of(CPU, True))
                 net.operators_seconds += cost.seconds if cost else 0.0

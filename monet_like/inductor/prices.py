@@ -68,12 +68,12 @@ def _bytes(nodes: Iterable[fx.Node]) -> int:
 
 def _estimated(kernel: Kernel, limits: DeviceLimits) -> Cost:
     """By the rates of the device (`monet_like.profile.roofline`): what Inductor generates is a pass over what it touches."""
-    known = [] if kernel.generated or kernel.root is None else _operations(kernel.root)
+    known = [] if kernel.generated or kernel.root is None else operations_of(kernel.root)
     return Cost(seconds_by_rates(known or [Operation(touched_bytes=_bytes((*kernel.reads, *kernel.writes)))], limits))
 
 
-def _operations(node: fx.Node) -> list[Operation]:
-    """What a call does; nothing where its operator does not run without values."""
+def operations_of(node: fx.Node) -> list[Operation]:
+    """What a call does; nothing known where its operator does not run without values."""
     counter = Operations()
     try:
         with counter:
