@@ -15,7 +15,7 @@ An elementwise item that is made from about as many bytes as it has is *cheap*: 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import fx
 
 from ..capture.captured import allocated_bytes
 from ..errors import UsageError
+from .layouts import convert_gradients
 from .split import split_convolutions
 
 #: A result is cheap if its sources have at most so many times its bytes; narrow if they have at least so many.
@@ -146,18 +147,20 @@ class Joint:
         return sum(allocated_bytes(t.numel() * t.element_size(), self.device) for t in tensors_of(node.meta.get("val")))
 
 
-def read_joint(module: fx.GraphModule, forward_count: int) -> Joint:
+def read_joint(module: fx.GraphModule, forward_count: int, static: Collection[int] = ()) -> Joint:
     """Read a joint graph.
 
     Args:
-        module: of Inductor; dead code is removed from it, and some calls become two.
+        module: of Inductor; dead code is removed from it, some calls become two, and gradients are given their parameters' strides.
         forward_count: how many of its results the forward returns.
+        static: places of the inputs that are parameters or buffers.
 
     Raises:
         UsageError: it has what a plan cannot express; says what.
     """
     module.graph.eliminate_dead_code()
     split_convolutions(module.graph)
+    convert_gradients(module.graph, forward_count, static)
     module.graph.eliminate_dead_code()
     nodes = list(module.graph.nodes)
     _check(nodes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from ..ir.program import Program, Runs, Task, Value, ValueKind
 from .in_place import with_takeovers
 from .joint import NARROW, Joint, draws, is_elementwise, is_generated, is_view, readers, walk
 from .kernel import Kernel
+from .layouts import is_conversion
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,21 @@ class _Builder:
     def build(self) -> Kernels:
         joint = self.joint
         self._add_values()
-        delayed: list[list[tuple[Task, Kernel]]] = []
+        delayed: dict[fx.Node, list[tuple[Task, Kernel]]] = {}
         for node in joint.graph.nodes:
             if node not in joint.items or node.target is operator.getitem:
                 continue
             if node in joint.backward:
                 ways = [self._task(node, k, place) for place, k in enumerate(self._variants(node))]
-                (delayed if self._is_delayed(ways[0]) else self.slots).append(ways)
+                if self._is_delayed(ways[0]) or _unconverted(node) in delayed:
+                    delayed[node] = ways
+                else:
+                    self.slots.append(ways)
             else:
                 self.tasks += [self._task(node, k, place) for place, k in enumerate(self._variants(node))]
         # In the end all gradients are there: what takes a workspace besides, as convolutions may, runs before.
-        self.slots += sorted(delayed, key=lambda ways: "convolution" not in ways[0][0].name)
+        for node in sorted(delayed, key=lambda node: "convolution" not in _unconverted(node).name):
+            self.slots.append(delayed[node])
         outputs = self._bases(node for node in joint.forward_outputs if node is not None)
         if joint.effects:
             outputs.append(self._add_effects())
@@ -126,7 +132,7 @@ class _Builder:
         Such is the weight gradient of a linear layer with more features than the batch has rows.
         """
         task, kernel = way
-        if not all(reader.op == "output" for node in kernel.writes for reader in readers(node)):
+        if not all(_is_returned(node) for node in kernel.writes):
             return False
         given = sum(self.values[v].bytes for v in task.reads if self.values[v].kind != "parameter")
         return NARROW * given <= sum(self.values[v].bytes for v in task.writes)
@@ -184,6 +190,21 @@ class _Builder:
         self.values.append(Value("effects", 0, "forward"))
         self.tasks.append((Task("effects", tuple(read), (done,), runs="first"), None))
         return done
+
+
+def _unconverted(node: fx.Node) -> fx.Node:
+    """The node that makes the gradient whose strides a node converts; of any other node itself."""
+    if not is_conversion(node):
+        return node
+    made: Any = node.args[0]
+    while made.target is operator.getitem or is_view(made):
+        made = made.args[0]
+    return cast(fx.Node, made)
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Whether nobody reads a gradient but the parameter that it is of."""
+    return all(user.op == "output" or (is_conversion(user) and _is_returned(user)) for user in readers(node))
 
 
 def _key(kernel: Kernel) -> str:

@@ -122,8 +122,9 @@ class PlannedPartitioner(CustomPartitionerFn):
             InfeasibleError: the graph does not fit into what is left of the budget.
         """
         self._check_region()
-        joint = read_joint(gm, kwargs["num_fwd_outputs"])
-        kernels = kernels_of(joint, kwargs.get("static_lifetime_input_indices") or ())
+        static = kwargs.get("static_lifetime_input_indices") or ()
+        joint = read_joint(gm, kwargs["num_fwd_outputs"], static)
+        kernels = kernels_of(joint, static)
         found = self._known(kernels) or self._planned(kernels)
         forward, backward = runs_of(kernels, found.schedule, found.costs, found.peak_bytes)
         return modules_of(gm, kernels, found.schedule, forward, backward)
