@@ -125,6 +125,8 @@ def row_works(x: Tensor) -> Iterator[Work]:
     yield Work("rms_norm", size(x, x), lambda: registered.rms_norm(x, *norm))
     backward = (grad, x, weight, rstd, None, 1)
     yield Work("rms_norm backward", size(x, x, x), lambda: registered.rms_norm_backward(*backward))
+    yield Work("swiglu", size(x, x, x), lambda: registered.swiglu(x, grad))
+    yield Work("swiglu backward", 5 * size(x), lambda: registered.swiglu_backward(grad, x, grad))
 
 
 def seconds(call: Callable[[], Any]) -> float:

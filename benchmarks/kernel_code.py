@@ -135,6 +135,11 @@ BOUNDS: Mapping[str, Bounds] = {
     "unpack_kernel": Bounds(lambda _: 1 / 8, lambda _: 1, load=2, store=16, issue=0.25),
     "keep_where_kernel": Bounds(lambda s: s[0] + 1 / 8, own, load=16, store=16, issue=0.2, resident=1024),
     "scale_where_kernel": Bounds(lambda s: s[0] + 1 / 8, own, load=16, store=16, issue=0.25, resident=1024),
+    # An exponential function and divisions for each element; two of each in the backward.
+    "swiglu_kernel": Bounds(twice, own, load=16, store=16, issue=1.0),
+    "swiglu_backward_kernel": Bounds(lambda s: 3 * s[0], twice, load=16, store=16, issue=1.0, resident=768),
+    "swiglu_kernel<double": Bounds(twice, own, load=16, store=16, issue=1.0, resident=768),
+    "swiglu_backward_kernel<double": Bounds(lambda s: 3 * s[0], twice, load=16, store=16, issue=1.0, resident=512),
     "join_nibbles_kernel": Bounds(lambda _: 1, lambda _: 1 / 2, load=16, store=8, issue=0.25),
     "split_nibbles_kernel": Bounds(lambda _: 1 / 2, lambda _: 1, load=8, store=16, issue=0.25),
     "pool_planes_kernel": Bounds(lambda s: 4 * s[0], lambda s: s[0] + 1, load=16, store=8, issue=0.45),

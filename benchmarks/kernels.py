@@ -209,7 +209,7 @@ def products(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
             yield f"{[rows, columns]} by {outs}", (f"weight gradient, {share} dropped", ours, theirs)
 
 
-#: Rows and columns of RMS norms: batch times tokens, and the width.
+#: Rows and columns of RMS norms and gates: batch times tokens, and the width.
 ROWS = ((4096, 512), (2048, 2048), (512, 4096), (64, 256))
 
 
@@ -258,11 +258,33 @@ def row_norms(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
             yield f"{[rows, width]}", pair
 
 
+def gates(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
+    """(shape, pair) of SwiGLU, against PyTorch's operators one after the other."""
+    for rows, width in ROWS:
+        gate, up, grad = (torch.randn(rows, width).to(dtype) for _ in range(3))
+        kept = torch.nn.functional.silu(gate)
+
+        def fused(gate: Tensor = gate, up: Tensor = up) -> Any:
+            return registered.swiglu(gate, up)
+
+        def forward(gate: Tensor = gate, up: Tensor = up) -> Any:
+            return torch.nn.functional.silu(gate) * up
+
+        def fused_backward(grad: Tensor = grad, gate: Tensor = gate, up: Tensor = up) -> Any:
+            return registered.swiglu_backward(grad, gate, up)
+
+        def backward(grad: Tensor = grad, gate: Tensor = gate, up: Tensor = up, kept: Tensor = kept) -> Any:
+            return grad * kept, torch.ops.aten.silu_backward(grad * up, gate)
+
+        yield f"{[rows, width]}", ("SwiGLU", fused, forward)
+        yield f"{[rows, width]}", ("gradients of SwiGLU", fused_backward, backward)
+
+
 def every_pair(dtypes: Iterable[str]) -> Iterator[tuple[str, Pair]]:
     """(dtype, shape and layout; pair) of all rows of the table."""
     for name in dtypes:
         dtype = getattr(torch, name)
-        for what, pair in chain(products(dtype), row_norms(dtype)):
+        for what, pair in chain(products(dtype), row_norms(dtype), gates(dtype)):
             yield f"{name}{what}", pair
         for shape in SHAPES:
             for layout, memory_format in (("", torch.contiguous_format), (" channels last", torch.channels_last)):

@@ -115,6 +115,19 @@ inline at::Tensor to_packing_order(const at::Tensor& t, at::IntArrayRef stride, 
   return empty_in_packing_order(t.sizes(), stride, t.options(), op).copy_(t);
 }
 
+// Tensors that are combined element by element: floats of one dtype and shape on one device.
+inline void check_alike(const char* op, const char* name, const at::Tensor& t, const at::Tensor& gate) {
+  check_floating(gate, op, "gate");
+  TORCH_CHECK_TYPE(
+      t.scalar_type() == gate.scalar_type(), "monet_like::", op, ": ", name, " must be ", gate.scalar_type(),
+      " like gate, got ", t.scalar_type());
+  TORCH_CHECK_VALUE(
+      t.sizes() == gate.sizes(), "monet_like::", op, ": ", name, " must have gate's shape ", gate.sizes(), ", got ",
+      t.sizes());
+  TORCH_CHECK_VALUE(
+      t.device() == gate.device(), "monet_like::", op, ": ", name, " on ", t.device(), ", gate on ", gate.device());
+}
+
 struct NormShape {
   int64_t batch, channels, image;
 };

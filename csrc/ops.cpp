@@ -95,6 +95,10 @@ TORCH_LIBRARY(monet_like, m) {
       "-> (Tensor, Tensor)",
       tags);
 
+  // silu(gate) * up, and both of its gradients: the gate's first.
+  m.def("swiglu(Tensor gate, Tensor up) -> Tensor", tags);
+  m.def("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)", tags);
+
   // Convolutions [N, C, H, W] by one of cuDNN's algorithms (cudnn/convolution.cpp), and their two gradients.
   m.def(
       "cudnn_convolution(Tensor x, Tensor weight, Tensor? bias, int[2] stride, int[2] padding, int[2] dilation, "

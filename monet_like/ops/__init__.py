@@ -30,7 +30,8 @@ _DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 
 def operators() -> Mapping[str, Operator]:
     """The operators that csrc/ compiles, by name, with their schemas, references and fakes."""
-    from . import batch_norm, caches, convolution, masks, max_pool, rms_norm  # noqa: F401  # each registers a family
+    # Each registers a family.
+    from . import batch_norm, caches, convolution, masks, max_pool, rms_norm, swiglu  # noqa: F401
     from .registry import OPERATORS
 
     return OPERATORS

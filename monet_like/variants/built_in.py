@@ -23,6 +23,7 @@ from . import (
     pooling,
     relu,
     rms_norm,
+    swiglu,
     tiled_mlp,
 )
 from .editor import Offer
@@ -50,6 +51,7 @@ BUILT_IN: Mapping[str, Offer] = {
     "batch_norm.without_reserve": batch_norm.offer_without_reserve,
     "instance_norm.backward": instance_norm.offer_backward,
     "tiled_mlp": tiled_mlp.offer,
+    "swiglu": swiglu.offer,
     "linear_cross_entropy": linear_cross_entropy.offer,
     "low_precision": low_precision.offer,
     "offload": offload.offer,

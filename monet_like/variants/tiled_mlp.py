@@ -5,6 +5,8 @@ along the rows only those of one tile exist: the forward keeps none of them, and
 either from the MLP's input or from the results of its first products. (Sequence tiling: Luo et al., Mini-Sequence
 Transformer, NeurIPS 2024; Bekman et al., Arctic Long Sequence Training, 2025. There the number of tiles is fixed.)
 
+A gate, silu(a) * b, and its gradients are one operator each in every tile (see `swiglu`).
+
 ``conv`` admits it: products of fewer rows, and sums over rows tile by tile, agree up to rounding. 16-bit gradients of
 weights are summed in float32.
 """
@@ -12,7 +14,7 @@ weights are summed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +22,9 @@ import torch
 
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
-from . import linear
+from . import linear, swiglu
 from .editor import Editor, cuts, root_of
+from .gradient_slots import GradientSlots
 
 #: Into how many tiles the rows are cut; each is a variant of its own.
 TILES = (1, 4, 16)
@@ -52,6 +55,8 @@ class _Mlp:
         between: values of the backward that only these slots read.
         of_x: the gradient of ``x`` as a value; None: not wanted.
         rows: how many there are.
+        fused: the tasks, those of a gate in one.
+        ways: of the slots, those of a gate's gradients in one.
     """
 
     tasks: tuple[Task, ...]
@@ -63,6 +68,8 @@ class _Mlp:
     between: frozenset[int]
     of_x: int | None
     rows: int
+    fused: tuple[Task, ...] = ()
+    ways: tuple[Task, ...] = ()
 
 
 def offer(editor: Editor) -> None:
@@ -70,10 +77,12 @@ def offer(editor: Editor) -> None:
     if "conv" not in editor.words:
         return  # apart, PyTorch's operators need less memory: something may be run again between them
     makers = {value: task for task in editor.tasks if task.variant == "aten" for value in task.writes}
+    gates = list(swiglu.gates(editor))
     for last in editor.tasks:
         mlp = _find(editor, makers, last) if last.variant == "aten" else None
         if mlp is None:
             continue
+        mlp = _with_gates(editor, mlp, gates)
         first, end = mlp.slots
         plain = editor.in_turn([ways[0] for ways in editor.slots[first:end]], mlp.between)
         ways = [plain]
@@ -81,6 +90,15 @@ def offer(editor: Editor) -> None:
         if any(way.variant != "aten" for way in others):
             options = {"name": f"{plain.name}.{linear.VARIANT}", "variant": linear.VARIANT, "word": "conv"}
             ways.append(editor.in_turn(others, mlp.between, **options))
+        if len(mlp.ways) < end - first:
+            between = mlp.between.intersection(v for way in mlp.ways for v in way.writes)
+            options = {
+                "name": f"{plain.name}.{swiglu.VARIANT}",
+                "variant": f"{swiglu.VARIANT}.backward",
+                "word": "conv",
+            }
+            fused = editor.in_turn(mlp.ways, between, **options)
+            ways.append(replace(fused, writes=plain.writes))
         for tiles in TILES:
             if tiles > 1:
                 calls = _Tiles(editor, mlp, tiles).forward()
@@ -93,6 +111,17 @@ def offer(editor: Editor) -> None:
                 )
                 ways.append(way)
         editor.merge(first, ways, end - first)
+
+
+def _with_gates(editor: Editor, mlp: _Mlp, gates: Sequence[swiglu.Gate]) -> _Mlp:
+    """The MLP with its gates fused."""
+    inside = [gate for gate in gates if gate.inner in mlp.inner]
+    first, end = mlp.slots
+    slots = GradientSlots(editor) if inside else None
+    found = [swiglu.gradients(editor, slots, gate) for gate in inside if slots]
+    within = [made for made in found if made is not None and {*made.slots} <= {*range(first, end)}]
+    ways = swiglu.fused_ways([ways[0] for ways in editor.slots[first:end]], first, within)
+    return replace(mlp, fused=tuple(swiglu.fused_tasks(mlp.tasks, inside)), ways=tuple(ways))
 
 
 def _by_onednn(ways: list[Task]) -> Task:
@@ -239,18 +268,17 @@ class _Tiles:
         self._rows_of(out, self.mlp.x)
         for tile, begin, end in cuts(self.mlp.rows, self.tiles):
             known = self._sliced(tile, begin, end, self.mlp.x)
-            for task in self.mlp.tasks[:-1]:
+            for task in self.mlp.fused[:-1]:
                 self._run(task, known, tile)
-            self._run(self.mlp.tasks[-1], known, tile, into=self._part(out, tile, begin, end))
+            self._run(self.mlp.fused[-1], known, tile, into=self._part(out, tile, begin, end))
         return self.calls
 
     def backward(self, kept: frozenset[int]) -> list[Call]:
         """The calls that compute all gradients in tiles, with the values ``kept`` at hand."""
         mlp, editor = self.mlp, self.editor
-        ways = [ways[0] for ways in editor.slots[mlp.slots[0] : mlp.slots[1]]]
-        needed = {v for way in ways for v in way.reads} & mlp.inner
+        needed = {v for way in mlp.ways for v in way.reads} & mlp.inner
         tasks: list[Task] = []
-        for task in reversed(mlp.tasks[:-1]):
+        for task in reversed(mlp.fused[:-1]):
             if task.writes[0] in needed and task.writes[0] not in kept:
                 tasks.insert(0, task)
                 needed.update({*task.reads} & mlp.inner)
@@ -262,13 +290,13 @@ class _Tiles:
             known = self._sliced(tile, begin, end, mlp.x, mlp.grad, *at_hand)
             for task in tasks:
                 self._run(task, known, tile)
-            for way in ways:
+            for way in mlp.ways:
                 if _sums_rows(way):
                     self._add_up(way, known, tile)
                 else:
                     into = self._part(mlp.of_x, tile, begin, end) if way.writes[0] == mlp.of_x else None
                     self._run(way, known, tile, into=into)
-        for way in ways:
+        for way in mlp.ways:
             if _sums_rows(way) and self._wide(way):
                 value = way.writes[0]
                 place = (("dtype", editor.metas[value].dtype),)
@@ -313,9 +341,14 @@ class _Tiles:
         return tuple(operands.get(arg, arg) if isinstance(arg, Ref) else arg for arg in task.calls[-1].args)
 
     def _run(self, task: Task, known: dict[Ref, Ref], tile: int, *, into: Ref | None = None) -> None:
-        """One operator on one tile; its result is known from then on."""
-        call, (value,) = task.calls[-1], task.writes
+        """One operator on one tile; its results are known from then on."""
+        call, (value, *others) = task.calls[-1], task.writes
         args = self._arguments(task, known, tile)
+        if others:
+            made = {Ref(v): Ref(f"made_{v}_{tile}") for v in task.writes}
+            self.calls.append(replace(call, args=args, outs=tuple(made[out] for out in call.outs if out)))
+            known.update(made)
+            return
         op = call.op.replace("add_.", "add.")
         if into is None:
             out = Ref(f"made_{value}_{tile}")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import monet_like.ops
-from monet_like.ops import batch_norm, caches, masks, max_pool, memory_layout, rms_norm
+from monet_like.ops import batch_norm, caches, masks, max_pool, memory_layout, rms_norm, swiglu
 
 from . import control
 from .control import UNWRITTEN, configure
@@ -738,6 +738,29 @@ def check_rms_norm(
             max(float(sums.abs().max()), float((g * x.double() * r).square().sum().sqrt()) * 0.1) if x.numel() else 1.0
         )
         assert of_weight.dtype == weight.dtype and (of_weight.double() - sums).abs().max() <= eps * scale
+
+
+@seeds
+def test_swiglu(seed: int) -> None:
+    """No element, one, fewer than a vector, more than a block's, views at odd addresses."""
+    for dtype, size in itertools.product(FLOATS, (0, 1, 7, 33, 1024, random.randint(1025, 9000))):
+        shape = (size,) if size % 3 else (3, size // 3)
+        grad, gate, up = (laid_out(torch.randn(shape, dtype=torch.float64) * random.choice([1, 30])) for _ in range(3))
+        check_swiglu(grad.to(dtype), gate.to(dtype), up.to(dtype))
+
+
+def check_swiglu(grad: Tensor, gate: Tensor, up: Tensor) -> None:
+    """The products and both gradients, to the rounding of the exponential function, which differs between devices."""
+    wide = torch.float64 if gate.dtype == torch.float64 else torch.float32
+    for found, known in (
+        ((call("swiglu", gate, up),), (swiglu.swiglu(gate, up),)),
+        (call("swiglu_backward", grad, gate, up), swiglu.swiglu_backward(grad, gate, up)),
+    ):
+        for mine, other in zip(found, known, strict=True):
+            assert mine.dtype == gate.dtype and mine.is_contiguous()
+            within = max(2 * torch.finfo(gate.dtype).eps, 16 * torch.finfo(wide).eps)
+            largest = float(other.abs().max()) if other.numel() else 0.0  # 1 + x (1 - s) may cancel
+            torch.testing.assert_close(mine, other, rtol=within, atol=within * max(1.0, largest))
 
 
 def test_every_kernel_was_launched() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from monet_like import ops
-from monet_like.ops import caches, masks, rms_norm
+from monet_like.ops import caches, masks, rms_norm, swiglu
 
 #: "cpu" where the CPU's kernels are the emulated CUDA kernels.
 DEVICE = "cpu" if os.environ.get("MONET_LIKE_EMULATED") else "cuda"
@@ -239,3 +239,16 @@ def test_rms_norm(shape: tuple[int, ...], dims: int, dtype: torch.dtype) -> None
                 if weight is not None:
                     assert_close(back[1], of_weight, torch.float32)
             assert torch.equal(registered.rms_norm_apply(x, weight, made[1], dims, rounded, dtype), made[0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", shapes((0,), (1,), (7,), (3, 4099), (4096, 1376)))
+def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    grad, gate, up = (torch.randn(shape, device=DEVICE).mul(3).to(dtype) for _ in range(3))
+    made = (registered.swiglu(gate, up), *registered.swiglu_backward(grad, gate, up))
+    expected = (swiglu.swiglu(gate, up), *swiglu.swiglu_backward(grad, gate, up))
+    for one, other in zip(made, expected, strict=True):
+        if DEVICE == "cuda":
+            assert torch.equal(one, other)  # with ATen's kernels
+        elif prod(shape):  # the emulator's exponential function is another
+            assert_close(one, other, dtype)

@@ -86,6 +86,8 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
         "rms_norm": (rows, w, 1, 1e-6, True, torch.float32),
         "rms_norm_apply": (rows, w, rstd, 1, True, torch.float32),
         "rms_norm_backward": (rows, rows, w, rstd, rows.clone(), 1),
+        "swiglu": (rows, rows.clone()),
+        "swiglu_backward": (rows.clone(), rows, rows.clone()),
         "cudnn_convolution": (x, filters, torch.randn(4), *options, "winograd"),
         "cudnn_convolution_backward_input": (convolved, filters, x.shape, *options, "1"),
         "cudnn_convolution_backward_weight": (convolved, x, filters.shape, *options, "3"),

@@ -1,0 +1,127 @@
+"""SwiGLU in one pass: where it is found, and that schedules with it are bit-equal to plain PyTorch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from replays import replayed
+from torch import nn
+from torch.nn.functional import silu
+from training import run, twin
+
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.simulate import Free, simulate
+from monet_like.plan.baseline import store_all
+from monet_like.profile.work import touched_bytes
+from monet_like.variants import admitted
+
+WIDE, NARROW = 48, 5  # what is between the layers is more than four times the input, or less: a tiled MLP, or none
+
+
+class Mlp(nn.Module):
+    def __init__(self, inner: int, *, swapped: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.gate, self.up, self.down = nn.Linear(8, inner), nn.Linear(8, inner, bias=False), nn.Linear(inner, 8)
+        self.swapped = swapped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        gate, up = silu(self.gate(x)), self.up(x)
+        return self.down(up * gate if self.swapped else gate * up)
+
+
+def built(inner: int, dtype: torch.dtype = torch.float32, **options: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
+    torch.manual_seed(0)
+    return Mlp(inner, **options).to(dtype).train(), (torch.randn(2, 7, 8, dtype=dtype, requires_grad=True),), {}
+
+
+def found(captured: Captured) -> Counter[str]:
+    return Counter(task.variant for task in captured.program.every_task() if task.variant.startswith("swiglu"))
+
+
+def with_swiglu(captured: Captured) -> Schedule:
+    """Plain PyTorch's schedule with the fused tasks in place of its own, forward and backward."""
+    program = captured.program
+    schedule = store_all(program)
+    fused = {task.writes: place for place, task in enumerate(program.tasks) if task.variant == "swiglu"}
+    ways = tuple(
+        next((k for k, way in enumerate(slot) if way.variant == "swiglu.backward"), schedule.ways[number])
+        for number, slot in enumerate(program.slots)
+    )
+    forward = sorted(fused.get(program.tasks[place].writes, place) for place in schedule.forward)
+    needed = {v for slot, way in zip(program.slots, ways, strict=True) for v in slot[way].reads}
+    made_for_nobody = [
+        place
+        for place in forward
+        if program.tasks[place].variant == "aten"
+        and not needed.intersection(program.tasks[place].writes)
+        and not any(set(program.tasks[place].writes) & set(program.tasks[other].reads) for other in forward)
+        and not set(program.tasks[place].writes) & set(program.outputs)
+    ]
+    return replace(schedule, forward=tuple(p for p in forward if p not in made_for_nobody), ways=ways)
+
+
+@pytest.mark.parametrize("inner", [NARROW, WIDE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_steps_are_bit_equal(inner: int, dtype: torch.dtype, swapped: bool) -> None:
+    example = built(inner, dtype, swapped=swapped)
+    captured = admitted(capture(*example), "conv_normal")
+    assert found(captured) == {"swiglu": 1, "swiglu.backward": 1}
+    schedule = with_swiglu(captured)
+    silus = [place for place, task in enumerate(captured.program.tasks) if "silu" in task.name]
+    assert silus and not set(silus) & set(schedule.forward)  # silu(gate) is never in memory
+    simulate(captured.program, schedule, Free())
+    model, args, kwargs = example
+    plain = run(twin(model), args, kwargs)
+    differences = plain.differences(replayed(example, captured, schedule, "conv_normal", measured=False))
+    assert max(differences.values()) == 0.0
+
+
+def test_without_conv_the_forward_alone_is_fused() -> None:
+    example = built(NARROW)
+    captured = admitted(capture(*example), "normal")
+    assert found(captured) == {"swiglu": 1}
+    model, args, kwargs = example
+    plain = run(twin(model), args, kwargs)
+    differences = plain.differences(replayed(example, captured, with_swiglu(captured), "normal", measured=False))
+    assert max(differences.values()) == 0.0
+
+
+def test_it_reads_and_writes_fewer_tensors() -> None:
+    captured = admitted(capture(*built(NARROW)), "conv_normal")
+    one = 2 * 7 * NARROW * 4
+    by_variant = {task.variant: task for task in captured.program.every_task()}
+    assert touched_bytes(captured, by_variant["swiglu"]) == 3 * one
+    assert touched_bytes(captured, by_variant["swiglu.backward"]) == 5 * one
+    plain = next(ways[0] for ways in captured.program.slots if ways[-1].variant == "swiglu.backward")
+    assert touched_bytes(captured, plain) == 9 * one
+
+
+class Told(Mlp):
+    """Others read silu(gate)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = silu(self.gate(x))
+        return self.down(gate * self.up(x)).sum() + gate.mean()
+
+
+class Broadcast(Mlp):
+    """One number for each row is gated."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(silu(self.gate(x)) * self.up(x).sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("kind", [Told, Broadcast])
+def test_where_it_is_not_offered(kind: type[Mlp]) -> None:
+    torch.manual_seed(0)
+    captured = admitted(capture(kind(NARROW).train(), (torch.randn(2, 7, 8),)), "conv_normal")
+    assert not found(captured)
