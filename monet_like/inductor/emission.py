@@ -146,15 +146,8 @@ class _Emitter:
         for node in kernel.writes:
             made = local[node] if node is kernel.root else self._copy(node, local, group)
             moves = following is None or node not in following.reads
-            self.now[node] = self._written(node, made, moves and _is_added(node))
-
-    def _written(self, node: fx.Node, made: fx.Node, added: bool) -> fx.Node:
-        """Has Inductor write a result that several kernels read, instead of computing it anew in each, or a product where it stands.
-
-        Args:
-            added: it is a product that a later kernel adds to something. Inductor would make one call of both, and run it there.
-        """
-        return self._passed_on(written_operator(), made) if added or is_elementwise(node) else made
+            written = kernel.generated or (moves and _is_added(node))
+            self.now[node] = self._passed_on(written_operator(), made) if written else made
 
     def _inlined(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """Has Inductor compute an elementwise result within the kernel, also if several of its operators read it or it is random."""

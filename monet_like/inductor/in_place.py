@@ -32,6 +32,11 @@ _SHIFTS = frozenset(
     }
 )  # fmt: skip
 
+#: Their results begin as a copy or as zeros that elements are written into; Inductor gives such memory to nobody.
+_SCATTERS = frozenset(
+    {"aten::scatter", "aten::scatter_add", "aten::scatter_reduce", "aten::index_put", "aten::_unsafe_index_put"}
+)
+
 
 def with_takeovers(
     program: Program, value_of: Mapping[fx.Node, int], tasks: Sequence[Kernel | None], slots: Sequence[Sequence[Kernel]]
@@ -94,9 +99,14 @@ class _Able:
             yield tuple(made)
 
     def _can_take(self, kernel: Kernel, v: int, task: Task) -> bool:
-        if kernel.root is None or not is_elementwise(kernel.root) or len(task.writes) != 1:
-            return False
         values, given = self.program.values, self.node_of[v]
+        if (
+            kernel.root is None
+            or not is_elementwise(kernel.root)
+            or len(task.writes) != 1
+            or name_of(given) in _SCATTERS
+        ):
+            return False
         made = values[task.writes[0]]
         same = values[v].spec.split("[")[0] == made.spec.split("[")[0] and values[v].bytes == made.bytes
         return same and _alike(given, kernel.root) and all(map(_in_order, _between(given, kernel)))

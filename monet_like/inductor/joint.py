@@ -26,7 +26,7 @@ from torch import fx
 from ..capture.captured import allocated_bytes
 from ..errors import UsageError
 from .layouts import convert_gradients
-from .split import split_convolutions
+from .split import split_convolutions, without_shapes
 
 #: A result is cheap if its sources have at most so many times its bytes; narrow if they have at least so many.
 CHEAP, NARROW = 1.1, 2.0
@@ -65,6 +65,13 @@ _GATHERS = frozenset(
         "prims::_low_memory_max_pool_with_offsets",
     }
 )  # fmt: skip
+#: Of these, those that read each element several times: Inductor has what is made from several tensors written for them first.
+_WINDOWS = frozenset(
+    {
+        "aten::avg_pool2d", "aten::avg_pool2d_backward", "aten::max_pool2d_with_indices", "aten::upsample_nearest2d",
+        "aten::max_pool2d_with_indices_backward", "prims::_low_memory_max_pool_with_offsets",
+    }
+)  # fmt: skip
 _VIEWS = frozenset({"aten::_unsafe_view", "aten::alias", "aten::detach"})
 _ONCE = frozenset({"prims::inductor_seeds", "prims::inductor_seed"})
 _EFFECTS = frozenset({"aten::copy_", "aten::_assert_async", "aten::_assert_scalar", "aten::_assert_tensor_metadata"})
@@ -97,6 +104,11 @@ def is_elementwise(node: fx.Node) -> bool:
 def is_generated(node: fx.Node) -> bool:
     """Whether Inductor generates the kernel, so that it can be fused with its neighbours."""
     return is_elementwise(node) or name_of(node) in _REDUCTIONS | _GATHERS
+
+
+def reads_memory(node: fx.Node) -> bool:
+    """Whether a kernel for it reads its inputs from memory and computes nothing of them on the way, but views."""
+    return not is_generated(node) or name_of(node) in _WINDOWS
 
 
 def draws(node: fx.Node) -> bool:
@@ -160,6 +172,7 @@ def read_joint(module: fx.GraphModule, forward_count: int, static: Collection[in
     """
     module.graph.eliminate_dead_code()
     split_convolutions(module.graph)
+    without_shapes(module.graph)
     convert_gradients(module.graph, forward_count, static)
     module.graph.eliminate_dead_code()
     nodes = list(module.graph.nodes)

@@ -13,7 +13,7 @@ from torch import fx
 from ..errors import UsageError
 from ..ir.program import Program, Runs, Task, Value, ValueKind
 from .in_place import with_takeovers
-from .joint import NARROW, Joint, draws, is_elementwise, is_generated, is_view, readers, walk
+from .joint import NARROW, Joint, draws, is_elementwise, is_view, readers, reads_memory, walk
 from .kernel import Kernel
 from .layouts import is_conversion
 
@@ -143,8 +143,7 @@ class _Builder:
         if isinstance(root.meta.get("val"), tuple | list):
             writes = tuple(user for user in root.users if user.target is operator.getitem)
         found: dict[tuple[fx.Node, ...], Kernel] = {}
-        alone = not is_generated(root)
-        for stop in self.stops[:1] if alone else self.stops:
+        for stop in self.stops[:1] if reads_memory(root) else self.stops:
             reads, inlined = walk(root, stop, self.order)
             found.setdefault(reads, Kernel(root, reads, inlined, writes))
         return list(found.values())

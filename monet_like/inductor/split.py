@@ -1,4 +1,4 @@
-"""Calls that make two gradients as two calls, so that a plan can free what only one of them reads."""
+"""Calls as a plan needs them: two gradients by two calls, and no tensor read for its shape alone."""
 
 from __future__ import annotations
 
@@ -28,6 +28,23 @@ def split_convolutions(graph: fx.Graph) -> None:
                 given = _only(graph, node, [True, False, False])
             for place, part in parts.items():
                 part.replace_input_with(node, given if place == _INPUT else weight)
+
+
+def without_shapes(graph: fx.Graph) -> None:
+    """Give gradients of average pooling a tensor without memory in place of the pooled one, of which they take the shape alone.
+
+    Inductor's code holds an argument that it never reads until it ends.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.avg_pool2d_backward.default):
+        pooled = node.args[1].meta["val"]
+        with graph.inserting_before(node):
+            zero = graph.call_function(
+                torch.ops.aten.full.default, ([], 0), {"dtype": pooled.dtype, "device": pooled.device}
+            )
+            shape = graph.call_function(torch.ops.aten.expand.default, (zero, [*pooled.shape]))
+        zero.meta["val"] = pooled.new_empty(())
+        shape.meta["val"] = zero.meta["val"].expand(pooled.shape)
+        node.replace_input_with(node.args[1], shape)
 
 
 def _only(graph: fx.Graph, node: fx.Node, wanted: list[bool]) -> fx.Node:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from later import Later
 from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
@@ -194,6 +195,12 @@ def test_gradients_that_are_larger_than_what_they_are_made_from_are_computed_las
     assert graph.peak_bytes < 2 * large + 6 * x.nbytes
 
 
+def dense() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Pooling of windows, and of a convolution's result, that a plan computes anew."""
+    torch.manual_seed(0)
+    return torchvision.models.DenseNet(8, (2, 2), 16, num_classes=10), (torch.randn(8, 3, 64, 64),)
+
+
 class Blocks(nn.Module):
     """Six equal blocks."""
 
@@ -249,18 +256,31 @@ def test_products_that_are_added_later_are_computed_where_they_stand(monkeypatch
     [
         (rotations, "100%"), (rotations, "65%"), (rotations, "60%"), (activations, "100%"), (activations, "80%"),
         (activations, "70%"), (classifier, "100%"), (decoder, "60%"), (decoder, "40%"), (dropped, "100%"), (dropped, "60%"),
+        (dense, "100%"), (dense, "70%"),
     ],
 )  # fmt: skip
 def test_a_step_needs_what_its_plan_says(make: Any, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prices, "seconds_of", lambda *_, **__: 1e-4)  # else each run would test another plan
     monkeypatch.setattr(prices, "measured_limits", prices.limits_like)
     monkeypatch.setattr(prices, "MEASURED", {})
-    found, graph = peaks(*make(), budget, make is decoder)  # an attention on the CPU has a workspace
+    measured = make in (decoder, dense)  # attention and convolutions on the CPU have workspaces
+    found, graph = peaks(*make(), budget, measured)
     assert found <= graph.peak_bytes + SCALARS  # to the byte, but where fusion leaves out what a plan counts
     assert found >= (0.97 if make is decoder else 1.0) * graph.peak_bytes
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_step_with_the_least_memory_needs_what_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prices, "seconds_of", lambda *_, **__: 1e-4)
+    model, inputs = dense()
+    with pytest.raises(Exception, match="the smallest known budget is") as refused:
+        peaks(model, inputs, "1%", True)
+    least = getattr(refused.value, "inner_exception", refused.value).smallest_bytes  # type: ignore[union-attr]
+    found, graph = peaks(model, inputs, f"{int(1.01 * least)} B", True)
+    assert 0.97 * graph.peak_bytes <= found <= graph.peak_bytes + SCALARS
+
+
 def test_fusion_across_groups_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = partitioner.runs_of
 
