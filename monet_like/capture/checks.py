@@ -1,13 +1,25 @@
-"""Checks of a model before it is traced: lazy, sharded or meta-device parameters, batch norms without momentum."""
+"""Checks of a model before it is traced: lazy, sharded or meta-device parameters, batch norms without momentum, inputs of
+classes with rules of their own, hooks on all modules."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
+from typing import Any
+
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError, UsageError
+from .guards.settings import hooks_on_all_modules
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
+#: Libraries whose classes of tensors say what an image is, and compute as plain tensors do.
+_OF_LABELS = frozenset({"torchvision", "fastai"})
 
 
 def check_initialized(model: nn.Module, *, planned: bool = False) -> None:
@@ -60,4 +72,69 @@ def check_momentum(model: nn.Module) -> None:
             raise CaptureError(
                 f"{name or type(model).__name__} has momentum=None, so its average depends on how many steps there were; give "
                 "it a number, such as momentum=0.1"
+            )
+
+
+def check_surroundings(model: nn.Module) -> None:
+    """Refuse what would be part of a trace, or of each call, and not of the other: hooks on all modules, cached weights.
+
+    Raises:
+        CaptureError: there are such.
+    """
+    if hooks := hooks_on_all_modules():
+        raise CaptureError(
+            f"a hook on all modules is registered ({getattr(hooks[0], '__qualname__', hooks[0])}), and in a schedule modules do not "
+            f"run one by one; register it on the modules of {type(model).__name__}, or remove it while schedules run"
+        )
+    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, model.modules())):
+        raise CaptureError(
+            f"{type(model).__name__} was called inside parametrize.cached(), whose tensors a trace cannot take; a schedule computes "
+            "weights that have parametrizations once for each use: call it outside"
+        )
+
+
+def acts_as_plain(tensor: torch.Tensor) -> bool:
+    """Whether operators compute with a tensor as with one of class ``torch.Tensor``."""
+    kind = type(tensor)
+    if kind in _PLAIN_TYPES or kind.__module__.partition(".")[0] in _OF_LABELS:
+        return True
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    functions = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+    return function in functions and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def attributes_of(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The names of the Python attributes that somebody has set on a tensor."""
+    return () if isinstance(tensor, FakeTensor) else tuple(sorted(vars(tensor)))
+
+
+def check_arguments(model: nn.Module, arguments: Iterable[Any]) -> None:
+    """Refuse inputs whose class decides what operators compute: a schedule computes as with plain tensors.
+
+    Raises:
+        CaptureError: there is one. Tensors that consist of others, such as quantised ones, have an error of their own.
+    """
+    for leaf in arguments:
+        if isinstance(leaf, torch.Tensor) and not acts_as_plain(leaf) and not is_traceable_wrapper_subclass(leaf):
+            raise CaptureError(
+                f"an input of {type(model).__name__} is a {type(leaf).__name__}, which decides itself what operators compute, and a "
+                "schedule computes with plain tensors; give x.as_subclass(torch.Tensor)"
+            )
+
+
+def check_attributes(model: nn.Module, arguments: Iterable[Any], names: Set[str]) -> None:
+    """Refuse inputs with Python attributes that the forward may read: its trace is of tensors without any.
+
+    Args:
+        names: that occur in the code that ran.
+
+    Raises:
+        CaptureError: an input has one of these.
+    """
+    for leaf in arguments:
+        read = sorted(names.intersection(attributes_of(leaf))) if isinstance(leaf, torch.Tensor) else ()
+        if read:
+            raise CaptureError(
+                f"an input of {type(model).__name__} has the attribute {read[0]}, which its forward reads; give it as an argument "
+                "of its own"
             )

@@ -92,7 +92,10 @@ class FlatModule(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         supply = iter(tensors)
-        leaves = [next(supply) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        given: dict[int, torch.Tensor] = {}  # a tensor that is given several times is one in the model, too
+        leaves = [
+            given.setdefault(id(leaf), next(supply)) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves
+        ]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_as_one(self._tied))

@@ -27,7 +27,7 @@ from .absent_gpu import convolutions
 from .absent_gpu_attention import Absent, attention_as
 from .annotations import called_in_place, is_held, layer_of, mark_of
 from .captured import Captured, Tensor, TensorMeta
-from .checks import check_initialized, check_momentum, check_unsharded
+from .checks import check_arguments, check_initialized, check_momentum, check_surroundings, check_unsharded
 from .constants import Constants
 from .delayed_gradients import find_delayed_gradients, move_to_end
 from .eager_results import can_view, eager_result
@@ -97,6 +97,8 @@ def capture(
     check_unsharded(model)
     check_initialized(model, planned=target is not None)
     check_momentum(model)
+    check_surroundings(model)
+    check_arguments(model, pytree.tree_leaves((args, dict(kwargs or {}))))
     settle(model)
     check_quantised(model, target)
     absent = None if target is None else Absent(target, capability, attention)

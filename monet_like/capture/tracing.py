@@ -26,6 +26,7 @@ from ..nn import sync_batch_norm
 from ..ops import meta_functions as fakes_of_pytorchs
 from . import absent_gpu
 from .captured import fake_mode
+from .checks import check_attributes
 from .constants import ConstantsFound
 from .flat_module import FlatModule
 from .graph_edits import restore_literals, restore_views
@@ -130,6 +131,7 @@ def _recorded(stack: contextlib.ExitStack, flat: FlatModule, fakes: tuple[torch.
         joint = aot_export_joint_with_descriptors(stack, flat, fakes)
         flat.recorder.check_backward()
         flat.check_state_objects()
+    check_attributes(flat.model, flat.leaves, flat.recorder.names)
     flat.reads = flat.recorder.reads()
     return joint
 

@@ -31,7 +31,7 @@ from ..nn.sync_batch_norm import is_synchronised, world
 from ..profile.devices import known_limits, machine_at
 from ..variants import admitted
 from .arena import Arena
-from .call_keys import hashable, structure
+from .call_keys import arguments, structure
 from .compatibility import check_program, check_shapes, mismatch, replayed_in_words, told_of_order, warn_elsewhere
 from .inductor import check_inductor
 from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
@@ -155,15 +155,10 @@ class ScheduleWrapper(StandIn):
 
     def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
         """The key of a captured step: everything that a capture fixes. Calls with different keys have steps of their own."""
-        described = tuple(
-            (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad, leaf.is_leaf)
-            if isinstance(leaf, torch.Tensor)
-            else (type(leaf), *hashable(leaf))
-            for leaf in leaves
-        )
         device = device_of(self)
         group = world() if self._synchronised else None
-        return structure(self._model), described, str(spec), device, autocast_name(device), group
+        autocast = autocast_name(device), torch.is_autocast_cache_enabled()
+        return structure(self._model), arguments(leaves), str(spec), device, autocast, group
 
     def _forget_replaced(self) -> None:
         """Drop the steps of modules that no longer exist."""
