@@ -132,7 +132,7 @@ def check_attributes(model: nn.Module, arguments: Iterable[Any], names: Set[str]
         CaptureError: an input has one of these.
     """
     for leaf in arguments:
-        read = sorted(names.intersection(attributes_of(leaf))) if isinstance(leaf, torch.Tensor) else ()
+        read = [name for name in attributes_of(leaf) if name in names] if isinstance(leaf, torch.Tensor) else []
         if read:
             raise CaptureError(
                 f"an input of {type(model).__name__} has the attribute {read[0]}, which its forward reads; give it as an argument "

@@ -34,6 +34,7 @@ _DEPTH = 4
 Place = tuple[Any, Any, Any]
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+_GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class ConstantsFound(BaseException):
@@ -59,6 +60,7 @@ class HeldTensors(TorchFunctionMode):
 
     Args:
         replacements: the tracer's tensors by those outside; new ones are added.
+        leaves: the tracer's parameters and inputs, which live for longer than this.
         looking: whether to replace new ones, too.
 
     Attributes:
@@ -66,9 +68,10 @@ class HeldTensors(TorchFunctionMode):
         aliases: those that are a frozen parameter in another object.
     """
 
-    def __init__(self, replacements: WeakTensorKeyDictionary, *, looking: bool) -> None:
+    def __init__(self, replacements: WeakTensorKeyDictionary, leaves: Iterable[torch.Tensor], *, looking: bool) -> None:
         super().__init__()
         self.replacements, self.looking = replacements, looking
+        self._leaves = frozenset(map(id, leaves))
         self.found: list[torch.Tensor] = []
         self.aliases: list[torch.Tensor] = []
         self._frozen = {
@@ -87,6 +90,11 @@ class HeldTensors(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = (args, dict(kwargs or {}))
+        if func == _GRAD and _dispatch_depth() >= self._depth and (_outside(args[0]) or id(args[0]) in self._leaves):
+            raise CaptureError(
+                "the forward reads .grad of a parameter or an input, which changes with every step, and a schedule would not see it; "
+                "give it as an argument, or copy it into a buffer before the call"
+            )
         args, kwargs = self.replaced(given)
         if not self.looking and args and _outside(args[0]) and self._changes(func, kwargs):
             raise foreign_memory()

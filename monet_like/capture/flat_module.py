@@ -138,7 +138,7 @@ class FlatModule(nn.Module):
             if (before := self.before.get(name)) is not None:
                 own[before] = tensor
                 keep_attributes(tensor, before)
-        mode = HeldTensors(own, looking=self.tries > 0)
+        mode = HeldTensors(own, [*self.parameters(), *tensors], looking=self.tries > 0)
         self.state_objects = StateObjects(mode.replacement)
         try:
             with mode, mode.in_custom_functions(self.state_objects.replaced):

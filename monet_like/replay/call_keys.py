@@ -74,7 +74,7 @@ def hashable(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, slice):
         return leaf.start, leaf.stop, leaf.step
     if (form := form_of_plain(leaf)) is not None:
-        return form  # type: ignore[no-any-return]
+        return form
     try:
         hash(leaf)
     except TypeError:

@@ -87,6 +87,19 @@ def _dependencies(program: Program) -> dict[int, frozenset[int]]:
     return found
 
 
+def gradients_met_by_others(program: Program) -> frozenset[int]:
+    """Incoming gradients of results that other results are made from: gradients of those are added to them."""
+    made_from = _dependencies(program)
+    met: set[int] = set()
+    for first, *_ in program.slots:
+        if first.calls[-1].op in _SUMS:
+            for value in program.tangents:
+                others = (made_from.get(read, frozenset()) - {_EXISTS} for read in first.reads if read != value)
+                if value in first.reads and any(others):
+                    met.add(value)
+    return frozenset(met)
+
+
 @dataclass
 class _Pruner:
     """Follows, call by call, which tensors are gradients, and which of these are missing.

@@ -6,7 +6,6 @@ ready, so they reach ``.grad`` (and a distributed wrapper's buckets) while the r
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from ..ir.simulate import Free, simulate
 from ..runtime.batch_norm import backward_of
 from ..runtime.codegen import Block, compile_block, compile_chain, liveness
 from .arena import StepMemory
+from .backward_checks import check_backward, inner_results, watch
 from .changed_inputs import check_changeable
 from .functional import without_cudnn
 from .fusion import Fused, fuse
@@ -69,6 +69,7 @@ class Step:
         forward: from the residents to (outputs, what ``saved`` lists).
         backward: from what ``saved`` and then ``tangents`` list to the gradients of one segment after the other.
         saved: values that the backward reads.
+        inner_results: positions of outputs from which others are made.
         tangents: (position among the outputs, value) of the incoming gradients that it reads.
         fused: code that Inductor compiled.
         reads: Python values that the model read when it was captured; None: not recorded.
@@ -91,7 +92,7 @@ class Step:
         fuse_within_bytes: int | None = None,
         watch: Callable[[], None] | None = None,
     ) -> None:
-        self.captured = captured
+        self.captured, self.inner_results = captured, inner_results(captured)
         program = captured.program
         self.residents = (
             *(v for _, v in captured.parameters),
@@ -306,19 +307,8 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise UsageError(
-                "a schedule's backward was called with create_graph=True, and second derivatives are not supported; compute "
-                "them on the model that the schedule wraps"
-            )
         call: _Call = ctx.call
-        if torch.is_autocast_enabled(call.step.captured.device.type):
-            warnings.warn(
-                "backward() was called inside a region of autocast, where plain PyTorch casts in the backward, too; a "
-                "schedule's backward does not, so gradients differ by 16-bit rounding; call backward() outside, as PyTorch "
-                "advises",
-                stacklevel=2,
-            )
+        check_backward(call.step.captured)
         reads = call.step.reads
         if reads is not None and (change := reads.late_change()):
             raise UsageError(
@@ -391,6 +381,7 @@ def run_step(
         leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]
         token = _SegmentNode.apply(call, segment, token, *leaves)
     outputs = _Head.apply(call, token, [*parameters, *buffers, *inputs])
+    watch(step.inner_results, outputs)
     leaves_out = list(captured.output_leaves)
     for positions, output in zip(captured.output_positions, outputs, strict=False):
         for position in positions:

@@ -36,6 +36,7 @@ from .compatibility import check_program, check_shapes, mismatch, replayed_in_wo
 from .inductor import check_inductor
 from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
 from .training_step import Step, run_step
+from .transforms import check_transforms
 from .twins import warn_of_twins
 
 _log = logging.getLogger("monet_like")
@@ -137,6 +138,7 @@ class ScheduleWrapper(StandIn):
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if inputs and not any(tensor.numel() for tensor in inputs):  # an empty batch has nothing to save
             return self._model(*args, **kwargs)
+        check_transforms(self._model, inputs)
         key = self._key(leaves, spec)
         with self._attention():
             step = self._steps_with(key) or self._step(key, args, kwargs)

@@ -11,11 +11,12 @@ import torch
 from any_schedule import AnySchedule, assert_as_plain, step
 from nets import Net, linear, rows
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from monet_like.errors import CaptureError
+from monet_like.errors import CaptureError, UsageError
 
 # The modules of a model --------------------------------------------------------------------------------------------
 
@@ -145,6 +146,22 @@ def test_attributes_of_an_input_that_the_forward_reads_are_refused() -> None:
         called(x)
 
 
+def test_what_a_forward_reads_of_parameters() -> None:
+    """An attribute of a parameter is followed, its gradient is refused."""
+
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        weight: Any = next(model.parameters())
+        for scale in (2.0, 3.0, 2.0):
+            weight.scale = scale
+            note(step(called, rows()))
+
+    assert_as_plain(lambda: Net(lambda net, layer, x: layer(x) * layer.weight.scale, linear()), script, captures=2)
+    for layer in (linear(), nn.Linear(8, 8).requires_grad_(False)):
+        called = AnySchedule(Net(lambda net, layer, x: layer(x) if layer.weight.grad is None else x, layer))
+        with pytest.raises(CaptureError, match=r"the forward reads \.grad of a parameter or an input"):
+            called(rows().requires_grad_())
+
+
 # Surroundings --------------------------------------------------------------------------------------------------------
 
 
@@ -223,3 +240,26 @@ def test_cached_parametrizations_are_refused(first: bool) -> None:
         called(rows())
     step(called, rows())
     assert called.captures == 1
+
+
+def with_tangent(model: nn.Module, x: torch.Tensor) -> None:
+    with forward_ad.dual_level():
+        model(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda model, x: torch.func.jvp(model, (x,), (x,)), "under a transform of torch.func"),
+        (lambda model, x: torch.func.vmap(model)(x[None]), "under a transform of torch.func"),
+        (lambda model, x: torch.func.grad(lambda x: model(x).sum())(x), "under a transform of torch.func"),
+        (with_tangent, "with tangents of forward-mode derivatives"),
+    ],
+)
+def test_more_than_a_backward_is_refused(call: Callable[..., Any], said: str) -> None:
+    called = AnySchedule(linear())
+    plain = step(called, rows())
+    with forward_ad.dual_level():
+        assert torch.equal(called(rows()), plain)  # no tangents
+    with pytest.raises(UsageError, match=f"Linear was called {said}.* call the model that the schedule wraps"):
+        call(called, rows())

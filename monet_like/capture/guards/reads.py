@@ -23,6 +23,7 @@ from .settings import SETTINGS, settings_now
 from .traversal import Place, Same, Walk, form_of_plain
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
+_PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _ABSENT = object()
 
 
@@ -72,6 +73,10 @@ class Roots:
             walk.add(Attributes(module, module.__dict__, only=self.attributes.get(name, frozenset())), path)
             for holder in class_holders(type(module), self.names):
                 walk.add(holder, path)
+            for kind in MEMBERS[:2]:  # attributes of tensors, such as ``self.weight.scale``
+                for member, tensor in module.__dict__[kind].items():
+                    if type(tensor) in _PLAIN_TENSORS and not self.names.isdisjoint(vars(tensor)):
+                        walk.add(Attributes(tensor, vars(tensor)), f"{path}.{member}")
             for attribute in self.absent.get(name, ()):
                 members = (module.__dict__, *(module.__dict__[kind] for kind in MEMBERS))
                 walk.forms[f"{path}.{attribute}"] = any(attribute in found for found in members)

@@ -1,0 +1,95 @@
+"""Checks at the start of a schedule's backward: what plain PyTorch's graph would do and a schedule's graph cannot.
+
+Results are often made from other results: features, and a loss of them. In plain PyTorch the gradient of the features contains
+what the loss sends back, and a hook on them may change it. In a schedule's graph the results stand side by side.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..capture.captured import Captured
+from ..capture.guards.objects import is_library
+from ..errors import UsageError
+from .missing_gradients import gradients_met_by_others
+
+
+def inner_results(captured: Captured) -> tuple[int, ...]:
+    """Positions of the results from which others are made, with a gradient on the way."""
+    met = gradients_met_by_others(captured.plain)
+    return tuple(position for position, tangent in enumerate(captured.tangents) if tangent in met)
+
+
+def watch(positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
+    """Have a backward refuse to give a part of a gradient for the whole: where something asks for that of one of these results."""
+    for position in positions:
+        result = results[position]
+        if result.grad_fn is not None:
+            first = _Watch(position, result)
+            hooks: OrderedDict[int, Any] = OrderedDict({-1: first})
+            first.hooks = weakref.ref(hooks)
+            result._backward_hooks = hooks
+            result.grad_fn._register_hook_dict(result)
+
+
+class _Watch:
+    """The first hook of a result that others are made from. It runs before those of the caller.
+
+    Args:
+        position: among the results.
+    """
+
+    __torch_unserializable__ = True
+
+    def __init__(self, position: int, result: torch.Tensor) -> None:
+        self.position, self.result = position, weakref.ref(result)
+        self.next_node: Any = result.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self.hooks: weakref.ref[OrderedDict[int, Any]] | None = None
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        """Check what is asked for.
+
+        Raises:
+            UsageError: the gradient of the result.
+        """
+        result, hooks = self.result(), self.hooks() if self.hooks is not None else None
+        users = [hook for hook in (hooks or {}).values() if not is_library(getattr(hook, "__module__", None))]
+        asked = ""
+        if users:
+            asked = "has a hook"
+        elif result is not None and result.retains_grad:
+            asked = "has retain_grad()"
+        elif gradient is not None and not torch._C._will_engine_execute_node(self.next_node):
+            asked = "is in a loss whose gradient with respect to results torch.autograd.grad is asked for"
+        if asked:
+            raise UsageError(
+                f"result {self.position} of the model {asked}, and other results are made from it; a schedule knows only the part "
+                "of its gradient that comes from outside the model. Register a hook in the forward, or call the model that the "
+                "schedule wraps"
+            )
+
+
+def check_backward(captured: Captured) -> None:
+    """Check that a backward which begins is one that a schedule can do. Warns if it is called inside of autocast.
+
+    Raises:
+        UsageError: it is to have a graph of its own.
+    """
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "a schedule's backward was called with create_graph=True, and second derivatives are not supported; compute "
+            "them on the model that the schedule wraps"
+        )
+    if torch.is_autocast_enabled(captured.device.type):
+        warnings.warn(
+            "backward() was called inside a region of autocast, where plain PyTorch casts in the backward, too; a "
+            "schedule's backward does not, so gradients differ by 16-bit rounding; call backward() outside, as PyTorch "
+            "advises",
+            stacklevel=3,
+        )

@@ -1,0 +1,81 @@
+"""Results that other results are made from: a schedule knows only the part of their gradient that comes from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from any_schedule import AnySchedule, assert_as_plain
+from nets import Net, linear, rows
+from torch import nn
+
+from monet_like.errors import UsageError
+
+
+def features(net: Net, first: nn.Module, second: nn.Module, x: torch.Tensor) -> Any:
+    inner = first(x).tanh()
+    return {"features": inner, "result": second(inner)}
+
+
+def beside(net: Net, first: nn.Module, second: nn.Module, x: torch.Tensor) -> Any:
+    inner = first(x).tanh()
+    return {"features": inner * 2, "result": second(inner) + second(inner.detach())}
+
+
+def loss(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    return given["result"].square().sum() + given["features"].sum()
+
+
+def keep(given: dict[str, torch.Tensor]) -> None:
+    given["features"].retain_grad()
+    given["result"].square().sum().backward()
+
+
+def change(given: dict[str, torch.Tensor]) -> None:
+    given.pop("features").register_hook(lambda gradient: gradient * 3)
+    given["result"].square().sum().backward()
+
+
+def ask(given: dict[str, torch.Tensor]) -> None:
+    torch.autograd.grad(loss(given), given["features"])
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [(keep, r"has retain_grad\(\)"), (change, "has a hook"), (ask, "is in a loss")],
+)
+def test_the_whole_gradient_of_an_inner_result_is_refused(use: Callable[..., None], said: str) -> None:
+    called = AnySchedule(Net(features, linear(), linear()))
+    with pytest.raises(UsageError, match=f"result 0 of the model {said}.*, and other results are made from it"):
+        use(called(rows()))
+    loss(called(rows())).backward()
+    assert called.captures == 1
+
+
+def test_everything_else_is_as_in_plain_pytorch() -> None:
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        given = called(rows())
+        note(torch.autograd.grad(given["result"].square().sum(), given["result"], retain_graph=True))
+        note(torch.autograd.grad(loss(given), list(model.parameters())[:2]))
+        given = called(rows())
+        given["result"].retain_grad()
+        given["result"].register_hook(lambda gradient: gradient * 2)
+        given["features"] = after = given["features"] * 1
+        after.register_hook(lambda gradient: gradient * 3)
+        loss(given).backward()
+        note(given["result"].grad)
+
+    assert_as_plain(lambda: Net(features, linear(), linear()), script, captures=1)
+
+
+def test_results_that_stand_side_by_side_have_their_own_gradients() -> None:
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        given = called(rows())
+        given["features"].retain_grad()
+        given["features"].register_hook(lambda gradient: gradient * 3)
+        loss(given).backward()
+        note(given["features"].grad)
+
+    assert_as_plain(lambda: Net(beside, linear(), linear()), script, captures=1)
