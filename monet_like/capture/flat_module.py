@@ -18,7 +18,7 @@ from .annotations import InPlaceCalls, marked_modules, named_layers
 from .constants import ConstantsFound, HeldTensors, constant_name
 from .guards.reads import Reads
 from .guards.recorder import Recorder
-from .guards.side_effects import keeping_generators, keeping_tensors
+from .guards.side_effects import checkpoints_checked, keeping_generators, keeping_tensors
 from .results import without_dataclasses
 from .state_objects import StateObjects, keep_attributes
 from .traced_autocast import TracedAutocast
@@ -102,6 +102,7 @@ class FlatModule(nn.Module):
             stack.enter_context(self.autocast.in_forward([*self.model.parameters(), *self._leaf_inputs(tensors)]))
             stack.enter_context(keeping_generators(f"{type(self.model).__name__}.forward"))
             stack.enter_context(keeping_tensors(self.model))
+            stack.enter_context(checkpoints_checked(self.model))
             for context in (self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules()):
                 stack.enter_context(context)
             if self.recorder is not None:

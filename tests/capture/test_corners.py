@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from nets import Net, linear, rows
 from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import run, twin
 
 from monet_like import ScheduleWrapper, auto_schedule
@@ -322,6 +323,24 @@ def test_what_a_schedule_would_not_do_is_refused(function: Any, said: str) -> No
     assert torch.random.set_rng_state is torch.set_rng_state
     torch.set_rng_state(states[0])
     random.setstate(states[1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_that_checkpointing_would_change_again_are_refused(training: bool) -> None:
+    def forward(_: Net, layer: nn.Module, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: norm(layer(x)).tanh(), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    model, x = Net(forward, linear(), nn.BatchNorm1d(8).train(training)), rows()
+    run(plain := twin(model), (x,), {})
+    assert plain.layers[1].num_batches_tracked == 2 * training  # type: ignore[operator, union-attr]
+    if not training:
+        capture(model, (x,))
+        return
+    with pytest.raises(
+        CaptureError, match=r"under torch.utils.checkpoint changes layers\.1\.\w+; plain PyTorch changes it once more"
+    ):
+        capture(model, (x,))
+    assert model.layers[1].num_batches_tracked == 0  # type: ignore[union-attr]
 
 
 def test_attributes_that_a_forward_sets_stay_and_are_told() -> None:

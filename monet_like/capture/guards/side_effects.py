@@ -1,4 +1,5 @@
-"""Refuses models whose forward or backward reassigns parameters, or seeds or draws from a generator that is not PyTorch's."""
+"""Refuses models whose forward or backward reassigns parameters, or seeds or draws from a generator that is not PyTorch's, and
+those that change buffers where PyTorch's own checkpointing would change them again."""
 
 from __future__ import annotations
 
@@ -10,9 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
+
+#: The generator around a checkpointed function, by its name in PyTorch 2.14 and in earlier ones.
+_CHECKPOINTING = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 
 
 @contextlib.contextmanager
@@ -45,6 +51,41 @@ def keeping_tensors(model: nn.Module) -> Iterator[None]:
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {**module._parameters, **module._buffers}
+
+
+@contextlib.contextmanager
+def checkpoints_checked(model: nn.Module) -> Iterator[None]:
+    """Refuse ``torch.utils.checkpoint`` around what changes buffers: plain PyTorch does it again in the backward, a schedule not.
+
+    Raises:
+        CaptureError: a checkpointed function changes a buffer, such as the running statistics of a batch norm.
+    """
+    name = next(name for name in _CHECKPOINTING if hasattr(checkpoint, name))
+    own = getattr(checkpoint, name)
+
+    def checked(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        before = _changes_of_buffers(model)
+        yield from own(*args, **kwargs)
+        now = _changes_of_buffers(model)
+        changed = [buffer for buffer, count in now.items() if count != before.get(buffer)]
+        if changed:
+            raise CaptureError(
+                f"a function under torch.utils.checkpoint changes {changed[0]}; plain PyTorch changes it once more when the function "
+                f"runs again in the backward, and a schedule does not. Leave checkpointing out of {type(model).__name__}: what runs "
+                "again is what the schedule says"
+            )
+
+    setattr(checkpoint, name, checked)
+    try:
+        yield
+    finally:
+        setattr(checkpoint, name, own)
+
+
+def _changes_of_buffers(model: nn.Module) -> dict[str, int]:
+    """How often each buffer has been written in this trace."""
+    traced = [(name, buffer) for name, buffer in model.named_buffers() if isinstance(buffer, FunctionalTensor)]
+    return {name: torch._functionalize_mutation_counter(buffer.elem) for name, buffer in traced}
 
 
 @contextlib.contextmanager
