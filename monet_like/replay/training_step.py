@@ -69,6 +69,7 @@ class Step:
         forward: from the residents to (outputs, what ``saved`` lists).
         backward: from what ``saved`` and then ``tangents`` list to the gradients of one segment after the other.
         saved: values that the backward reads.
+        overwritten: positions among ``saved`` of those whose memory the backward writes into.
         inner_results: positions of outputs from which others are made.
         tangents: (position among the outputs, value) of the incoming gradients that it reads.
         fused: code that Inductor compiled.
@@ -106,6 +107,8 @@ class Step:
         outputs = _distinct(captured.outputs)
         self.saved = tuple(v for v in live[0] if v not in program.tangents)
         self.tangents = tuple((i, v) for i, v in enumerate(captured.tangents) if v is not None and v in live[0])
+        taken = {task.overwrites for tasks in runs for task in tasks}
+        self.overwritten = tuple(place for place, value in enumerate(self.saved) if value in taken)
         live[0] = (*self.saved, *(v for _, v in self.tangents))
         blocks = [Block(self.residents, forward, tuple((t.calls, t.ref) for t in outputs), self.saved)]
         for (_, _, gradients), tasks, takes, carries in zip(stretches, runs, live, live[1:], strict=False):
@@ -317,6 +320,9 @@ class _Head(torch.autograd.Function):
             )
         step = call.step.for_gradients(grads)
         given = [*ctx.saved_tensors]
+        if torch._C._autograd._get_current_graph_task_keep_graph():  # another backward will read them
+            for place in step.overwritten:
+                given[place] = step.captured.metas[step.saved[place]].empty().copy_(given[place])
         ctx.maybe_clear_saved_tensors()
         call.versions = {p: (given[p], given[p]._version) for segment in step.segments for p in segment.reads}
         missing = frozenset(value for position, value in step.tangents if grads[position] is None)

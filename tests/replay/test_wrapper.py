@@ -7,6 +7,7 @@ import functools
 import io
 import pickle
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torchvision
 import zoo
+from any_schedule import assert_as_plain
 from replays import record_for
 from torch import nn
 from training import run, tensors, twin
@@ -196,6 +198,20 @@ def test_a_second_backward_is_pytorchs_own_error_and_retain_graph_works() -> Non
     assert all(
         torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(gradients(plain), gradients(wrapped), strict=True)
     )
+
+
+def test_a_second_backward_reads_what_the_first_one_writes_over() -> None:
+    """Ways in place take the memory of saved values; with ``retain_graph`` they take that of copies."""
+
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        loss = called(x).square().sum()
+        for retain in (True, True, False):
+            loss.backward(retain_graph=retain)
+            note(x.grad)
+
+    layers = nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8)
+    assert_as_plain(lambda: nn.Sequential(*map(twin, layers)), script, captures=1, seed=1)
 
 
 @pytest.mark.slow
