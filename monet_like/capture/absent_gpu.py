@@ -5,7 +5,7 @@ chooses by device while it traces is chosen here as on a GPU:
 
 * what autocast casts, by the lists for ``AutocastCUDA`` in ``ATen/autocast_mode.h`` of PyTorch;
 * how the results of convolutions lie, by the kernels that PyTorch takes on CUDA (``Convolution.cpp``, ``ConvUtils.h``);
-* what batch norm copies first, where cuDNN computes it;
+* what batch norm copies first, where cuDNN computes it, and what group norm copies;
 * the operator for attention (`absent_gpu_attention`), and the one for RMS norm.
 
 Models whose program depends on answers of the GPU itself are refused.
@@ -41,6 +41,7 @@ def as_on(target: Absent | None) -> Iterator[None]:
             cuda_regions(),
             convolutions(target.device),
             _batch_norms(target.device),
+            _group_norms(),
             _shapes(),
             _fused_rms_norm(),
             _Refusals(),
@@ -127,6 +128,24 @@ def _batch_norms(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.batch_norm = own
+
+
+# Group norm ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _group_norms() -> Iterator[None]:
+    """Copy the input of a group norm to row-major layout if it has another; a CPU computes it channels-last, too."""
+    own = torch.group_norm
+
+    def group_norm(x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        return own(x.contiguous(), *others, **named)
+
+    torch.group_norm = group_norm  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.group_norm = own
 
 
 # Other operators ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ..ops.meta_functions import (
     batch_norm_result,
     convolved,
     elementwise_result,
+    group_norm_layout,
     rolled,
     unfolded,
 )
@@ -75,6 +76,8 @@ def eager_result(lowering: Values, node: fx.Node, args: Sequence[Any], kwargs: M
         return with_workspace(args, result)
     if op is _ATEN.native_batch_norm_backward.default:
         return _batch_norm_backward_result(lowering, node, args, result)
+    if op is _ATEN.native_group_norm_backward.default and result[0] is not None:
+        return torch.empty_like(args[1], memory_format=group_norm_layout(args[1])), *result[1:]
     if op in _NORMALISATIONS:
         result = _normalisation_result(op, args, result)
     # Buffers that an operator updates in place, as in eager mode, are its results.

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _meta_registrations
 from torch._prims_common import (
     compute_elementwise_output_strides,
     suggest_memory_format,
@@ -38,13 +38,30 @@ def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> T
     return log_probs.new_empty(log_probs.shape)
 
 
+def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, samples: int, *sizes: Any) -> tuple[Tensor, ...]:
+    """The result lies as the input does on a CPU, where PyTorch's fake has it in rows."""
+    _, _, groups, _ = sizes
+    statistics = (x.new_empty(samples, groups) for _ in range(2))
+    return (torch.empty_like(x, memory_format=group_norm_layout(x)), *statistics)
+
+
+def group_norm_layout(x: Tensor) -> torch.memory_format:
+    """That of group norm's result, and of the gradient of its input ``x``.
+
+    A trace for a GPU that is not here is of the CPU's tensors, and has a hint.
+    """
+    on_cpu = x.device.type == "cpu" and _meta_registrations.device_hint(x) == "cpu"
+    return suggest_memory_format(x) if on_cpu else torch.contiguous_format
+
+
 @cache
 def register() -> None:
-    """Register, once, result shapes of Gamma and Dirichlet samplers and of CTC loss with lists of lengths."""
+    """Register, once, results of Gamma and Dirichlet samplers, CTC loss with lists of lengths and group norm."""
     for name in ("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad"):
         torch.library.register_fake(f"aten::{name}", _row_major, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss", _ctc_loss, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss_backward", _ctc_loss_backward, allow_override=True)
+    torch.library.register_fake("aten::native_group_norm", _group_norm, allow_override=True)
 
 
 @contextlib.contextmanager

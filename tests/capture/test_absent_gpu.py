@@ -316,3 +316,15 @@ def test_an_operator_that_only_this_pytorch_casts_is_refused(monkeypatch: pytest
     assert str(caught.value) == (
         "what autocast does with aten.acos on a GPU is known only to this version of PyTorch; capture this model on the GPU"
     )
+
+
+@pytest.mark.skipif(not torch._C._has_cudnn, reason="channels-last convolutions need a PyTorch that is built for CUDA")
+def test_group_norm_is_in_rows_on_a_gpu() -> None:
+    """A CPU computes it channels-last, too; on a GPU its input is copied to rows, and so lies its result."""
+    layers = nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(2, 8)).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)
+    for captured, copies in ((absent(layers, x), 1), (capture(layers, (x,)), 0)):
+        calls = [call for task in captured.program.tasks for call in task.calls]
+        (norm,) = (call for call in calls if call.op == "aten.native_group_norm.default")
+        assert sum(call.op == "aten.clone.default" for call in calls) == copies
+        assert norm.outs[0] is not None and captured.metas[norm.outs[0].name].contiguous == bool(copies)

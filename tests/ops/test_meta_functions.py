@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from monet_like.capture.lowering import capture
-from monet_like.ops.meta_functions import bags, convolved, elementwise_result, unfolded
+from monet_like.ops.meta_functions import bags, convolved, elementwise_result, group_norm_layout, register, unfolded
+from monet_like.profile.work import flops
 
 aten = torch.ops.aten
 #: With extents of 1 in each place.
@@ -137,3 +138,21 @@ def test_a_program_counts_what_folding_keeps() -> None:
     captured = capture(Folded(), (columns,))
     (folded,) = (value for value in captured.program.values if value.name.startswith("col2im"))
     assert folded.bytes == columns.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 4, 4), (2, 8, 4, 4, 4), (2, 8, 16), (2, 8, 1, 1), (2, 8)])
+@pytest.mark.parametrize("layout", ["rows", "last"])
+def test_group_norm_is_laid_out_as_the_operator_does(shape: tuple[int, ...], layout: str) -> None:
+    register()
+    x, weight = torch.rand(shape), torch.rand(8)
+    if layout == "last" and len(shape) > 3:
+        x = x.to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
+    sizes = (2, 8, x[0, 0].numel(), 4)
+    real, mean, rstd = aten.native_group_norm(x, weight, weight, *sizes, 1e-5)
+    grad, *_ = aten.native_group_norm_backward(torch.rand_like(x), x, mean, rstd, weight, *sizes, [True] * 3)
+    with FakeTensorMode() as fake:
+        given = [fake.from_tensor(t) for t in (x, weight, weight)]
+        told, *statistics = aten.native_group_norm(*given, *sizes, 1e-5)
+        of_input = torch.empty_like(given[0], memory_format=group_norm_layout(given[0]))
+    assert (told.stride(), of_input.stride()) == (real.stride(), grad.stride())
+    assert [t.shape for t in statistics] == [mean.shape, rstd.shape]

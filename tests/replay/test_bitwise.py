@@ -318,6 +318,9 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.Sequential(nn.BatchNorm2d(8), nn.ReLU6(True)),
     "instance norm": lambda: nn.InstanceNorm2d(8, affine=True),
     "group norm": lambda: nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(True)),
+    "group norm, then noise": lambda: nn.Sequential(
+        nn.GroupNorm(2, 8), nn.SiLU(), nn.Dropout(0.4), nn.Conv2d(8, 8, 3, padding=1)
+    ),
     "activations": lambda: nn.Sequential(nn.GELU(), nn.Mish(), nn.Softplus()),
     "dropout": lambda: nn.Sequential(
         nn.Dropout(0.4), nn.Dropout2d(0.4), nn.AlphaDropout(0.4), nn.FeatureAlphaDropout(0.4)
