@@ -38,6 +38,28 @@ def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> T
     return log_probs.new_empty(log_probs.shape)
 
 
+def _grouped_mm(
+    one: Tensor,
+    other: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """PyTorch's fake refuses float32, and float16 without a GPU, which its kernels take."""
+    if one.dtype not in (torch.float32, torch.float16) or other.dtype != one.dtype or out_dtype not in (None, one.dtype):
+        own = torch.ops.aten._grouped_mm.default.py_kernels[torch._C.DispatchKey.Meta]
+        result: Tensor = own(one, other, offs, bias, out_dtype)
+        return result
+    shape = [one.shape[-2], other.shape[-1]]
+    if one.dim() == other.dim():  # a product for each group; else groups are ranges of rows or of columns
+        shape.insert(0, one.shape[0] if offs is None else offs.shape[0])
+    if torch.version.hip:
+        return one.new_empty(shape)
+    row = -(-shape[-1] * one.itemsize // 16) * 16 // one.itemsize  # rows begin at multiples of 16 bytes
+    strides = (shape[-2] * row, row, 1)[-len(shape) :]
+    return torch.empty_strided(shape, strides, dtype=one.dtype, device=one.device)
+
+
 def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, samples: int, *sizes: Any) -> tuple[Tensor, ...]:
     """The result lies as the input does on a CPU, where PyTorch's fake has it in rows."""
     _, _, groups, _ = sizes
@@ -56,11 +78,12 @@ def group_norm_layout(x: Tensor) -> torch.memory_format:
 
 @cache
 def register() -> None:
-    """Register, once, results of Gamma and Dirichlet samplers, CTC loss with lists of lengths and group norm."""
+    """Register, once, results of Gamma and Dirichlet samplers, CTC loss with lists of lengths, group norm, and products of groups."""
     for name in ("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad"):
         torch.library.register_fake(f"aten::{name}", _row_major, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss", _ctc_loss, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss_backward", _ctc_loss_backward, allow_override=True)
+    torch.library.register_fake("aten::_grouped_mm", _grouped_mm, allow_override=True)
     torch.library.register_fake("aten::native_group_norm", _group_norm, allow_override=True)
 
 

@@ -130,7 +130,7 @@ _POOLINGS = {
     "monet_like.max_pool2d_with_offsets.default": ("our max pooling", 1),
     "monet_like.max_pool2d_offsets_backward.default": ("our max pooling's backward", 3),
 }
-_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"))
 _CONVERSION, _MEAN = "aten._to_copy.default", "aten.mean.dim"
 #: Elements of a row of which the mean is taken as fast as memory allows; measured were 49 and 2,048.
 _LONG_ROW = 256

@@ -152,6 +152,8 @@ def _opaque(captured: Captured, task: Task) -> Operation:
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
     """By operator, from the shapes of arguments; with some that PyTorch's counter does not know."""
     found: dict[Any, Callable[..., int]] = {}
+    if hasattr(torch.ops.aten, "_grouped_mm"):
+        found[torch.ops.aten._grouped_mm] = _grouped_flops
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         found[torch.ops.mkldnn._linear_pointwise] = lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)
     if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
@@ -160,6 +162,13 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
     if hasattr(torch.ops.monet_like, "mm_largest"):  # as if it were dense, which it is on a GPU
         found[torch.ops.monet_like.mm_largest] = lambda grad, _, __, columns, *___, **____: 2 * prod(grad) * columns
     return dict(FlopCounterMode(display=False, custom_mapping=found).flop_registry)
+
+
+def _grouped_flops(one: Any, other: Any, offs: Any = None, *_: Any, **__: Any) -> int:
+    """Of products of groups, which are ranges of rows of one matrix: each row or column belongs to one group."""
+    del offs
+    rows = one[-2] * (one[0] if len(one) == len(other) == 3 else 1)
+    return 2 * int(rows) * int(one[-1]) * int(other[-1])
 
 
 def _im2col_flops(captured: Captured, call: Call) -> int:

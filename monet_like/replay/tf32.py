@@ -24,7 +24,7 @@ EPS = 2.0**-10
 CAPABILITY = (8, 0)
 
 _BACKENDS: Any = torch.backends
-_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._addmm_activation")
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._addmm_activation", "aten._grouped_mm")
 _RECURRENT = ("aten._cudnn_rnn", "aten._thnn", "aten.mkldnn_rnn_layer", "aten.lstm", "aten.gru", "aten.rnn_")
 
 

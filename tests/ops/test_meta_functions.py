@@ -156,3 +156,49 @@ def test_group_norm_is_laid_out_as_the_operator_does(shape: tuple[int, ...], lay
         of_input = torch.empty_like(given[0], memory_format=group_norm_layout(given[0]))
     assert (told.stride(), of_input.stride()) == (real.stride(), grad.stride())
     assert [t.shape for t in statistics] == [mean.shape, rstd.shape]
+
+
+#: For each kind: shapes of the matrices before they are turned, which ones are turned, and where groups end.
+GROUPS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[bool, bool], list[int] | None]] = {
+    "rows": ((10, 16), (3, 32, 16), (False, True), [2, 2, 10]),  # of the first, each with a matrix of its own
+    "columns": ((10, 16), (10, 32), (True, False), [2, 2, 10]),  # the gradient of these matrices
+    "batch": ((3, 16, 16), (3, 32, 16), (False, True), None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("columns", [24, 23])
+def test_products_of_groups_are_laid_out_as_the_operator_does(dtype: torch.dtype, kind: str, columns: int) -> None:
+    """PyTorch's own fake refuses float32 and, without a GPU, float16; the operator takes both."""
+    register()
+    *shapes, turned, bounds = GROUPS[kind]
+    matrices = [torch.rand(shape, dtype=dtype) for shape in shapes]
+    one, other = (matrix.mT if turns else matrix for matrix, turns in zip(matrices, turned, strict=True))
+    args = [one, other[..., :columns]]  # rows must begin at multiples of 16 bytes
+    args += [] if bounds is None else [torch.tensor(bounds, dtype=torch.int32)]
+    real = aten._grouped_mm(*args)
+    with FakeTensorMode() as fake:
+        told = aten._grouped_mm(*(fake.from_tensor(arg) for arg in args))
+    assert (told.shape, told.stride(), told.dtype) == (real.shape, real.stride(), real.dtype)
+    assert told.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+
+
+class Experts(torch.nn.Module):
+    """Every token goes through one of three matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(3, 16, 24))
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        expert, order = torch.sort(expert)
+        bounds = torch.searchsorted(expert, torch.arange(1, 4)).to(torch.int32)
+        return torch.nn.functional.grouped_mm(torch.tanh(x)[order], self.weight, offs=bounds)
+
+
+def test_products_of_groups_are_counted() -> None:
+    """Each token meets one matrix: forward, and the gradients of tokens and of matrices."""
+    captured = capture(Experts(), (torch.rand(10, 16, requires_grad=True), torch.randint(0, 3, (10,))))
+    counted = [count for task in captured.every_task() if (count := flops(captured, task))]
+    assert counted == [2 * 10 * 16 * 24] * 3
