@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
+from ..replay.stand_in import caching_config
 from ..replay.wrapper import ScheduleWrapper
 from .block_menus import BlockSettings
 from .block_plan import BlockPlan, plan_blocks
@@ -41,10 +42,10 @@ def schedule_blocks(
     """
     found = find_blocks(model, blocks)
     _check_unsharded(found)
-    if hasattr(model, "save_pretrained") and getattr(getattr(model, "config", None), "use_cache", False) is True:
+    if config := caching_config(model):
         raise UsageError(
             f"{type(model).__name__} gives its layers a cache of keys and values also in training, which is another object in every "
-            "step; set model.config.use_cache = False (generate takes use_cache=True)"
+            f"step; set model.{config}.use_cache = False (generate takes use_cache=True)"
         )
     if (args is not None or kwargs is not None) and not model.training:
         raise UsageError("the model is in eval mode; call model.train() before auto_schedule")

@@ -42,6 +42,12 @@ _ADVICE = {
     "recurrent layer the padded sequences, and mask its results",
 }
 
+#: For a model of which a part cannot be captured.
+_OTHER_PARTS = (
+    "; if other parts of the model do not, give these schedules of their own (monet_like.auto_schedule(model, blocks=...)), and the "
+    "rest runs as it is"
+)
+
 _TRITON = (
     "it launches a Triton kernel itself, as Liger's layers do, and a launch cannot be traced by shapes; take PyTorch's layers instead "
     "(for decoders there are variants in one pass and in tiles of our own), or put the launch into torch.library.custom_op with a "
@@ -213,14 +219,19 @@ def _eager_operators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unvalidated() -> Iterator[None]:
-    """Switch off the validation of distributions' parameters, which looks at their values."""
+    """Switch off what only raises an error for some values: the validation of distributions' parameters, PyTorch's checks."""
     distribution = torch.distributions.Distribution
     before = distribution._validate_args
+    checks = {name: getattr(torch, name) for name in ("_check_tensor_all", "_check_tensor_all_with")}
     distribution.set_default_validate_args(False)
+    for name in checks:
+        setattr(torch, name, lambda *_, **__: None)
     try:
         yield
     finally:
         distribution.set_default_validate_args(before)
+        for name, own in checks.items():
+            setattr(torch, name, own)
 
 
 def _data_dependent(error: BaseException) -> bool:
@@ -241,6 +252,7 @@ def _reason(error: BaseException) -> str:
         return f"{advice}{where}"
     if _data_dependent(error) or "aten._local_scalar_dense" in str(error) or "aten.nonzero" in str(error):
         message = f"its computation depends on the values of a tensor, not only on shapes: {message}"
+        where += _OTHER_PARTS
     elif "modified by an inplace operation" in str(error):
         told = re.search(r"\[torch\.\w+ \[[^]]*\]\](, which is output \d+ of \w+)?", message)
         message = (

@@ -7,6 +7,7 @@ wrapper of such a model says that it is one. Methods such as ``save_pretrained``
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -89,8 +90,28 @@ def _place_of_use_cache(model: nn.Module) -> int:
     if not hasattr(model, "save_pretrained"):
         return -1
     base: Any = getattr(model, "get_base_model", lambda: model)()  # of an adapter
-    names = list(inspect.signature(base.forward).parameters)
-    return names.index("use_cache") if "use_cache" in names else -1
+    parameters = inspect.signature(base.forward).parameters
+    if "use_cache" in parameters:
+        return list(parameters).index("use_cache")
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return sys.maxsize if takes_any and caching_config(base) else -1
+
+
+def caching_config(model: nn.Module) -> str:
+    """The path of the config by which a Hugging Face model gives its decoder a cache; "" if it gives none.
+
+    That of a model with a decoder among other parts, such as one of images and text, has a config of its own for it.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(model, "save_pretrained") or config is None:
+        return ""
+    if getattr(config, "use_cache", False) is True:
+        return "config"
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    if text is config or getattr(text, "use_cache", False) is not True:
+        return ""
+    name = next((name for name, part in vars(config).items() if part is text), "get_text_config(decoder=True)")
+    return f"config.{name}"
 
 
 def warn_of_checkpointing(model: nn.Module) -> None:

@@ -280,6 +280,10 @@ def test_wrong_calls_are_refused() -> None:
     caching.config, caching.save_pretrained = SimpleNamespace(use_cache=True), None
     with pytest.raises(UsageError, match=r"set model.config.use_cache = False"):
         monet_like.auto_schedule(caching, blocks="layers.*")
+    text = SimpleNamespace(use_cache=True)
+    caching.config = SimpleNamespace(text_config=text, get_text_config=lambda decoder: text)
+    with pytest.raises(UsageError, match=r"set model.config.text_config.use_cache = False"):
+        monet_like.auto_schedule(caching, blocks="layers.*")
     stepping = Decoder()
     stepping.head.weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(UsageError, match=r"head.weight has a hook that runs when its gradient is there"):

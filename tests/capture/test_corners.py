@@ -309,7 +309,7 @@ def assigns_data(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (seeds, "seeds PyTorch's random generator"),
         (forks, "sets the state of PyTorch's random generator"),
         (lambda net, layer, x: layer(x) * random.random(), "draws Python's random numbers"),
-        (lambda net, layer, x: layer(x) * float(np.random.rand()), "draws NumPy's random numbers"),
+        (lambda net, layer, x: layer(x) * float(np.random.rand()), r"draws NumPy's random numbers, .*auto_schedule\(model, blocks"),
         (assigns, r"assigns ema, .*self.ema.copy_\(...\)"),
         (assigns_data, r"assigns a tensor's .data, .*copy_"),
     ],
@@ -341,6 +341,21 @@ def test_buffers_that_checkpointing_would_change_again_are_refused(training: boo
     ):
         capture(model, (x,))
     assert model.layers[1].num_batches_tracked == 0  # type: ignore[union-attr]
+
+
+def test_checks_of_values_are_left_out() -> None:
+    """As Transformers makes them of images' places: they change nothing but raise, and a trace has no values."""
+
+    def checked(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        torch._check_tensor_all(x.abs() < 9, lambda: "too large")
+        torch._check_tensor_all_with(TypeError, x.abs() < 9)
+        return layer(x)
+
+    model = Net(checked, linear())
+    model(rows())
+    capture(model, (rows(),))
+    with pytest.raises(RuntimeError, match="too large"):  # as before
+        model(10 * rows())
 
 
 def test_attributes_that_a_forward_sets_stay_and_are_told() -> None:

@@ -109,7 +109,8 @@ def keeping_generators(who: str) -> Iterator[None]:
 def _refused(who: str, what: str) -> CaptureError:
     return CaptureError(
         f"{who} {what}, and a schedule would not; draw random numbers with PyTorch's functions and "
-        "as its generator stands, or outside the model, and pass them as arguments"
+        "as its generator stands, or outside the model, and pass them as arguments; or give the parts of the model that draw none "
+        "schedules of their own (monet_like.auto_schedule(model, blocks=...))"
     )
 
 
