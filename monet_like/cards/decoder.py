@@ -137,6 +137,12 @@ def _of_transformers(kind: str, path: Path) -> nn.Module:
     make = getattr(transformers, kind, None)
     if not (isinstance(make, type) and issubclass(make, nn.Module) and hasattr(make, "config_class")):
         raise UsageError(f"Transformers has no model {kind!r}; give such as transformers:LlamaForCausalLM(config.json)")
+    if not getattr(make, "_supports_sdpa", False):
+        raise UsageError(
+            f"transformers:{kind} computes attention by code of its own (caps or sinks of its scores, or none at all), and fits knows "
+            "PyTorch's scaled_dot_product_attention alone; give a module on the meta device with a method parts() that returns "
+            "monet_like.models.Parts"
+        )
     path = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(path.read_text())

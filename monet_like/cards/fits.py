@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..ir.units import parse_budget
+from ..models import attention_window
 from ..profile.devices import DEVICES, DeviceLimits
 from .answer import Answer
 from .decoder import read_question
@@ -63,6 +64,12 @@ def fits(
             raise UsageError(f"{name} {count} must be at least 1 and at most {MOST}")
     free = parse_budget(reserve, "reserve").of(0) if reserve not in (0, "0") else 0
     asked = read_question(model, **options)
+    window = attention_window(asked.model)
+    if 0 < window < length:
+        raise UsageError(
+            f"{asked.name} has layers that look {window} tokens back, by a mask where a sample is longer, and fits knows attention "
+            f"without a mask alone; ask for a length of at most {window}"
+        )
     answer = Answer(asked, batch, length, free, progress or (lambda _: None))
     for card in limits:
         answer.add(card)

@@ -4,7 +4,7 @@ from .adapters import QUANTISATIONS, add_adapters, check_quantisation
 from .decoders import SHAPES, Decoder, Shape, decoder
 from .loader import DEFAULT_INPUT_SHAPE, ModelSpec, build_model, is_registered, told
 from .nas import amoebanet, darts, nasnet
-from .parts import Parts, parts_of
+from .parts import Parts, attention_window, parts_of
 from .unet import UNet
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "UNet",
     "add_adapters",
     "amoebanet",
+    "attention_window",
     "build_model",
     "check_quantisation",
     "darts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,20 @@ def parts_of(model: nn.Module) -> Parts:
             "named shape, a causal language model of Transformers with these names, or a model with a method parts() that "
             "returns monet_like.models.Parts"
         )
+    if "layer_type" in inspect.signature(inner.rotary_emb.forward).parameters:  # type: ignore[union-attr]
+        raise UsageError(
+            f"{type(model).__name__} has rotary positions for each kind of layer, as Gemma 3 has, and only blocks that read the same "
+            "positions are known; give a model with a method parts() that returns monet_like.models.Parts"
+        )
     return Parts(_Start(model), tuple(_Block(layer) for layer in inner.layers), _End(model))  # type: ignore[union-attr]
+
+
+def attention_window(model: nn.Module) -> int:
+    """How many tokens back the layers of a model of Transformers look, at least one of them; 0: all look at all."""
+    config = getattr(model, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = kinds is None or "sliding_attention" in kinds
+    return int(getattr(config, "sliding_window", None) or 0) if slides else 0
 
 
 class _Start(nn.Module):

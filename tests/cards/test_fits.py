@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from monet_like import fits
+from monet_like.capture.captured import allocated_bytes
 from monet_like.capture.lowering import capture
 from monet_like.cards.decoder import Question, read_question
 from monet_like.cards.largest import largest_where
@@ -306,6 +307,42 @@ def test_a_model_of_transformers_has_the_parts(tmp_path: Path) -> None:
     mine = captured_parts(Small())
     assert pieces.kind_of == mine.kind_of == (0, 0)
     assert [piece.gradient_bytes for piece in pieces.every] == [piece.gradient_bytes for piece in mine.every]
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "options", "said"),
+    [
+        ("Gemma2ForCausalLM", "Gemma2Config", {}, r"computes attention by code of its own \(caps or sinks of its scores"),
+        ("Gemma3ForCausalLM", "Gemma3TextConfig", {}, "has rotary positions for each kind of layer"),
+        ("MistralForCausalLM", "MistralConfig", {"sliding_window": 64}, "look 64 tokens back.*a length of at most 64"),
+    ],
+)
+def test_a_decoder_of_transformers_that_is_counted_wrongly_is_refused(
+    model: str, config: str, options: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+    getattr(transformers, config)(num_hidden_layers=2, vocab_size=512, **sizes, **options).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        fits(f"transformers:{model}({tmp_path})", length=65)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Qwen3", "Phi3", "Olmo2", "Mixtral", "SmolLM3"])
+def test_decoders_of_transformers_have_the_parts(kind: str, tmp_path: Path) -> None:
+    """The parts, one after the other, have the parameters of the whole model."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=2, vocab_size=512, pad_token_id=0, **sizes)
+    config.save_pretrained(tmp_path)
+    asked = read_question(f"transformers:{kind}ForCausalLM({tmp_path})", optimizer="none")
+    pieces = Capturing(asked).at(2, 128, CARD.capability)
+    assert pieces.kind_of == (0, 0)
+    head = asked.model.lm_head.weight
+    tied = [head] if head is asked.model.model.embed_tokens.weight else []  # has a gradient at either end
+    counted = [pieces.start, *pieces.kinds, *pieces.kinds, pieces.end]
+    expected = [allocated_bytes(p.numel() * p.element_size(), CUDA) for p in (*asked.model.parameters(), *tied)]
+    assert sum(piece.gradient_bytes for piece in counted if piece) == sum(expected)
 
 
 def test_attention_that_a_card_does_not_take_is_refused() -> None:
