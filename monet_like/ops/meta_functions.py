@@ -46,7 +46,11 @@ def _grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """PyTorch's fake refuses float32, and float16 without a GPU, which its kernels take."""
-    if one.dtype not in (torch.float32, torch.float16) or other.dtype != one.dtype or out_dtype not in (None, one.dtype):
+    if (
+        one.dtype not in (torch.float32, torch.float16)
+        or other.dtype != one.dtype
+        or out_dtype not in (None, one.dtype)
+    ):
         own = torch.ops.aten._grouped_mm.default.py_kernels[torch._C.DispatchKey.Meta]
         result: Tensor = own(one, other, offs, bias, out_dtype)
         return result

@@ -309,7 +309,10 @@ def assigns_data(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (seeds, "seeds PyTorch's random generator"),
         (forks, "sets the state of PyTorch's random generator"),
         (lambda net, layer, x: layer(x) * random.random(), "draws Python's random numbers"),
-        (lambda net, layer, x: layer(x) * float(np.random.rand()), r"draws NumPy's random numbers, .*auto_schedule\(model, blocks"),
+        (
+            lambda net, layer, x: layer(x) * float(np.random.rand()),
+            r"draws NumPy's random numbers, .*auto_schedule\(model, blocks",
+        ),
         (assigns, r"assigns ema, .*self.ema.copy_\(...\)"),
         (assigns_data, r"assigns a tensor's .data, .*copy_"),
     ],

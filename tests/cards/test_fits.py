@@ -312,7 +312,12 @@ def test_a_model_of_transformers_has_the_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "config", "options", "said"),
     [
-        ("Gemma2ForCausalLM", "Gemma2Config", {}, r"computes attention by code of its own \(caps or sinks of its scores"),
+        (
+            "Gemma2ForCausalLM",
+            "Gemma2Config",
+            {},
+            r"computes attention by code of its own \(caps or sinks of its scores",
+        ),
         ("Gemma3ForCausalLM", "Gemma3TextConfig", {}, "has rotary positions for each kind of layer"),
         ("MistralForCausalLM", "MistralConfig", {"sliding_window": 64}, "look 64 tokens back.*a length of at most 64"),
     ],
