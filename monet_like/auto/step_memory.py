@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
@@ -248,7 +250,7 @@ def _undone(model: nn.Module, example: Example, device: torch.device) -> Iterato
         if grad is not None and grad.layout is not torch.strided:
             tensor.grad = None  # sparse ones are not added to in place
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _same_numbers():
             yield
     finally:
         with torch.no_grad():
@@ -258,3 +260,14 @@ def _undone(model: nn.Module, example: Example, device: torch.device) -> Iterato
                     _local(grad).copy_(before)
             for there, name, buffer, earlier in buffers:
                 there[name] = buffer.copy_(earlier)
+
+
+@contextlib.contextmanager
+def _same_numbers() -> Iterator[None]:
+    """Put Python's and NumPy's random generators back, which the rest of a model may draw from."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from block_models import (
@@ -288,6 +290,22 @@ def test_wrong_calls_are_refused() -> None:
     stepping.head.weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(UsageError, match=r"head.weight has a hook that runs when its gradient is there"):
         planned(stepping, tokens(), "90%")
+
+
+def test_numbers_that_the_rest_draws_are_those_without_planning() -> None:
+    """Python's and NumPy's, as masks of Whisper's input are: planning runs the model's rest several times."""
+
+    def seed() -> None:
+        random.seed(5)
+        np.random.seed(5)
+
+    plain = Decoder(blocks=1, between=lambda x: x * random.random() * float(np.random.rand()))
+    x = tokens()
+    seed()
+    expected = train(plain, x)
+    mine = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="90%", blocks="layers.*", **QUICK)
+    seed()
+    assert torch.equal(train(mine, x), expected)  # plans first
 
 
 def test_calls_of_different_shapes_are_refused() -> None:
