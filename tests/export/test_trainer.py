@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from later import Later
 from torch import nn
 
 import monet_like
 from monet_like.export.selective import SelectivePolicy
+
+transformers = Later("transformers")
 
 DATA_SEED, BATCH = 1, 8
 
@@ -34,14 +36,14 @@ def policy_of(model: nn.Module) -> SelectivePolicy:
     return monet_like.checkpoint_policy(plan, regions="model.layers.*")
 
 
-class Gradients(transformers.TrainerCallback):
-    """Keeps the gradients of every step."""
+def keeping_gradients(steps: list[list[torch.Tensor]]) -> Any:
+    """A callback that appends the gradients of every step."""
 
-    def __init__(self) -> None:
-        self.steps: list[list[torch.Tensor]] = []
+    class Gradients(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
+            steps.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
 
-    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        self.steps.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    return Gradients()
 
 
 def trained(model: nn.Module, folder: Path, **more: Any) -> list[list[torch.Tensor]]:
@@ -50,9 +52,10 @@ def trained(model: nn.Module, folder: Path, **more: Any) -> list[list[torch.Tens
         str(folder), max_steps=2, per_device_train_batch_size=BATCH, report_to="none", use_cpu=True, save_steps=1,
         disable_tqdm=True, **more,
     )  # fmt: skip
-    kept = Gradients()
-    transformers.Trainer(model, arguments, train_dataset=sentences(), callbacks=[kept]).train()  # type: ignore[arg-type]
-    return kept.steps
+    steps: list[list[torch.Tensor]] = []
+    callbacks = [keeping_gradients(steps)]
+    transformers.Trainer(model, arguments, train_dataset=sentences(), callbacks=callbacks).train()
+    return steps
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import networkx as nx
+import pytest
 
 from scripts import house
 
@@ -22,8 +23,15 @@ LAYERS = (
 OUTSIDE = {"ir", "build", "errors", "files", "interrupts"}
 
 
-ARROWS = house.arrows()
-MODULES = {name for name in ARROWS if house.box(name) in ("plan", "solvers")}
+@pytest.fixture(scope="module")
+def arrows() -> nx.DiGraph:
+    return house.arrows()
+
+
+@pytest.fixture
+def modules(arrows: nx.DiGraph) -> set[str]:
+    """The planner's."""
+    return {name for name in arrows if house.box(name) in ("plan", "solvers")}
 
 
 def layer(name: str) -> int:
@@ -34,16 +42,16 @@ def layer(name: str) -> int:
     return max(fitting)[1]
 
 
-def test_planner_modules_import_only_what_stands_before_them() -> None:
-    assert len(MODULES) > 30
-    for name, other in ARROWS.out_edges(MODULES):
-        if other in MODULES:
+def test_planner_modules_import_only_what_stands_before_them(arrows: nx.DiGraph, modules: set[str]) -> None:
+    assert len(modules) > 30
+    for name, other in arrows.out_edges(modules):
+        if other in modules:
             assert layer(other) <= layer(name), f"{name} imports {other}"
         else:
             assert house.box(other) in OUTSIDE, f"{name} imports {other}"
     for name, path in house.modules().items():
-        assert name not in MODULES or house.libraries(path).isdisjoint({"torch", "monet_like"}), name
+        assert name not in modules or house.libraries(path).isdisjoint({"torch", "monet_like"}), name
 
 
-def test_planner_modules_import_each_other_in_no_circle() -> None:
-    assert nx.is_directed_acyclic_graph(ARROWS.subgraph(MODULES))
+def test_planner_modules_import_each_other_in_no_circle(arrows: nx.DiGraph, modules: set[str]) -> None:
+    assert nx.is_directed_acyclic_graph(arrows.subgraph(modules))

@@ -29,11 +29,9 @@ def captured(layer: nn.Module, *, dtype: torch.dtype = torch.float32, channels_l
     layer = layer.to(dtype)
     if channels_last:
         layer = layer.to(memory_format=torch.channels_last)
-    with fake_mode():
-        shape = (BATCH, CHANNELS, SIDE, SIDE) if not isinstance(layer, nn.Linear) else (BATCH * SIDE, CHANNELS)
-        x = torch.empty(shape, dtype=dtype, requires_grad=True)
-        if channels_last:
-            x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last, requires_grad=True)
+    shape = (BATCH, CHANNELS, SIDE, SIDE) if not isinstance(layer, nn.Linear) else (BATCH * SIDE, CHANNELS)
+    laid_out = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.empty(shape, dtype=dtype, memory_format=laid_out, device="meta", requires_grad=True)
     return admitted(capture(layer, (x,), target=CUDA), "normal")
 
 
@@ -61,11 +59,11 @@ def rate(program: Captured, task: Task) -> float:
 @pytest.mark.parametrize(
     ("layer", "dtype", "expected"),
     [
-        (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False), torch.float32, 156e12),
-        (nn.ConvTranspose2d(CHANNELS, CHANNELS, 3, padding=1, bias=False), torch.float32, 156e12),
-        (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False), torch.bfloat16, 312e12),
-        (nn.Linear(CHANNELS, 64 * CHANNELS, bias=False), torch.float32, 19.5e12),
-        (nn.Linear(CHANNELS, 64 * CHANNELS, bias=False), torch.float16, 312e12),
+        (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False, device="meta"), torch.float32, 156e12),
+        (nn.ConvTranspose2d(CHANNELS, CHANNELS, 3, padding=1, bias=False, device="meta"), torch.float32, 156e12),
+        (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False, device="meta"), torch.bfloat16, 312e12),
+        (nn.Linear(CHANNELS, 64 * CHANNELS, bias=False, device="meta"), torch.float32, 19.5e12),
+        (nn.Linear(CHANNELS, 64 * CHANNELS, bias=False, device="meta"), torch.float16, 312e12),
     ],
 )
 def test_convolutions_of_float32_have_tf32s_rate_and_products_have_not(
@@ -82,7 +80,7 @@ def test_convolutions_of_float32_have_tf32s_rate_and_products_have_not(
 )
 def test_narrow_groups_fill_a_part_of_tensor_cores(groups: int, expected: float) -> None:
     """With filters so large that arithmetic is what takes time."""
-    layer = nn.Conv2d(CHANNELS, CHANNELS, 25, padding=12, groups=groups, bias=False)
+    layer = nn.Conv2d(CHANNELS, CHANNELS, 25, padding=12, groups=groups, bias=False, device="meta")
     program = captured(layer)
     assert [rate(program, task) for task in heavy(program)] == pytest.approx([expected] * len(heavy(program)))
 
@@ -110,7 +108,7 @@ DATA = 4 * BATCH * CHANNELS * SIDE * SIDE
 )  # fmt: skip
 def test_workspaces_of_convolutions(options: dict[str, Any], forward: int, for_input: int, for_weight: int) -> None:
     channels_last = options.pop("channels_last", False)
-    layer = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False, **options)
+    layer = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False, device="meta", **options)
     program = captured(layer, channels_last=channels_last)
     costs, on_a_cpu = roofline(program, A100), roofline(program, CPU)
     found = {"aten": {}, "other": {}}
@@ -132,7 +130,9 @@ def test_no_workspace_is_taken_to_be_larger_than_the_limit() -> None:
 
 
 def test_16_bit_weights_gradients_are_summed_in_32() -> None:
-    program = captured(nn.Conv2d(CHANNELS, CHANNELS, 3, bias=False), dtype=torch.bfloat16, channels_last=True)
+    program = captured(
+        nn.Conv2d(CHANNELS, CHANNELS, 3, bias=False, device="meta"), dtype=torch.bfloat16, channels_last=True
+    )
     of_weight = [t for t in heavy(program) if t.calls[-1].args[-1] == [False, True, False]]
     assert {roofline(program, A100)[t.cost].workspace_bytes for t in of_weight} == {4 * CHANNELS**2 * 9}
 
