@@ -191,9 +191,8 @@ class _FusedRmsNorm(torch.autograd.Function):
 @contextlib.contextmanager
 def _fused_rms_norm() -> Iterator[None]:
     """Trace RMS norm as the single operator that a GPU has for it; on a CPU PyTorch writes it out in several."""
-    name = "aten::_fused_rms_norm"
-    known = name in torch._C._dispatch_get_all_op_names()
-    if not known or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+    known = hasattr(torch.ops.aten, "_fused_rms_norm")
+    if not known or torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CPU"):
         yield
         return
 

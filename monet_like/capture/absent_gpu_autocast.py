@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -51,10 +52,11 @@ POLICIES: Mapping[str, str] = {name: policy for policy, names in _NAMES.items() 
 _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
 
-def registered(key: str) -> set[str]:
-    """Names of ATen's operators that autocast acts on, by dispatch key."""
+@functools.cache
+def registered(key: str) -> Set[str]:
+    """Names of ATen's operators that PyTorch's autocast acts on, by dispatch key. To look takes as long as a layer's trace."""
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    return {n.removeprefix("aten::") for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key)}
+    return frozenset(n.removeprefix("aten::") for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key))
 
 
 @contextlib.contextmanager

@@ -134,7 +134,13 @@ def _generators() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "seeds PyTorch's random generator", _torch_state
     yield "draws Python's random numbers", random.getstate
     if "numpy" in sys.modules:
-        yield "draws NumPy's random numbers", lambda: repr(sys.modules["numpy"].random.get_state())
+        yield "draws NumPy's random numbers", _numpy_state
+
+
+def _numpy_state() -> object:
+    state: Any = sys.modules["numpy"].random.get_state()
+    # The words of the Mersenne twister as bytes: as text they would take milliseconds. Other generators' states are dicts.
+    return (state[0], state[1].tobytes(), *state[2:]) if isinstance(state, tuple) else repr(state)
 
 
 def _torch_state() -> bytes:
