@@ -22,7 +22,7 @@ from ..capture.guards.reads import Change
 from ..capture.precision import autocast_name
 from ..compiler.pipeline import compile_schedule
 from ..compiler.progress import Progress, announce
-from ..compiler.request import Request, captured_for
+from ..compiler.request import Request, captured_for, in_autograd_order
 from ..compiler.sources import Cached, keep
 from ..errors import ScheduleFileError, SolverError, UsageError, warn_caller
 from ..files import cache_folder
@@ -280,6 +280,8 @@ def _captured_as(record: ScheduleRecord, request: Request, captured: Captured) -
     """The captured step with those gradients delayed that a schedule delays."""
     if record.made_last == captured.made_last:
         return captured
+    if not record.made_last:
+        return in_autograd_order(request, captured)
     return captured_for(replace(request, made_last=record.made_last), request.example)
 
 

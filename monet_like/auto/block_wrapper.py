@@ -14,7 +14,7 @@ from torch import nn
 from ..capture.captured import Captured
 from ..capture.example_inputs import Example, device_of, input_specs, specs_in_words
 from ..capture.precision import autocast_name, weights_layout
-from ..compiler.request import Request, captured_for
+from ..compiler.request import Request, captured_for, in_autograd_order
 from ..errors import ScheduleFileError, UsageError
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..replay.rehearsal import Rehearsal
@@ -147,7 +147,7 @@ class BlockSchedule(ScheduleWrapper):
                     f"{self._block_name} changes its inputs in place, which a block of a schedule cannot; clone them first, or "
                     "leave the block out"
                 )
-            in_order = self._captured(replace(request, made_last=()), key) if captured.made_last else None
+            in_order = self._captured(replace(request, made_last=()), key, captured) if captured.made_last else None
             request = replace(request, example=((), {}), made_last=captured.made_last)
             self._block_call = BlockCall(key, captured, in_order, request, inputs, weights_layout(self._model))
         elif self._block_call.key != key:
@@ -158,13 +158,20 @@ class BlockSchedule(ScheduleWrapper):
             )
         return self._block_call
 
-    def _captured(self, request: Request, key: Any) -> Captured:
-        """The block's program, or that of an equal block."""
+    def _captured(self, request: Request, key: Any, delayed: Captured | None = None) -> Captured:
+        """The block's program, or that of an equal block.
+
+        Args:
+            delayed: the same with gradients delayed, if that is at hand and ``request`` is for autograd's order.
+        """
         described = (*key[1:], self._block_mode, request.made_last)
         captured = self._block_shared.find(self._model, described)
         if captured is None:
-            captured = captured_for(request, request.example)
-            gc.collect()  # the tracer's cycles hold the inputs, which would be counted as memory of the rest
+            if delayed is not None:
+                captured = in_autograd_order(request, delayed)
+            else:
+                captured = captured_for(request, request.example)
+                gc.collect()  # the tracer's cycles hold the inputs, which would be counted as memory of the rest
             self._block_shared.keep(self._model, described, captured)
         return captured
 

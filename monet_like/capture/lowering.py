@@ -142,7 +142,8 @@ def _without_dropit(captured: Captured, model: nn.Module) -> Captured:
         return captured
     registered = (p for p in captured.parameters if p[0] not in captured.constants.tensors)
     values = frozenset(v for name, v in registered if id(model.get_parameter(name)) in exact)
-    return replace(captured, no_dropit=values)
+    in_order = None if captured.in_order is None else replace(captured.in_order, no_dropit=values)
+    return replace(captured, no_dropit=values, in_order=in_order)
 
 
 #: Of a ``CopySlices`` whose call's gradient computes nothing: a new tensor, a copy into it, a clone of the view, a copy back.
@@ -334,21 +335,16 @@ class Lowering(Values):
         outputs += (written[position] for position in sorted(written))
         parameter_gradients, input_gradients = collect_gradients(self, gradients)
         forbid_rereading_changed(self)
-        program = plain = self._program(outputs, parameter_gradients, input_gradients)
+        plain = self._program(outputs, parameter_gradients, input_gradients)
         movable = {} if self.optimizer_in_backward else movable_slots(self, parameter_gradients)
         if self.made_last is None:
-            late = find_delayed_gradients(program, movable)
+            late = find_delayed_gradients(plain, movable)
         else:
             late = tuple(slot for slot, name in movable.items() if name in self.made_last)
-        if late:
-            self.slots = move_to_end(self.slots, late)
-            parameter_gradients = in_slot_order(self, parameter_gradients)
-            input_gradients = in_slot_order(self, input_gradients)
-            program = self._program(outputs, parameter_gradients, input_gradients)
         as_called = with_held(with_in_place_calls(self, plain) or plain, self.held)
         assert self.flat.out_spec is not None
-        return Captured(
-            program=program,
+        in_order = Captured(
+            program=plain,
             metas=tuple(self.metas),
             parameters=tuple(self.parameters),
             buffers=tuple(self.buffers),
@@ -363,14 +359,27 @@ class Lowering(Values):
             device=self.metas[self.parameters[0][1]].device if self.parameters else torch.device("cpu"),
             marks=self.marks,
             layers=self.layers,
-            as_called=None if as_called == program else as_called,
+            as_called=None if as_called == plain else as_called,
             autograd_nodes={name: n for name, n in self.autograd_nodes.items() if self._is_autograds_own(n)},
-            made_last=tuple(movable[slot] for slot in late),
             optimizer_in_backward=self.optimizer_in_backward,
             reads=self.flat.reads,
             constants=Constants.of(self.constants, self.flat.model, self.flat.leaves, self.flat.aliases),
             written=tuple(sorted(self.written, key=self.written.__getitem__)),
             changed=frozenset(self.changed),
+        )
+        if not late:
+            return in_order
+        self.slots = move_to_end(self.slots, late)
+        parameter_gradients = in_slot_order(self, parameter_gradients)
+        input_gradients = in_slot_order(self, input_gradients)
+        return replace(
+            in_order,
+            program=self._program(outputs, parameter_gradients, input_gradients),
+            parameter_gradients=tuple(parameter_gradients),
+            input_gradients=tuple(input_gradients),
+            as_called=as_called,
+            made_last=tuple(movable[slot] for slot in late),
+            in_order=in_order,
         )
 
     def _program(

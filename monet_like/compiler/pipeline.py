@@ -32,7 +32,7 @@ from .floor import check_floor, delays_cost
 from .labels import attention_of, summary_counts
 from .prepared import Prepared, prepared
 from .quick import Steps, most_workspaces, quick_costs, settled
-from .request import Request, captured_for
+from .request import Request, captured_for, in_autograd_order
 
 
 @dataclass(frozen=True, repr=False)
@@ -270,7 +270,7 @@ def prepare(
     started = time.perf_counter()
     found, guessed = _priced(request, captured, device, profile, save_profile, progress, quick=quick)
     if delays_cost(request, captured, found.costs):
-        captured = captured_for(replace(request, made_last=()), request.example)
+        captured = in_autograd_order(request, captured)
         known = profile if isinstance(profile, DeviceLimits) else found
         found, guessed = _priced(request, captured, device, known, save_profile, progress, quick=quick)
     ready = prepared(request, captured, found, found.costs, seconds)

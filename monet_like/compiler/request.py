@@ -120,6 +120,13 @@ def captured_for(request: Request, example: Example) -> Captured:
         return admitted(captured, request.mode, ablation=request.ablation)
 
 
+def in_autograd_order(request: Request, captured: Captured) -> Captured:
+    """A captured request with no gradient delayed, as ``made_last=()`` would give it. Nothing is traced again."""
+    if captured.in_order is None:
+        return captured
+    return admitted(captured.in_order, request.mode, ablation=request.ablation)
+
+
 def optimizer_bytes(model: nn.Module, optimizer: str, *, in_backward: bool = False) -> int:
     """Bytes of the optimizer's state for the model's trainable parameters.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import warnings
 from dataclasses import replace
@@ -19,7 +20,7 @@ from monet_like.capture.delayed_gradients import _least_bytes, find_delayed_grad
 from monet_like.capture.lowering import capture
 from monet_like.compiler.costs import to_profile
 from monet_like.compiler.pipeline import compile_schedule
-from monet_like.compiler.request import Request, captured_for
+from monet_like.compiler.request import Request, captured_for, in_autograd_order
 from monet_like.compiler.sources import Cached
 from monet_like.errors import InfeasibleError, ScheduleFileError
 from monet_like.ir.program import FREE, Cost
@@ -74,6 +75,30 @@ def test_a_large_weights_gradient_is_made_last_and_plain_pytorch_keeps_its_order
     named = capture(Net(), (x,), made_last=["large.weight", "no.such.weight"])
     assert named.made_last == chosen.made_last
     assert named.program == chosen.program
+
+
+@pytest.mark.parametrize("is_opted_out", [False, True])
+def test_one_trace_gives_the_step_in_autograds_order_too(is_opted_out: bool) -> None:
+    """Field by field what a capture without delays gives; numbers of autograd's nodes go up from trace to trace."""
+    model = Net()
+    model.large.no_dropit = is_opted_out
+    model.features[1].inplace = True  # plain PyTorch's calls are not those of the program
+    wanted, found = (capture(model, (images(),), made_last=late) for late in ((), None))
+    assert wanted.in_order is None and found.in_order is not None and found.in_order.program != found.program
+    for field in dataclasses.fields(Captured):
+        one, other = (getattr(captured, field.name) for captured in (wanted, found.in_order))
+        if field.name == "autograd_nodes":
+            one, other = one.keys(), other.keys()
+        elif field.name == "reads":
+            one, other = one.change(), other.change()
+        elif field.name == "constants":
+            one, other = one.tensors, other.tensors
+        assert one == other, field.name
+    assert bool(found.in_order.no_dropit) == is_opted_out
+    request = Request(model, ((images(),), {}), MODE)
+    expected = captured_for(replace(request, made_last=()), request.example)
+    assert in_autograd_order(request, captured_for(request, request.example)).program == expected.program
+    assert in_autograd_order(request, expected) is expected
 
 
 @pytest.mark.slow
