@@ -80,16 +80,34 @@ def build_single(source: Path) -> Path:
 def _compile(folder: Path, sources: Sources) -> None:
     (folder / "sources.json").write_text(json.dumps(dataclasses.asdict(sources), default=str, indent=1) + "\n")
     library = folder / kernels_build.library_path().name
-    write_if_changed(folder / "build.ninja", _rules(folder, sources, library))
+    emulator = _emulator()
+    write_if_changed(folder / "build.ninja", _rules(folder, sources, library, emulator))
+    _run_ninja(folder)
+    library.with_suffix(".json").write_text(json.dumps({"torch": torch.__version__, "cuda": "False"}) + "\n")
+
+
+def _emulator() -> Path:
+    """The object of the emulator itself, which all libraries take."""
+    folder = FOLDER / "emulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        text = io.StringIO()
+        writer = _writer(text)
+        writer.build("emulator.o", "host", str(HERE / "emulator.cpp"))
+        write_if_changed(folder / "build.ninja", text.getvalue())
+        _run_ninja(folder)
+    return folder / "emulator.o"
+
+
+def _run_ninja(folder: Path) -> None:
     command = [kernels_build.find_ninja(), "-C", str(folder), "-j", str(JOBS)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"compiling the emulated kernels failed:\n{done.stdout[-5000:]}{done.stderr[-1000:]}")
-    library.with_suffix(".json").write_text(json.dumps({"torch": torch.__version__, "cuda": "False"}) + "\n")
 
 
-def _rules(folder: Path, sources: Sources, library: Path) -> str:
-    """The build as ninja reads it."""
+def _writer(text: io.StringIO) -> Any:
+    """A writer of a build that ninja reads, with rules for objects: ``kernels``, and ``host`` for code that is not checked."""
     from ninja import ninja_syntax
 
     root = Path(torch.__file__).resolve().parent
@@ -115,7 +133,6 @@ def _rules(folder: Path, sources: Sources, library: Path) -> str:
         "--param=tsan-instrument-func-entry-exit=0",
     ]
     ours = [f"-I{HERE / 'include'}", f"-I{HERE}"]
-    text = io.StringIO()
     make: Any = ninja_syntax.Writer  # its type hints do not fit what it does
     writer = make(text)
     for rule, words in (
@@ -123,17 +140,25 @@ def _rules(folder: Path, sources: Sources, library: Path) -> str:
         ("host", [*common[:1], *ours, *common[1:], "-O2"]),
     ):
         writer.rule(rule, _shell(words) + " -MMD -MF $out.d -c $in -o $out", "$out", "$out.d", deps="gcc")
+    return writer
+
+
+def _rules(folder: Path, sources: Sources, library: Path, emulator: Path) -> str:
+    """The build of a library as ninja reads it."""
+    text = io.StringIO()
+    writer = _writer(text)
+    root = Path(torch.__file__).resolve().parent
     libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl", "-Wl,-z,defs"]
     link = _shell([kernels_build.find_cxx(), "-shared"])
     writer.rule("link", f"{link} $in -o $out.partial {_shell(libraries)} && mv -f $out.partial $out", "$out")
-    objects: list[str] = []
+    objects = [str(emulator)]
     # The longest first. Of inline functions that several objects have, the linker takes the first object's: it must be
     # the emulator's, whose accesses are not checked.
     alone = [path for path in sources.files if path.name in ALONE]
     joined = folder / "src" / "joined.cpp"
     write_if_changed(joined, "".join(f'#include "{path}"\n' for path in sources.files if path not in alone))
-    for path in [HERE / "emulator.cpp", *alone, joined]:
-        objects += writer.build(f"{path.stem}.o", "host" if path.name == "emulator.cpp" else "kernels", str(path))
+    for path in [*alone, joined]:
+        objects += writer.build(f"{path.stem}.o", "kernels", str(path))
     writer.build(str(library), "link", objects)
     return text.getvalue()
 
