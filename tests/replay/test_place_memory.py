@@ -15,6 +15,7 @@ from torch import nn
 
 import monet_like
 from monet_like.build import library_path
+from monet_like.capture.captured import Captured
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
 from monet_like.errors import UsageError
@@ -47,18 +48,22 @@ def images(batch: int = 8, seed: int = 0) -> torch.Tensor:
 
 
 @functools.cache
-def planned(p: float) -> tuple[Net, ScheduleRecord]:
-    """A model and a schedule that recomputes."""
+def planned(p: float) -> tuple[Net, ScheduleRecord, Captured]:
+    """A model, a schedule that recomputes, and what the model was captured as."""
     torch.manual_seed(0)
     model = Net(p)
     request = Request(model, ((images(),), {}), "inplace_multiway_newnode", strategy="heuristic")
-    return model, compile_schedule(request, lambda plain: int(0.85 * plain), CPU, profile=DEVICES["cpu"]).record
+    found = compile_schedule(request, lambda plain: int(0.85 * plain), CPU, profile=DEVICES["cpu"])
+    return model, found.record, found.captured
 
 
 def pair(p: float = 0.2) -> tuple[ScheduleWrapper, ScheduleWrapper]:
     """The same model twice, with a schedule that recomputes; the second one's memory is placed."""
-    model, record = planned(p)
-    usual, placed = (ScheduleWrapper(copy.deepcopy(model), record) for _ in range(2))
+    model, record, captured = planned(p)
+    example = (images(),), {}
+    usual, placed = (
+        ScheduleWrapper(copy.deepcopy(model), record, example=example, captured=captured) for _ in range(2)
+    )
     monet_like.place_memory(placed)
     return usual, placed
 

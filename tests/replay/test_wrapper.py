@@ -21,6 +21,7 @@ from replays import record_for
 from torch import nn
 from training import run, tensors, twin
 
+from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
 from monet_like.errors import ScheduleFileError, UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
@@ -37,13 +38,25 @@ def made(name: str = "shallow_resnet", *, drop: float = 0.5) -> tuple[nn.Module,
     return example[0], recorded(name, drop), example
 
 
+#: What a record that `recorded` has made was captured as, by the record's identity, and for which arguments.
+CAPTURED: dict[int, tuple[Captured, tuple[Any, Any]]] = {}
+
+
 @functools.cache
 def recorded(name: str, drop: float) -> ScheduleRecord:
     example = zoo.MODELS[name]()
     model, args, kwargs = example
     captured = admitted(capture(model, args, kwargs), "normal")
     schedule = random_schedule(captured.program, 1, drop=drop, others=0.0) if drop else store_all(captured.program)
-    return record_for(captured, schedule, "normal", example)
+    record = record_for(captured, schedule, "normal", example)
+    CAPTURED[id(record)] = captured, (args, kwargs)
+    return record
+
+
+def scheduled(model: nn.Module, record: ScheduleRecord) -> ScheduleWrapper:
+    """A wrapper of a model of `made`, which is captured once for all tests; a wrapper from a file captures its model anew."""
+    captured, example = CAPTURED[id(record)]
+    return ScheduleWrapper(model, record, example=example, captured=captured)
 
 
 def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +85,7 @@ def test_it_has_the_models_own_names_and_tensors() -> None:
 
 def test_state_dict_round_trip_and_assignment_are_followed() -> None:
     model, record, (_, (x,), _) = made()
-    wrapped = ScheduleWrapper(model, record)
+    wrapped = scheduled(model, record)
     fresh = zoo.shallow_resnet()
     wrapped.load_state_dict(fresh.state_dict())
     model.fc.weight = nn.Parameter(fresh.fc.weight.detach() * 2)  # another Parameter object
@@ -84,7 +97,7 @@ def test_state_dict_round_trip_and_assignment_are_followed() -> None:
 
 def test_to_another_dtype_is_not_silently_wrong() -> None:
     model, record, (_, (x,), _) = made()
-    wrapped = ScheduleWrapper(model, record).double()
+    wrapped = scheduled(model, record).double()
     assert next(model.parameters()).dtype == torch.float64
     with pytest.raises(ScheduleFileError, match="was solved for float32"):
         wrapped(x.double())
@@ -93,7 +106,7 @@ def test_to_another_dtype_is_not_silently_wrong() -> None:
 @pytest.mark.slow
 def test_two_forwards_before_the_backwards() -> None:
     model, record, (_, (x,), _) = made()
-    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    wrapped, plain = scheduled(twin(model), record), twin(model)
     for candidate in (plain, wrapped):
         first, second = candidate(x).square().mean(), candidate(2 * x + 1).square().mean()
         second.backward()
@@ -126,7 +139,7 @@ def test_forwards_in_threads_do_not_mix() -> None:
 
 def test_eval_and_no_grad_run_the_plain_model() -> None:
     model, record, (_, (x,), _) = made()
-    wrapped, plain = ScheduleWrapper(model, record), twin(model)
+    wrapped, plain = scheduled(model, record), twin(model)
     with torch.no_grad():
         assert torch.equal(wrapped(x), plain(x))
     assert wrapped.eval() is wrapped
@@ -144,7 +157,7 @@ def test_eval_and_no_grad_run_the_plain_model() -> None:
 @pytest.mark.parametrize("batch", [3, 2])
 def test_a_smaller_last_batch_is_replayed_exactly(batch: int) -> None:
     model, record, (_, (x,), _) = made()
-    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    wrapped, plain = scheduled(twin(model), record), twin(model)
     step(plain, x[:batch])
     step(wrapped, x[:batch])
     assert same(gradients(plain), gradients(wrapped))
@@ -171,7 +184,7 @@ def test_a_larger_batch_another_size_or_another_model_is_refused() -> None:
 @pytest.mark.slow
 def test_freezing_a_parameter_between_steps_is_an_error_that_says_so() -> None:
     model, record, (_, (x,), _) = made()
-    wrapped = ScheduleWrapper(model, record)
+    wrapped = scheduled(model, record)
     step(wrapped, x)
     model.layer1.requires_grad_(False)
     with pytest.raises(ScheduleFileError, match="frozen parameters"):
@@ -181,7 +194,7 @@ def test_freezing_a_parameter_between_steps_is_an_error_that_says_so() -> None:
 @pytest.mark.slow
 def test_a_second_backward_is_pytorchs_own_error_and_retain_graph_works() -> None:
     model, record, (_, (x,), _) = made()
-    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    wrapped, plain = scheduled(twin(model), record), twin(model)
     loss = wrapped(x).square().mean()
     loss.backward()
     with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
@@ -217,7 +230,7 @@ def test_a_second_backward_reads_what_the_first_one_writes_over() -> None:
 @pytest.mark.slow
 def test_outputs_may_be_changed_in_place() -> None:
     model, record, (_, (x,), _) = made()
-    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    wrapped, plain = scheduled(twin(model), record), twin(model)
     for candidate in (plain, wrapped):
         result = candidate(x)
         result.mul_(2).add_(1)
@@ -228,7 +241,7 @@ def test_outputs_may_be_changed_in_place() -> None:
 @pytest.mark.slow
 def test_changing_a_weight_before_the_backward_is_pytorchs_own_error() -> None:
     model, record, (_, (x,), _) = made()
-    loss = ScheduleWrapper(model, record)(x).square().mean()
+    loss = scheduled(model, record)(x).square().mean()
     with torch.no_grad():
         model.layer2[0].conv1.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -238,7 +251,7 @@ def test_changing_a_weight_before_the_backward_is_pytorchs_own_error() -> None:
 @pytest.mark.slow
 def test_deepcopy_and_pickle() -> None:
     model, record, (_, (x,), _) = made()
-    wrapped = ScheduleWrapper(model, record)
+    wrapped = scheduled(model, record)
     step(wrapped, x)
     wrapped.zero_grad()
     expected = gradients_after(twin(model), x)
@@ -256,7 +269,7 @@ def gradients_after(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.slow
 def test_checkpoint_saved_and_resumed_to_equal_losses() -> None:
     model, record, (_, (x,), _) = made()
-    wrapped = ScheduleWrapper(model, record)
+    wrapped = scheduled(model, record)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
 
     def train(steps: int) -> list[float]:
@@ -281,7 +294,7 @@ def test_checkpoint_saved_and_resumed_to_equal_losses() -> None:
 @pytest.mark.slow
 def test_outputs_that_take_no_part_in_the_loss_leave_no_gradients() -> None:
     model, record, (_, (x,), _) = made("googlenet")
-    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    wrapped, plain = scheduled(twin(model), record), twin(model)
     for candidate in (plain, wrapped):
         torch.manual_seed(4)
         candidate(x).logits.square().mean().backward()  # the auxiliary heads are not used
@@ -326,7 +339,7 @@ def test_freezing_the_models_own_parameters_is_noticed() -> None:
 def test_gradients_arrive_while_the_backward_runs() -> None:
     """Hooks fire in spread-out order, and accumulating into existing gradients needs no second full set."""
     model, record, (_, (x,), _) = made(drop=0.0)
-    wrapped = ScheduleWrapper(model, record)
+    wrapped = scheduled(model, record)
     last = next(iter(wrapped._steps.values()))[0].segments
     assert len(last) > 10
     order: list[str] = []
@@ -354,7 +367,7 @@ def test_accumulating_needs_no_second_set_of_gradients() -> None:
     device = torch.device("cpu")
     full = sum(p.numel() * 4 for p in model.parameters())
     rises = []
-    for candidate in (twin(model), ScheduleWrapper(twin(model), record)):
+    for candidate in (twin(model), scheduled(twin(model), record)):
         step(candidate, x)  # now every .grad exists
         rises.append(allocated_peak(lambda c=candidate: step(c, x), device))
     assert rises[1] - rises[0] < 0.25 * full
@@ -367,7 +380,7 @@ def test_the_gradient_of_the_input_alone_as_in_adversarial_training() -> None:
     x.requires_grad_()
     captured = admitted(capture(model, (x,)), "normal")
     record = record_for(captured, random_schedule(captured.program, 1, drop=0.5, others=0.0), "normal", example)
-    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
+    wrapped, plain = scheduled(twin(model), record), twin(model)
     moved = []
     for candidate in (plain, wrapped):
         (sign,) = torch.autograd.grad(candidate(x).square().mean(), [x])
@@ -391,7 +404,7 @@ def test_the_gradient_of_the_input_alone_as_in_adversarial_training() -> None:
 def test_optimizers_and_averaged_weights_end_where_plain_ones_do(make: Any) -> None:
     model, record, (_, (x,), _) = made()
     ends = []
-    for candidate in (twin(model), ScheduleWrapper(twin(model), record)):
+    for candidate in (twin(model), scheduled(twin(model), record)):
         optimizer = make(candidate.parameters())
         average = torch.optim.swa_utils.AveragedModel(
             candidate, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
@@ -409,7 +422,7 @@ def test_optimizers_and_averaged_weights_end_where_plain_ones_do(make: Any) -> N
 @pytest.mark.slow
 def test_hooks_see_parameters_and_the_whole_model_but_no_submodules() -> None:
     model, record, (_, (x,), _) = made()
-    wrapped = ScheduleWrapper(model, record)
+    wrapped = scheduled(model, record)
     seen: list[str] = []
     wrapped.register_forward_hook(lambda *_: seen.append("whole"))
     wrapped.fc.register_forward_hook(lambda *_: seen.append("submodule"))
