@@ -11,6 +11,7 @@ from torch import nn
 
 from monet_like.auto import block_menus
 from monet_like.compiler import quick
+from monet_like.profile import cache_state
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify import resident_bytes
 
@@ -119,3 +120,4 @@ def plan_briefly(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     replace(block_menus, "QUICK_SECONDS", 0.3)
     for name in ("ALLOWANCE_SECONDS", "LEAST_SECONDS", "RUN_SECONDS"):
         replace(quick, name, 0.1)
+    replace(cache_state, "_FORGOTTEN", 2**21)
