@@ -145,7 +145,7 @@ def test_auto_schedule_replays_a_batch_at_which_it_would_choose_otherwise(
     model, x, small = Net(), images(512), images(8)
     choices = [captured_for(Request(model, ((i,), {}), MODE), ((i,), {})).made_last for i in (x, small)]
     assert choices[0] != choices[1]
-    wrapped = auto_schedule(model, x, memory_budget="90 %", time_limit_seconds=20)
+    wrapped = auto_schedule(model, x, memory_budget="90 %", effort="quick")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrapped(small).sum().backward()

@@ -49,7 +49,7 @@ def pictures() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """The first stages of MobileNetV2: 16-bit depthwise convolutions take long on a CPU."""
     stages = [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 2, 1]]
     model = torchvision.models.MobileNetV2(num_classes=10, inverted_residual_setting=stages)
-    return model.train(), (torch.randn(4, 3, 32, 32),)
+    return model.train(), (torch.randn(4, 3, 16, 16),)
 
 
 def record_of(model: nn.Module, args: tuple[torch.Tensor, ...], autocast: str = "") -> ScheduleRecord:
@@ -112,7 +112,7 @@ def test_what_a_schedule_was_not_solved_for_is_refused() -> None:
         ),
     ):
         wrapped(x)
-    with pytest.raises(ScheduleFileError, match=r"called with float32\[4, 3, 32, 32\] channels_last"):
+    with pytest.raises(ScheduleFileError, match=r"called with float32\[4, 3, 16, 16\] channels_last"):
         wrapped(x.to(memory_format=torch.channels_last))
     model.to(memory_format=torch.channels_last)
     with pytest.raises(ScheduleFileError, match="weights in the default layout, the model's are in channels_last"):
@@ -179,7 +179,7 @@ def test_plans_are_kept_apart_by_autocast_and_layout(tmp_path: Path, monkeypatch
 def test_the_command_line_plans_and_checks_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["torchvision.models.resnet18()", "2", "0.5", EXACT, "HIGHS"]
-    options = ["--input-shape", "3,64,64", "--autocast", "bfloat16", "--channels-last"]
+    options = ["--input-shape", "3,32,32", "--autocast", "bfloat16", "--channels-last"]
     result = CliRunner().invoke(main, ["solve", *words, *options, "--strategy", "heuristic"])
     assert result.exit_code == 0, result.output
     (path,) = tmp_path.glob("*.pkl")

@@ -529,7 +529,8 @@ def test_random_generators_of_the_model_are_refused(source: Callable[[int], Any]
 def resnet() -> tuple[nn.Module, Any]:
     import torchvision
 
-    return torchvision.models.resnet18(num_classes=4), torch.randn(2, 3, 32, 32)
+    block = torchvision.models.resnet.BasicBlock
+    return torchvision.models.ResNet(block, [1, 1, 1, 1], num_classes=4), torch.randn(2, 3, 32, 32)
 
 
 def rotary() -> tuple[nn.Module, Any]:

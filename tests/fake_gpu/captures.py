@@ -98,12 +98,14 @@ _FLOAT, _BF16, _FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def _resnet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """One block at each width."""
-    return image(torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10))
+    """One block as wide as its input, and one with a stride and a shortcut of its own."""
+    model = torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
+    model.layer3, model.layer4, model.fc = nn.Identity(), nn.Identity(), nn.Linear(128, 10)
+    return image(model)
 
 
 def _vit() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return image(torchvision.models.VisionTransformer(64, 16, 3, 4, 64, 128, num_classes=10, dropout=0.1))
+    return image(torchvision.models.VisionTransformer(64, 16, 1, 4, 64, 128, num_classes=10, dropout=0.1))
 
 
 def _decoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
