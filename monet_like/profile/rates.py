@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
 
 from .devices import DEVICES, DeviceLimits, known_limits
 from .measure import seconds_of
+from .settings import settings_digest
 
 #: Rows and columns of the product, and elements of the copy (float32).
 _ROWS, _ELEMENTS = 768, 2**23
@@ -23,8 +25,14 @@ def limits_like(device: torch.device) -> DeviceLimits:
 def measured_limits(device: torch.device) -> DeviceLimits:
     """`limits_like`, with the arithmetic and the memory traffic that are measured here.
 
-    Convolutions and 16-bit products keep their ratio to products of float32.
+    Convolutions and 16-bit products keep their ratio to products of float32. A process measures once for each device under
+    the same settings, such as the number of threads.
     """
+    return _measured(device, settings_digest(device))
+
+
+@functools.cache
+def _measured(device: torch.device, _settings: str) -> DeviceLimits:
     like = limits_like(device)
     with torch.no_grad(), torch._C._DisableAutocast():
         square = torch.ones(_ROWS, _ROWS, device=device)

@@ -31,6 +31,7 @@ from monet_like.ir.program import Cost
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
 from monet_like.plan.baseline import plain_report
+from monet_like.profile import rates
 from monet_like.profile.profiler import measure, measure_partly
 from monet_like.profile.rates import measured_limits
 from monet_like.profile.roofline import roofline
@@ -64,6 +65,26 @@ def ticking(times: int) -> Callable[[], float]:
     """A clock that stands for so many questions, and is then past everything."""
     questions = itertools.count()
     return lambda: 0.0 if next(questions) < times else 1e9
+
+
+def test_rates_are_measured_once_under_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[object] = []
+
+    def timed(run: object, *_: object, **__: object) -> float:
+        runs.append(run)
+        return 0.01
+
+    monkeypatch.setattr(rates, "seconds_of", timed)
+    rates._measured.cache_clear()
+    first = measured_limits(CPU)
+    assert measured_limits(CPU) is first and len(runs) == 2  # a product and a copy
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert measured_limits(CPU) is not first and len(runs) == 4
+    finally:
+        torch.set_num_threads(before)
+        rates._measured.cache_clear()
 
 
 def test_workspace_of_all_and_time_of_the_first_ones() -> None:
