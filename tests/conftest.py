@@ -29,8 +29,13 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 # Before each timed run the profiler reads as much as caches hold, which takes longer than the operators of small nets do. No test
 # asserts a time, so it reads little here.
 cache_state._FORGOTTEN = 2**21
-#: An essential test searches this many times fewer schedules than a user's plan, which takes seconds; a slow one as many.
+#: An essential test searches this many times fewer schedules than a user's plan, which takes seconds. A slow one searches as
+#: many, unless how good a plan is does not matter to it: ``slow(brief=True)``.
 FEWER = 10
+
+
+#: Folders whose tests take up to minutes each: to compile CUDA kernels for a CPU, and to capture the zoo's models.
+LONGEST = ("without_gpu", "zoo")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,8 +50,10 @@ def _asks_for_slow(config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests out, unless ``--all``, ``-m`` or the name of a test asks for them.
 
-    ``@pytest.mark.slow(but=["tied"])`` marks all cases of a test but these; ``slow(every=10)`` all but each tenth.
+    ``@pytest.mark.slow(but=["tied"])`` marks all cases of a test but these; ``slow(every=10)`` all but each tenth. The folders with
+    the longest tests come first, so that no process is left alone with one at the end.
     """
+    items.sort(key=lambda item: item.path.parent.name not in LONGEST)
     seen: Counter[str] = Counter()
     for item in items:
         slow = item.get_closest_marker("slow")
@@ -78,8 +85,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
-    """Let essential tests search `FEWER` times less."""
-    if item.get_closest_marker("slow"):
+    """Let essential tests, and slow ones that are marked ``slow(brief=True)``, search `FEWER` times less."""
+    slow = item.get_closest_marker("slow")
+    if slow is not None and not slow.kwargs.get("brief"):
         return (yield)
     with mock.patch.dict(searcher.EVALUATIONS, {name: count // FEWER for name, count in searcher.EVALUATIONS.items()}):
         return (yield)

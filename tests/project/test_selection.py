@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from monet_like.plan.local_search import searcher
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
 import pytest
@@ -22,6 +24,7 @@ def test_but(x): ...
 def test_every(x): ...
 def test_quick(): ...
 """
+
 #: Each call prints the collected tests, then the line "end".
 CALLS = """
 import pytest
@@ -46,3 +49,17 @@ def test_slow_tests_run_where_they_are_asked_for(tmp_path: Path) -> None:
     slow = ["test_but[one]", "test_every[1]", "test_every[2]", "test_every[4]", "test_every[5]", "test_slow"]
     assert found == [quick, sorted(quick + slow), slow, ["test_slow"]], done.stderr[-2000:]
     assert ["left out" in output for output in outputs] == [True, False, False, False]
+
+
+@pytest.mark.slow
+def test_a_slow_test_searches_as_many_schedules_as_a_users_plan() -> None:
+    assert searcher.EVALUATIONS == {"native": 120_000, "python": 1200}
+
+
+@pytest.mark.slow(brief=True)
+def test_a_brief_slow_test_searches_as_few_as_an_essential_one() -> None:
+    assert searcher.EVALUATIONS == {"native": 12_000, "python": 120}
+
+
+def test_an_essential_test_searches_few() -> None:
+    assert searcher.EVALUATIONS == {"native": 12_000, "python": 120}
