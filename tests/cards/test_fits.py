@@ -97,7 +97,7 @@ def test_plain_by_parts_is_plain_of_the_whole(tied: bool) -> None:
     assert seconds == pytest.approx(expected.seconds, rel=0.02)
 
 
-@pytest.mark.slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocabulary", "part"), [(2, "backward of block 1"), (256, "backward of the head and loss")])
 def test_the_peak_is_the_same_wherever_it_is(vocabulary: int, part: str) -> None:
     model = Small(vocabulary=vocabulary)
@@ -169,21 +169,22 @@ def test_quantised_weights_are_made_again_and_never_kept(quant: str) -> None:
     assert kept and not wide & kept
 
 
-def test_an_optimizer_in_the_backward_frees_gradients() -> None:
+@pytest.mark.slow(but=["untied"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_an_optimizer_in_the_backward_frees_gradients(tied: bool) -> None:
     """And a tied weight's waits for the embedding's."""
-    for tied in (False, True):
-        model = Small(tied=tied)
-        pieces = captured_parts(model, optimizer="adamw8bit", optimizer_in_backward=True)
-        asked = read(model, optimizer="adamw8bit", optimizer_in_backward=True)
-        assert [piece.gradient_bytes for piece in pieces.every] == [0, 0, 0]
-        moments = {moment.name: moment.base_bytes for moment in step_of(asked, pieces, 0).moments}
-        assert "the optimizer's step" not in moments
-        apart = captured_parts(model)
-        later = step_of(read(model, optimizer="adamw8bit"), apart, 0)
-        whole_step = {moment.name: moment.base_bytes for moment in later.moments}
-        weights = 512 * 64 * 2
-        first = whole_step["backward of block 1"] - moments["backward of block 1"]
-        assert first == apart.end.gradient_bytes - weights * tied
+    model = Small(tied=tied)
+    pieces = captured_parts(model, optimizer="adamw8bit", optimizer_in_backward=True)
+    asked = read(model, optimizer="adamw8bit", optimizer_in_backward=True)
+    assert [piece.gradient_bytes for piece in pieces.every] == [0, 0, 0]
+    moments = {moment.name: moment.base_bytes for moment in step_of(asked, pieces, 0).moments}
+    assert "the optimizer's step" not in moments
+    apart = captured_parts(model)
+    later = step_of(read(model, optimizer="adamw8bit"), apart, 0)
+    whole_step = {moment.name: moment.base_bytes for moment in later.moments}
+    weights = 512 * 64 * 2
+    first = whole_step["backward of block 1"] - moments["backward of block 1"]
+    assert first == apart.end.gradient_bytes - weights * tied
 
 
 @pytest.mark.slow

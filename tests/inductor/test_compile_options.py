@@ -216,7 +216,7 @@ def test_what_cannot_be_planned_is_refused_in_words() -> None:
         torch.compile(model, backend=backend, dynamic=True)(x)
 
 
-@pytest.mark.slow(but=["chain-60%"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "budget"), [(chain, "60%"), (decoder, "60%"), (net, "60%")])
 def test_gradients_are_those_of_torch_compile_and_the_peak_is_the_predicted_one(
     make: Callable[[], tuple[nn.Module, torch.Tensor]], budget: str

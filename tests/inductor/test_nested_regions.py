@@ -90,13 +90,14 @@ def test_equal_regions_are_planned_once() -> None:
     assert all(graph.schedule.rerun_count for graph in partitioner.graphs)
 
 
-def test_regions_of_a_graph_that_reuses_buffers_are_refused_in_words() -> None:
-    for left in AROUND:
-        model, x = blocks()
-        with_regions(model, "80%")
-        backend = partial(inductor.compile_fx, inner_compile=run_as_it_is, config_patches={**AROUND, left: True})
-        with pytest.raises(Exception, match="wrong gradients for graphs with nested regions"):
-            torch.compile(model, fullgraph=True, backend=backend)(x)
+@pytest.mark.slow(every=2)
+@pytest.mark.parametrize("left", AROUND)
+def test_regions_of_a_graph_that_reuses_buffers_are_refused_in_words(left: str) -> None:
+    model, x = blocks()
+    with_regions(model, "80%")
+    backend = partial(inductor.compile_fx, inner_compile=run_as_it_is, config_patches={**AROUND, left: True})
+    with pytest.raises(Exception, match="wrong gradients for graphs with nested regions"):
+        torch.compile(model, fullgraph=True, backend=backend)(x)
 
 
 @pytest.mark.slow

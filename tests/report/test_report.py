@@ -335,7 +335,7 @@ def test_the_command_writes_a_page_and_pictures(folder: Path) -> None:
     )
 
 
-def test_the_command_for_people_and_for_nobody(folder: Path) -> None:
+def test_the_command_for_people(folder: Path) -> None:
     common = ("report", "net.pkl", "--model", MODEL_NAME, "--profile", "net.json", "--front", "off", "--live")
     told = run(*common, "--out", "here/page.html").stdout
     lines = told.splitlines()
@@ -345,7 +345,13 @@ def test_the_command_for_people_and_for_nobody(folder: Path) -> None:
     ]  # fmt: skip
     assert lines[-1] == "wrote here/page.html"
     assert "\x1b" not in told
-    quiet = run(*common, "--quiet")
+
+
+@pytest.mark.slow
+def test_a_quiet_command_says_nothing(folder: Path) -> None:
+    quiet = run(
+        "report", "net.pkl", "--model", MODEL_NAME, "--profile", "net.json", "--front", "off", "--live", "--quiet"
+    )
     assert (quiet.stdout, quiet.stderr) == ("", "")
     assert Path("net.html").exists()
 

@@ -74,16 +74,19 @@ def test_only_weight_gradients_change_and_they_are_the_definitions(name: str, sh
             assert float((found - gradient).norm() / gradient.norm()) <= tolerance, key
 
 
-def test_products_of_what_is_kept() -> None:
+@pytest.mark.slow(but=["attention-4"])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("mlp", 2), ("three_dimensions", 2), ("attention", 4), ("batch_normed", 1), ("convolutions", 0)],
+)
+def test_products_of_what_is_kept(name: str, count: int) -> None:
     """Offered for every layer whose input is one operand row by row, Conv1D's other way round; not for convolutions."""
-    layers = {"mlp": 2, "three_dimensions": 2, "attention": 4, "batch_normed": 1, "convolutions": 0}
-    for name, count in layers.items():
-        model, args = MODELS[name]()
-        program = admitted(capture(model, args), "dropit0.9").program
-        ways = [way for ways in program.slots for way in ways if way.variant == "dropit.product"]
-        assert len(ways) == count, name
-        transposed = [way.calls[-1].args[-1] for way in ways]
-        assert transposed.count(True) == (name == "attention")
+    model, args = MODELS[name]()
+    program = admitted(capture(model, args), "dropit0.9").program
+    ways = [way for ways in program.slots for way in ways if way.variant == "dropit.product"]
+    assert len(ways) == count
+    transposed = [way.calls[-1].args[-1] for way in ways]
+    assert transposed.count(True) == (name == "attention")
 
 
 @pytest.mark.parametrize("name", ["attention", "channels_last", "bfloat16"])
@@ -160,11 +163,12 @@ def test_nothing_is_offered_unless_its_word_is_in_the_mode() -> None:
         assert len(prints) == 4
 
 
-def test_the_fingerprint_is_that_of_any_batch() -> None:
-    for word in ("dropit0.5_lowp16", "dropit0.99_lowp8"):
-        model = Attention()
-        found = {admitted(capture(model, (torch.randn(n, 6, 32),)), word).program.fingerprint for n in (1, 200)}
-        assert len(found) == 1
+@pytest.mark.slow(every=2)
+@pytest.mark.parametrize("word", ["dropit0.5_lowp16", "dropit0.99_lowp8"])
+def test_the_fingerprint_is_that_of_any_batch(word: str) -> None:
+    model = Attention()
+    found = {admitted(capture(model, (torch.randn(n, 6, 32),)), word).program.fingerprint for n in (1, 200)}
+    assert len(found) == 1
 
 
 def test_layers_opt_out() -> None:

@@ -109,6 +109,7 @@ assert torch.equal(back[:, -1], torch.arange(24 * MIB - 1024, 24 * MIB, dtype=to
 """
 
 
+@pytest.mark.slow
 def test_the_memory_is_really_free() -> None:
     """The copy of 96 MiB is in a file, not in this process's memory; what comes back are its bits."""
     root = Path(__file__).resolve().parents[2]

@@ -38,7 +38,7 @@ def tasks_of(captured: Captured) -> tuple[Task, ...]:
     return captured.program.every_task()
 
 
-@pytest.mark.slow(every=3)
+@pytest.mark.slow(but=["activations-wanted6"])
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
@@ -121,6 +121,7 @@ def test_gradients_of_batch_norm_and_its_relu_are_one_slot() -> None:
             assert touched_bytes(captured, way) == outside + more
 
 
+@pytest.mark.slow(but=["inplace_conv_multiway_newnode"])
 @pytest.mark.parametrize("mode", MONET_MODES)
 def test_a_mode_admits_what_its_words_name(mode: str) -> None:
     captured, words = captured_alone("mobilenet_v2"), parse_mode(mode)

@@ -117,6 +117,7 @@ def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:
     assert 0 < found["convolution"] < 2**24, found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not library_path("arena_cuda").exists(), reason="not compiled: python -m monet_like.build --cuda")
 def test_tensors_that_are_placed_need_no_more_than_their_block(fake_gpu: Run) -> None:
     (found,) = asked(fake_gpu, "placed:large vit")

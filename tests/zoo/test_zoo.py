@@ -573,13 +573,17 @@ def test_the_address_and_the_folder_are_configurable(
 # Commands -----------------------------------------------------------------------------------------------------
 
 
-def test_list_show_and_verify() -> None:
+def test_list_and_show() -> None:
     listed = ZOO.schedules[0]
     result = command("list", "--profile", listed.profile)
     assert result.exit_code == 0 and listed.name in result.output
     content = json.loads(command("list", "--json").output)
     assert len(content["schedules"]) == len(ZOO.schedules)
     assert json.loads(command("show", listed.full_name, "--json").output)["sha256"] == ZOO.file_of(listed).sha256
+
+
+@pytest.mark.slow
+def test_the_command_verifies_every_file() -> None:
     result = command("verify", "--no-simulate")
     assert result.exit_code == 0 and f"{len(ZOO.schedules)} schedules: hashes and contents" in result.output
 

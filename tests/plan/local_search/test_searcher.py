@@ -37,12 +37,14 @@ def settings(tables: Tables, budget: int, seed: int, evaluations: int) -> Settin
     )
 
 
-def test_compiled_and_python_search_agree_to_the_bit_and_with_the_simulator() -> None:
+@pytest.mark.slow(every=5)
+@pytest.mark.parametrize("first", range(5))
+def test_compiled_and_python_search_agree_to_the_bit_and_with_the_simulator(first: int) -> None:
     compiled = library()
     if compiled is None:
         pytest.skip("not compiled")
     judged = 0
-    for seed in range(150):
+    for seed in range(first, 150, 5):
         program, costs = random_program(random.Random(seed), 6) if seed < 140 else network(seed - 125)
         tables = make_tables(program, costs, pin_bytes=seed % 3)
         native, python = NativeEngine(tables, compiled), PythonEngine(tables)
@@ -59,7 +61,7 @@ def test_compiled_and_python_search_agree_to_the_bit_and_with_the_simulator() ->
             assert plan[1].peak_bytes == answer[0].peak_bytes, seed
             assert plan[1].seconds == pytest.approx(answer[0].seconds, rel=1e-12), seed
             judged += 1
-    assert judged > 40
+    assert judged > 8
 
 
 @pytest.mark.parametrize("engine", ["native", "python"])
