@@ -10,11 +10,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..capture.captured import Captured, distinct_tasks, fake_mode
+from ..capture.captured import Captured, TensorMeta, distinct_tasks, fake_mode
 from ..ir.program import Call, Ref, Task
 from ..ops.caches import largest_kept
 from ..runtime.batch_norm import CUDNN_BACKWARD
@@ -218,8 +219,16 @@ def _run_fake(captured: Captured, task: Task, observer: Any) -> None:
     calls = tuple(call for call in task.calls if not call.op.endswith(_RANDOM_STATE))
     task = replace(task, calls=calls)
     run = compile_block(Block(task.reads, (task,)), task.name)
-    with fake_mode(), observer, torch.no_grad(), torch._C._DisableAutocast():
-        run([captured.metas[value].empty() for value in task.reads])
+    mode = fake_mode()
+    given = [_fake(captured.metas[value], mode) for value in task.reads]
+    with mode, observer, torch.no_grad(), torch._C._DisableAutocast():
+        run(given)
+
+
+def _fake(meta: TensorMeta, mode: FakeTensorMode) -> FakeTensor:
+    """As `TensorMeta.empty` makes it under ``mode``, which takes as long as an operator of the task."""
+    laid_out = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    return FakeTensor(mode, laid_out, meta.device)
 
 
 class Operations(TorchDispatchMode):
