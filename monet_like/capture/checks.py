@@ -19,7 +19,7 @@ from .guards.settings import hooks_on_all_modules
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
 #: Libraries whose classes of tensors say what an image is, and compute as plain tensors do.
-_OF_LABELS = frozenset({"torchvision", "fastai"})
+_OF_LABELS = frozenset({"torchvision", "fastai", "monai"})
 
 
 def check_initialized(model: nn.Module, *, planned: bool = False) -> None:

@@ -26,7 +26,7 @@ def inner_results(captured: Captured) -> tuple[int, ...]:
     return tuple(position for position, tangent in enumerate(captured.tangents) if tangent in met)
 
 
-def watch(positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
+def watch_results(positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
     """Have a backward refuse to give a part of a gradient for the whole: where something asks for that of one of these results."""
     for position in positions:
         result = results[position]

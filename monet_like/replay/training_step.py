@@ -23,7 +23,7 @@ from ..ir.simulate import Free, simulate
 from ..runtime.batch_norm import backward_of
 from ..runtime.codegen import Block, compile_block, compile_chain, liveness
 from .arena import StepMemory
-from .backward_checks import check_backward, inner_results, watch
+from .backward_checks import check_backward, inner_results, watch_results
 from .changed_inputs import check_changeable
 from .functional import without_cudnn
 from .fusion import Fused, fuse
@@ -387,7 +387,7 @@ def run_step(
         leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]
         token = _SegmentNode.apply(call, segment, token, *leaves)
     outputs = _Head.apply(call, token, [*parameters, *buffers, *inputs])
-    watch(step.inner_results, outputs)
+    watch_results(step.inner_results, outputs)
     leaves_out = list(captured.output_leaves)
     for positions, output in zip(captured.output_positions, outputs, strict=False):
         for position in positions:

@@ -10,6 +10,7 @@ from replays import replayed
 from torch import nn
 from training import run, twin
 
+import monet_like
 from monet_like.capture.lowering import capture
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted
@@ -38,3 +39,19 @@ def test_a_net_of_monai_is_trained_exactly(kind: str) -> None:
     schedule = random_schedule(captured.program, seed=1, drop=0.6)
     found = replayed(example, captured, schedule, "inplace_multiway_newnode", measured=False)
     assert {name: d for name, d in plain.differences(found).items() if d} == {}
+
+
+@pytest.mark.slow
+def test_images_of_monai_are_taken_as_tensors() -> None:
+    """Its loaders give tensors of a class of its own, which keep what is known of an image."""
+    nets = imported()
+    meta_tensor = pytest.importorskip("monai.data").MetaTensor
+    torch.manual_seed(0)
+    model = nets.UNet(spatial_dims=2, in_channels=1, out_channels=2, channels=(4, 8), strides=(2,), num_res_units=1)
+    x = torch.randn(2, 1, 16, 16)
+    scheduled: Any = monet_like.auto_schedule(twin(model), x, memory_budget="90%", mode="normal", effort="quick")
+    for each in (model, scheduled):
+        image = meta_tensor(x.clone(), meta={"spacing": (1.0, 1.0)})
+        each(image).as_subclass(torch.Tensor).square().mean().backward()
+    for (name, expected), found in zip(model.named_parameters(), scheduled.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad), name
