@@ -169,8 +169,9 @@ def check_program(record: ScheduleRecord, captured: Captured, name: str, device:
         raise ScheduleFileError(
             f"this schedule does not match the model: it was planned for {record.model}{_counted(record)}, {name} has "
             f"{_sized(*program.parameters, len(program.slots))}; use the model that it was planned for, with the same frozen "
-            f"parameters, train/eval flags, precision and versions (planned with {made} for {record.device}; this is torch "
-            f"{torch.__version__}), or plan again with monet-like solve{_about_variants(record, program)}"
+            "parameters, train/eval flags, precision, inputs that are one tensor, and versions (planned with "
+            f"{made} for {record.device}; this is torch {torch.__version__}), or plan again with monet-like solve"
+            f"{_about_variants(record, program)}"
             f"{_about_dtypes(record, program)}{_about_processes(record.counts.get('processes', 1), among(program))}"
         )
     if reason := exceeds(record, captured, name, device):

@@ -14,7 +14,7 @@ from torch import nn
 
 from monet_like import ScheduleWrapper
 from monet_like.capture.lowering import capture
-from monet_like.errors import CaptureError, UsageError
+from monet_like.errors import CaptureError, ScheduleFileError, UsageError
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted
 
@@ -142,7 +142,9 @@ def test_memory_that_two_inputs_share_is_not_changed() -> None:
     wrapped = ScheduleWrapper(net, record, captured=captured)
     x = rows()
     with pytest.raises(UsageError, match=r"input0 in place.*shares its memory; give a clone"):
-        wrapped(x, x)
+        wrapped(x, x.view_as(x))
+    with pytest.raises(ScheduleFileError, match="inputs that are one tensor"):
+        wrapped(x, x)  # another program, in which the second one changes, too
     assert torch.equal(x, rows())
     assert wrapped(x, rows()).requires_grad
 
