@@ -5,14 +5,15 @@ and silu's. Fused, silu(gate) and the gradient that passes through it are never 
 5 in the forward, and 5 instead of 9 in the backward. Liger's kernel does the same (Hsu et al., Liger Kernel, 2024).
 Results are PyTorch's, bit for bit.
 
-The gradients become one slot, which ``conv`` admits as it does for other merged slots: apart, something may be run again between
-them. The gradient of the gate moves up to that of ``up`` for this; products that stand between read neither of its operands.
+Both gradients in one pass are a part of `tiled_mlp`, whose gradients are one slot anyway. Elsewhere the three slots stay apart: all
+that is made of up's gradient runs before the gate's is made, and to have both at once would take one more tensor of the full width.
+There up's gradient, silu(gate) * grad, takes the forward's operator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
@@ -50,20 +51,23 @@ class Gradients:
 
     Attributes:
         slots: the numbers of those for up, through the product, and of the gate.
+        of_up: calls that make the first from the gate.
         fused: one way that makes the first and the last.
     """
 
     slots: tuple[int, int, int]
+    of_up: tuple[Call, ...]
     fused: Task
 
 
 def offer(editor: Editor) -> None:
-    """Offer the fused forward and, for ``conv``, gradients in one slot: PyTorch's three in turn, or the fused one."""
+    """Offer the fused forward and, for ``multiway``, the gradient of up from the gate instead of from silu(gate)."""
+    slots = GradientSlots(editor)
     for gate in list(gates(editor)):
         editor.add(gate.product, gate.fused.calls, gate.fused.writes, VARIANT, runs=gate.product.runs)
-        found = gradients(editor, GradientSlots(editor), gate) if "conv" in editor.words else None
+        found = gradients(editor, slots, gate)
         if found is not None:
-            _merge(editor, found)
+            editor.add_way(found.slots[0], found.of_up, f"{VARIANT}.up", word="multiway")
 
 
 def gates(editor: Editor) -> Iterator[Gate]:
@@ -113,7 +117,9 @@ def gradients(editor: Editor, slots: GradientSlots, gate: Gate) -> Gradients | N
         return None
     name = f"{by_up.name}.{VARIANT}.backward"
     fused = make_task(name, calls, results, editor.metas, variant=f"{VARIANT}.backward", word="conv")
-    return Gradients(found, fused)
+    of_up_alone = Call("monet_like.swiglu.default", (operands[1], operands[0]), (), (Ref(by_up.writes[0]),))
+    needed = {*operands[:2]}
+    return Gradients(found, (*(view for view in calls[:-1] if needed.intersection(view.outs)), of_up_alone), fused)
 
 
 def fused_tasks(tasks: Sequence[Task], found: Sequence[Gate]) -> list[Task]:
@@ -128,20 +134,6 @@ def fused_ways(ways: Sequence[Task], first: int, found: Sequence[Gradients]) -> 
     fused = {min(gradients.slots): gradients.fused for gradients in found}
     left_out = {slot for gradients in found for slot in gradients.slots} - fused.keys()
     return [fused.get(slot, way) for slot, way in enumerate(ways, first) if slot not in left_out]
-
-
-def _merge(editor: Editor, found: Gradients) -> None:
-    """Move the gate's gradient to the other two, and make one slot of the three."""
-    first, second, last = found.slots
-    start = min(first, second)
-    passed = [way for ways in editor.slots[start : last + 1] for way in ways]
-    given = {*found.fused.reads}
-    if abs(first - second) != 1 or any(way.overwrites in given for way in passed if way.overwrites is not None):
-        return
-    plain = [editor.slots[slot][0] for slot in found.slots]
-    editor.slots.insert(start + 2, editor.slots.pop(last))
-    in_turn = replace(editor.in_turn(plain, plain[1].writes), writes=found.fused.writes)
-    editor.merge(start, (in_turn, found.fused), 3)
 
 
 def _is_plain(editor: Editor, values: Sequence[int]) -> bool:

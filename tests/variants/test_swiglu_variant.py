@@ -21,6 +21,7 @@ from monet_like.plan.baseline import store_all
 from monet_like.profile.work import touched_bytes
 from monet_like.variants import admitted
 
+MODE = "conv_multiway"
 WIDE, NARROW = 48, 5  # what is between the layers is more than four times the input, or less: a tiled MLP, or none
 
 
@@ -52,7 +53,7 @@ def with_swiglu(captured: Captured) -> Schedule:
     schedule = store_all(program)
     fused = {task.writes: place for place, task in enumerate(program.tasks) if task.variant == "swiglu"}
     ways = tuple(
-        next((k for k, way in enumerate(slot) if way.variant == "swiglu.backward"), schedule.ways[number])
+        next((k for k, way in enumerate(slot) if way.variant.startswith("swiglu.")), schedule.ways[number])
         for number, slot in enumerate(program.slots)
     )
     forward = sorted(fused.get(program.tasks[place].writes, place) for place in schedule.forward)
@@ -73,19 +74,19 @@ def with_swiglu(captured: Captured) -> Schedule:
 @pytest.mark.parametrize("swapped", [False, True])
 def test_steps_are_bit_equal(inner: int, dtype: torch.dtype, swapped: bool) -> None:
     example = built(inner, dtype, swapped=swapped)
-    captured = admitted(capture(*example), "conv_normal")
-    assert found(captured) == {"swiglu": 1, "swiglu.backward": 1}
+    captured = admitted(capture(*example), MODE)
+    assert found(captured) == {"swiglu": 1, "swiglu.backward" if inner == WIDE else "swiglu.up": 1}
     schedule = with_swiglu(captured)
     silus = [place for place, task in enumerate(captured.program.tasks) if "silu" in task.name]
     assert silus and not set(silus) & set(schedule.forward)  # silu(gate) is never in memory
     simulate(captured.program, schedule, Free())
     model, args, kwargs = example
     plain = run(twin(model), args, kwargs)
-    differences = plain.differences(replayed(example, captured, schedule, "conv_normal", measured=False))
+    differences = plain.differences(replayed(example, captured, schedule, MODE, measured=False))
     assert max(differences.values()) == 0.0
 
 
-def test_without_conv_the_forward_alone_is_fused() -> None:
+def test_without_multiway_the_forward_alone_is_fused() -> None:
     example = built(NARROW)
     captured = admitted(capture(*example), "normal")
     assert found(captured) == {"swiglu": 1}
@@ -96,13 +97,17 @@ def test_without_conv_the_forward_alone_is_fused() -> None:
 
 
 def test_it_reads_and_writes_fewer_tensors() -> None:
-    captured = admitted(capture(*built(NARROW)), "conv_normal")
-    one = 2 * 7 * NARROW * 4
-    by_variant = {task.variant: task for task in captured.program.every_task()}
-    assert touched_bytes(captured, by_variant["swiglu"]) == 3 * one
-    assert touched_bytes(captured, by_variant["swiglu.backward"]) == 5 * one
-    plain = next(ways[0] for ways in captured.program.slots if ways[-1].variant == "swiglu.backward")
-    assert touched_bytes(captured, plain) == 9 * one
+    for inner in (NARROW, WIDE):
+        captured = admitted(capture(*built(inner)), MODE)
+        one = 2 * 7 * inner * 4
+        by_variant = {task.variant: task for task in captured.program.every_task()}
+        assert touched_bytes(captured, by_variant["swiglu"]) == 3 * one
+        if inner == NARROW:
+            assert touched_bytes(captured, by_variant["swiglu.up"]) == 3 * one
+        else:
+            (plain,) = (ways[0] for ways in captured.program.slots if by_variant["swiglu.backward"] in ways)
+            spared = touched_bytes(captured, plain) - touched_bytes(captured, by_variant["swiglu.backward"])
+            assert spared == 4 * one
 
 
 class Told(Mlp):
@@ -123,5 +128,5 @@ class Broadcast(Mlp):
 @pytest.mark.parametrize("kind", [Told, Broadcast])
 def test_where_it_is_not_offered(kind: type[Mlp]) -> None:
     torch.manual_seed(0)
-    captured = admitted(capture(kind(NARROW).train(), (torch.randn(2, 7, 8),)), "conv_normal")
+    captured = admitted(capture(kind(NARROW).train(), (torch.randn(2, 7, 8),)), MODE)
     assert not found(captured)
