@@ -103,6 +103,11 @@ def acts_as_plain(tensor: torch.Tensor) -> bool:
     return function in functions and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
+def may_have_gradient(tensor: torch.Tensor) -> bool:
+    """Whether it matters that a tensor is given as several inputs: its gradient is the sum of theirs. Token ids have none."""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
 def attributes_of(tensor: torch.Tensor) -> tuple[str, ...]:
     """The names of the Python attributes that somebody has set on a tensor."""
     return () if isinstance(tensor, FakeTensor) else tuple(sorted(vars(tensor)))

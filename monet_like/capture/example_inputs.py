@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,20 +17,32 @@ from .precision import LAYOUTS, in_layout, layout_of
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def each_once(change: Callable[[torch.Tensor], Any], example: Example) -> Example:
+    """The example with its tensors changed; one that is given several times stays one."""
+    made: dict[int, Any] = {}
+
+    def changed(tensor: torch.Tensor) -> Any:
+        if id(tensor) not in made:
+            made[id(tensor)] = change(tensor)
+        return made[id(tensor)]
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, changed, example)
+    return args, kwargs
+
+
 def with_batch(example: Example, wanted: int) -> Example:
     """The example at another batch size: ``wanted`` replaces the leading extent of every tensor that has the batch's."""
     tensors = [t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim()]
     batch = tensors[0].shape[0] if tensors else wanted
 
-    def resized(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
+    def resized(leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.dim() or leaf.shape[0] != batch:
             return leaf
         made = torch.empty((wanted, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
         return in_layout(made, layout_of(leaf)).requires_grad_(leaf.requires_grad)
 
     with fake_mode():
-        args, kwargs = pytree.tree_map(resized, example)
-    return args, kwargs
+        return each_once(resized, example)
 
 
 def with_length(example: Example, wanted: int) -> Example:
@@ -46,16 +58,15 @@ def with_length(example: Example, wanted: int) -> Example:
         raise UsageError("lengths are of the second dimension of the inputs, and no input has one; leave lengths out")
     length = tensors[0].shape[1]
 
-    def resized(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or length not in leaf.shape[1:]:
+    def resized(leaf: torch.Tensor) -> torch.Tensor:
+        if length not in leaf.shape[1:]:
             return leaf
         extents = (wanted if extent == length else extent for extent in leaf.shape[1:])
         made = torch.empty((*leaf.shape[:1], *extents), dtype=leaf.dtype, device=leaf.device)
         return in_layout(made, layout_of(leaf)).requires_grad_(leaf.requires_grad)
 
     with fake_mode():
-        args, kwargs = pytree.tree_map(resized, example)
-    return args, kwargs
+        return each_once(resized, example)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import CaptureError
 from .annotations import InPlaceCalls, marked_modules, named_layers
+from .checks import may_have_gradient
 from .constants import ConstantsFound, HeldTensors, constant_name
 from .guards.reads import Reads
 from .guards.recorder import Recorder
@@ -93,9 +94,12 @@ class FlatModule(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         supply = iter(tensors)
         given: dict[int, torch.Tensor] = {}  # a tensor that is given several times is one in the model, too
-        leaves = [
-            given.setdefault(id(leaf), next(supply)) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves
-        ]
+        leaves = []
+        for leaf in self.leaves:
+            if isinstance(leaf, torch.Tensor):
+                traced = next(supply)
+                leaf = given.setdefault(id(leaf), traced) if may_have_gradient(leaf) else traced
+            leaves.append(leaf)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_as_one(self._tied))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.checks import acts_as_plain, attributes_of
+from ..capture.checks import acts_as_plain, attributes_of, may_have_gradient
 from ..capture.guards.traversal import form_of_plain
 from ..errors import UsageError
 
@@ -64,7 +64,8 @@ def arguments(leaves: Sequence[Any]) -> Any:
             described.append((type(leaf), *hashable(leaf)))
             continue
         plain = acts_as_plain(leaf)
-        own = (first.setdefault(id(leaf), place), None if plain else type(leaf), attributes_of(leaf))
+        one = first.setdefault(id(leaf), place) if may_have_gradient(leaf) else place
+        own = (one, None if plain else type(leaf), attributes_of(leaf))
         described.append((*own, leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad, leaf.is_leaf))
     return tuple(described)
 

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.captured import TensorMeta
-from ..capture.example_inputs import Example, device_of
+from ..capture.example_inputs import Example, device_of, each_once
 from ..capture.precision import autocast_as, autocast_name, in_layout, layout_of
 from ..ir.mode import is_lossy
 from ..ir.schedule_file import ScheduleRecord
@@ -37,17 +37,14 @@ def real_example(example: Example, device: torch.device) -> Example:
     """Random inputs on ``device`` of the shapes of ``example``, whose tensors may be fake (0 or 1 where they are integers)."""
     generator = torch.Generator().manual_seed(0)
 
-    def real(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def real(leaf: torch.Tensor) -> torch.Tensor:
         if leaf.is_floating_point():
             made = in_layout(torch.randn(leaf.shape, generator=generator).to(leaf.dtype), layout_of(leaf))
         else:
             made = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.dtype)
         return made.to(device).requires_grad_(leaf.requires_grad)
 
-    args, kwargs = pytree.tree_map(real, example)
-    return args, kwargs
+    return each_once(real, example)
 
 
 def train_step(model: Callable[..., Any], example: Example) -> list[torch.Tensor]:
@@ -152,11 +149,7 @@ def shaken(model: nn.Module, seed: int, eps: float = 0.0) -> nn.Module:
 
 
 def _as_double(example: Example) -> Example:
-    def wide(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    args, kwargs = pytree.tree_map(wide, example)
-    return args, kwargs
+    return each_once(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, example)
 
 
 def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:

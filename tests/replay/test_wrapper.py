@@ -380,7 +380,7 @@ def test_the_gradient_of_the_input_alone_as_in_adversarial_training() -> None:
     x.requires_grad_()
     captured = admitted(capture(model, (x,)), "normal")
     record = record_for(captured, random_schedule(captured.program, 1, drop=0.5, others=0.0), "normal", example)
-    wrapped, plain = scheduled(twin(model), record), twin(model)
+    wrapped, plain = ScheduleWrapper(twin(model), record), twin(model)
     moved = []
     for candidate in (plain, wrapped):
         (sign,) = torch.autograd.grad(candidate(x).square().mean(), [x])
