@@ -146,6 +146,8 @@ class _Emitter:
         for node in kernel.writes:
             made = local[node] if node is kernel.root else self._copy(node, local, group)
             moves = following is None or node not in following.reads
+            # Else Inductor computes a result anew in each kernel that reads it, also a short reduction or a small window's. Of a
+            # product that a later kernel adds to something it would make one call with that, and run it there.
             written = kernel.generated or (moves and _is_added(node))
             self.now[node] = self._passed_on(written_operator(), made) if written else made
 

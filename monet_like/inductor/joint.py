@@ -55,23 +55,19 @@ _REDUCTIONS = frozenset(
         "prims::prepare_softmax_online",
     }
 )  # fmt: skip
-#: Kernels of Inductor that read elements of their inputs in another order.
-_GATHERS = frozenset(
-    {
-        "aten::cat", "aten::index", "aten::gather", "aten::embedding", "aten::index_select", "aten::_unsafe_index",
-        "aten::avg_pool2d", "aten::avg_pool2d_backward", "aten::max_pool2d_with_indices", "aten::upsample_nearest2d",
-        "aten::flip", "aten::roll", "aten::repeat", "aten::scatter", "aten::scatter_add", "aten::index_put",
-        "aten::_unsafe_index_put", "aten::max_pool2d_with_indices_backward", "aten::scatter_reduce",
-        "prims::_low_memory_max_pool_with_offsets",
-    }
-)  # fmt: skip
-#: Of these, those that read each element several times: Inductor has what is made from several tensors written for them first.
+#: Kernels of Inductor that read each element several times: it writes what is made from several tensors for them first.
 _WINDOWS = frozenset(
     {
         "aten::avg_pool2d", "aten::avg_pool2d_backward", "aten::max_pool2d_with_indices", "aten::upsample_nearest2d",
         "aten::max_pool2d_with_indices_backward", "prims::_low_memory_max_pool_with_offsets",
     }
 )  # fmt: skip
+#: Those that read elements of their inputs in another order.
+_GATHERS = _WINDOWS | {
+    "aten::cat", "aten::index", "aten::gather", "aten::embedding", "aten::index_select", "aten::_unsafe_index",
+    "aten::flip", "aten::roll", "aten::repeat", "aten::scatter", "aten::scatter_add", "aten::index_put",
+    "aten::_unsafe_index_put", "aten::scatter_reduce",
+}  # fmt: skip
 _VIEWS = frozenset({"aten::_unsafe_view", "aten::alias", "aten::detach"})
 _ONCE = frozenset({"prims::inductor_seeds", "prims::inductor_seed"})
 _EFFECTS = frozenset({"aten::copy_", "aten::_assert_async", "aten::_assert_scalar", "aten::_assert_tensor_metadata"})

@@ -117,9 +117,9 @@ def _with_gates(editor: Editor, mlp: _Mlp, gates: Sequence[swiglu.Gate]) -> _Mlp
     """The MLP with its gates fused."""
     inside = [gate for gate in gates if gate.inner in mlp.inner]
     first, end = mlp.slots
-    slots = GradientSlots(editor) if inside else None
-    found = [swiglu.gradients(editor, slots, gate) for gate in inside if slots]
-    within = [made for made in found if made is not None and {*made.slots} <= {*range(first, end)}]
+    slots = GradientSlots(editor)
+    found = [made for gate in inside if (made := swiglu.gradients(editor, slots, gate)) is not None]
+    within = [made for made in found if {*made.slots} <= {*range(first, end)}]
     ways = swiglu.fused_ways([ways[0] for ways in editor.slots[first:end]], first, within)
     return replace(mlp, fused=tuple(swiglu.fused_tasks(mlp.tasks, inside)), ways=tuple(ways))
 
