@@ -8,7 +8,7 @@ Inductor's joint graph (`monet_like.compile_options`) at the measured peaks of t
 * *Arithmetic*: floating-point operations of products, convolutions and attention in forward and backward, counted in the graphs
   that Inductor compiles, in units of ``torch.compile``'s.
 * *Priced*: the step by one list of prices for all contenders, in units of ``torch.compile``'s: what each distinct call of PyTorch's
-  operators took when it was timed alone, once, and the bytes of the buffers that Inductor's kernels are given over the memory's rate.
+  operators took when it was timed alone, at best, and the bytes of the buffers that Inductor's kernels are given over the memory's rate.
   No step is timed.
 
 Rows are kept in ``benchmarks/results/inductor_fronts.csv`` as they come, prices in ``inductor_fronts_prices.json``. A second call
@@ -23,7 +23,7 @@ import hashlib
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class Planner(PlannedPartitioner):
             assert known is not None
             budget, self.start = int(known[1].peak_bytes * ABOVE_LEAST), {"start": known[0]}
         found = self._plan(program, costs, budget, **self.start)
-        self.net.check_new(repr(found.schedule))
+        self.net.check_new(_decisions(found.schedule))
         return found, budget
 
 
@@ -203,6 +203,11 @@ def _counted(net: Net, module: nn.Module, calls: Calls) -> dict[str, Any]:
     limits = device_of(CPU, True).limits
     moving = calls.count * limits.launch_seconds + calls.bytes / limits.bytes_per_second
     return {"peak_bytes": peak, "operations": net.work, "priced_seconds": net.operators_seconds + moving}
+
+
+def _decisions(schedule: Schedule) -> str:
+    """All that a schedule decides; its ``repr`` is a summary, which other schedules share."""
+    return str(astuple(schedule))
 
 
 def _written_out(graph: fx.GraphModule) -> str:

@@ -24,6 +24,8 @@ from .kernels import Kernels
 
 #: Kernels whose tensors have more bytes than this are not run for measuring.
 MOST_MEASURED_BYTES = 2**31
+#: A call is timed at most so often, and not again once that took so long in all; the least counts.
+TIMED_CALLS, ENOUGH_SECONDS = 2, 0.02
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ def _measured(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> Cost 
         with unset_fake_temporarily(), torch.no_grad(), torch._C._DisableAutocast():
             _call(root, like)  # what libraries set up in their first call
             peak = allocated_peak(lambda: _call(root, like), device.device)
-            seconds = seconds_of(lambda: _call(root, like), device.device, enough_seconds=0.02)
+            seconds = seconds_of(
+                lambda: _call(root, like), device.device, repeats=TIMED_CALLS, enough_seconds=ENOUGH_SECONDS
+            )
     except (RuntimeError, NotImplementedError):
         return None
     return Cost(seconds, max(0, peak - _bytes(writes)))

@@ -19,6 +19,7 @@ from benchmarks.unrun_kernels import unrun_kernels
 from monet_like.errors import UsageError
 from monet_like.inductor import prices
 from monet_like.ir.program import Cost
+from monet_like.ir.schedule import Schedule
 from monet_like.replay.verify import step_peak, train_step
 
 CPU = torch.device("cpu")
@@ -81,6 +82,18 @@ def test_a_failure_is_a_line_of_the_table() -> None:
     text = markdown([row(COMPILE, "", 1000, 1.0), failed], {"net": "small"}, "cpu")
     assert "| planned least | refused: does not fit | - | - | - |" in text
     assert "No plan was measured." in text
+
+
+def test_schedules_of_the_same_counts_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (Schedule((0, 1, 2), ((1,), again), (0, 0)) for again in ((2,), (0,)))
+    assert repr(one) == repr(other)
+    monkeypatch.setattr(inductor_fronts, "NETS", {"net": Measured(Net, lambda: ((torch.randn(2, 32),), {}), "")})
+    net = inductor_fronts.Net("net", 0.0)
+    for setting, schedule in (("70%", one), ("60%", other)):
+        net.now = row(OWN, setting, 1, 1.0)
+        net.check_new(inductor_fronts._decisions(schedule))
+    with pytest.raises(inductor_fronts.SameGraphsError, match=r"the same graphs as planned 70%"):
+        net.check_new(inductor_fronts._decisions(replace(one)))
 
 
 @pytest.mark.slow
