@@ -76,6 +76,7 @@ def test_gradients_with_dropout_are_plain_pytorchs(contender: str, setting: str)
     assert found.gradient_error < 1e-12
 
 
+@pytest.mark.slow
 def test_pytorchs_budget_runs_by_its_own_operators() -> None:
     """Its gradients with dropout are wrong in torch 2.15: that is reported, and not asserted here."""
     assert verdict("aot_eager budget", "1.0").correct
@@ -151,6 +152,7 @@ def test_sequences_compute_what_the_model_does(name: str) -> None:
         assert torch.equal(model(*example[0]), expected)
 
 
+@pytest.mark.slow
 def test_blocks_are_found_in_every_model() -> None:
     from benchmarks.contenders import _blocks
 

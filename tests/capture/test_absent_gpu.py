@@ -57,7 +57,7 @@ def on_gpu(fake_gpu_library: Path, request: pytest.FixtureRequest) -> dict[str, 
     return dict(zip(cases, map(json.loads, lines), strict=True))
 
 
-@pytest.mark.slow(but=["decoder", "unet channels_last bfloat16"])
+@pytest.mark.slow(but=["decoder", "shuffled channels_last autocast"])
 @pytest.mark.parametrize("name", captures.CASES)
 def test_a_capture_without_the_gpu_is_the_one_with_it(on_gpu: dict[str, dict[str, Any]], name: str) -> None:
     there, here = on_gpu[name], captures.told(name)

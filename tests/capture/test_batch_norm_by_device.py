@@ -185,6 +185,7 @@ def test_running_statistics_move_once_and_a_rerun_is_by_the_same_operator() -> N
         assert (x, weight, mean, var, save_mean, save_invstd) == (*update.args[:2], None, None, *update.outs[1:3])
 
 
+@pytest.mark.slow
 @_NO_GPU
 def test_what_rounds_otherwise_is_for_conv() -> None:
     captured = admitted(absent(Net(), 2, 3, 8, 8), FULL)

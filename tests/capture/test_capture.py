@@ -65,6 +65,7 @@ def test_a_meta_makes_a_tensor_like_the_one_it_is_of(tensor: torch.Tensor) -> No
         assert TensorMeta.of(meta.empty()) == made
 
 
+@pytest.mark.slow
 def test_capturing_allocates_nothing_of_the_size_of_activations() -> None:
     model = torchvision.models.resnet18().train()
     rise = allocated_peak(lambda: capture(model, (image(4096, 224),)), torch.device("cpu"))

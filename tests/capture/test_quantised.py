@@ -182,7 +182,7 @@ def test_weights_that_are_quantised_anew_are_followed(name: str) -> None:
     assert sum(map(len, wrapper._steps.values())) == 2
 
 
-@pytest.mark.slow(but=["int8"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4 twice", "int8", "torchao int8"])
 def test_copies_and_state_dicts(name: str) -> None:
     net, (x,), _ = example(name)

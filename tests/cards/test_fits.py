@@ -80,7 +80,7 @@ def by_parts(
     return *peak_of(with_way(pieces, lambda piece: prices[piece].of(way)), step.moments), pieces
 
 
-@pytest.mark.slow(but=["untied"])
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_plain_by_parts_is_plain_of_the_whole(tied: bool) -> None:
     """The peak is in the head, where all is kept: equal but for scalars that the parts count apart."""

@@ -176,6 +176,7 @@ def test_a_report_counts_what_its_schedule_does() -> None:
     assert before.plain.peak_bytes == ready.plain.peak_bytes - ON_HOPPER
 
 
+@pytest.mark.slow
 def test_the_zoo_is_planned_without_them() -> None:
     _, ready = building.prepared_model("torchvision.models.resnet18()", 2, "h100")
     assert multiplies(ready.captured.plain.every_task())

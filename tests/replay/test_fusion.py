@@ -228,6 +228,7 @@ def test_a_value_and_its_rerun_are_never_in_one_piece() -> None:
     assert list(runs_of([first, mm, second])) == [(0, 1), (1, 2), (2, 3)]
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_is_replayed_by_eager_and_copies_keep_the_backend() -> None:
     model, x = layers(count=1)
     captured = captured_for(model, x)

@@ -48,6 +48,7 @@ def planned() -> tuple[nn.Module, ScheduleRecord, Captured]:
     return model, record_for(captured, schedule, "normal", example), captured
 
 
+@pytest.mark.slow(but=["2-5"])
 @pytest.mark.parametrize(("rows", "length"), [(3, 16), (3, 9), (2, 16), (2, 5)])
 def test_shorter_sequences_follow_the_same_decisions_exactly(
     planned: tuple[nn.Module, ScheduleRecord, Captured], rows: int, length: int, caplog: pytest.LogCaptureFixture

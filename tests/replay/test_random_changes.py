@@ -149,7 +149,7 @@ def random_script(seed: int, changes: int) -> Callable[..., None]:
     return script
 
 
-@pytest.mark.slow(every=30)
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.slow(every=12)
+@pytest.mark.parametrize("seed", range(12))
 def test_a_model_that_changes_between_its_calls(seed: int) -> None:
     assert_as_plain(Model, random_script(seed, 2 if seed == 0 else 8), seed=seed)
