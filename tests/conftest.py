@@ -14,6 +14,7 @@ from unittest import mock
 
 # One thread for each test process: several share the cores, and how many threads oneDNN has decides which kernels it takes
 # and how much they need, so with another number a test would meet another program.
+os.environ.setdefault("MONET_LIKE_LIGER", "0")  # programs are the same, wherever Liger is installed
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

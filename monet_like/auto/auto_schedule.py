@@ -31,7 +31,7 @@ from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import Budget, format_bytes, format_seconds, parse_budget
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
-from ..replay.compatibility import exceeds, mismatch
+from ..replay.compatibility import exceeds, has_liger, mismatch
 from ..replay.wrapper import ScheduleWrapper
 from .block_menus import BlockSettings
 from .blocks import BlockNames, schedule_blocks
@@ -282,7 +282,7 @@ def _captured_as(record: ScheduleRecord, request: Request, captured: Captured) -
         return captured
     if not record.made_last:
         return in_autograd_order(request, captured)
-    return captured_for(replace(request, made_last=record.made_last), request.example)
+    return captured_for(replace(request, made_last=record.made_last, liger=has_liger(record)), request.example)
 
 
 #: What is said of a quick plan.

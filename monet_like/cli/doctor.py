@@ -47,6 +47,7 @@ OPTIONAL = {
     "timm": ("its models by name", "pip install timm"),
     "transformers": ("its models by name", "pip install transformers"),
     "accelerate": ("its training loops", "pip install accelerate"),
+    "liger_kernel": ("its kernels as ways on a GPU", "pip install 'monet_like[liger]'"),
     "lightning": ("its training loops", "pip install lightning"),
 }
 

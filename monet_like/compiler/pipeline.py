@@ -20,6 +20,7 @@ from ..ir.profile_file import Profile
 from ..ir.program import REFUSED, Cost
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import Moment, Report, moments, simulate
+from ..ops import liger
 from ..plan import Plan, plan
 from ..plan.baseline import plain_step
 from ..plan.local_search.searcher import quick_evaluations
@@ -307,6 +308,12 @@ def _priced(
     return found, most_workspaces(captured, found) if found.device == device_name(device) else {}
 
 
+def _versions_of_kernels(captured: Captured) -> dict[str, str]:
+    """The version of Liger, if the program has ways by its kernels: a schedule file says by it that they are offered."""
+    ops = {call.op for task in captured.every_task() for call in task.calls}
+    return {liger.PACKAGE: liger.version() or "none"} if any(map(liger.is_ours, ops)) else {}
+
+
 def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> ScheduleRecord:
     """Make the record that a schedule file holds."""
     captured, profile, plain = ready.captured, ready.profile, ready.plain
@@ -321,7 +328,7 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         budget_bytes=limit,
         fingerprint=captured.program.fingerprint,
         device=profile.device,
-        versions=versions(),
+        versions={**versions(), **_versions_of_kernels(captured)},
         peak_bytes=found.report.peak_bytes,
         seconds=found.report.seconds,
         plain_peak_bytes=plain.peak_bytes,

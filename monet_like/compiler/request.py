@@ -67,7 +67,8 @@ class Request:
     the parameters whose gradients are made last; None: those with which the step needs less memory. With
     ``optimizer_in_backward`` hooks on the parameters step and free each gradient as soon as it is there. ``attention`` is
     the kind of attention that PyTorch takes (flash, efficient, cudnn or math; "": its own choice), ``capability`` the compute
-    capability of ``target``, by which it chooses; None: not known.
+    capability of ``target``, by which it chooses; None: not known. ``liger``: whether Liger's kernels are offered; None: where
+    they run.
     """
 
     __repr__ = short_repr
@@ -91,6 +92,7 @@ class Request:
     optimizer_in_backward: bool = False
     attention: str = ""
     capability: tuple[int, int] | None = None
+    liger: bool | None = None
 
     @property
     def batch(self) -> int:
@@ -117,14 +119,14 @@ def captured_for(request: Request, example: Example) -> Captured:
             optimizer_in_backward=request.optimizer_in_backward, attention=request.attention,
             capability=request.capability,
         )  # fmt: skip
-        return admitted(captured, request.mode, ablation=request.ablation)
+        return admitted(captured, request.mode, ablation=request.ablation, liger=request.liger)
 
 
 def in_autograd_order(request: Request, captured: Captured) -> Captured:
     """A captured request with no gradient delayed, as ``made_last=()`` would give it. Nothing is traced again."""
     if captured.in_order is None:
         return captured
-    return admitted(captured.in_order, request.mode, ablation=request.ablation)
+    return admitted(captured.in_order, request.mode, ablation=request.ablation, liger=request.liger)
 
 
 def optimizer_bytes(model: nn.Module, optimizer: str, *, in_backward: bool = False) -> int:

@@ -1,7 +1,7 @@
 """The operators `torch.ops.monet_like.*`.
 
 They are packed masks and caches, max pooling with byte offsets, fused batch and RMS norm, convolutions by chosen cuDNN
-algorithms, and SyncBatchNorm in parts.
+algorithms, SyncBatchNorm in parts, and Liger's kernels.
 
 Importing this package does nothing. `load()` makes the operators exist: with the kernels of the compiled library where
 it is built, else with the plain-torch references of the modules here, under the same names and with the same results.
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .registry import Operator
 
-__all__ = ["available", "has", "load", "operators", "runs_here", "status"]
+__all__ = ["available", "has", "load", "operators", "python_operators", "runs_here", "status", "twin"]
 
 _lock = threading.Lock()
 _compiled: Mapping[str, frozenset[str]] | None = None  # operators with compiled kernels, by device; None until load()
@@ -37,6 +37,14 @@ def operators() -> Mapping[str, Operator]:
     return OPERATORS
 
 
+def python_operators() -> Mapping[str, Operator]:
+    """The operators that exist in Python only, by name; some of them call another package's kernels."""
+    from . import liger, sync_batch_norm  # noqa: F401
+    from .registry import PYTHON_OPERATORS
+
+    return PYTHON_OPERATORS
+
+
 def load() -> None:
     """Make `torch.ops.monet_like.*` available. Safe to call often, from any thread."""
     global _compiled, _reason
@@ -45,25 +53,23 @@ def load() -> None:
             return
         import torch
 
-        from . import sync_batch_norm  # noqa: F401  # registers its family
-        from .registry import NAMESPACE, PYTHON_OPERATORS, register_fakes
+        from .registry import NAMESPACE, register_fakes
 
-        ours = operators()
+        ours, in_python = operators(), python_operators()
         _reason = _load_library()
         library = torch.library.Library(NAMESPACE, "DEF" if _reason else "FRAGMENT")
         _keep_alive.append(library)
-        for name, known in {**(ours if _reason else {}), **PYTHON_OPERATORS}.items():
+        for name, known in {**(ours if _reason else {}), **in_python}.items():
             library.define(name + known.schema, tags=(torch.Tag.pt2_compliant_tag,))
         # Whatever device has no kernel of its own gets the references.
         compiled: dict[str, frozenset[str]] = {}
         for device, key in _DEVICES.items():
             has = torch._C._dispatch_has_kernel_for_dispatch_key
             missing = [name for name in ours if not has(f"{NAMESPACE}::{name}", key)]
-            for name in (*missing, *PYTHON_OPERATORS):
-                known = ours.get(name) or PYTHON_OPERATORS[name]
-                library.impl(name, (known.cuda if device == "cuda" else None) or known.reference, key)
+            for name in (*missing, *in_python):
+                library.impl(name, (ours.get(name) or in_python[name]).implementation(device), key)
             compiled[device] = frozenset(ours).difference(missing)
-        register_fakes({**ours, **PYTHON_OPERATORS}, library)
+        register_fakes({**ours, **in_python}, library)
         _compiled = compiled
 
 
@@ -82,14 +88,26 @@ def has(name: str, device: str) -> bool:
 
 
 def runs_here(op: str, device: str) -> bool:
-    """Whether an operator, by its qualified name, runs on this kind of device as it was compiled, not by its reference.
+    """Whether an operator, by its qualified name, runs on this kind of device by its kernel, not by its reference.
 
     Operators of PyTorch always do.
     """
     from .registry import NAMESPACE
 
     namespace, name, _ = op.split(".") if op.count(".") == 2 else ("", op, "")
-    return namespace != NAMESPACE or name not in operators() or has(name, device)
+    if namespace != NAMESPACE:
+        return True
+    if name in operators():
+        return has(name, device)
+    known = python_operators().get(name)
+    return known is None or known.kernel is None or known.runs_on(device)
+
+
+def twin(name: str) -> Callable[..., Any] | None:
+    """The plain-torch twin of an operator that has a kernel, compiled or another package's; None if it has none."""
+    known = operators().get(name) or python_operators().get(name)
+    of_kernel = known is not None and (name in operators() or known.kernel is not None)
+    return known.reference if known is not None and of_kernel else None
 
 
 def status() -> str:

@@ -33,13 +33,23 @@ class Operator:
         schema: arguments and results in PyTorch's notation, without the name.
         reference: the operator in plain PyTorch.
         cuda: another implementation in plain PyTorch for CUDA, or None: the reference serves there too.
+        kernel: another package's implementation, or None.
+        runs_on: whether ``kernel`` runs on a kind of device ("cpu" or "cuda") in this process.
         fake: the operator on fake tensors; its parameters are those arguments of the schema that it needs.
     """
 
     schema: str
     reference: Callable[..., Any]
     cuda: Callable[..., Any] | None = None
+    kernel: Callable[..., Any] | None = None
+    runs_on: Callable[[str], bool] = lambda _: False
     fake: Callable[..., Any] | None = None
+
+    def implementation(self, device: str) -> Callable[..., Any]:
+        """What runs on this kind of device where csrc/ has no kernel."""
+        if self.kernel is not None and self.runs_on(device):
+            return self.kernel
+        return (self.cuda if device == "cuda" else None) or self.reference
 
 
 #: Operators that csrc/ compiles, by name; filled when the modules of the families are imported.
@@ -68,6 +78,21 @@ def on_cuda(reference: Callable[..., Any]) -> Callable[[_Function], _Function]:
 
     def register(function: _Function) -> _Function:
         _known(reference).cuda = function
+        return function
+
+    return register
+
+
+def kernel_of(reference: Callable[..., Any], runs_on: Callable[[str], bool]) -> Callable[[_Function], _Function]:
+    """Register the decorated function, which calls another package's kernel, for the operator of this reference.
+
+    Args:
+        runs_on: as `Operator.runs_on`.
+    """
+
+    def register(function: _Function) -> _Function:
+        known = _known(reference)
+        known.kernel, known.runs_on = function, runs_on
         return function
 
     return register

@@ -38,10 +38,10 @@ WORKSPACE_LIMIT_BYTES = 512 * 2**20
 def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     """The cost of every distinct task of ``captured`` on a device with ``limits``.
 
-    Workspace is taken to be 0, with four exceptions. Convolutions on a GPU have the one that is estimated above. What a
+    Workspace is taken to be 0, with five exceptions. Convolutions on a GPU have the one that is estimated above. What a
     dropped cache is unpacked into is a tensor as large as the one dropped, or, for a product with it, a copy of what is
     kept or of some rows. A product with a 4-bit weight dequantises it. cuDNN makes the gradient of batch norm's input even
-    where nobody wants it. Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
+    where nobody wants it. Liger's gradient of RMS norm has a row of float32 for each multiprocessor, and the sum of these. Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
     """
     priced = {task.cost for task in captured.every_task() if task.word != ALGORITHMS}
     tasks, works = distinct_tasks(captured), works_of(captured)
@@ -55,7 +55,8 @@ def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
 
 def _workspace(work: Work, limits: DeviceLimits) -> int:
     estimated = min(work.convolution_workspace_bytes, WORKSPACE_LIMIT_BYTES) if limits.device == "cuda" else 0
-    return max(estimated, work.unpacked_bytes, work.unwanted_bytes)
+    partial = work.partial_sums_bytes * (max(1, limits.multiprocessors) + 1)
+    return max(estimated, work.unpacked_bytes, work.unwanted_bytes, partial)
 
 
 def _seconds(captured: Captured, task: Task, work: Work, limits: DeviceLimits) -> float:

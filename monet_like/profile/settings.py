@@ -20,6 +20,7 @@ import torch
 
 from .. import ops
 from ..build import library_path
+from ..ops import liger
 
 #: Variables of PyTorch's, of CUDA's libraries and of oneDNN's that change which kernels run, on how much workspace, and
 #: how sizes are rounded. All but the last six are of GPUs.
@@ -99,6 +100,8 @@ def settings_of(device: torch.device) -> dict[str, str]:
     """
     found = versions()
     found["kernels"] = _kernels(device.type)
+    if liger.runs_on(device.type):
+        found[liger.PACKAGE] = liger.version()
     asked = {**_BOTH, **(_GPU if device.type == "cuda" else _CPU)}
     found.update({name: str(_answer(question)) for name, question in asked.items()})
     read = VARIABLES if device.type == "cuda" else _OF_CPUS

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..capture.captured import Captured, TensorMeta, distinct_tasks, fake_mode
 from ..ir.program import Call, Ref, Task
+from ..ops import liger
 from ..ops.caches import largest_kept
 from ..runtime.batch_norm import CUDNN_BACKWARD
 from ..runtime.codegen import Block, compile_block
@@ -70,12 +71,14 @@ class Work:
         unpacked_bytes: that dropped caches, or 4-bit weights, are unpacked into.
         unwanted_bytes: of gradients that are made and not wanted.
         convolution_workspace_bytes: that convolutions are estimated to need on a GPU.
+        partial_sums_bytes: of sums that each multiprocessor of a GPU makes of its share, for one multiprocessor.
     """
 
     operations: tuple[Operation, ...] = ()
     unpacked_bytes: int = 0
     unwanted_bytes: int = 0
     convolution_workspace_bytes: int = 0
+    partial_sums_bytes: int = 0
 
 
 #: The work of programs' tasks, as long as they exist: counting runs all of them, and one is priced for several devices.
@@ -104,13 +107,14 @@ def flops(captured: Captured, task: Task) -> int:
 
 def _work(captured: Captured, task: Task) -> Work:
     workspaces = _Workspaces()
-    if any(call.op in (*_CONVOLUTIONS, *_UNPACKING) for call in task.calls):
+    if any(call.op in (*_CONVOLUTIONS, *_UNPACKING, *liger.PARTIAL_SUMS) for call in task.calls):
         _run_fake(captured, task, workspaces)
     return Work(
         _operations(captured, task),
         workspaces.unpacked_bytes,
         _unwanted_bytes(captured, task),
         max(workspaces.convolution_bytes, _im2col_bytes(captured, task)),
+        workspaces.partial_sums_bytes,
     )
 
 
@@ -259,11 +263,15 @@ class Operations(TorchDispatchMode):
             kind,
             int(formula(*args, **kwargs, out_val=result)) if formula and not is_convolution else 0,
             _convolution_flops(op, args, result) if is_convolution else 0,
-            _traffic([tensor for tensor in tensors if tensor is not unread]),
+            _traffic([tensor for tensor in tensors if tensor is not unread]) + _extra_traffic(op, args, result),
             op == _SCALED_INT8 or any(t.is_floating_point() and t.element_size() == 2 for t in tensors),
             _group_channels(op, args) if is_convolution else TILE,
             channels_of(kind, args),
         )
+
+
+def _extra_traffic(op: str, args: Sequence[Any], result: Any) -> int:
+    return liger.extra_traffic_bytes(op, args, tree_leaves(result)) if liger.is_ours(op) else 0
 
 
 def _traffic(tensors: Sequence[torch.Tensor]) -> int:
@@ -301,11 +309,12 @@ class _Workspaces(TorchDispatchMode):
     Attributes:
         unpacked_bytes: that dropped caches and 4-bit weights are unpacked into, in all.
         convolution_bytes: of convolutions on a GPU, the most of all.
+        partial_sums_bytes: of one multiprocessor's sums, in all.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.unpacked_bytes, self.convolution_bytes = 0, 0
+        self.unpacked_bytes, self.convolution_bytes, self.partial_sums_bytes = 0, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, op = func(*args, **(kwargs or {})), str(func)
@@ -314,6 +323,8 @@ class _Workspaces(TorchDispatchMode):
                 self.convolution_bytes = max(self.convolution_bytes, _transposed_bytes(op, args, result))
         elif op == _UNPACKING[0]:
             self.unpacked_bytes += result.untyped_storage().nbytes()
+        elif op in liger.PARTIAL_SUMS and args[2] is not None:
+            self.partial_sums_bytes += 4 * args[2].numel()
         elif op == _GEMM_4BIT:
             self.unpacked_bytes += prod(args[2]) * result.element_size()
         elif op == _UNPACKING[1]:

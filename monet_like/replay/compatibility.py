@@ -23,8 +23,9 @@ from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.simulate import Free, simulate
 from ..ir.units import format_bytes, format_seconds
 from ..nn.sync_batch_norm import among
+from ..ops.liger import PACKAGE, is_ours
 from ..profile.devices import Machine, machine_at, planned_for
-from .twins import workspaces_of_twins
+from .twins import twins_taken, workspaces_of_twins
 
 #: Memory and rates that differ by less are taken to be the same: datasheets round, cards reserve some for themselves.
 MEMORY_FACTOR, RATE_FACTOR = 1.15, 1.25
@@ -146,6 +147,11 @@ def _under(autocast: str) -> str:
     return f"under autocast to {autocast}" if autocast else "without autocast"
 
 
+def has_liger(record: ScheduleRecord) -> bool:
+    """Whether the program that a schedule was made for has ways by Liger's kernels."""
+    return PACKAGE in record.versions
+
+
 def check_program(record: ScheduleRecord, captured: Captured, name: str, device: torch.device) -> None:
     """Check that a schedule was made for this program and keeps its promises, before any operator runs.
 
@@ -244,11 +250,21 @@ def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.
     budget = record.budget_bytes - record.extra_bytes
     if needed <= max(promised, budget):
         return ""
+    missing = twins_taken(captured.program, record.schedule, device.type)
+    of_liger = {op for op in missing if is_ours(op)}
+    names, advice = [], []
+    if missing - of_liger:
+        names.append("the compiled kernels of monet_like")
+        advice.append(
+            "compile the kernels with python -m monet_like.build (for a GPU, that needs the CUDA toolkit with nvcc)"
+        )
+    if of_liger:
+        names.append(f"Liger's kernels (liger-kernel {record.versions.get(PACKAGE, '0.8')})")
+        advice.append("install Liger with pip install 'monet_like[liger]' (for a GPU under Linux)")
     return (
-        f"this schedule needs the compiled kernels of monet_like: with the plain-torch twins, which run here on {device.type}, a "
+        f"this schedule needs {' and '.join(names)}: with the plain-torch twins, which run here on {device.type}, a "
         f"step takes at least {format_bytes(needed)} ({needed} bytes), more than its budget of {format_bytes(budget)}; "
-        "compile the kernels with python -m monet_like.build (for a GPU, that needs the CUDA toolkit with nvcc), or plan "
-        "here with monet-like solve, which measures the twins"
+        f"{' and '.join(advice)}, or plan here with monet-like solve, which measures the twins"
     )
 
 

@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from .. import ops
 from ..capture.captured import Captured, fake_mode
-from ..ir.program import Cost, Task
+from ..ir.program import Cost, Program, Task
+from ..ir.schedule import Schedule
 from ..ir.simulate import Free
+from ..ops.liger import is_ours
 from ..ops.registry import NAMESPACE
 from ..runtime.codegen import Block, compile_block
 
@@ -28,11 +30,19 @@ from ..runtime.codegen import Block, compile_block
 _UNKNOWN = 2
 
 _warned = False
+_warned_of_liger = False
 
 
 def twins_of(task: Task, device: str) -> frozenset[str]:
     """The operators of a task that run as plain-torch twins on this kind of device."""
     return frozenset(call.op for call in task.calls if not ops.runs_here(call.op, device))
+
+
+def twins_taken(program: Program, schedule: Schedule, device: str) -> frozenset[str]:
+    """The operators that a schedule runs as plain-torch twins on this kind of device."""
+    tasks = [program.tasks[place] for places in (schedule.forward, *schedule.again) for place in places]
+    tasks += [ways[way] for ways, way in zip(program.slots, schedule.ways, strict=True)]
+    return frozenset(op for task in tasks for op in twins_of(task, device))
 
 
 def workspaces_of_twins(captured: Captured, device: str) -> Mapping[str, Cost]:
@@ -81,9 +91,9 @@ class _LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        if func.namespace == NAMESPACE and (known := ops.operators().get(func._schema.name.partition("::")[2])):
+        if func.namespace == NAMESPACE and (twin := ops.twin(func._schema.name.partition("::")[2])):
             with self:
-                return known.reference(*args, **(kwargs or {}))
+                return twin(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -107,12 +117,27 @@ class _LiveBytes(TorchDispatchMode):
             self.bytes -= size
 
 
+def warn_of_liger(program: Program, schedule: Schedule, device: torch.device, stacklevel: int) -> None:
+    """Warn, once in a process, that a schedule runs twins of Liger's kernels on a GPU, and say what to install."""
+    global _warned_of_liger
+    if _warned_of_liger or device.type != "cuda" or not any(map(is_ours, twins_taken(program, schedule, "cuda"))):
+        return
+    _warned_of_liger = True
+    warnings.warn(
+        "the schedule takes Liger's kernels, which are not installed here, so plain-torch twins run: results are the same to "
+        "rounding, steps take longer and more memory than the schedule promises. Install Liger with pip install "
+        "'monet_like[liger]' (and do not set MONET_LIKE_LIGER=0), or plan here",
+        stacklevel=stacklevel + 1,
+    )
+
+
 def warn_of_twins(captured: Captured, device: torch.device, stacklevel: int) -> None:
     """Warn, once in a process, that twins run on a GPU, and say what to install."""
     global _warned
     if _warned or device.type != "cuda" or ops.available("cuda"):
         return
-    if not any(twins_of(task, "cuda") for task in captured.every_task()):
+    ours = (op for task in captured.every_task() for op in twins_of(task, "cuda") if not is_ours(op))
+    if not any(ours):
         return
     _warned = True
     warnings.warn(

@@ -32,12 +32,20 @@ from ..profile.devices import known_limits, machine_at
 from ..variants import admitted
 from .arena import Arena
 from .call_keys import arguments, structure
-from .compatibility import check_program, check_shapes, mismatch, replayed_in_words, told_of_order, warn_elsewhere
+from .compatibility import (
+    check_program,
+    check_shapes,
+    has_liger,
+    mismatch,
+    replayed_in_words,
+    told_of_order,
+    warn_elsewhere,
+)
 from .inductor import check_inductor
 from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
 from .training_step import Step, run_step
 from .transforms import check_transforms
-from .twins import warn_of_twins
+from .twins import warn_of_liger, warn_of_twins
 
 _log = logging.getLogger("monet_like")
 
@@ -184,6 +192,7 @@ class ScheduleWrapper(StandIn):
         if inputs != record.inputs:
             _log.info(replayed_in_words(record, captured, inputs, time.monotonic() - started))
         warn_of_twins(captured, device_of(self), stacklevel=3)
+        warn_of_liger(captured.program, record.schedule, device_of(self), stacklevel=3)
         warn_of_checkpointing(self._model)
         within = None
         if self.backend == "inductor" and inputs == record.inputs:
@@ -234,7 +243,7 @@ class ScheduleWrapper(StandIn):
             row_major_gradients=True,
             optimizer_in_backward=record.optimizer_in_backward,
         )
-        captured = admitted(captured, record.mode, ablation=record.ablation)
+        captured = admitted(captured, record.mode, ablation=record.ablation, liger=has_liger(record))
         schedule = _carried_over(record.schedule, step.captured.program, captured.program)
         other = None if schedule is None else Step(captured, schedule)
         same = other is not None and (other.saved, other.segments) == (step.saved, step.segments)
@@ -252,7 +261,7 @@ class ScheduleWrapper(StandIn):
                 self._model, args, kwargs, made_last=record.made_last,
                 optimizer_in_backward=record.optimizer_in_backward,
             )  # fmt: skip
-            captured = admitted(captured, record.mode, ablation=record.ablation)
+            captured = admitted(captured, record.mode, ablation=record.ablation, liger=has_liger(record))
         try:
             check_program(record, captured, type(self._model).__name__, device_of(self._model))
         except ScheduleFileError as error:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..capture.captured import Captured
 from ..ir.mode import WORDS, parse_mode
+from ..ops.liger import runs_on
 from .constraints import bitwise_where_compared, obeying_marks, reading_once
 from .editor import Editor
 from .plugins import in_order, register_variant, unregister_variant
@@ -18,23 +19,29 @@ from .plugins import in_order, register_variant, unregister_variant
 __all__ = ["admitted", "register_variant", "unregister_variant", "with_variants"]
 
 
-def with_variants(captured: Captured, words: Iterable[str] = WORDS) -> Captured:
+def with_variants(captured: Captured, words: Iterable[str] = WORDS, *, liger: bool | None = None) -> Captured:
     """Add every variant that applies to a captured program; ``Program.restrict`` then keeps those that a mode admits.
 
     Args:
         words: the words of the mode. Slots are merged only for ways that the mode admits, and lossy variants are
             offered only if it names them.
+        liger: whether Liger's kernels are offered; None: where they run.
     """
-    editor = Editor(captured, frozenset(words))
+    offers_liger = runs_on(captured.device.type) if liger is None else liger
+    editor = Editor(captured, frozenset(words), liger=offers_liger)
     for offer in in_order().values():
         offer(editor)
     return editor.finish()
 
 
-def admitted(captured: Captured, mode: str, *, ablation: bool = False) -> Captured:
-    """``captured`` with the variants that ``mode`` admits; with ``ablation``, nothing may be run again."""
+def admitted(captured: Captured, mode: str, *, ablation: bool = False, liger: bool | None = None) -> Captured:
+    """``captured`` with the variants that ``mode`` admits; with ``ablation``, nothing may be run again.
+
+    Args:
+        liger: as of `with_variants`.
+    """
     words = parse_mode(mode)
-    full = reading_once(with_variants(captured, words))
+    full = reading_once(with_variants(captured, words, liger=liger))
     return obeying_marks(
         replace(full, program=bitwise_where_compared(full.program.restrict(words, rerun=not ablation)))
     )

@@ -16,6 +16,7 @@ from . import (
     group_norm,
     in_place,
     instance_norm,
+    liger,
     linear,
     linear_cross_entropy,
     low_precision,
@@ -29,7 +30,8 @@ from . import (
 from .editor import Offer
 
 #: The package's own variants by name. The functions are called in this order: gradients are split before other ways
-#: read them, in-place ways are made from the other ways, and slots are merged with all their ways.
+#: read them, in-place ways are made from the other ways, and slots are merged with all their ways. Liger's kernels stand beside
+#: ours that are there already.
 BUILT_IN: Mapping[str, Offer] = {
     "copy_slices": copy_slices.offer,
     "concatenation": concatenation.offer,
@@ -52,6 +54,7 @@ BUILT_IN: Mapping[str, Offer] = {
     "instance_norm.backward": instance_norm.offer_backward,
     "tiled_mlp": tiled_mlp.offer,
     "swiglu": swiglu.offer,
+    "liger": liger.offer,
     "linear_cross_entropy": linear_cross_entropy.offer,
     "low_precision": low_precision.offer,
     "offload": offload.offer,

@@ -22,11 +22,13 @@ class Editor:
         tasks: the forward tasks without additions, which `finish` puts in their places.
         slots: the ways of every slot.
         words: the words of the mode that the program is for.
+        liger: whether Liger's kernels may be offered.
     """
 
-    def __init__(self, captured: Captured, words: frozenset[str]) -> None:
+    def __init__(self, captured: Captured, words: frozenset[str], *, liger: bool = False) -> None:
         self.captured = captured
         self.words = words
+        self.liger = liger
         self.values = list(captured.program.values)
         self.metas = list(captured.metas)
         self.tasks = captured.program.tasks
@@ -47,6 +49,12 @@ class Editor:
         yield from self.tasks
         for group in (*self.slots, *self._after.values(), *self._before.values()):
             yield from group
+
+    def added(self) -> Iterator[tuple[Task, Task]]:
+        """The forward tasks that were added so far, each with the task that it stands after."""
+        for anchor in self.tasks:
+            for task in tuple(self._after.get(anchor.name, ())):
+                yield anchor, task
 
     def find(self, *ops: str) -> Iterator[tuple[Task, Call]]:
         """Find PyTorch's own forward tasks that consist of a single call, to one of ``ops``."""
@@ -147,13 +155,15 @@ class Editor:
     def replaceable(self, grad: Any, slot: int, result: Any) -> bool:
         """Whether a slot may overwrite ``grad`` with its result: it has the same layout and no later slot reads it."""
         meta = self.meta_of(grad)
-        if meta is None or meta != self.meta_of(result):
-            return False
+        return meta is not None and meta == self.meta_of(result) and self.dies_in(grad.name, slot)
+
+    def dies_in(self, value: int, slot: int) -> bool:
+        """Whether ``value`` is a gradient between two slots that no slot after this one reads."""
         program = self.captured.program
         return (
-            self.values[grad.name].kind == "backward"
-            and grad.name not in (*program.gradients, *program.tangents)
-            and self._last[grad.name] is self.slots[slot]
+            self.values[value].kind == "backward"
+            and value not in (*program.gradients, *program.tangents)
+            and self._last[value] is self.slots[slot]
         )
 
     def meta_of(self, arg: Any) -> TensorMeta | None:

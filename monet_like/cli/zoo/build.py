@@ -161,23 +161,17 @@ def roofline_source(profile: str) -> str:
 
 
 def zoo_problem(model: str, batch: int, device: str, mode: str = MODE) -> Problem:
-    """A model of the zoo, its example inputs and the request; built without filling its weights.
+    """A model of the zoo, its inputs and the request, without Liger's kernels wherever it is built; weights are not filled.
 
     Args:
         device: ``cpu`` or ``cuda``, which need not be here.
     """
     with _Unfilled():
-        return read_problem(
-            model=model,
-            batch=str(batch),
-            budget="1",
-            mode=mode,
-            solver="HIGHS",
-            device=device,
-            dtype="float32",
-            input_shape=None,
-            measured=False,
-        )
+        problem = read_problem(
+            model=model, batch=str(batch), budget="1", mode=mode, solver="HIGHS", device=device, dtype="float32",
+            input_shape=None, measured=False,
+        )  # fmt: skip
+    return replace(problem, request=replace(problem.request, liger=False))
 
 
 @dataclass(frozen=True)
