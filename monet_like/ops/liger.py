@@ -206,9 +206,18 @@ def _liger() -> Any:
 
 @contextlib.contextmanager
 def _on(tensor: Tensor) -> Iterator[Any]:
-    """Liger's functions, with the tensor's device as the present one: not all of its launches see to that."""
+    """Liger's functions, with the tensor's device as the present one: not all of its launches see to that.
+
+    Raises:
+        RuntimeError: Triton cannot compile or launch a kernel here.
+    """
     with torch.cuda.device_of(tensor):
-        yield _liger()
+        try:
+            yield _liger()
+        except Exception as error:
+            if not type(error).__module__.startswith("triton."):
+                raise
+            raise RuntimeError(f"Triton cannot run Liger's kernel here ({type(error).__name__}: {error})") from error
 
 
 def _checked(name: str, alike: tuple[Tensor, ...], dense: tuple[Tensor, ...] = ()) -> None:

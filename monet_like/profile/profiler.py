@@ -21,7 +21,7 @@ from ..capture.captured import allocated_bytes
 from ..errors import ProfileError
 from ..ir.mode import ALGORITHMS
 from ..ir.program import REFUSED, Cost, Task
-from ..ops import runs_here
+from ..ops import liger, runs_here
 from ..ops.sync_batch_norm import COMMUNICATING
 from ..runtime.codegen import Block, compile_block
 from ..runtime.operators import without_fallback
@@ -59,7 +59,7 @@ def measure(
 
     Raises:
         ProfileError: a task failed; out of memory is said to be that. An algorithm of a library's that fails is
-            `REFUSED` instead: libraries do not say before which they have.
+            `REFUSED` instead, and so is a kernel of Liger's: libraries do not say before which they have.
     """
     passes = PASSES if timed else 0
     seconds, report = dict[str, float](), _reporter(progress, (1 + passes) * len(tasks))
@@ -130,11 +130,11 @@ def _tried(tasks: Mapping[str, Task], maker: Inputs, report: Callable[..., None]
 
 
 def _unless_refused(task: Task, what: Callable[[], _Found]) -> _Found | None:
-    """The result of ``what``; None if it fails and the task is an algorithm of a library."""
+    """The result of ``what``; None if it fails and the task is an algorithm or a kernel of another library."""
     try:
         return what()
     except ProfileError:
-        if task.word != ALGORITHMS:
+        if task.word != ALGORITHMS and not any(liger.is_ours(call.op) for call in task.calls):
             raise
         return None
 

@@ -32,29 +32,30 @@ def small_decoder(dtype: torch.dtype = torch.float32, *, length: int = 7) -> Bui
 def by_liger(captured: Captured, of_mlp: str = "liger_swiglu.backward", *, in_place: bool = False) -> Schedule:
     """Plain PyTorch's schedule with Liger's tasks wherever they are offered, and norms made again before they are read.
 
+    A norm whose gradient Liger does not compute takes ours.
+
     Args:
         of_mlp: the way of an MLP's gradients.
-        in_place: norms overwrite the gradients that come to them.
+        in_place: norms overwrite the gradients that come to them, where they may.
     """
     program = captured.program
     kept = store_all(program)
-    of_norm = "liger_rms_norm.backward_in_place" if in_place else "liger_rms_norm.backward"
+    of_norm = "liger_rms_norm.backward"
+    wanted = (*([f"{of_norm}_in_place"] if in_place else []), of_norm, "rms_norm.backward", of_mlp)
     forward = placed(captured, lambda task: task.variant in ("liger_rms_norm.train", "liger_swiglu"))
     again = [place for place, task in enumerate(program.tasks) if task.variant == "liger_rms_norm.apply"]
-    ways = tuple(
-        next((number for number, way in enumerate(slot) if way.variant in (of_norm, of_mlp)), 0)
-        for slot in program.slots
-    )
+    names = [[way.variant for way in slot] for slot in program.slots]
+    ways = tuple(next((slot.index(name) for name in wanted if name in slot), 0) for slot in names)
     reads = [set(slot[way].reads) for slot, way in zip(program.slots, ways, strict=True)]
     rerun = tuple(tuple(p for p in again if not read.isdisjoint(program.tasks[p].writes)) for read in reads)
     return prune(program, replace(kept, forward=forward, again=rerun, ways=ways))
 
 
-def wrapped(example: Built, captured: Captured, schedule: Schedule) -> ScheduleWrapper:
+def wrapped(example: Built, captured: Captured, schedule: Schedule, *, autocast: bool = False) -> ScheduleWrapper:
     """The model with a schedule, by a record as of a file: its program is captured anew."""
     model, _, _ = example
     record = replace(record_for(captured, schedule, FULL, example), versions={PACKAGE: "0.8.5"})
-    return ScheduleWrapper(twin(model), record)
+    return ScheduleWrapper(twin(model), replace(record, autocast="bfloat16" if autocast else ""))
 
 
 def placed(captured: Captured, wanted: Callable[[Task], bool]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,29 @@ def test_a_broken_installation_is_said(stand_in: Path) -> None:
     )
     with pytest.raises(MonetError, match=words):
         liger._liger()
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "words"),
+    [
+        ("triton.runtime.errors", RuntimeError, r"Triton cannot run Liger's kernel here \(OutOfResources: registers\)"),
+        ("elsewhere", Exception, "^registers$"),
+    ],
+)
+def test_tritons_errors_are_runtime_errors(
+    monkeypatch: pytest.MonkeyPatch, module: str, kind: type[Exception], words: str
+) -> None:
+    """By which the profiler tells kernels that do not compile here."""
+    error = type("OutOfResources", (Exception,), {"__module__": module})
+
+    def forward(gate: torch.Tensor, up: torch.Tensor) -> None:
+        raise error("registers")
+
+    monkeypatch.setattr(liger, "_liger", lambda: SimpleNamespace(swiglu=SimpleNamespace(swiglu_forward=forward)))
+    kernel = monet_like.ops.python_operators()["liger_swiglu"].kernel
+    assert kernel is not None
+    with pytest.raises(kind, match=words):
+        kernel(torch.zeros(2, 3), torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

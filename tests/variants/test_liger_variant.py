@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,22 +15,26 @@ from liger_process import passed_there
 from replays import CPU, FULL, record_for
 from torch import nn
 from training import run, twin
-from zoo import Built
+from zoo import Built, decoder
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.lowering import capture
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
 from monet_like.errors import ScheduleFileError
+from monet_like.ir.program import REFUSED
 from monet_like.ir.simulate import simulate
 from monet_like.ops import liger
 from monet_like.plan.baseline import store_all
+from monet_like.profile import profiler
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
+from monet_like.profile.task_inputs import Inputs
 from monet_like.profile.work import touched_bytes, works_of
 from monet_like.replay import twins
 from monet_like.replay.twins import twins_taken, warn_of_liger, warn_of_twins, workspaces_of_twins
 from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.runtime.codegen import Block, compile_block
 from monet_like.variants import admitted
 
 ROWS, LONG = 2 * 7, 4  # of the small decoder; bytes of float32
@@ -199,6 +204,25 @@ def test_where_liger_is_missing_twins_run(example: Built, offered: Captured, of_
     assert 0.0 < max(run(twin(model), args, kwargs).differences(outcome).values()) <= 1e-5
 
 
+@pytest.mark.slow(but=["bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
+def test_both_kinds_of_norm_in_16_bits(kind: str) -> None:
+    """PyTorch's and Hugging Face's, which rounds the rows; under autocast three of the four have results of their input's dtype."""
+    model, args, kwargs = decoder(rows=6, width=8)
+    if kind == "bfloat16":
+        model, args = model.bfloat16(), tuple(each.bfloat16() for each in args)
+    with torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else nullcontext():
+        captured = admitted(capture(model, args), FULL, liger=True)
+        made = [call for t in captured.program.tasks for call in t.calls if t.variant == "liger_rms_norm.train"]
+        rounded = [call.args[-1] for call in made if "liger" in call.op]
+        assert rounded == ([False, True, False, False] if kind == "bfloat16" else [False] * (4 - (kind == "autocast")))
+        scheduled = wrapped(
+            (model, args, kwargs), captured, by_liger(captured, in_place=True), autocast=kind == "autocast"
+        )
+        plain, outcome = (run(each, args, kwargs) for each in (twin(model), scheduled))
+    assert 0.0 < max(plain.differences(outcome).values()) <= (1e-5 if kind == "float32" else 3e-2)
+
+
 @pytest.mark.slow
 def test_a_file_without_liger_is_for_the_program_without(example: Built, plain: Captured, offered: Captured) -> None:
     model, args, kwargs = example
@@ -242,6 +266,27 @@ def test_a_gpu_without_liger_is_said_once(offered: Captured, monkeypatch: pytest
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_liger(offered.program, by_liger(offered), cuda, stacklevel=1)  # once in a process
+
+
+def test_a_kernel_that_does_not_run_is_refused(offered: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Triton has no registers for it: no plan takes it, and planning goes on."""
+
+    def compiled(block: Block, name: str, *rest: Any) -> Any:
+        run = compile_block(block, name, *rest)
+        by_liger = any("liger_" in call.op for task in block.tasks for call in task.calls)
+
+        def failing(given: list[Any]) -> Any:
+            raise RuntimeError("Triton cannot run Liger's kernel here (OutOfResources)")
+
+        return failing if by_liger else run
+
+    monkeypatch.setattr(profiler, "compile_block", compiled)
+    tasks = {t.cost: t for t in offered.program.tasks if t.variant in ("swiglu", "liger_swiglu")}
+    costs = profiler.measure(tasks, Inputs(offered, CPU), timed=False)
+    assert {tasks[key].variant: cost == REFUSED for key, cost in costs.items()} == {
+        "swiglu": False,
+        "liger_swiglu": True,
+    }
 
 
 @pytest.mark.slow
