@@ -174,10 +174,10 @@ def block_program(
         required: values that the forward must make besides the outputs.
         runs: (stage, group) of run rows, stages as in `Formulation`: 0 the forward, else a slot of ``alone`` plus one.
     """
-    return _Blocks(program, costs, budget_bytes, extra_bytes, set(alone)).build(set(required), runs)
+    return RelaxationBuilder(program, costs, budget_bytes, extra_bytes, set(alone)).build(set(required), runs)
 
 
-class _Blocks:
+class RelaxationBuilder:
     """Builds the columns and rows of a `BlockProgram`. Block -1 stands for the forward."""
 
     def __init__(
@@ -203,6 +203,7 @@ class _Blocks:
         self.starts = sorted({0, *cuts} & set(range(len(program.slots))))
         self.fixed = program.resident_bytes + extra_bytes
         self.output_bytes = sum(self.sizes[v] for v in self.outputs)
+        self.big_bytes = BIG_SHARE * budget_bytes
         self.carried: list[dict[int, Expr]] = []
         self.slot_reads: dict[int, dict[int, Expr]] = {}  # of the slots alone
         self.way_reads: list[dict[int, Expr]] = []  # of every slot: u -> sum_{k reads u} w[k,t]
@@ -235,7 +236,7 @@ class _Blocks:
         for b in (-1, *self.slot_reads):
             self._overwrite_rows(b)
         if self.alone:
-            self._once_rows([v for v in forward if self.sizes[v] >= BIG_SHARE * self.budget])
+            self._once_rows([v for v in forward if self.sizes[v] >= self.big_bytes])
         for stage, group in runs:
             self._run_row(stage, group, forward)
         return BlockProgram(
@@ -276,7 +277,8 @@ class _Blocks:
             for u in set(self.reads[p]) - self.outputs:
                 self.builder.at_most(run, held.get(u, ZERO) + self.made[b][u])
 
-    def _fits(self, parts: list[Expr], fixed_bytes: int) -> None:
+    def _fits(self, parts: list[Expr], fixed_bytes: int, forward: bool = False) -> None:
+        """The row "these bytes are within the budget"; ``forward``: of a run of the forward."""
         self.builder.fits([*parts, Expr(float(fixed_bytes))], self.budget)
 
     def _slot(self, slot: int) -> dict[int, Expr]:
@@ -343,7 +345,7 @@ class _Blocks:
                 parts.append(self._alive_from(b, v, group) * self.sizes[v])
             elif stage and min(self.span[v]) >= group:
                 parts.append(self.carried[b].get(v, ZERO) * self.sizes[v])
-        self._fits(parts, fixed)
+        self._fits(parts, fixed, forward=not stage)
 
     def _once_rows(self, big: Sequence[int]) -> None:
         """Columns Z and rows (10) of the big values."""
