@@ -123,6 +123,7 @@ def choose(
     calls: Sequence[int] | None = None,
     solver: str = SOLVER,
     time_limit_seconds: float = 60.0,
+    enough_seconds: float = 0.0,
 ) -> Choice | None:
     """The fastest points with which every moment of the step is within the budget; None if none are found.
 
@@ -133,6 +134,7 @@ def choose(
         calls: how often every block runs in a step; default: once.
         solver: a name that `monet_like.solvers.interface.check_solver` accepts.
         time_limit_seconds: wall seconds.
+        enough_seconds: HiGHS stops at a choice that is as fast as this.
 
     A solver that fails is told by a warning, and the search chooses.
 
@@ -144,13 +146,13 @@ def choose(
     seconds = seconds_of(fastest, calls)
     if peak_of(fastest, moments)[0] <= budget_bytes:
         return _choice(fastest, moments, calls, seconds)
-    bound = 0.0
+    bound, unit = 0.0, seconds / len(menus) or 1.0
+    target = {"objective_target": enough_seconds / unit} if enough_seconds and solver.upper() == "HIGHS" else None
     for limit in (budget_bytes, int(budget_bytes * (1 - SPARE))):
-        builder, columns = _program(menus, calls, seconds / len(menus) or 1.0)
-        for row in _needed(moments, menus):
+        builder, columns = _program(menus, calls, unit)
+        for row in distinct_moments(moments):
             builder.fits(_contents(row, menus, columns), limit)
-        matrix = builder.finish(seconds / len(menus) or 1.0)
-        found = solve(matrix, solver, time_limit_seconds=time_limit_seconds, gap=GAP)
+        found = solve(builder.finish(unit), solver, time_limit_seconds=time_limit_seconds, gap=GAP, options=target)
         if found.x is None and found.status != "infeasible":
             _tell_failure(solver, found)
             searched = _searched(menus, moments, budget_bytes, calls)
@@ -231,7 +233,7 @@ def smallest(
     above = peak_of(lean, moments)[0]
     builder, columns = _program(menus, None, 1.0)
     share = builder.column(1.0, integral=False)  # of that peak
-    for row in _needed(moments, menus):
+    for row in distinct_moments(moments):
         builder.at_most(total(_contents(row, menus, columns)) * (1 / above), share)
     found = solve(builder.finish(1.0), solver, time_limit_seconds=time_limit_seconds, gap=SPARE)
     calls = [1] * len(menus)
@@ -265,7 +267,7 @@ def _contents(moment: Moment, menus: Menus, columns: Sequence[Sequence[Expr]]) -
     return parts
 
 
-def _needed(moments: Iterable[Moment], menus: Menus) -> list[Moment]:
+def distinct_moments(moments: Iterable[Moment]) -> list[Moment]:
     """One moment of all that differ in their base alone: the one with the largest."""
     found: dict[object, Moment] = {}
     for moment in moments:

@@ -1,0 +1,138 @@
+"""The bound of a step for all schedules of its blocks, against every choice among all schedules of small programs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from random_programs import ProgramMaker, all_schedules, random_program
+from test_blocks import in_a_row
+
+from monet_like.errors import ScheduleError
+from monet_like.ir.program import Cost, Program
+from monet_like.ir.schedule import Schedule
+from monet_like.plan import block_bound, blocks
+from monet_like.plan.block_bound import Asked, step_bound
+from monet_like.plan.block_points import Point, efficient, point_of
+from monet_like.plan.block_relaxation import block_relaxation
+from monet_like.plan.blocks import peak_of, seconds_of
+from monet_like.plan.proven_choice import choose_with_proof, longer_menus
+
+#: A program, its costs and the efficient points of all its schedules.
+Small = tuple[Program, dict[str, Cost], tuple[Point, ...]]
+
+
+def small(seed: int) -> Small:
+    program, costs = random_program(random.Random(seed), 4)
+    every = all_schedules(program, costs, 10**6, [float("inf")])
+    return program, costs, efficient([point_of(program, schedule, costs) for schedule in every])
+
+
+def random_asked(seed: int) -> tuple[Asked, list[Small], int, float | None]:
+    """Two or three blocks of one or two kinds with short menus; their programs, a budget, and the fewest seconds that fit."""
+    rng = random.Random(seed)
+    kinds = [small(rng.randint(0, 10**6)) for _ in range(rng.randint(1, 2))]
+    of = [rng.choice(kinds) for _ in range(rng.randint(2, 3))]
+    names = [moment.name for moment in in_a_row(len(of), 0)]
+    moments = in_a_row(len(of), rng.randint(0, 9), {name: rng.randint(0, 6) for name in names})
+    moments = tuple(replace(m, adds=m.stage == "backward" and rng.random() < 0.3) for m in moments)
+    calls = [rng.randint(1, 2) for _ in of]
+    relaxations = {id(kind): block_relaxation(kind[0], kind[1]) for kind in kinds}
+    menus = {id(kind): kind[2][:1] for kind in kinds}
+    every = [
+        (peak_of(points, moments)[0], seconds_of(points, calls)) for points in itertools.product(*(k[2] for k in of))
+    ]
+    peaks = sorted({peak for peak, _ in every})
+    budget = peaks[len(peaks) // rng.choice((2, 3, 4))]
+    best = min(seconds for peak, seconds in every if peak <= budget)
+    asked = Asked([relaxations[id(k)] for k in of], [menus[id(k)] for k in of], moments, budget, calls)
+    return asked, of, budget, best
+
+
+@pytest.mark.slow(every=20)
+@pytest.mark.parametrize("seed", range(60))
+def test_no_choice_of_any_schedules_is_faster(seed: int) -> None:
+    asked, of, budget, best = random_asked(seed)
+    assert best is not None
+
+    def point(block: int, schedule: Schedule) -> Point:
+        return point_of(of[block][0], schedule, of[block][1])
+
+    found = choose_with_proof(asked, point, choice_seconds=20.0)
+    assert found.bound_seconds <= best + 1e-6
+    if found.choice is not None:
+        assert found.choice.seconds >= best - 1e-6
+        assert peak_of(found.choice.points, asked.moments)[0] <= budget
+    exact = replace(asked, menus=[kind[2] for kind in of])
+    choice = blocks.choose(exact.menus, exact.moments, budget, calls=exact.calls)
+    assert choice is not None and choice.seconds == pytest.approx(best, abs=1e-6)
+    split = step_bound(exact, known=choice.points, gap=0.0, time_limit_seconds=20.0)
+    assert split.seconds <= best + 1e-6
+
+
+@pytest.mark.slow
+def test_bounds_are_mostly_near_and_menus_grow() -> None:
+    near = grown = tried = 0
+    for seed in range(40):
+        asked, of, _, best = random_asked(seed)
+        assert best is not None
+
+        def point(block: int, schedule: Schedule, of: list[Small] = of) -> Point:
+            return point_of(of[block][0], schedule, of[block][1])
+
+        found = choose_with_proof(asked, point, choice_seconds=20.0)
+        tried += 1
+        near += found.bound_seconds >= 0.9 * best - 1e-6
+        grown += found.choice is not None and found.choice.seconds <= 1.1 * best + 1e-6
+    assert near > 0.5 * tried
+    assert grown > 0.6 * tried
+
+
+def test_a_block_alone_of_its_kind_is_no_mixture_of_two_schedules() -> None:
+    """A head with a fast task that needs 10 bytes of workspace, or a slow one that needs none; there are 6."""
+    maker = ProgramMaker()
+    x, result = maker.value("x", 1, "input"), maker.value("result", 1, "forward")
+    given, gradient = maker.value("given", 1, "backward"), maker.value("gradient", 1, "backward")
+    tasks = (
+        maker.task("fast", (x,), (result,), Cost(1.0, 10)),
+        maker.task("tiled", (x,), (result,), Cost(5.0, 0)),
+    )
+    program = Program(
+        tuple(maker.values), tasks, ((maker.task("back", (x, given), (gradient,), Cost(1.0)),),), (result,), (given,)
+    )
+    points = [point_of(program, Schedule((task,), ((),), (0,)), maker.costs) for task in (0, 1)]
+    assert [(point.seconds, point.forward_peak_bytes) for point in points] == [(2.0, 11), (6.0, 1)]
+    asked = Asked([block_relaxation(program, maker.costs)], [points], in_a_row(1, 0), 7, [1])
+    mixed = step_bound(asked, known=None, gap=0.0, time_limit_seconds=20.0)
+    assert mixed.parts == 1
+    assert mixed.seconds == pytest.approx(2.0 + 4.0 * (11 - 7) / 10, abs=1e-3)
+    apart = step_bound(asked, known=[points[1]], gap=0.0, time_limit_seconds=20.0)
+    assert apart.parts > 1
+    assert apart.seconds == pytest.approx(6.0, abs=1e-3)
+
+
+def test_nothing_fits_is_a_high_bound() -> None:
+    asked, *_ = random_asked(1)
+    none = replace(asked, budget_bytes=1)
+    found = choose_with_proof(none, lambda block, schedule: none.menus[block][0], choice_seconds=20.0)
+    assert found.choice is None
+    assert found.bound_seconds > 5 * sum(min(p.seconds for p in menu) for menu in none.menus)
+
+
+def test_nothing_is_known_without_time_or_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, *_ = random_asked(1)
+    assert step_bound(asked, known=None, gap=0.0, time_limit_seconds=0.0).seconds == 0.0
+    monkeypatch.setattr(block_bound.Pool, "solve", lambda self, problems, *rest: [None] * len(problems))
+    assert step_bound(asked, known=None, gap=0.0, time_limit_seconds=9.0).seconds == 0.0
+
+
+def test_a_schedule_that_breaks_a_rule_joins_no_menu() -> None:
+    asked, of, *_ = random_asked(2)
+
+    def refuses(block: int, schedule: Schedule) -> Point:
+        raise ScheduleError("a rule")
+
+    schedules = [[Schedule((), (), ())] for _ in of]
+    assert longer_menus(asked, schedules, refuses) == tuple(map(tuple, asked.menus))
