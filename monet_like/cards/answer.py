@@ -8,15 +8,21 @@ from contextlib import contextmanager
 
 from ..ir.program import Cost
 from ..ir.schedule import Schedule
+from ..plan.block_bound import Asked
 from ..plan.block_points import Point
-from ..plan.blocks import choose, peak_of, seconds_of, smallest
+from ..plan.block_relaxation import BlockRelaxation, block_relaxation
+from ..plan.blocks import peak_of, seconds_of, smallest
+from ..plan.proven_choice import choose_with_proof
 from ..profile.devices import DeviceLimits
 from ..profile.roofline import roofline
 from .decoder import Question
 from .pieces import Capability, Capturing, Piece, Pieces
-from .points import Priced, alike, own_schedules, priced
+from .points import Priced, alike, own_point, own_schedules, priced
 from .step import Step, step_of, with_way
 from .table import WAYS, Row
+
+#: Wall seconds for the choice of schedules for a card.
+CHOICE_SECONDS = 20.0
 
 
 class Answer:
@@ -28,7 +34,9 @@ class Answer:
         self.rows: list[Row] = []
         self.seconds = {"capture": 0.0, "menus": 0.0, "choice": 0.0, "largest": 0.0}
         self._schedules: list[tuple[Piece, tuple[Schedule, ...]]] = []
+        self._costs: dict[tuple[Piece, str], Mapping[str, Cost]] = {}
         self._prices: dict[tuple[Piece, str], Priced] = {}
+        self._relaxations: dict[tuple[Piece, str], BlockRelaxation] = {}
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -66,13 +74,20 @@ class Answer:
     def _choose(
         self, card: DeviceLimits, pieces: Pieces, prices: Mapping[Piece, Priced], step: Step, plain: float
     ) -> None:
-        menus = with_way(pieces, lambda piece: prices[piece].ours)
-        found = choose(menus, step.moments, self.budget(card))
-        if found is None:
+        order = with_way(pieces, lambda piece: piece)
+        menus = [prices[piece].ours for piece in order]
+        relaxations = [self.relaxation(piece, card) for piece in order]
+
+        def point(block: int, schedule: Schedule) -> Point:
+            return own_point(order[block].captured, schedule, self.costs(order[block], card))
+
+        asked = Asked(relaxations, menus, step.moments, self.budget(card), [1] * len(order))
+        proven = choose_with_proof(asked, point, choice_seconds=CHOICE_SECONDS)
+        if (found := proven.choice) is None:
             least = smallest(menus, step.moments)
             self._row(card, "ours", least.peak_bytes, least.moment, None, plain)
             return
-        self._row(card, "ours", found.peak_bytes, found.moment, found.seconds, plain, found.bound_seconds)
+        self._row(card, "ours", found.peak_bytes, found.moment, found.seconds, plain, proven.bound_seconds)
 
     def _row(
         self, card: DeviceLimits, way: str, peak: int, moment: str, seconds: float | None, plain: float,
@@ -95,14 +110,28 @@ class Answer:
         self._schedules.append((piece, found))
         return found
 
+    def costs(self, piece: Piece, card: DeviceLimits) -> Mapping[str, Cost]:
+        """Seconds and workspaces of a part's tasks on a card."""
+        key = (piece, card.name)
+        if key not in self._costs:
+            with self.timed("capture"):
+                self._costs[key] = roofline(piece.captured, card)
+        return self._costs[key]
+
     def priced(self, piece: Piece, card: DeviceLimits) -> Priced:
         """A part with a card's costs."""
         key = (piece, card.name)
         if key not in self._prices:
-            with self.timed("capture"):
-                costs = roofline(piece.captured, card)
+            costs = self.costs(piece, card)
             self._prices[key] = priced(piece.captured, self.schedules(piece, costs), costs)
         return self._prices[key]
+
+    def relaxation(self, piece: Piece, card: DeviceLimits) -> BlockRelaxation:
+        """A bound of what any schedule of a part costs on a card, at prices that are asked for later."""
+        key = (piece, card.name)
+        if key not in self._relaxations:
+            self._relaxations[key] = block_relaxation(piece.captured.program, self.costs(piece, card))
+        return self._relaxations[key]
 
 
 def least_peak(pieces: Pieces, prices: Mapping[Piece, Priced], step: Step, way: str) -> int:

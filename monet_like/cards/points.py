@@ -47,8 +47,17 @@ def priced(captured: Captured, schedules: Sequence[Schedule], costs: Mapping[str
     program, schedule, eager = plain_step(captured.plain, costs, autograd_nodes=captured.autograd_nodes)
     plain = _with_results(program, point_of(program, schedule, eager))
     again = _with_results(program, point_of(program, checkpointed(program), eager))
-    own = [_with_results(captured.program, point_of(captured.program, each, costs)) for each in schedules]
+    own = [own_point(captured, each, costs) for each in schedules]
     return Priced(plain, again, efficient([plain, again, *own]))
+
+
+def own_point(captured: Captured, schedule: Schedule, costs: Mapping[str, Cost]) -> Point:
+    """A schedule of a part's program with variants, judged by the simulator.
+
+    Raises:
+        ScheduleError: it breaks a rule of the program.
+    """
+    return _with_results(captured.program, point_of(captured.program, schedule, costs))
 
 
 def own_schedules(

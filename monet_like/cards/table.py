@@ -35,7 +35,8 @@ class Row:
         missing_bytes: by how much it does not fit; 0: it fits.
         seconds: of forward and backward; None: our plan does not fit.
         against_plain: ``seconds`` as a multiple of plain PyTorch's on this card, whether that fits or not.
-        bound_seconds: no choice among the schedules that were found for the parts is faster; None but for our plan.
+        bound_seconds: no schedules of the parts that fit are faster, whether they were found or not; 0: nothing is known. None but
+            for our plan.
         limit: the part of the step with the peak.
         largest: largest batch, or length, that fits; 0: none; None: not asked for.
     """
@@ -51,6 +52,13 @@ class Row:
     bound_seconds: float | None
     limit: str
     largest: int | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """By how much of its seconds our plan may be slower than the fastest of all schedules that fit; None where it does not fit."""
+        if self.seconds is None or self.bound_seconds is None:
+            return None
+        return 1 - self.bound_seconds / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)

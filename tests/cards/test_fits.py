@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from monet_like.capture.lowering import capture
 from monet_like.cards.decoder import Question, read_question
 from monet_like.cards.largest import largest_where
 from monet_like.cards.pieces import CUDA, Capturing, Pieces
-from monet_like.cards.points import alike, checkpointed, priced
+from monet_like.cards.points import alike, checkpointed, own_point, priced
 from monet_like.cards.step import step_of, with_way
 from monet_like.cards.table import Fits
 from monet_like.cli import main
@@ -26,9 +27,12 @@ from monet_like.ir.schedule import kept_values
 from monet_like.ir.simulate import Report, simulate
 from monet_like.models import Decoder, Shape
 from monet_like.plan.baseline import plain_report, store_all
+from monet_like.plan.block_relaxation import Prices, amounts_of, block_relaxation
 from monet_like.plan.blocks import peak_of
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES, DeviceLimits
 from monet_like.profile.roofline import roofline
+from monet_like.solvers.pool import Pool
 
 CARD = DEVICES["a100"]
 
@@ -201,6 +205,31 @@ def test_full_fine_tuning_with_an_optimizer_in_the_backward_is_planned_at_sixty_
     assert not found.row("less", "plain").fits
 
 
+@pytest.mark.slow(but=["head and loss"])
+@pytest.mark.parametrize("name", ["block", "head and loss"])
+def test_random_schedules_cost_no_less_than_the_bound(name: str) -> None:
+    """Of the parts of a small decoder, at random prices; the cheapest of our schedules comes near."""
+    rng = random.Random(0)
+    piece = next(piece for piece in captured_parts(Small()).every if piece.name == name)
+    program, costs = piece.captured.program, roofline(piece.captured, CARD)
+    relaxation = block_relaxation(program, costs)
+    points = [own_point(piece.captured, random_schedule(program, seed), costs) for seed in range(60)]
+    seconds = points[0].seconds
+    prices = [Prices(*(rng.choice((0.0, seconds / 2 ** rng.randint(14, 26))) for _ in range(3))) for _ in range(25)]
+    matrices = [relaxation.priced(price) for price in prices]
+    with Pool() as pool:
+        answers = pool.solve(matrices, 10.0, 1e-6, lambda: 100.0)
+    near = 0
+    for price, matrix, answer in zip(prices, matrices, answers, strict=True):
+        assert answer is not None and answer["x"] is not None
+        bound = (answer["bound"] + matrix.offset) * matrix.seconds_per_unit
+        found = own_point(piece.captured, relaxation.schedule(answer["x"]), costs)
+        least = min(price.of(amounts_of(point)) for point in (*points, found))
+        assert bound <= least * (1 + 1e-9)
+        near += bound >= 0.97 * least
+    assert near >= 10
+
+
 @pytest.fixture(scope="module")
 def answered() -> Fits:
     """Two cards, and one with a megabyte to use, on which nothing fits; the largest batch of each way on them."""
@@ -224,6 +253,7 @@ def test_rows_and_frame(answered: Fits) -> None:
     assert plain.fits and ours.fits and ours.seconds is not None and plain.seconds is not None
     assert ours.seconds <= plain.seconds <= (again.seconds or 0)
     assert 2 <= (plain.largest or 0) < (again.largest or 0) <= (ours.largest or 0)
+    assert plain.gap is None and ours.gap is not None and 0 <= ours.gap < 0.01
     assert "predicted" in answered.note and "39.90 GB of each card are left free" in answered.note
 
 
