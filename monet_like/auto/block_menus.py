@@ -140,18 +140,25 @@ def menus_of(
             ready, there = found[kind.program], menus[kind.program]
             if kind.text not in there:
                 captured, costs = ready.captured, ready.costs
-                points = [
-                    point_of(captured.program, schedule, costs, kind.held, handed_gradients(captured, schedule))
-                    for schedule in map(_schedule, there["schedules"])
-                ]
+                points = [own_point(ready, schedule, kind) for schedule in map(_schedule, there["schedules"])]
                 plain = point_of(
                     *plain_step(captured.plain, costs, autograd_nodes=captured.autograd_nodes),
                     kind.held,
                     _handed_plainly(captured),
                 )
-                there[kind.text] = {"menu": [*map(_content, efficient(points))], "plain": _content(plain)}
+                there[kind.text] = {"menu": [*map(content_of, efficient(points))], "plain": content_of(plain)}
             there["cublas_bytes"] = ready.cublas_bytes or ready.variants_cublas_bytes
     return menus
+
+
+def own_point(ready: Prepared, schedule: Schedule, kind: Kind) -> Point:
+    """What a schedule of a block's program with variants costs.
+
+    Raises:
+        ScheduleError: it breaks a rule of the program.
+    """
+    program, handed = ready.captured.program, handed_gradients(ready.captured, schedule)
+    return point_of(program, schedule, ready.costs, kind.held, handed)
 
 
 def _handed_plainly(captured: Captured) -> dict[int, int]:
@@ -208,7 +215,7 @@ def _schedule(content: Any) -> Schedule:
     return Schedule(tuple(forward), tuple(map(tuple, again)), tuple(ways))
 
 
-def _content(point: Point) -> list[Any]:
+def content_of(point: Point) -> list[Any]:
     """A point as plain data."""
     return [_listed(point.schedule), point.numbers, point.shared]
 

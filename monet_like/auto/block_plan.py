@@ -23,6 +23,7 @@ from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from ..replay.compatibility import check_program
 from .agreement import all_agree, all_do, gathered, planned_by, processes
+from .block_bounds import BoundedBlocks
 from .block_menus import BlockSettings, Kind, check_alike, kinds_of, menus_of, read_point, records_of
 from .block_wrapper import is_sharded
 from .kept_blocks import NOTHING, BlockKey, KeptBlocks, most_of_rest
@@ -50,6 +51,8 @@ class BlockPlan:
         status: of the choice among the blocks' menus. ``optimal``: the fastest, proven; ``feasible``: the solver's best, not proven;
             ``searched``: by a local search, because the solver failed or found nothing in time. Such a plan is not kept in the cache.
         reason: where it was ``searched``: what the solver said.
+        bound_seconds: no schedules of the blocks that fit are faster, whether they are in the menus or not, by the memory that the rest
+            of the model took when this was planned; 0: nothing is known.
     """
 
     peak_bytes: int
@@ -62,6 +65,12 @@ class BlockPlan:
     points: tuple[Point, ...]
     status: ChoiceStatus = "optimal"
     reason: str = ""
+    bound_seconds: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """By how much of its seconds the plan may be slower than the fastest of all schedules that fit; 1: nothing is known."""
+        return 1 - self.bound_seconds / self.seconds if self.seconds else 0.0
 
 
 def plan_blocks(of: Blocks, whole: WholeStep, settings: BlockSettings) -> BlockPlan:
@@ -106,7 +115,7 @@ def plan_blocks(of: Blocks, whole: WholeStep, settings: BlockSettings) -> BlockP
         block._block_planned, block._block_sharded = True, is_sharded(block)
     made = BlockPlan(
         peak, moment, kept.budget_bytes, kept.plain_peak_bytes, seconds_of(kept.points, first.calls), kept.plain_seconds,
-        kept.kinds, kept.points, kept.status, reason,
+        kept.kinds, kept.points, kept.status, reason, kept.bound_seconds,
     )  # fmt: skip
     _tell(of, made, how, settings.verbose)
     return made
@@ -206,13 +215,18 @@ def _planned(
     plain = [read_point(sent[kind.program][kind.text]["plain"]) if kind else NOTHING for kind in kinds]
     plain_peak = cublas + peak_of(plain, step.rehearsed([p.shared for p in plain]).moments)[0]
     budget = settings.budget.of(plain_peak)
+    bounded = BoundedBlocks(of, kinds, first, step.least_moments(first), budget - cublas, settings, found)
+    longer = planned_by(partial(bounded.longer_menus, menus), sharing)
+    menus = [[*map(read_point, longer["menus"][number])] for number in longer["of"]]
     best = _chosen(step, menus, first, budget - cublas, settings)
     points, peak = best.points, best.peak_bytes
+    bound = planned_by(partial(bounded.bound, menus, points, longer["bound"]), sharing)
     contents = planned_by(lambda: records_of(of, kinds, points, found), sharing)
     records = tuple(ScheduleRecord.of_content(content, "the plan") if content else None for content in contents)
     kept = KeptBlocks(
         datetime.date.today().isoformat(), budget, peak + cublas, plain_peak, seconds_of(plain, first.calls), cublas,
         len({kind.program for kind in kinds if kind}), most_of_rest(first.moments), points, records, best.status,
+        bound,
     )  # fmt: skip
     return kept, peak + cublas, best.moment, best.reason
 
@@ -293,11 +307,18 @@ _UNPROVEN = {
 }
 
 
+def _proof(plan: BlockPlan) -> str:
+    """What is proven of the plan's seconds, for people."""
+    if not plan.bound_seconds or not plan.seconds:
+        return ""
+    return f", within {100 * plan.gap:.2f} % of a bound for all schedules"
+
+
 def _tell(of: Blocks, plan: BlockPlan, how: str, verbose: bool | None) -> None:
     """Log in one line what the schedules promise; also on stderr, if that is wanted."""
     announce(
         f"{type(of.model).__name__}, {len(of.blocks)} blocks of {plan.kinds} kinds: peak {format_bytes(plan.peak_bytes)} instead "
         f"of {format_bytes(plan.plain_peak_bytes)}, {plan.moment}; blocks {format_seconds(plan.seconds)} instead of "
-        f"{format_seconds(plan.plain_seconds)} (predicted{_UNPROVEN.get(plan.status, '')}); {how}",
+        f"{format_seconds(plan.plain_seconds)} (predicted{_UNPROVEN.get(plan.status, '')}{_proof(plan)}); {how}",
         verbose,
     )

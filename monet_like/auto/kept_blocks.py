@@ -22,7 +22,7 @@ from ..plan.block_points import Point
 from ..plan.blocks import ChoiceStatus, Moment
 
 FORMAT = "monet_like block plan"
-VERSION = 3
+VERSION = 4
 #: A plan is made anew if the peak differs by more than this share from when it was made. Gloo's threads release buffers late,
 #: so that two starts of the same script may differ by less.
 OTHER_SHARE = 0.01
@@ -74,6 +74,7 @@ class KeptBlocks:
         points: by block.
         records: by block; None where it has no gradient.
         status: of the choice among the blocks' menus, see `Choice`.
+        bound_seconds: see `BlockPlan`.
     """
 
     planned: str
@@ -87,6 +88,7 @@ class KeptBlocks:
     points: tuple[Point, ...]
     records: tuple[ScheduleRecord | None, ...]
     status: ChoiceStatus
+    bound_seconds: float
 
     def content(self) -> dict[str, Any]:
         """Everything that the file holds, as plain builtins. Equal schedules and points are in it once."""
@@ -179,6 +181,7 @@ _FIELDS = (
     ("kinds", "int"),
     ("rest_bytes", "int"),
     ("status", "str"),
+    ("bound_seconds", "float"),
 )
 
 

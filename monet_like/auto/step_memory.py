@@ -133,6 +133,14 @@ class StepMemory:
         calls = tuple(forwards.count(number) for number in range(len(self.of.blocks)))
         return Rehearsed(moments, calls, held_values(events, stretches))
 
+    def least_moments(self, first: Rehearsed) -> list[Moment]:
+        """The moments of a rehearsal with bases that no schedules make smaller: blocks keep none of their inputs and results."""
+        least = self.rehearsed([()] * len(self.of.blocks)).moments
+        return [
+            replace(m, base_bytes=min(m.base_bytes, low.base_bytes))
+            for m, low in zip(first.moments, least, strict=True)
+        ]
+
     def _counted(self, kept: Sequence[Collection[int]] | None) -> tuple[list[Event], list[Stretch]]:
         """The events of a rehearsal and the memory between them."""
         rehearsals: list[Rehearsal] = []

@@ -67,6 +67,7 @@ def test_gradients_are_plain_and_the_peak_is_as_predicted() -> None:
     assert measured_peak(mine, x) == plan.peak_bytes <= plan.budget_bytes
     assert measured_peak(plain, x) == plan.plain_peak_bytes
     assert plan.budget_bytes == int(0.75 * plan.plain_peak_bytes)
+    assert 0 < plan.bound_seconds <= plan.seconds and plan.gap == 1 - plan.bound_seconds / plan.seconds
     assert_inputs_are_released(mine, x)
     assert list(mine.state_dict()) == list(plain.state_dict())
     mine.eval(), plain.eval()
