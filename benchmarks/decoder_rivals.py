@@ -28,7 +28,7 @@ from monet_like.cards.step import step_of, with_way
 from monet_like.ir.units import format_bytes, format_seconds
 from monet_like.plan.baseline import plain_step
 from monet_like.plan.block_points import Point, point_of
-from monet_like.plan.blocks import choose, peak_of, seconds_of
+from monet_like.plan.blocks import peak_of, seconds_of
 from monet_like.profile.devices import DEVICES, DeviceLimits
 from monet_like.profile.roofline import roofline
 
@@ -99,14 +99,14 @@ def main(model: str, seq: int, batch: int, card: str) -> None:
         pieces = answer.pieces(sheet.capability)
         prices = {piece: answer.priced(piece, sheet) for piece in pieces.every}
         step = step_of(question, pieces, sheet.cublas_bytes)
-        menus = with_way(pieces, lambda piece, prices=prices: prices[piece].ours)
-        once, found = [1] * len(menus), rules(answer, prices, sheet)
+        found = rules(answer, prices, sheet)
+        once = [1] * len(found["plain"])
         least = seconds_of(found["plain"], once)
         print(f"\n{name}: plain {format_seconds(least)}\n")
         print("| rule | peak | step | ours at that peak |\n|---|---|---|---|")
         for rule, points in sorted(found.items(), key=lambda item: -peak_of(item[1], step.moments)[0]):
             peak = peak_of(points, step.moments)[0]
-            choice = choose(menus, step.moments, peak)
+            choice = answer.chosen(sheet, step, peak).choice
             ours = "none found" if choice is None else f"{100 * (choice.seconds / least - 1):+.1f} %"
             time = f"{100 * (seconds_of(points, once) / least - 1):+.1f} %"
             print(f"| {rule} | {format_bytes(peak)} | {time} | {ours} |")

@@ -12,7 +12,7 @@ from ..plan.block_bound import Asked
 from ..plan.block_points import Point
 from ..plan.block_relaxation import BlockRelaxation, block_relaxation
 from ..plan.blocks import peak_of, seconds_of, smallest
-from ..plan.proven_choice import choose_with_proof
+from ..plan.proven_choice import ProvenChoice, choose_with_proof
 from ..profile.devices import DeviceLimits
 from ..profile.roofline import roofline
 from .decoder import Question
@@ -65,26 +65,28 @@ class Answer:
             peak, moment = peak_of(points, step.moments)
             self._row(card, way, peak, moment, seconds_of(points, once), seconds_of(plain, once))
         with self.timed("choice"):
-            self._choose(card, pieces, prices, step, seconds_of(plain, once))
+            self._choose(card, step, seconds_of(plain, once))
 
     def budget(self, card: DeviceLimits) -> int:
         """What a step may use of a card."""
         return card.memory_bytes - self.free
 
-    def _choose(
-        self, card: DeviceLimits, pieces: Pieces, prices: Mapping[Piece, Priced], step: Step, plain: float
-    ) -> None:
-        order = with_way(pieces, lambda piece: piece)
-        menus = [prices[piece].ours for piece in order]
+    def chosen(self, card: DeviceLimits, step: Step, budget: int) -> ProvenChoice:
+        """Our schedules for the parts of a step within a budget, and a bound for all schedules."""
+        order = with_way(self.pieces(card.capability), lambda piece: piece)
+        menus = [self.priced(piece, card).ours for piece in order]
         relaxations = [self.relaxation(piece, card) for piece in order]
 
         def point(block: int, schedule: Schedule) -> Point:
             return own_point(order[block].captured, schedule, self.costs(order[block], card))
 
-        asked = Asked(relaxations, menus, step.moments, self.budget(card), [1] * len(order))
-        proven = choose_with_proof(asked, point, choice_seconds=CHOICE_SECONDS)
+        asked = Asked(relaxations, menus, step.moments, budget, [1] * len(order))
+        return choose_with_proof(asked, point, choice_seconds=CHOICE_SECONDS)
+
+    def _choose(self, card: DeviceLimits, step: Step, plain: float) -> None:
+        proven = self.chosen(card, step, self.budget(card))
         if (found := proven.choice) is None:
-            least = smallest(menus, step.moments)
+            least = smallest(proven.menus, step.moments)
             self._row(card, "ours", least.peak_bytes, least.moment, None, plain)
             return
         self._row(card, "ours", found.peak_bytes, found.moment, found.seconds, plain, proven.bound_seconds)
