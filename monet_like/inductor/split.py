@@ -12,15 +12,23 @@ from torch import fx
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 #: The results of a convolution's backward: gradients of the input, the weight and the bias.
 _INPUT, _WEIGHT = 0, 1
+#: On a CPU, of the inputs and weights of all convolutions, the share from which on a convolution's gradients are two calls.
+LARGE = 0.02
 
 
 def split_convolutions(graph: fx.Graph) -> None:
     """Make the gradients of a convolution's weight and of its input two calls, in this order.
 
     The first one reads the convolution's input, which can be freed before the gradient of it is made: both often are among a
-    step's largest tensors. Libraries compute the two by two kernels in any case, so results are the same bits.
+    step's largest tensors. Libraries compute the two by two kernels in any case, so results are the same bits. On a CPU a second
+    call prepares its operands again, a tenth of a millisecond and more: small convolutions keep their one call.
     """
-    for node in graph.find_nodes(op="call_function", target=_CONVOLUTION):
+    nodes = graph.find_nodes(op="call_function", target=_CONVOLUTION)
+    read = {node: sum(given.meta["val"].nbytes for given in node.args[1:3]) for node in nodes}
+    least = LARGE * sum(read.values())
+    for node in nodes:
+        if read[node] < least and node.args[1].meta["val"].device.type == "cpu":
+            continue
         parts = {user.args[1]: user for user in node.users if user.target is operator.getitem and user.users}
         if {_INPUT, _WEIGHT} <= parts.keys():
             with graph.inserting_before(node):

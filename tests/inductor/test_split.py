@@ -13,7 +13,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import monet_like
 from monet_like.capture.lowering import capture
-from monet_like.inductor import joint, partitioner, prices
+from monet_like.inductor import joint, partitioner, prices, split
 from monet_like.inductor.partitioner import PlannedGraph
 from monet_like.ir.program import Cost
 from monet_like.profile.devices import DEVICES
@@ -56,6 +56,21 @@ def test_both_gradients_of_a_convolution_are_the_same_bits(monkeypatch: pytest.M
     assert len(other.program.slots) == len(graph.program.slots) - 3
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert graph.peak_bytes <= other.peak_bytes
+
+
+def test_a_small_convolution_keeps_its_one_call_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it reads, input and weight, among all convolutions."""
+    model, x = net()
+    model = nn.Sequential(model, nn.AvgPool2d(5), nn.Conv2d(16, 4, 1), nn.Tanh())
+
+    def calls(graph: PlannedGraph) -> int:
+        return sum("convolution_backward" in ways[0].name for ways in graph.program.slots)
+
+    graph, found = planned(model, x)
+    monkeypatch.setattr(split, "LARGE", 0.0)
+    every, wanted = planned(model, x)
+    assert (calls(graph), calls(every)) == (8, 9)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_estimates_for_a_gpu_are_those_of_eager_plans(monkeypatch: pytest.MonkeyPatch) -> None:
