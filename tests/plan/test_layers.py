@@ -19,6 +19,7 @@ LAYERS = (
     ("plan",),
     ("plan.budgets",),
     ("plan.block_points", "plan.blocks"),
+    ("plan.block_relaxation", "plan.block_bound", "plan.proven_choice"),
 )
 OUTSIDE = {"ir", "build", "errors", "files", "interrupts"}
 
