@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -204,9 +204,13 @@ class Casting(nn.Module):
 
 
 class Plain:
-    """A model as it is, measured once for all its schedules."""
+    """A model as it is, measured once for all its schedules.
 
-    def __init__(self, record: ScheduleRecord, device: torch.device) -> None:
+    Args:
+        known: its program, if that was captured for its profile.
+    """
+
+    def __init__(self, record: ScheduleRecord, device: torch.device, known: Captured | None = None) -> None:
         torch.manual_seed(0)
         with device:
             module = build_model(record.model).module.to(device)
@@ -222,6 +226,8 @@ class Plain:
         self.peak_bytes = step_peak(self.model, self.example, device)
         self.model.zero_grad(set_to_none=True)
         self._captured: dict[tuple[str, bool, tuple[str, ...]], Captured] = {}
+        if known is not None:
+            self._captured[record.mode, False, known.made_last] = known
 
     def captured(self, record: ScheduleRecord) -> Captured:
         """The program that a schedule is for."""
@@ -302,11 +308,11 @@ def measured_placed(scheduled: ScheduleWrapper, wrapped: nn.Module, plain: Plain
     return reserved, seconds[1]
 
 
-def profile(work: Work, device: torch.device, folder: Path) -> str:
+def profile(work: Work, device: torch.device, folder: Path) -> tuple[str, Captured]:
     """Measure a model's operators at this batch and write the file that solve.py takes, adding to what it has.
 
     Returns:
-        A line on what was done, with the program's fingerprint: what is captured elsewhere for this card should have it.
+        A line on what was done, with the program's fingerprint: what is captured elsewhere for this card should have it. And that program.
     """
     started = time.monotonic()
     with device:
@@ -322,10 +328,11 @@ def profile(work: Work, device: torch.device, folder: Path) -> str:
     capture_seconds = time.monotonic() - started
     costs, note = measured_costs(request, captured, device, known=known)
     to_profile(costs, device, note or f"measured at batch {batch}").save(path)
-    return (
+    line = (
         f"{path.name}: {len(costs) - len(known)} operators in {time.monotonic() - started:.0f} s, {capture_seconds:.0f} s of "
         f"it the capture; program {captured.program.fingerprint[:12]}"
     )
+    return line, captured
 
 
 def plan(work: Work, budget: str, device: torch.device, folder: Path) -> str:
@@ -420,12 +427,13 @@ def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Seq
 @click.option("--solutions", type=click.Path(path_type=Path), help="Replay the schedules in this folder, too.")
 @click.option("--steps", default=5, show_default=True)
 @click.option("--models", default="", help="Regular expression: only schedules and profiles of such models.")
+@click.option("--plans/--no-plans", default=True, help="Without: only the schedules of --solutions are replayed.")
 @click.option("--device", "where", default="cuda", hidden=True)
-def main(out: Path, seconds: float, solutions: Path | None, steps: int, models: str, where: str) -> None:
+def main(out: Path, seconds: float, solutions: Path | None, steps: int, models: str, plans: bool, where: str) -> None:
     """Profile, plan, replay, report."""
     device, deadline = torch.device(where), time.monotonic() + seconds
     found = schedules(solutions, device, models) if solutions else []
-    works = [work for work in FIRST if re.search(models, work.model)]
+    works = [work for work in FIRST if plans and re.search(models, work.model)]
     works += dict.fromkeys(work_of(record) for _, record in found if record.device != device_name(device))
     rows: list[Replay] = []
     lines: list[str] = []
@@ -436,20 +444,23 @@ def main(out: Path, seconds: float, solutions: Path | None, steps: int, models: 
         write_atomically(out / "gpu_check.md", text.encode())
         write_rows(out / "replays.csv", rows)
 
-    for work in works:
-        if time.monotonic() > deadline - seconds / 2:
-            lines.append(f"{work.name}: not profiled, the time was over")
-            continue
-        try:
-            lines.append(profile(work, device, out))
-        except (MonetError, RuntimeError) as error:
-            lines.append(f"{work.name}: not profiled: {str(error).splitlines()[0]}")
-        emptied(device)
-        report()
     (out / "schedules").mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as processes:
-        asked = [(work, budget) for work in works for budget in work.budgets if work.profile_in(out, device).exists()]
-        lines += processes.map(lambda one: plan(*one, device, out), asked)
+    programs: dict[str, Captured] = {}
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 4)) as processes:  # plans are made beside the next profiles
+        planning: list[Future[str]] = []
+        for work in works:
+            if time.monotonic() > deadline - seconds / 2:
+                lines.append(f"{work.name}: not profiled, the time was over")
+                continue
+            try:
+                line, programs[work.name] = profile(work, device, out)
+                lines.append(line)
+                planning += [processes.submit(plan, work, budget, device, out) for budget in work.budgets]
+            except (MonetError, RuntimeError) as error:
+                lines.append(f"{work.name}: not profiled: {str(error).splitlines()[0]}")
+            emptied(device)
+            report()
+        lines += [future.result() for future in planning]
     report()
     found += schedules(out / "schedules", device, "")
     work, plain = None, None
@@ -461,7 +472,7 @@ def main(out: Path, seconds: float, solutions: Path | None, steps: int, models: 
             if plain is None or work != work_of(record):
                 work, plain = work_of(record), None
                 emptied(device)
-                plain = Plain(record, device)
+                plain = Plain(record, device, programs.get(work.name))
                 rows += checkpointed(record, plain, steps)
             rows.append(replay(name, record, plain, steps))
         except (MonetError, RuntimeError) as error:

@@ -6,8 +6,8 @@
 # Builds csrc, runs tests/gpu, measures the kernels' GB/s beside copy_, profiles the models of gpu_check.py, plans for their
 # budgets by the local search, and replays the plans beside plain PyTorch. FOLDER then holds gpu_check.md, replays.csv,
 # profiles/, schedules/ and a log of each stage, and FOLDER.tar.gz all of it. MINUTES (9), PYTHON (python3), SOLUTIONS (a
-# folder of schedules to replay, too), MODELS (a regular expression: only these), STEPS, TESTS (tests/gpu) and BUILD (1; 0:
-# the kernels are there) can be set.
+# folder of schedules to replay, too), MODELS (a regular expression: only these), STEPS, TESTS (tests/gpu), BUILD (1; 0:
+# the kernels are there) and PLANS (1; 0: no profiles and plans, only SOLUTIONS are replayed) can be set.
 set -uo pipefail
 out=$(realpath -m "${1:-gpu_check}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -39,7 +39,7 @@ stage tests $((limit / 4)) "$python" -m pytest -q -o addopts= ${TESTS:-tests/gpu
 stage bandwidth $((limit / 8)) "$python" -m benchmarks.kernel_bandwidth --out "$out/kernel_bandwidth.md"
 left=$((limit - SECONDS - 10))
 stage measure "$left" "$python" scripts/gpu_check.py --out "$out" --seconds $((left - 20)) \
-  ${SOLUTIONS:+--solutions "$SOLUTIONS"} ${MODELS:+--models "$MODELS"} ${STEPS:+--steps "$STEPS"}
+  ${SOLUTIONS:+--solutions "$SOLUTIONS"} ${MODELS:+--models "$MODELS"} ${STEPS:+--steps "$STEPS"} $([[ ${PLANS:-1} == 0 ]] && echo --no-plans)
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
 cat "$out/gpu_check.md" 2>/dev/null
 exit "$failed"

@@ -157,6 +157,10 @@ def _opaque(captured: Captured, task: Task) -> Operation:
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
     """By operator, from the shapes of arguments; with some that PyTorch's counter does not know."""
     found: dict[Any, Callable[..., int]] = {}
+    for kind in ("flash", "efficient", "cudnn"):  # before 2.12 the counter refused grouped heads
+        name = f"_scaled_dot_product_{kind}_attention"
+        found[getattr(torch.ops.aten, name)] = _attention_flops
+        found[getattr(torch.ops.aten, f"{name}_backward")] = _attention_backward_flops
     if hasattr(torch.ops.aten, "_grouped_mm"):
         found[torch.ops.aten._grouped_mm] = _grouped_flops
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -167,6 +171,16 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
     if hasattr(torch.ops.monet_like, "mm_largest"):  # as if it were dense, which it is on a GPU
         found[torch.ops.monet_like.mm_largest] = lambda grad, _, __, columns, *___, **____: 2 * prod(grad) * columns
     return dict(FlopCounterMode(display=False, custom_mapping=found).flop_registry)
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Of scores and of their products with values, for each head of ``query`` [N, heads, length, width]; a mask saves nothing."""
+    return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+def _attention_backward_flops(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
+    """Scores again and two products with their gradients; two with the values' or the result's."""
+    return 2 * prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
 
 
 def _grouped_flops(one: Any, other: Any, offs: Any = None, *_: Any, **__: Any) -> int:

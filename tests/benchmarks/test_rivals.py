@@ -484,7 +484,8 @@ def test_the_gpu_check_plans_from_its_profiles(tmp_path: Path, monkeypatch: pyte
     inputs = (InputSpec((4, 3, 64, 64), "float32"),)
     work = gpu_check.Work(f"{HELPERS}/chain.py:chain", inputs, "", "inplace_conv_multiway_newnode", ("95%", "1%"))
     cpu = torch.device("cpu")
-    assert gpu_check.profile(work, cpu, tmp_path).startswith("profile_py_chain_4_cpu")
+    line, _ = gpu_check.profile(work, cpu, tmp_path)
+    assert line.startswith("profile_py_chain_4_cpu")
     said = [gpu_check.plan(work, budget, cpu, tmp_path) for budget in work.budgets]
     assert said[0].startswith("py_chain_4_95p: plain PyTorch (predicted)") and "this schedule (predicted)" in said[0]
     assert said[1].startswith("py_chain_4_1p: error: no schedule fits into")

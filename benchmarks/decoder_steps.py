@@ -1,0 +1,341 @@
+"""LoRA of a Llama of Hugging Face, as its users train it, beside plans of blocks: python -m benchmarks.decoder_steps
+
+Measured on the device that is here: the peak of a step (everything that is allocated, weights and inputs included), its median
+time, and what a plan had predicted. The contenders:
+
+* *plain*: Transformers and PEFT as they are; *checkpoint*: ``gradient_checkpointing_enable()``;
+* *Liger*: all of its kernels (RMS norm, rotary positions, SwiGLU, head and loss in one), with checkpointing and without;
+* *compiled*: ``torch.compile`` of each layer, and the same under ``activation_memory_budget``;
+* *planned*: ``auto_schedule(model, blocks=layers)`` for each budget, with Liger's loss as well, since the loss of long texts is most of
+  what does not lie in the layers, and with ``backend="inductor"``.
+
+The step is forward and backward; adapters of rank 16 are on all linear layers of the blocks, weights are bfloat16. *off*: adapters'
+gradients against plain's, all together, relative, in the 2-norm; rounding in bfloat16 is what differs.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import torch
+from torch import Tensor, nn
+
+import monet_like
+from benchmarks.rows import write_rows
+from monet_like.errors import MonetError
+from monet_like.files import write_atomically
+from monet_like.ir.units import format_bytes
+from monet_like.models.adapters import ADAPTED
+from monet_like.models.decoders import SHAPES, Shape
+from monet_like.profile.devices import device_name
+from monet_like.profile.measure import allocated_peak
+from monet_like.replay.verify import resident_bytes
+
+#: A decoder that a CPU runs in seconds.
+TINY = Shape(width=64, blocks=3, heads=4, groups=2, hidden=160, vocabulary=512)
+RANK = 16
+#: For the schedules of each kind of block.
+PLAN_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained on which device."""
+
+    shape: Shape
+    batch: int
+    length: int
+    device: torch.device
+
+    def tokens(self) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(0, self.shape.vocabulary, (self.batch, self.length), generator=generator)
+        return drawn.to(self.device)
+
+    def build(self, patch: Callable[[nn.Module], None] = lambda model: None) -> nn.Module:
+        """The model with adapters; ``patch`` changes it before it gets them. Equal seeds make equal weights."""
+        from peft import LoraConfig, get_peft_model
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = self.shape
+        config = LlamaConfig(
+            vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.hidden,
+            num_hidden_layers=shape.blocks, num_attention_heads=shape.heads, num_key_value_heads=shape.groups,
+            max_position_embeddings=self.length, tie_word_embeddings=shape.tied, use_cache=False,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        with self.device:
+            model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).train()
+            patch(model)
+            adapters = LoraConfig(r=RANK, target_modules=list(ADAPTED), task_type="CAUSAL_LM", init_lora_weights=False)
+            return get_peft_model(model, adapters)
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """The blocks of the decoder."""
+    return next(
+        m for m in model.modules() if isinstance(m, nn.ModuleList) and type(m[0]).__name__ == "LlamaDecoderLayer"
+    )
+
+
+@dataclass
+class Made:
+    """A model that is ready to be trained, and what was promised for it."""
+
+    model: nn.Module
+    predicted_bytes: int = 0
+    predicted_seconds: float = 0.0
+    planned_from: float = 0.0
+    undo: Callable[[], None] = field(default=lambda: None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender's step.
+
+    Attributes:
+        status: measured, or what went wrong.
+        setup_seconds: planning and wrapping, and a first step, which compiles, less a usual one.
+        gradient_error: see the top of this file.
+        reserved_bytes: by the caching allocator on a GPU.
+    """
+
+    contender: str
+    status: str
+    peak_bytes: int = 0
+    predicted_bytes: int = 0
+    seconds: float = 0.0
+    setup_seconds: float = 0.0
+    gradient_error: float = 0.0
+    reserved_bytes: int = 0
+
+    @property
+    def key(self) -> str:
+        """What there is one row of."""
+        return self.contender
+
+
+def of_liger(model: nn.Module, *, loss_alone: bool = False) -> None:
+    """Patch this model as Liger does."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    rest = not loss_alone
+    apply_liger_kernel_to_llama(model=model, rope=rest, rms_norm=rest, swiglu=rest, fused_linear_cross_entropy=True)
+
+
+def plain(of: Setting) -> Made:
+    return Made(of.build())
+
+
+def checkpointed(of: Setting) -> Made:
+    model: Any = of.build()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Made(model)
+
+
+def liger(of: Setting, *, checkpoint: bool = False) -> Made:
+    from transformers.models.llama import modeling_llama
+
+    usual = dict(vars(modeling_llama))  # Liger replaces functions and classes for later models, too
+    model: Any = of.build(of_liger)
+    if checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Made(model, undo=lambda: vars(modeling_llama).update(usual))
+
+
+def compiled(of: Setting, *, budget: float = 1.0, liger_loss: bool = True) -> Made:
+    from torch._functorch import config
+
+    torch._dynamo.reset()
+    model = of.build(partial(of_liger, loss_alone=True) if liger_loss else lambda model: None)
+    before = config.activation_memory_budget
+    config.activation_memory_budget = budget
+    for layer in layers_of(model):
+        layer.compile(dynamic=False)
+    return Made(model, undo=lambda: setattr(config, "activation_memory_budget", before))
+
+
+def planned(of: Setting, *, budget: str, liger_loss: bool = False, backend: str = "eager") -> Made:
+    model = of.build(partial(of_liger, loss_alone=True) if liger_loss else lambda model: None)
+    tokens = of.tokens()
+    model = monet_like.auto_schedule(
+        model, (), {"input_ids": tokens, "labels": tokens}, memory_budget=budget, blocks=layers_of(model),
+        effort="full", time_limit_seconds=PLAN_SECONDS, backend=backend, verbose=True,
+    )  # fmt: skip
+    plan = monet_like.block_plan(model)
+    return Made(model, plan.peak_bytes, plan.seconds, plan.plain_seconds)
+
+
+def contenders(budgets: tuple[str, ...], *, liger_too: bool) -> Iterator[tuple[str, Callable[[Setting], Made]]]:
+    """All that can run here; *plain* first."""
+    loss = "Liger's loss, " if liger_too else ""
+    yield "plain", plain
+    yield "checkpoint", checkpointed
+    for budget in budgets:
+        yield f"planned for {budget}", partial(planned, budget=budget)
+    if liger_too:
+        yield "Liger", liger
+        yield "Liger, checkpoint", partial(liger, checkpoint=True)
+        for budget in budgets:
+            yield f"{loss}planned for {budget}", partial(planned, budget=budget, liger_loss=True)
+    for budget in budgets:
+        made = partial(planned, budget=budget, liger_loss=liger_too, backend="inductor")
+        yield f"{loss}planned for {budget}, inductor", made
+    for share in (1.0, 0.5, 0.2):
+        words = f"{loss}compiled{'' if share == 1.0 else f', activation_memory_budget {share:g}'}"
+        yield words, partial(compiled, budget=share, liger_loss=liger_too)
+
+
+def step(model: nn.Module, tokens: Tensor) -> None:
+    """Forward and backward, as a trainer calls them."""
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
+    """Wall time of a call, to the end of what it queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def adapters_of(model: nn.Module) -> list[Tensor]:
+    """Their gradients, on the CPU, in the order of their names."""
+    named = sorted((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
+    return [grad.float().cpu() for _, grad in named if grad is not None]
+
+
+def apart(mine: list[Tensor], others: list[Tensor]) -> float:
+    """All together, relative, in the 2-norm."""
+    if len(mine) != len(others):
+        return float("inf")
+    squares = sum(float((a - b).square().sum()) for a, b in zip(mine, others, strict=True))
+    return (squares / max(sum(float(b.square().sum()) for b in others), 1e-300)) ** 0.5
+
+
+@contextmanager
+def emptied(device: torch.device) -> Iterator[None]:
+    """Give everything back at the end that nobody holds."""
+    yield
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measured(name: str, make: Callable[[Setting], Made], of: Setting, steps: int, wanted: list[Tensor]) -> Row:
+    """One row; ``wanted`` gets plain PyTorch's gradients if it is empty, and they are compared with it if not."""
+    started = time.perf_counter()
+    made = make(of)
+    try:
+        model, tokens = made.model, of.tokens()
+
+        def once() -> None:
+            model.zero_grad(set_to_none=True)
+            step(model, tokens)
+
+        once()
+        setup = time.perf_counter() - started
+        found = adapters_of(model)
+        if not wanted:
+            wanted += found
+        model.zero_grad(set_to_none=True)
+        peak = resident_bytes(model, ((tokens,), {})) + allocated_peak(partial(step, model, tokens), of.device)
+        if of.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(of.device)
+        once()
+        times = [seconds_of(once, of.device) for _ in range(steps)]
+        usual, off = median(times), apart(found, wanted)
+        reserved = torch.cuda.max_memory_reserved(of.device) if of.device.type == "cuda" else 0
+        return Row(name, "measured", peak, made.predicted_bytes, usual, setup - usual, off, reserved)
+    finally:
+        made.undo()
+
+
+def markdown(of: Setting, rows: list[Row]) -> str:
+    """The table."""
+    words = f"{of.shape.blocks} layers of {of.shape.width}, {of.batch} x {of.length} tokens"
+    text = (
+        f"# `python -m benchmarks.decoder_steps`: {device_name(of.device)}\n\n{words}; torch {torch.__version__}.\n\n"
+    )
+    text += "| contender | peak | predicted | reserved | step | against plain | setup | off |\n" + "|---" * 8 + "|\n"
+    base = next((row.seconds for row in rows if row.contender == "plain" and row.seconds), 0.0)
+    for row in rows:
+        if row.status != "measured":
+            text += f"| {row.contender} | {row.status} |" + " |" * 6 + "\n"
+            continue
+        predicted = format_bytes(row.predicted_bytes) if row.predicted_bytes else ""
+        reserved = format_bytes(row.reserved_bytes) if row.reserved_bytes else ""
+        over = f"{100 * (row.seconds / base - 1):+.1f} %" if base else ""
+        text += (
+            f"| {row.contender} | {format_bytes(row.peak_bytes)} | {predicted} | {reserved} | {1e3 * row.seconds:,.1f} ms | "
+            f"{over} | {row.setup_seconds:.0f} s | {row.gradient_error:.0e} |\n"
+        )
+    return text
+
+
+@click.command()
+@click.option("--model", "size", default="8b", type=click.Choice(["tiny", "1b", "3b", "8b"]), show_default=True)
+@click.option("--batch", default=1, show_default=True)
+@click.option("--length", default=4096, show_default=True, help="Tokens of a text.")
+@click.option("--budgets", default="75%,50%,40%", show_default=True, help="Of plans, divided by commas.")
+@click.option("--steps", default=5, show_default=True)
+@click.option("--only", default="", help="Only contenders whose names contain one of these words, divided by commas.")
+@click.option("--device", "where", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
+@click.option("--seconds", default=540.0, show_default=True, help="Start nothing after so many.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the table, and of its rows as CSV.")
+def main(
+    size: str,
+    batch: int,
+    length: int,
+    budgets: str,
+    steps: int,
+    only: str,
+    where: str,
+    seconds: float,
+    out: Path | None,
+) -> None:
+    """Steps of LoRA on a Llama: peaks and times of what people use, and of plans."""
+    from monet_like.ops import liger as kernels
+
+    deadline = time.monotonic() + seconds
+    of = Setting(TINY if size == "tiny" else SHAPES[f"llama_{size}"], batch, length, torch.device(where))
+    rows: list[Row] = []
+    wanted: list[Tensor] = []
+    words = [word for word in only.split(",") if word]
+    for name, make in contenders(tuple(budgets.split(",")), liger_too=kernels.runs_on(of.device.type)):
+        if words and not any(word in name for word in words):
+            continue
+        with emptied(of.device):
+            if time.monotonic() > deadline:
+                rows.append(Row(name, "not run, the time was over"))
+                continue
+            try:
+                rows.append(measured(name, make, of, steps, wanted))
+            except (MonetError, RuntimeError, ImportError, AssertionError) as error:
+                rows.append(
+                    Row(name, f"{type(error).__name__}: {str(error).splitlines()[0][:150]}".replace("|", "\\|"))
+                )
+        print(markdown(of, rows).splitlines()[-1], file=sys.stderr, flush=True)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            write_rows(out / "decoder_steps.csv", rows)
+            write_atomically(out / "decoder_steps.md", markdown(of, rows).encode())
+    print(markdown(of, rows))
+
+
+if __name__ == "__main__":
+    main()
