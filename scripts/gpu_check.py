@@ -44,7 +44,7 @@ from monet_like.profile.devices import device_name, device_slug, known_limits, m
 from monet_like.replay.allocator import place_memory, reserve
 from monet_like.replay.arena import RECORDED
 from monet_like.replay.comparison import Tensors
-from monet_like.replay.verify import judged, real_example, step_peak, step_seconds, train_step
+from monet_like.replay.verify import judged, real_example, step_peak, step_seconds, takes_transforms, train_step
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.zoo.registry import FILE_NAME, Registry
 
@@ -284,7 +284,8 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     wrapped.zero_grad(set_to_none=True)
     error = apart(plain.gradients, gradients)
     with in_float32(), autocast_as(record.autocast, device):  # by the tolerance of the dtype that was computed in
-        verdicts = judged(plain.model, example, on_device(plain.gradients, device), on_device(gradients, device))
+        both = on_device(plain.gradients, device), on_device(gradients, device)
+        verdicts = judged(plain.model, example, *both, transforms=takes_transforms(record))
     reasons = [f"{verdict.name} {verdict.reason}" for verdict in verdicts if not verdict.right]
     wrong = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
     return Replay(
@@ -434,7 +435,8 @@ def main(out: Path, seconds: float, solutions: Path | None, steps: int, models: 
     device, deadline = torch.device(where), time.monotonic() + seconds
     found = schedules(solutions, device, models) if solutions else []
     works = [work for work in FIRST if plans and re.search(models, work.model)]
-    works += dict.fromkeys(work_of(record) for _, record in found if record.device != device_name(device))
+    if plans:
+        works += dict.fromkeys(work_of(record) for _, record in found if record.device != device_name(device))
     rows: list[Replay] = []
     lines: list[str] = []
 

@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -60,7 +61,7 @@ def same_step(say: Callable[[str], None], model: nn.Module, record: ScheduleReco
     """Compare outputs, gradients and buffers after a step with plain PyTorch's; ``say`` gets the findings, line by line."""
     plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
     mine, theirs = everything_after_a_step(plain, example), everything_after_a_step(wrapped, example)
-    verdicts = judged(model, example, mine, theirs)
+    verdicts = judged(model, example, mine, theirs, transforms=takes_transforms(record))
     lossy = is_lossy(record.mode)
     inexact = [v for v in verdicts if lossy and v.name.startswith("gradient") and 0 < v.error < math.inf]
     bad = [v for v in verdicts if not v.right and v not in inexact]
@@ -83,21 +84,30 @@ def same_step(say: Callable[[str], None], model: nn.Module, record: ScheduleReco
     return not bad
 
 
-def judged(model: nn.Module, example: Example, mine: Tensors, theirs: Tensors) -> tuple[Verdict, ...]:
+def takes_transforms(record: ScheduleRecord) -> bool:
+    """Whether a schedule has convolutions by FFT or Winograd, which lose more digits than sums of products."""
+    return any("fft" in key or "winograd" in key for key in record.counts if key.startswith("variant conv.cudnn_"))
+
+
+def judged(
+    model: nn.Module, example: Example, mine: Tensors, theirs: Tensors, *, transforms: bool = False
+) -> tuple[Verdict, ...]:
     """Compare the results of two steps; plain PyTorch's own rounding is measured only where it can change a verdict.
 
     Args:
         model, example: that plain PyTorch made ``mine`` of; the model is copied.
         mine, theirs: results of `everything_after_a_step` for plain PyTorch and for the step in question.
+        transforms: see `takes_transforms`.
     """
     device = device_of(model)
+    compared = partial(compare, mine, theirs, transforms=transforms)
     autocast = autocast_name(device)
     eps = torch.finfo(getattr(torch, autocast)).eps if autocast else 0.0
-    verdicts = compare(mine, theirs, eps=eps)
+    verdicts = compared(eps=eps)
     tf32, coarse = False, eps
     if not _settled(verdicts) and runs_in_tf32(model, example, device):
         tf32, coarse = True, max(eps, tf32_eps)
-        verdicts = compare(mine, theirs, eps=coarse, tf32=tf32)
+        verdicts = compared(eps=coarse, tf32=tf32)
     rounding: Differences = {}
     for seed in range(SHAKEN):
         if _settled(verdicts):
@@ -108,7 +118,7 @@ def judged(model: nn.Module, example: Example, mine: Tensors, theirs: Tensors) -
             with autocast_as("", device), contextlib.suppress(RuntimeError):
                 exact = everything_after_a_step(copy.deepcopy(model).double(), _as_double(example))
                 rounding = differences(mine, exact, rounding)
-        verdicts = compare(mine, theirs, rounding, eps=coarse, tf32=tf32)
+        verdicts = compared(rounding, eps=coarse, tf32=tf32)
     return verdicts
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from replays import CPU, FULL, record_for
+from replays import FULL, record_for
 from training import twin
 from zoo import Built
 
@@ -16,7 +16,6 @@ from monet_like.ir.schedule import Schedule, prune
 from monet_like.models.decoders import Decoder, Shape
 from monet_like.ops.liger import PACKAGE
 from monet_like.plan.baseline import store_all
-from monet_like.profile.devices import device_name
 from monet_like.replay.wrapper import ScheduleWrapper
 
 SHAPE = Shape(width=16, blocks=1, heads=2, groups=1, hidden=72, vocabulary=50)
@@ -52,13 +51,10 @@ def by_liger(captured: Captured, of_mlp: str = "liger_swiglu.backward", *, in_pl
     return prune(program, replace(kept, forward=forward, again=rerun, ways=ways))
 
 
-def wrapped(
-    example: Built, captured: Captured, schedule: Schedule, *, autocast: bool = False, device: torch.device = CPU
-) -> ScheduleWrapper:
+def wrapped(example: Built, captured: Captured, schedule: Schedule, *, autocast: bool = False) -> ScheduleWrapper:
     """The model with a schedule, by a record as of a file: its program is captured anew."""
     model, _, _ = example
-    record = record_for(captured, schedule, FULL, example)
-    record = replace(record, versions={PACKAGE: "0.8.5"}, device=device_name(device), made_last=captured.made_last)
+    record = replace(record_for(captured, schedule, FULL, example), versions={PACKAGE: "0.8.5"})
     return ScheduleWrapper(twin(model), replace(record, autocast="bfloat16" if autocast else ""))
 
 

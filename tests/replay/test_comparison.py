@@ -25,7 +25,7 @@ from monet_like.models.unet import UNet
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay import verify
 from monet_like.replay.comparison import MOST, Tensors, Verdict, compare, differences
-from monet_like.replay.verify import everything_after_a_step, judged, same_step, shaken
+from monet_like.replay.verify import everything_after_a_step, judged, same_step, shaken, takes_transforms
 from monet_like.replay.wrapper import ScheduleWrapper
 
 CPU = torch.device("cpu")
@@ -158,6 +158,22 @@ def test_no_rounding_excuses_a_plainly_wrong_gradient(rounding: float) -> None:
     (verdict,) = (v for v in compare(plain, found, differences(plain, moved)) if not v.right)
     assert verdict.name == "gradient of a"
     assert verdict.allowed <= MOST
+
+
+@pytest.mark.parametrize(
+    ("variant", "error", "right"),
+    [("winograd_nonfused", 3e-4, True), ("fft_tiling", 3e-4, True), ("fft", 3e-3, False), ("implicit_gemm", 3e-4, False)],
+)  # fmt: skip
+def test_convolutions_by_transforms_may_lose_a_digit_more(variant: str, error: float, right: bool) -> None:
+    model, example, mine, _ = kinds()
+    captured = captured_for(Request(model, example, "normal"), example)
+    record = record_for(captured, random_schedule(captured.program, 0), "normal", (model, *example))
+    record = replace(record, counts={f"variant conv.cudnn_{variant}": 1})
+    gradient = mine["gradient of head.weight"]
+    assert gradient is not None
+    theirs = {**mine, "gradient of head.weight": (1 + error) * gradient}
+    found = wrong(judged(model, example, mine, theirs, transforms=takes_transforms(record)))
+    assert found == ([] if right else ["gradient of head.weight"])
 
 
 def test_small_gradients_are_judged_by_themselves() -> None:
