@@ -46,6 +46,7 @@ def draw_all(folder: Path) -> None:
         draw_house(folder / "house.svg")
         draw_planner(folder / "planner.svg")
         draw_gpu(folder / "gpu.svg")
+        draw_lora(folder / "lora.svg")
 
 
 def draw_program(path: Path) -> None:
@@ -195,6 +196,38 @@ def draw_gpu(path: Path) -> None:
     axes.plot([], [], "x", color="#555", markersize=9, markeredgewidth=2, label="checkpoint per block")
     axes.set(xlabel="peak memory, plain PyTorch's = 1", ylabel="step, plain PyTorch's = 1", xlim=(0.2, 1.03))
     axes.legend(fontsize=8, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+def draw_lora(path: Path) -> None:
+    """Measured steps of LoRA against measured peaks, in units of plain PyTorch's on the same card."""
+    families = (
+        ("checkpoint", "gradient checkpointing", "x"),
+        ("Liger", "Liger's kernels, without and with checkpointing", "P"),
+        ("compiled", "torch.compile of each layer, budgets 1, 0.5, 0.2 (H200)", "s"),
+        ("planned", "planned", "o"),
+        ("inductor", "planned, backend='inductor'", "D"),
+    )
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind, *_ in families}
+    for card in ("cuda-nvidia-h100-80gb-hbm3", "cuda-nvidia-h200"):
+        rows = pandas.read_csv(RESULTS / card / "decoder_steps.csv").set_index("contender")
+        plain = rows.loc["plain"]
+        for name, row in rows.drop(index="plain").iterrows():
+            said = str(name)
+            by_liger = said in ("Liger", "Liger, checkpoint")
+            kind = (
+                "Liger" if by_liger else next(k for k in ("inductor", "planned", "compiled", "checkpoint") if k in said)
+            )
+            found[kind].append((row.peak_bytes / GIB, row.seconds / plain.seconds))
+    figure, axes = pyplot.subplots(figsize=(8.6, 3.6), layout="constrained")
+    axes.axhline(1, color="#999", linewidth=0.8)
+    axes.plot(plain.peak_bytes / GIB, 1, "*", color="#555", markersize=11)
+    axes.annotate("plain", (plain.peak_bytes / GIB, 1), (-6, 6), textcoords="offset points", ha="right")
+    for kind, label, marker in families:
+        axes.plot(*zip(*sorted(found[kind]), strict=True), marker=marker, label=label, markersize=6, linewidth=1)
+    axes.set(xlabel="peak memory, GB", ylabel="step, plain's = 1", xlim=(10, 60))
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -333,7 +333,7 @@ def profile(work: Work, device: torch.device, folder: Path) -> tuple[str, Captur
         f"{path.name}: {len(costs) - len(known)} operators in {time.monotonic() - started:.0f} s, {capture_seconds:.0f} s of "
         f"it the capture; program {captured.program.fingerprint[:12]}"
     )
-    return line, captured
+    return line, replace(captured, reads=None, in_order=None)  # which would hold the model
 
 
 def plan(work: Work, budget: str, device: torch.device, folder: Path) -> str:
