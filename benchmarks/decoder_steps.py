@@ -167,11 +167,11 @@ def compiled(of: Setting, *, budget: float = 1.0, liger_loss: bool = True) -> Ma
 
 def planned(of: Setting, *, budget: str, liger_loss: bool = False, backend: str = "eager") -> Made:
     model = of.build(partial(of_liger, loss_alone=True) if liger_loss else lambda model: None)
+    tokens = of.tokens()
     model = monet_like.auto_schedule(
-        model, memory_budget=budget, blocks=layers_of(model), effort="full", time_limit_seconds=PLAN_SECONDS, backend=backend,
-        verbose=True,
+        model, (), {"input_ids": tokens, "labels": tokens}, memory_budget=budget, blocks=layers_of(model), backend=backend,
+        keeps_result=False, effort="full", time_limit_seconds=PLAN_SECONDS, verbose=True,
     )  # fmt: skip
-    monet_like.plan_step(model, partial(step, model), of.tokens())  # which drops the logits before its backward
     plan = monet_like.block_plan(model)
     return Made(model, plan.peak_bytes, plan.seconds, plan.plain_seconds)
 

@@ -62,6 +62,7 @@ def auto_schedule(
     lengths: Sequence[int] = (),
     blocks: BlockNames | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    keeps_result: bool = True,
     same_plan: bool = True,
 ) -> nn.Module:
     """Capture, profile, plan and wrap ``model`` so that its training step fits ``memory_budget``.
@@ -92,6 +93,8 @@ def auto_schedule(
             the model as it is: ``model.layers``, a list of modules, or a pattern of their names such as ``"layers.*"``.
         loss: with ``blocks``: from the model's result to the scalar whose backward runs, so that its memory counts. Default:
             the result's own ``loss``, or one that takes no memory.
+        keeps_result: with ``blocks``: your loop holds the model's result until the backward has ended, as in ``out = model(x)``. False:
+            it holds the loss alone, as in ``model(x).loss.backward()``, and logits are free by then.
         same_plan: with ``blocks``: the processes of the default group have equal models and inputs, the first plans for all,
             and all must call this. False: each plans for itself.
 
@@ -119,11 +122,14 @@ def auto_schedule(
             )
         chosen = BlockSettings(
             parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, loss, effort != "full",
-            "same" if same_plan else "alone", verbose, effort == "auto",
+            "same" if same_plan else "alone", verbose, effort == "auto", keeps_result,
         )  # fmt: skip
         return schedule_blocks(model, args, kwargs, blocks, chosen, backend)
-    if loss is not None:
-        raise UsageError("loss is for blocks; a schedule of the whole model counts what the model's forward computes")
+    if loss is not None or not keeps_result:
+        named = "loss" if loss is not None else "keeps_result"
+        raise UsageError(
+            f"{named} is for blocks; a schedule of the whole model counts what the model's forward computes"
+        )
     settings = _Settings(
         parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, effort, tuple(lengths),
         optimizer_in_backward,

@@ -42,6 +42,7 @@ class BlockSettings:
         quick: costs that are partly estimated, and the local search instead of the integer program.
         sharing: how the processes of the default group plan.
         refines: a quick plan of an earlier start is replaced by a full one.
+        keeps_result: see `monet_like.auto.step_memory.step_of`.
     """
 
     budget: Budget
@@ -55,6 +56,7 @@ class BlockSettings:
     sharing: Sharing = "same"
     verbose: bool | None = None
     refines: bool = False
+    keeps_result: bool = True
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.example_inputs import Example
 from ..errors import UsageError
 from ..replay.stand_in import caching_config
 from ..replay.wrapper import ScheduleWrapper
@@ -57,7 +58,7 @@ def schedule_blocks(
     if args is not None or kwargs is not None:
         given = args if isinstance(args, tuple) else () if args is None else (args,)
         try:
-            plan_and_keep(model, step_of(model, (given, dict(kwargs or {})), settings.loss), settings)
+            plan_and_keep(model, _step_of(model, (given, dict(kwargs or {})), settings), settings)
         except BaseException:
             unwrap(model)  # the model is as it was given
             raise
@@ -180,6 +181,10 @@ def plan_and_keep(model: nn.Module, whole: WholeStep, settings: BlockSettings) -
     return plan
 
 
+def _step_of(model: nn.Module, example: Example, settings: BlockSettings) -> WholeStep:
+    return step_of(model, example, settings.loss, keeps_result=settings.keeps_result)
+
+
 def block_plan(model: nn.Module) -> BlockPlan | None:
     """What the schedules of a model's blocks promise for the whole step; None before they are planned.
 
@@ -219,7 +224,7 @@ def _plan_when_called(model: nn.Module, settings: BlockSettings) -> None:
             _check_not_in_pipeline(type(module).__name__)
             module._compiled_call_impl = before
             try:
-                plan_and_keep(module, step_of(module, (args, kwargs), settings.loss), settings)
+                plan_and_keep(module, _step_of(module, (args, kwargs), settings), settings)
             except BaseException:
                 module._compiled_call_impl = planned_first
                 raise

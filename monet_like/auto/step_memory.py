@@ -56,18 +56,23 @@ class WholeStep:
     given: bool = False
 
 
-def step_of(model: nn.Module, example: Example, loss: Callable[[Any], torch.Tensor] | None) -> WholeStep:
+def step_of(
+    model: nn.Module, example: Example, loss: Callable[[Any], torch.Tensor] | None, *, keeps_result: bool = True
+) -> WholeStep:
     """One call of the model and the backward of its loss.
 
     Args:
         loss: from the model's result to a scalar; None: the result's own ``loss``, or one that takes no memory.
+        keeps_result: the model's result is alive until the backward has ended, not the loss alone.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        result = model(*args, **kwargs)
-        total = (loss or _loss)(result)
+        kept = [model(*args, **kwargs)]
+        total = (loss or _loss)(kept[0])
+        if not keeps_result:
+            kept.clear()
         total.backward()
-        return result, total
+        return kept, total
 
     return WholeStep(run, example)
 

@@ -31,6 +31,8 @@ import monet_like
 from monet_like.auto.agreement import _raised, _told, planned_by
 from monet_like.auto.block_wrapper import BlockSchedule, blocks_of
 from monet_like.errors import InfeasibleError, ScheduleFileError, UsageError
+from monet_like.profile.measure import allocated_peak
+from monet_like.replay.verify import resident_bytes
 
 QUICK = {"mode": EXACT, "loss": loss_of, "effort": "quick"}
 
@@ -74,6 +76,27 @@ def test_gradients_are_plain_and_the_peak_is_as_predicted() -> None:
     with torch.no_grad():
         assert torch.equal(mine(x), plain(x))
     assert torch.equal(mine(x[:, :5]), plain(x[:, :5]))  # in eval mode with gradients
+
+
+def test_a_result_that_the_loop_does_not_keep_is_not_counted() -> None:
+    x = tokens(words=400)
+
+    def loss(result: torch.Tensor) -> torch.Tensor:
+        return nn.functional.log_softmax(result, -1)[..., 0].mean()  # keeps its own result alone
+
+    def step() -> None:
+        loss(model(x)).backward()
+
+    plans = []
+    for keeps_result in (True, False):
+        model = planned(Decoder(words=400), x, "95%", loss=loss, keeps_result=keeps_result)
+        plan = monet_like.block_plan(model)
+        assert plan is not None
+        plans.append(plan)
+    step()
+    model.zero_grad()
+    assert resident_bytes(model, ((x,), {})) + allocated_peak(step, x.device) == plans[1].peak_bytes
+    assert plans[0].plain_peak_bytes == plans[1].plain_peak_bytes + 4 * x.numel() * 400
 
 
 @pytest.mark.slow
@@ -268,6 +291,8 @@ def test_wrong_blocks_are_refused(blocks: Any, message: str) -> None:
 def test_wrong_calls_are_refused() -> None:
     with pytest.raises(UsageError, match="loss is for blocks"):
         monet_like.auto_schedule(Decoder(), loss=loss_of)
+    with pytest.raises(UsageError, match="keeps_result is for blocks"):
+        monet_like.auto_schedule(Decoder(), keeps_result=False)
     with pytest.raises(UsageError, match="lengths and blocks do not go together"):
         monet_like.auto_schedule(Decoder(), blocks="layers.*", lengths=[8])
     with pytest.raises(UsageError, match="the model is in eval mode"):

@@ -61,8 +61,9 @@ def vit() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     return model, [{"pixel_values": image, "labels": torch.tensor(k % 5)} for k, image in enumerate(images)]
 
 
-def trained(made: tuple[nn.Module, Any], folder: Path, *callbacks: Any) -> nn.Module:
+def trained(made: tuple[nn.Module, Any], folder: Path, *callbacks: Any, evaluated: bool = False) -> nn.Module:
     model, data = made
+    options = {"eval_strategy": "steps", "eval_steps": 2} if evaluated else {}
     arguments = transformers.TrainingArguments(
         str(folder),
         max_steps=3,
@@ -71,8 +72,9 @@ def trained(made: tuple[nn.Module, Any], folder: Path, *callbacks: Any) -> nn.Mo
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        **options,
     )
-    transformers.Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks)).train()
+    transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=list(callbacks)).train()
     return model
 
 
@@ -93,3 +95,33 @@ def test_adapters_train_and_save_as_without(make: Callable[[], Any], tmp_path: P
     loaded = peft.PeftModel.from_pretrained(make()[0].get_base_model(), str(tmp_path / "saved"))
     trainable = {key: value for key, value in ours.state_dict().items() if "lora" in key or "modules_to_save" in key}
     assert trainable and all(torch.equal(loaded.state_dict()[key], value) for key, value in trainable.items())
+
+
+@pytest.mark.slow
+def test_blocks_of_adapters_train_and_save_as_without(tmp_path: Path) -> None:
+    """With dropout and an evaluation; the model's own layers are back at the end."""
+    plain = trained(llama(), tmp_path / "plain", evaluated=True)
+    model, data = llama()
+    layers = list(model.base_model.model.model.layers)
+    budget = huggingface.MemoryBudget("80%", blocks=layers, **QUICK)
+    ours = trained((model, data), tmp_path / "ours", budget, evaluated=True)
+    assert budget.plan is not None and budget.plan.peak_bytes <= budget.plan.budget_bytes < budget.plan.plain_peak_bytes
+    assert all(one is other for one, other in zip(ours.base_model.model.model.layers, layers, strict=True))
+    mine, theirs = ours.state_dict(), plain.state_dict()
+    assert list(mine) == list(theirs) and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert any((mine[key] != value).any() for key, value in llama()[0].state_dict().items())
+    files = [sorted(p.name for p in (tmp_path / way / "checkpoint-3").iterdir()) for way in ("ours", "plain")]
+    assert files[0] == files[1] and "adapter_model.safetensors" in files[0]
+
+
+def test_blocks_are_trained_without_a_cache() -> None:
+    """Of keys and values, which is another object in every step; afterwards, also after a training that failed, it is on again."""
+    model, _ = llama()
+    layers = model.base_model.model.model.layers
+    before, model.config.use_cache = list(layers), True
+    budget = huggingface.MemoryBudget("80%", blocks=layers, **QUICK)
+    for _ in range(2):
+        budget.on_train_begin(None, None, None, model=model)
+        assert model.config.use_cache is False and list(layers) != before
+    budget.on_train_end(None, None, None, model=model)
+    assert model.config.use_cache is True and list(layers) == before and budget.plan is None
