@@ -146,8 +146,8 @@ def seconds_of(
         before: called before every call, and not timed; such as a `CacheState`.
         repeats: at most so many calls.
         enough_seconds: no further call once they took so long in all.
-        of_launches: on a GPU, where the CPU takes longer than the GPU, its time. Many such calls in a row leave the GPU
-            without work.
+        of_launches: on a GPU, with the CPU's time of a call added: it takes so long that many such calls leave the GPU without
+            work.
     """
     found: list[float] = []
     while len(found) < repeats and sum(found) < enough_seconds:
@@ -169,7 +169,7 @@ def _timed(
             launched = time.perf_counter() - started
             end.record()
         end.synchronize()
-        return max(float(start.elapsed_time(end)) / 1e3, launched if of_launches else 0.0)
+        return float(start.elapsed_time(end)) / 1e3 + (launched if of_launches else 0.0)
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
