@@ -94,8 +94,6 @@ class Made:
 
     model: nn.Module
     predicted_bytes: int = 0
-    predicted_seconds: float = 0.0
-    planned_from: float = 0.0
     undo: Callable[[], None] = field(default=lambda: None)
 
 
@@ -134,16 +132,19 @@ def of_liger(model: nn.Module, *, loss_alone: bool = False) -> None:
 
 
 def plain(of: Setting) -> Made:
+    """As Transformers and PEFT have it."""
     return Made(of.build())
 
 
 def checkpointed(of: Setting) -> Made:
+    """With every layer checkpointed."""
     model: Any = of.build()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Made(model)
 
 
 def liger(of: Setting, *, checkpoint: bool = False) -> Made:
+    """With all of Liger's kernels."""
     from transformers.models.llama import modeling_llama
 
     usual = dict(vars(modeling_llama))  # Liger replaces functions and classes for later models, too
@@ -154,6 +155,7 @@ def liger(of: Setting, *, checkpoint: bool = False) -> Made:
 
 
 def compiled(of: Setting, *, budget: float = 1.0, liger_loss: bool = True) -> Made:
+    """With every layer compiled; ``budget``: ``activation_memory_budget``."""
     from torch._functorch import config
 
     torch._dynamo.reset()
@@ -166,6 +168,7 @@ def compiled(of: Setting, *, budget: float = 1.0, liger_loss: bool = True) -> Ma
 
 
 def planned(of: Setting, *, budget: str, liger_loss: bool = False, backend: str = "eager") -> Made:
+    """With a schedule for every layer, for a budget of the whole step."""
     model = of.build(partial(of_liger, loss_alone=True) if liger_loss else lambda model: None)
     tokens = of.tokens()
     model = monet_like.auto_schedule(
@@ -173,7 +176,7 @@ def planned(of: Setting, *, budget: str, liger_loss: bool = False, backend: str 
         keeps_result=False, effort="full", time_limit_seconds=PLAN_SECONDS, verbose=True,
     )  # fmt: skip
     plan = monet_like.block_plan(model)
-    return Made(model, plan.peak_bytes, plan.seconds, plan.plain_seconds)
+    return Made(model, plan.peak_bytes)
 
 
 def contenders(budgets: tuple[str, ...], *, liger_too: bool) -> Iterator[tuple[str, Callable[[Setting], Made]]]:

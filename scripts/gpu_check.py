@@ -447,7 +447,7 @@ def main(out: Path, seconds: float, solutions: Path | None, steps: int, models: 
         write_rows(out / "replays.csv", rows)
 
     (out / "schedules").mkdir(parents=True, exist_ok=True)
-    programs: dict[str, Captured] = {}
+    programs: dict[tuple[str, str], Captured] = {}  # by work and mode
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 4)) as processes:  # plans are made beside the next profiles
         planning: list[Future[str]] = []
         for work in works:
@@ -455,7 +455,7 @@ def main(out: Path, seconds: float, solutions: Path | None, steps: int, models: 
                 lines.append(f"{work.name}: not profiled, the time was over")
                 continue
             try:
-                line, programs[work.name] = profile(work, device, out)
+                line, programs[work.name, work.mode] = profile(work, device, out)
                 lines.append(line)
                 planning += [processes.submit(plan, work, budget, device, out) for budget in work.budgets]
             except (MonetError, RuntimeError) as error:
@@ -474,7 +474,7 @@ def main(out: Path, seconds: float, solutions: Path | None, steps: int, models: 
             if plain is None or work != work_of(record):
                 work, plain = work_of(record), None
                 emptied(device)
-                plain = Plain(record, device, programs.get(work.name))
+                plain = Plain(record, device, programs.get((work.name, work.mode)))
                 rows += checkpointed(record, plain, steps)
             rows.append(replay(name, record, plain, steps))
         except (MonetError, RuntimeError) as error:
