@@ -17,10 +17,6 @@
 
 namespace monet_like {
 
-MONET_HD int64_t packed_bytes(int64_t numel) {
-  return (numel + 7) / 8;
-}
-
 inline void check_floating(const at::Tensor& t, const char* op, const char* name) {
   const auto type = t.scalar_type();
   TORCH_CHECK_TYPE(
@@ -127,10 +123,6 @@ inline void check_alike(const char* op, const char* name, const at::Tensor& t, c
   TORCH_CHECK_VALUE(
       t.device() == gate.device(), "monet_like::", op, ": ", name, " on ", t.device(), ", gate on ", gate.device());
 }
-
-struct NormShape {
-  int64_t batch, channels, image;
-};
 
 inline NormShape check_norm(
     const char* op, const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
@@ -255,21 +247,6 @@ inline Activation check_activation(const char* op, c10::string_view name) {
   TORCH_CHECK_VALUE(
       name == "silu", "monet_like::", op, ": activation must be clamp, leaky_relu, hardswish or silu, got ", name);
   return Activation::Silu;
-}
-
-// Turns an activation known at run time into a template argument.
-template <typename F>
-void with_activation(Activation activation, const F& f) {
-  switch (activation) {
-    case Activation::Clamp:
-      return f(std::integral_constant<Activation, Activation::Clamp>{});
-    case Activation::LeakyRelu:
-      return f(std::integral_constant<Activation, Activation::LeakyRelu>{});
-    case Activation::Hardswish:
-      return f(std::integral_constant<Activation, Activation::Hardswish>{});
-    case Activation::Silu:
-      return f(std::integral_constant<Activation, Activation::Silu>{});
-  }
 }
 
 // The dtype of a training-mode batch norm's statistics on the CPU: that of its parameters, or of x without any.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define MONET_HD __host__ __device__ __forceinline__
@@ -11,6 +12,11 @@
 #endif
 
 namespace monet_like {
+
+// Of a mask of one bit an element.
+MONET_HD int64_t packed_bytes(int64_t numel) {
+  return (numel + 7) / 8;
+}
 
 // aten.threshold_backward lets the gradient through where NOT (x <= 0): a NaN lets it through.
 template <typename O>
@@ -132,6 +138,21 @@ MONET_HD O activated(O y, O lo, O hi) {
   }
 }
 
+// Turns an activation known at run time into a template argument.
+template <typename F>
+void with_activation(Activation activation, const F& f) {
+  switch (activation) {
+    case Activation::Clamp:
+      return f(std::integral_constant<Activation, Activation::Clamp>{});
+    case Activation::LeakyRelu:
+      return f(std::integral_constant<Activation, Activation::LeakyRelu>{});
+    case Activation::Hardswish:
+      return f(std::integral_constant<Activation, Activation::Hardswish>{});
+    case Activation::Silu:
+      return f(std::integral_constant<Activation, Activation::Silu>{});
+  }
+}
+
 // The gradient through `activated`. The bounds of a clamp are in the form for passes_clamp.
 template <Activation A, Formula F = Formula::Folded, typename O>
 MONET_HD O activation_gradient(O grad, O y, O lo, O hi) {
@@ -147,6 +168,11 @@ MONET_HD O activation_gradient(O grad, O y, O lo, O hi) {
     return grad * s * fused_or_not<F>(y, O(1) - s, O(1));
   }
 }
+
+// A tensor as batch norm sees it: `image` elements for each channel of each sample.
+struct NormShape {
+  int64_t batch, channels, image;
+};
 
 // Per-channel constants. Folded: a = weight * invstd, b = bias - mean * a. Plain, Cuda: a = weight, b = bias.
 template <typename O>
@@ -209,6 +235,13 @@ struct Window {
     }
     return (dh / dilation_h) * kernel_w + dw / dilation_w;
   }
+};
+
+struct PoolArguments {
+  Window window;
+  int64_t planes;    // batch * channels
+  int64_t batch;     // 1 for a 3-D input
+  int64_t channels;
 };
 
 }  // namespace monet_like

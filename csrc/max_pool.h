@@ -8,13 +8,6 @@
 
 namespace monet_like {
 
-struct PoolArguments {
-  Window window;
-  int64_t planes;    // batch * channels
-  int64_t batch;     // 1 for a 3-D input
-  int64_t channels;
-};
-
 inline int64_t pooled_extent(
     int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation, bool ceil_mode) {
   const int64_t span = in + 2 * pad - dilation * (kernel - 1) - 1 + (ceil_mode ? stride - 1 : 0);

@@ -42,6 +42,7 @@ from monet_like.files import shipped_folder
 # CUDA kernels fuse is fused in the source.
 _COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
 _CXX_FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_OPERATOR_FLAGS = ("-O1",)  # what calls ATen has no loops of its own
 _NVCC_FLAGS = (
     "-std=c++20",
     "-O3",
@@ -132,8 +133,10 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     needed = [library_path(part) for part in ("kernels", "search", "arena", *(["kernels_cuda"] if tools.nvcc else []))]
     made = [*needed]
+    source = source_directory()
     with FileLock(folder / "lock"):
-        (folder / "build.ninja").write_text(_rules(tools, source_directory()))
+        _write_if_changed(folder / "operators.cpp", _operators(source))
+        (folder / "build.ninja").write_text(_rules(tools, source))
         command = [ninja, "-C", str(folder), *(["-j", jobs] if (jobs := os.environ.get("MAX_JOBS")) else [])]
         if force:
             _run([*command, "-t", "clean"])
@@ -159,6 +162,18 @@ def _unless_it_fails(command: Sequence[str], library: Path, show: bool) -> list[
     return [library]
 
 
+def _operators(source: Path) -> str:
+    """The text of one file that includes all that call ATen: its headers and torch/library.h take 8 seconds in each file."""
+    paths = [source / "ops.cpp", *sorted(source.glob("cpu/*.cpp"))]
+    return "".join(f'#include "{path.as_posix()}"\n' for path in paths)
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    """Write a file unless it has this text already, so that its time stays and nothing is compiled anew."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
 def _rules(tools: _Toolchain, source: Path) -> str:
     """The text of ninja's build file. A new torch changes the commands, so everything is compiled anew."""
     from ninja import ninja_syntax
@@ -170,6 +185,7 @@ def _rules(tools: _Toolchain, source: Path) -> str:
     with_torch = (version, *tools.torch_flags)
     for rule, words in (
         ("cxx", (tools.cxx, *_COMMON_FLAGS, *_CXX_FLAGS, *with_torch)),
+        ("operators", (tools.cxx, *_COMMON_FLAGS, *_CXX_FLAGS, *_OPERATOR_FLAGS, *with_torch)),
         ("plain", (tools.cxx, *_COMMON_FLAGS)),
         ("cxx_cuda", (tools.cxx, *_COMMON_FLAGS, *with_torch, *_allocator_flags(tools.allocator))),
         ("nvcc", (str(tools.nvcc), "-ccbin", tools.cxx, *_NVCC_FLAGS, *with_torch, *tools.architectures)),
@@ -189,13 +205,21 @@ def _rules(tools: _Toolchain, source: Path) -> str:
     ):
         writer.rule(rule, _shell(linker) + " $in -o $out.partial $libraries && mv -f $out.partial $out", "$out")
 
-    def library(part: str, patterns: Sequence[str], compile_with: str, link_with: str, flags: Sequence[str]) -> None:
-        objects: list[str] = []
+    def library(
+        part: str,
+        patterns: Sequence[str],
+        compile_with: str,
+        link_with: str,
+        flags: Sequence[str],
+        objects: Sequence[str] = (),
+    ) -> None:
+        objects = list(objects)
         for path in sorted(path for pattern in patterns for path in source.glob(pattern)):
             objects += writer.build(f"{part}-{path.stem}.o", compile_with, str(path))
         writer.build(str(library_path(part)), link_with, objects, variables={"libraries": _shell(flags)})
 
-    library("kernels", ("ops.cpp", "cpu/*.cpp"), "cxx", "link", tools.link_flags)
+    operators = writer.build("kernels-operators.o", "operators", "operators.cpp")
+    library("kernels", ("cpu/loops/*.cpp",), "cxx", "link", tools.link_flags, operators)
     library("search", ("plan/*.cpp",), "plain", "link", ())
     library("arena", ("arena/cpu.cpp",), "cxx", "link", tools.link_flags)
     if tools.allocator:

@@ -7,24 +7,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
-#include <limits>
 #include <optional>
 #include <tuple>
-#include <type_traits>
 #include <vector>
 
 #include "../checks.h"
-#include "isa.h"
+#include "loops/batch_norm.h"
 
 namespace monet_like::batch_norm {
-
-inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-// Images of fewer elements are slow one by one: too large a part of them does not fill a vector.
-inline constexpr int64_t kShortImage = 256;
-
-// Elements that are summed in single precision before their sum is added in double.
-inline constexpr int64_t kBlock = 4096;
 
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Statistics = std::tuple<at::Tensor, at::Tensor>;  // mean and invstd, one number for each channel
@@ -109,93 +99,30 @@ inline bool is_full_precision(const at::Tensor& x) {
   return x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
 }
 
-// Turns a formula known at run time into a template argument.
-template <typename F>
-void with_formula(Formula formula, const F& f) {
-  switch (formula) {
-    case Formula::Folded:
-      return f(std::integral_constant<Formula, Formula::Folded>{});
-    case Formula::FoldedFma:
-      return f(std::integral_constant<Formula, Formula::FoldedFma>{});
-    case Formula::Plain:
-      return f(std::integral_constant<Formula, Formula::Plain>{});
-    case Formula::Cuda:  // not on a CPU
-      return;
+// The memory of a tensor that is laid out as batch norm reads it.
+inline Input memory_of(const at::Tensor& x, const NormShape& shape) {
+  return {x.scalar_type(), shape, by_rows(norm_layout(x), shape), x.const_data_ptr()};
+}
+
+// A batch norm as its loops take it. It holds the tensors that the loops read.
+struct LayerMemory {
+  at::Tensor weight, bias, mean, invstd;
+  Layer layer;
+
+  LayerMemory(
+      at::ScalarType x, Formula formula, const MaybeTensor& w, const MaybeTensor& b, const at::Tensor& m,
+      const at::Tensor& s, Activation activation, double lo, double hi) {
+    const auto computed = [&](const MaybeTensor& t) {
+      return given(t) ? t->to(x == at::kDouble ? at::kDouble : at::kFloat).contiguous() : at::Tensor();
+    };
+    const auto data = [](const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
+    weight = computed(w);
+    bias = computed(b);
+    mean = computed(m);
+    invstd = computed(s);
+    layer = {formula, activation, lo, hi, data(weight), data(bias), data(mean), data(invstd),
+             m.scalar_type() == at::kHalf};
   }
-}
-
-// Whether an activation is compiled into the loop of the batch norm. Clamps always are; other activations only for
-// common dtypes and layouts, because each dtype, formula and instruction set is code of its own. Elsewhere ATen's
-// operators activate.
-template <Activation A, Formula F, typename T, bool Residual = false>
-constexpr bool kCompiled =
-    A == Activation::Clamp ||
-    (!Residual && F != Formula::Plain && (std::is_same_v<T, float> || std::is_same_v<T, c10::BFloat16>));
-
-inline bool is_compiled(Activation activation, Formula formula, at::ScalarType type, bool residual) {
-  return activation == Activation::Clamp ||
-         (!residual && formula != Formula::Plain && (type == at::kFloat || type == at::kBFloat16));
-}
-
-// Per-channel constants as arrays, in the type of the computation.
-template <typename O>
-struct Constants {
-  std::vector<O> a, b, mean, invstd, weight;
 };
-
-template <typename O>
-std::vector<O> to_vector(const at::Tensor& t) {
-  const at::Tensor values = t.to(c10::CppTypeToScalarType<O>::value).contiguous();
-  const O* data = values.template const_data_ptr<O>();
-  return std::vector<O>(data, data + values.numel());
-}
-
-template <typename O>
-std::vector<O> to_vector(const MaybeTensor& t, int64_t n, O otherwise) {
-  return t.has_value() && t->defined() ? to_vector<O>(*t) : std::vector<O>(n, otherwise);
-}
-
-template <typename O>
-Constants<O> constants(
-    Formula formula, int64_t channels, const MaybeTensor& weight, const MaybeTensor& bias,
-    const at::Tensor& mean, const at::Tensor& invstd) {
-  Constants<O> k;
-  k.weight = to_vector<O>(weight, channels, O(1));
-  k.mean = to_vector<O>(mean);
-  k.invstd = to_vector<O>(invstd);
-  const std::vector<O> bias_values = to_vector<O>(bias, channels, O(0));
-  k.a.resize(channels);
-  k.b.resize(channels);
-  // With float16 parameters ATen's constants come out unfused even where its loop is fused (bfloat16 cannot tell).
-  if (formula == Formula::FoldedFma && mean.scalar_type() == at::kHalf) {
-    formula = Formula::Folded;
-  }
-  for (int64_t c = 0; c < channels; ++c) {
-    const O w = k.weight[c], b = bias_values[c], m = k.mean[c], s = k.invstd[c];
-    const Channel<O> one = formula == Formula::Plain    ? channel_constants<Formula::Plain>(w, b, m, s)
-                           : formula == Formula::Folded ? channel_constants<Formula::Folded>(w, b, m, s)
-                                                        : channel_constants<Formula::FoldedFma>(w, b, m, s);
-    k.a[c] = one.a;
-    k.b[c] = one.b;
-  }
-  return k;
-}
-
-// Copies the images of one channel, `pitch` elements apart, one after the other, in the type of the computation.
-template <typename T, typename O>
-MONET_BODY void gather_images_body(const T* in, O* out, int64_t batch, int64_t image, int64_t pitch) {
-  for (int64_t n = 0; n < batch; ++n) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < image; ++i) {
-      out[n * image + i] = load(in[n * pitch + i]);
-    }
-  }
-}
-MONET_FOR_EACH_ISA(gather_images)
-
-// Whether sums over a channel read its images gathered in one place, so that no vector is cut short.
-inline bool gathers_images(const NormShape& shape) {
-  return shape.image < kShortImage && shape.batch > 1 && shape.batch * shape.image <= (1 << 16);
-}
 
 }  // namespace monet_like::batch_norm

@@ -2,13 +2,11 @@
 
 #pragma once
 
-#include <ATen/Version.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
 #include <cstdint>
 #include <cstring>
-#include <string>
 #include <type_traits>
 
 #include "../elementwise.h"
@@ -32,59 +30,66 @@ namespace monet_like {
 
 enum class Isa { Baseline, Avx2, Avx512 };
 
-// The vector width in use. It follows ATEN_CPU_CAPABILITY, so that one switch sets ATen and these kernels alike.
+// The vector width that ATen uses (aten.cpp).
+Isa isa_of_aten();
+
+// The vector width in use.
 inline Isa isa() {
-  static const Isa chosen = [] {
-    const std::string capability = at::get_cpu_capability();
-    return capability == "AVX512" ? Isa::Avx512 : capability == "AVX2" ? Isa::Avx2 : Isa::Baseline;
-  }();
+  static const Isa chosen = isa_of_aten();
   return chosen;
 }
 
-// Whether a loop with these template constants is compiled for the baseline width alone. `Formula::Folded` is what ATen
-// computes where its own code has no fused multiply-add, which is the baseline; wider code would never run.
-template <typename V>
-constexpr bool is_folded(V value) {
+// Whether a formula is among the template constants of a loop. `Formula::Folded` is what ATen computes where its own code
+// has no fused multiply-add, which is the baseline: such a loop is compiled for that width alone. A loop of
+// `Formula::FoldedFma` is compiled for the wider ones alone.
+template <Formula F, typename V>
+constexpr bool is_formula(V value) {
   if constexpr (std::is_same_v<V, Formula>) {
-    return value == Formula::Folded;
+    return value == F;
   } else {
     return false;
   }
 }
 template <auto... V>
-constexpr bool kBaselineOnly = (is_folded(V) || ...);
+constexpr bool kBaselineOnly = (is_formula<Formula::Folded>(V) || ...);
+template <auto... V>
+constexpr bool kWideOnly = (is_formula<Formula::FoldedFma>(V) || ...);
 
-// Defines `name<constants...>(arguments...)`, which runs the right compilation of `name_body`.
+// MONET_FOR_EACH_ISA defines `name<constants...>(arguments...)`, which runs the right compilation of `name_body`.
+// MONET_FOR_AVX2 does the same without a compilation for AVX-512, for loops that it makes no faster.
 #if MONET_HAS_ISA
-#define MONET_FOR_EACH_ISA(name)                                \
-  template <auto... V, typename... A>                           \
-  MONET_TARGET_AVX512 void name##_avx512(A... a) {              \
-    name##_body<V...>(a...);                                    \
-  }                                                             \
-  template <auto... V, typename... A>                           \
-  MONET_TARGET_AVX2 void name##_avx2(A... a) {                  \
-    name##_body<V...>(a...);                                    \
-  }                                                             \
-  template <auto... V, typename... A>                           \
-  void name(A... a) {                                           \
-    if constexpr (!kBaselineOnly<V...>) {                       \
-      switch (isa()) {                                          \
-        case Isa::Avx512:                                       \
-          return name##_avx512<V...>(a...);                     \
-        case Isa::Avx2:                                         \
-          return name##_avx2<V...>(a...);                       \
-        case Isa::Baseline:                                     \
-          break;                                                \
-      }                                                         \
-    }                                                           \
-    name##_body<V...>(a...);                                    \
+#define MONET_COMPILED_FOR(name, isa_name, target)     \
+  template <auto... V, typename... A>                  \
+  target void name##_##isa_name(A... a) {              \
+    name##_body<V...>(a...);                           \
   }
+#define MONET_RUN_RIGHT_ISA(name, widest)                         \
+  template <auto... V, typename... A>                             \
+  void name(A... a) {                                             \
+    if constexpr (kBaselineOnly<V...>) {                          \
+      name##_body<V...>(a...);                                    \
+    } else if (isa() == Isa::Avx512) {                            \
+      name##_##widest<V...>(a...);                                \
+    } else if (kWideOnly<V...> || isa() == Isa::Avx2) {           \
+      name##_avx2<V...>(a...);                                    \
+    } else if constexpr (!kWideOnly<V...>) {                      \
+      name##_body<V...>(a...);                                    \
+    }                                                             \
+  }
+#define MONET_FOR_EACH_ISA(name)                           \
+  MONET_COMPILED_FOR(name, avx512, MONET_TARGET_AVX512)    \
+  MONET_COMPILED_FOR(name, avx2, MONET_TARGET_AVX2)        \
+  MONET_RUN_RIGHT_ISA(name, avx512)
+#define MONET_FOR_AVX2(name)                               \
+  MONET_COMPILED_FOR(name, avx2, MONET_TARGET_AVX2)        \
+  MONET_RUN_RIGHT_ISA(name, avx2)
 #else
-#define MONET_FOR_EACH_ISA(name)     \
+#define MONET_FOR_EACH_ISA(name)      \
   template <auto... V, typename... A> \
-  void name(A... a) {                \
-    name##_body<V...>(a...);         \
+  void name(A... a) {                 \
+    name##_body<V...>(a...);          \
   }
+#define MONET_FOR_AVX2(name) MONET_FOR_EACH_ISA(name)
 #endif
 
 // The type a kernel computes in.

@@ -74,9 +74,8 @@ def test_progress_is_shown_while_files_are_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "csrc"
-    for name in ("cpu", "plan", "arena"):
-        (source / name).mkdir(parents=True)
-    for name in ("ops.cpp", "cpu/masks.cpp", "plan/local_search.cpp", "arena/cpu.cpp"):
+    for name in ("ops.cpp", "cpu/masks.cpp", "cpu/loops/masks.cpp", "plan/local_search.cpp", "arena/cpu.cpp"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("namespace {}\n")
     monkeypatch.setenv("MONET_LIKE_CUDA", "0")
     monkeypatch.setattr(build, "source_directory", lambda: source)
@@ -87,3 +86,14 @@ def test_progress_is_shown_while_files_are_compiled(
     lines = capfd.readouterr().out.splitlines()
     assert sum(line.startswith("[") and " of 7, " in line for line in lines) == 7, lines
     assert any(line.endswith("kernels-masks.o") for line in lines)
+    # What calls ATen is compiled in one file: again if one of its files is new or changed, and not otherwise.
+    build.build(progress=True)
+    assert ".o" not in capfd.readouterr().out
+    (source / "cpu" / "swiglu.cpp").write_text("#error a file of operators\n")
+    with pytest.raises(build.KernelBuildError, match="a file of operators"):
+        build.build()
+    (source / "cpu" / "swiglu.cpp").write_text("namespace {}\n")
+    capfd.readouterr()
+    build.build(progress=True)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.endswith(".o")]
+    assert [line.split()[-1] for line in lines] == ["kernels-operators.o"]
