@@ -28,6 +28,8 @@ NORM_SHAPES = [
     (4, 5, 11),
     (2, 6, 3, 4, 5),
     (1, 130, 2, 3),
+    (5, 1100),  # rows and images of more elements than a block of 16-bit floats
+    (4, 700, 3),
 ]
 
 
