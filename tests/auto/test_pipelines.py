@@ -252,31 +252,30 @@ def _sharded_stages(rank: int) -> None:
     tokens, target = ((part + shard) % 50 for part in batch())
     given: Any = ((tokens,), {}) if stage == 0 else ((), {"target": target})
 
-    def pipeline(kind: Any, module: nn.Module) -> Any:
+    def pipeline(module: nn.Module) -> Any:
         group = mesh["stages"].get_group()
-        return kind(PipelineStage(module, stage, 2, CPU, group=group), MICRO_BATCHES, loss_fn=loss_fn)
+        return Schedule1F1B(PipelineStage(module, stage, 2, CPU, group=group), MICRO_BATCHES, loss_fn=loss_fn)
 
-    for kind in (ScheduleGPipe, Schedule1F1B):
-        torch.manual_seed(stage)
-        plain = stage_of(stage, 2, 2)
-        mine: Any = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="75%", **OPTIONS)
-        for module in (plain, mine):
-            for part in (*module.layers, module):
-                fully_shard(part, mesh=mesh["shards"], reshard_after_forward=False)
-        schedule, usual = pipeline(kind, mine), pipeline(kind, plain)
-        plan = monet_like.plan_step(mine, schedule.step, *given[0], **given[1])
-        assert any(block.record.schedule.rerun_count for block in blocks_of(mine))
-        for seed in range(2):
-            assert step(usual, plain, seed + shard, given) == step(schedule, mine, seed + shard, given)
-            for (name, a), b in zip(plain.named_parameters(), mine.parameters(), strict=True):
-                assert a.grad.to_local().numel() < a.numel() or a.numel() == 1, name
-                assert torch.equal(a.grad.to_local(), b.grad.to_local()), name
-        # A block's gathered parameters, which gloo's threads may release late, count once more or less.
-        late = sum(p.numel() * 4 for p in plain.layers[0].parameters())
-        for module, predicted in ((mine, plan.peak_bytes), (plain, plan.plain_peak_bytes)):
-            peak = measured_peak(partial(pipeline, kind), module, given)
-            assert abs(peak - predicted) <= 0.01 * predicted + 2 * late
-        assert plan.peak_bytes <= plan.budget_bytes
+    torch.manual_seed(stage)
+    plain = stage_of(stage, 2, 2)
+    mine: Any = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="75%", **OPTIONS)
+    for module in (plain, mine):
+        for part in (*module.layers, module):
+            fully_shard(part, mesh=mesh["shards"], reshard_after_forward=False)
+    schedule, usual = pipeline(mine), pipeline(plain)
+    plan = monet_like.plan_step(mine, schedule.step, *given[0], **given[1])
+    assert any(block.record.schedule.rerun_count for block in blocks_of(mine))
+    for seed in range(2):
+        assert step(usual, plain, seed + shard, given) == step(schedule, mine, seed + shard, given)
+        for (name, a), b in zip(plain.named_parameters(), mine.parameters(), strict=True):
+            assert a.grad.to_local().numel() < a.numel() or a.numel() == 1, name
+            assert torch.equal(a.grad.to_local(), b.grad.to_local()), name
+    # A block's gathered parameters, which gloo's threads may release late, count once more or less.
+    late = sum(p.numel() * 4 for p in plain.layers[0].parameters())
+    for module, predicted in ((mine, plan.peak_bytes), (plain, plan.plain_peak_bytes)):
+        peak = measured_peak(pipeline, module, given)
+        assert abs(peak - predicted) <= 0.01 * predicted + 2 * late
+    assert plan.peak_bytes <= plan.budget_bytes
 
 
 @pytest.mark.slow

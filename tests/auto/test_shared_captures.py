@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -49,11 +49,12 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def planned(plain: nn.Module, x: torch.Tensor, change: Callable[[Any], Any] | None = None) -> Any:
-    """A copy of the model with schedules; ``change`` is made to the second block of both."""
+def planned(plain: nn.Module, x: torch.Tensor, changes: Sequence[Callable[[Any], Any]] = ()) -> Any:
+    """A copy of the model with schedules; one change is made to the second block of both, one to the third, and so on."""
     mine: Any = copy.deepcopy(plain)
-    for model in (plain, mine) if change is not None else ():
-        change(model.layers[1])
+    for model in (plain, mine):
+        for layer, change in zip(model.layers[1:], changes, strict=False):
+            change(layer)
     return monet_like.auto_schedule(
         mine, x, memory_budget="90%", blocks="layers.*", mode=EXACT, loss=loss_of, effort="quick"
     )
@@ -112,37 +113,51 @@ class Held(Scaled):
         return super().forward(x) * self.factor
 
 
-#: A name, a change of the second of three blocks, and how many of them are captured.
-DIFFERENCES: list[tuple[str, Callable[[Any], Any], int]] = [
-    ("nothing", lambda layer: None, 1),
-    ("number", _set("scale", 0.25), 2),
-    ("list", lambda layer: layer.powers.append(3), 2),
-    ("frozen parameter", lambda layer: layer.up.weight.requires_grad_(False), 2),
-    ("dropout in eval mode", lambda layer: layer.dropout.eval(), 2),
-    ("content of a buffer", lambda layer: layer.shift.fill_(0.75), 1),
-    ("content of a parameter", lambda layer: layer.up.weight.data.mul_(2.0), 1),
-    ("rate of a dropout", lambda layer: setattr(layer.dropout, "p", 0.4), 2),
-    ("hook", _hook, 2),
-    ("function in the place of forward", _replace_forward, 2),
-    ("class of the block", _set("__class__", Halved), 2),
-    ("class of a part", lambda layer: setattr(layer, "dropout", nn.AlphaDropout(0.1)), 2),
-    ("missing bias", lambda layer: setattr(layer.up, "bias", None), 2),
-    ("buffer that is a parameter's memory", _tie, 2),
-    ("dtype", lambda layer: layer.shift.data.__class__ and setattr(layer, "shift", layer.shift.to(torch.int64)), 2),
-    ("strides", lambda layer: setattr(layer.up, "weight", nn.Parameter(layer.up.weight.detach().T.contiguous().T)), 2),
-    ("attribute of a parameter", lambda layer: setattr(layer.up.weight, "note", object()), 2),
-    ("no_dropit", lambda layer: setattr(layer, "no_dropit", True), 2),
+#: A name, a change of a block, and whether it still shares its capture with the first block.
+DIFFERENCES: list[tuple[str, Callable[[Any], Any], bool]] = [
+    ("nothing", lambda layer: None, True),
+    ("number", _set("scale", 0.25), False),
+    ("list", lambda layer: layer.powers.append(3), False),
+    ("frozen parameter", lambda layer: layer.up.weight.requires_grad_(False), False),
+    ("dropout in eval mode", lambda layer: layer.dropout.eval(), False),
+    ("content of a buffer", lambda layer: layer.shift.fill_(0.75), True),
+    ("content of a parameter", lambda layer: layer.up.weight.data.mul_(2.0), True),
+    ("rate of a dropout", lambda layer: setattr(layer.dropout, "p", 0.4), False),
+    ("hook", _hook, False),
+    ("function in the place of forward", _replace_forward, False),
+    ("class of the block", _set("__class__", Halved), False),
+    ("class of a part", lambda layer: setattr(layer, "dropout", nn.AlphaDropout(0.1)), False),
+    ("missing bias", lambda layer: setattr(layer.up, "bias", None), False),
+    ("buffer that is a parameter's memory", _tie, False),
+    ("dtype", lambda layer: layer.shift.data.__class__ and setattr(layer, "shift", layer.shift.to(torch.int64)), False),
+    (
+        "strides",
+        lambda layer: setattr(layer.up, "weight", nn.Parameter(layer.up.weight.detach().T.contiguous().T)),
+        False,
+    ),
+    ("attribute of a parameter", lambda layer: setattr(layer.up.weight, "note", object()), False),
+    ("no_dropit", lambda layer: setattr(layer, "no_dropit", True), False),
 ]
 
 
-@pytest.mark.slow(but=["content of a buffer"])
-@pytest.mark.parametrize(("change", "expected"), [d[1:] for d in DIFFERENCES], ids=[d[0] for d in DIFFERENCES])
-def test_blocks_that_differ(change: Callable[[Any], Any], expected: int, captures: list[int]) -> None:
-    plain, x = Decoder(Scaled, 3), tokens(8, 16)
-    mine = planned(plain, x, change)
+#: Differences of the blocks of one model: planning takes longer than a capture.
+TOGETHER = 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(DIFFERENCES), TOGETHER))
+def test_blocks_that_differ(first: int, captures: list[int]) -> None:
+    names, changes, shared = zip(*DIFFERENCES[first : first + TOGETHER], strict=True)
+    plain, x = Decoder(Scaled, len(changes) + 2), tokens(8, 16)
+    mine = planned(plain, x, changes)
     for seed in range(2):
         assert_same_step(plain, mine, x, seed)
-    assert len(captures) == expected
+    of_first, *others, of_last = (next(iter(block._steps.values()))[0].captured for block in blocks_of(mine))
+    assert of_last is of_first
+    assert {name: captured is of_first for name, captured in zip(names, others, strict=True)} == dict(
+        zip(names, shared, strict=True)
+    )
+    assert len(captures) == 1 + shared.count(False)
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def test_gradient_scaling_skips_and_takes_the_same_steps() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-@pytest.mark.slow(brief=True)
+@pytest.mark.slow
 def test_plans_are_kept_apart_by_autocast_and_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
     x = torch.randn(4, 3, 16, 16)
@@ -175,7 +175,7 @@ def test_plans_are_kept_apart_by_autocast_and_layout(tmp_path: Path, monkeypatch
     assert len(list(tmp_path.glob("schedule_*.pkl"))) == 4
 
 
-@pytest.mark.slow(brief=True)
+@pytest.mark.slow
 def test_the_command_line_plans_and_checks_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["torchvision.models.resnet18()", "2", "0.5", EXACT, "HIGHS"]

@@ -205,7 +205,7 @@ def test_datasheet_costs_of_four_bit_products() -> None:
     assert [costs[task.cost].workspace_bytes for task in tasks] == [4 * 64 * 256, 4 * 256 * 128]
 
 
-@pytest.mark.slow(brief=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["4bit", "8bit", "torchao"])
 def test_low_rank_adapters_on_a_quantised_llama(kind: str) -> None:
     """PEFT's layers and their dropout, planned within 80 % of plain PyTorch's peak."""

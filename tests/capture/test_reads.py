@@ -557,7 +557,7 @@ def language_model(name: str) -> tuple[nn.Module, Any]:
     )[None]
 
 
-@pytest.mark.slow(brief=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [resnet, rotary, lambda: language_model("GPT2"), lambda: language_model("Llama")])
 def test_real_models_are_captured_once(make: Callable[[], tuple[nn.Module, Any]]) -> None:
     model, x = make()

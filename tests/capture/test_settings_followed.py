@@ -84,7 +84,7 @@ def same(model: nn.Module, wrapped: ScheduleWrapper, x: torch.Tensor) -> bool:
     return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
 
 
-@pytest.mark.slow(brief=True)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("case", CASES)
 def test_a_setting_that_changes_is_followed(case: str) -> None:

@@ -39,7 +39,7 @@ def test_costs_lie_between_constant_and_in_proportion() -> None:
     assert on_line(1, (4, Cost(1.0, 0)), (8, Cost(4.0, 800))) == Cost(0.5, 100)
 
 
-@pytest.mark.slow(brief=True)
+@pytest.mark.slow
 def test_finds_the_best_batch_and_writes_its_schedule(tmp_path: Path) -> None:
     model, out, table, picture = (tmp_path / name for name in ("net.py", "best.pkl", "all.csv", "all.png"))
     model.write_text(NETWORK)
@@ -65,7 +65,7 @@ def test_finds_the_best_batch_and_writes_its_schedule(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow(brief=True)
+@pytest.mark.slow
 def test_the_best_are_run(tmp_path: Path) -> None:
     model, store, out = tmp_path / "net.py", tmp_path / "profile.json", tmp_path / "best.pkl"
     model.write_text(NETWORK)

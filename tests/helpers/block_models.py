@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from monet_like.auto import block_menus
+from monet_like.auto import block_bounds, block_menus
 from monet_like.compiler import quick
+from monet_like.plan.local_search import searcher
 from monet_like.profile import cache_state
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify import resident_bytes
@@ -118,6 +119,8 @@ def plan_briefly(replace: Callable[[Any, str, Any], None] = setattr) -> None:
         replace: such as ``monkeypatch.setattr``, which undoes it when a test has ended.
     """
     replace(block_menus, "QUICK_SECONDS", 0.3)
+    replace(block_bounds, "QUICK_BOUND_SECONDS", 0.3)
+    replace(searcher, "EVALUATIONS", {"native": 3000, "python": 30})
     for name in ("ALLOWANCE_SECONDS", "LEAST_SECONDS", "RUN_SECONDS"):
         replace(quick, name, 0.1)
     replace(cache_state, "_FORGOTTEN", 2**21)

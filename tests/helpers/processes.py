@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from monet_like.plan.local_search import searcher
+
 PROCESSES = 2
 #: What the fork server loads once for all processes of a run, so that each of them starts in a moment. None starts threads.
 LOADED = (
@@ -90,9 +92,9 @@ def _start_server() -> None:
 
 
 def _started(function: Callable[..., None], given: tuple[Any, ...], processes: int, within_seconds: float) -> None:
-    """Run ``function(rank, *given)`` in processes that have this one's environment."""
+    """Run ``function(rank, *given)`` in processes that have this one's environment, and search as many schedules as it does."""
     _start_server()
-    everything = (dict(os.environ), function, given)
+    everything = (dict(os.environ), dict(searcher.EVALUATIONS), function, given)
     running = mp.start_processes(_run, everything, nprocs=processes, join=False, start_method="forkserver")
     end = time.monotonic() + within_seconds
     while not running.join(timeout=1.0):
@@ -102,9 +104,16 @@ def _started(function: Callable[..., None], given: tuple[Any, ...], processes: i
             raise TimeoutError(f"processes that train together did not end within {within_seconds:g} s")
 
 
-def _run(rank: int, environment: dict[str, str], function: Callable[..., None], given: tuple[Any, ...]) -> None:
+def _run(
+    rank: int,
+    environment: dict[str, str],
+    evaluations: dict[str, int],
+    function: Callable[..., None],
+    given: tuple[Any, ...],
+) -> None:
     os.environ.clear()  # the server's, of the test that started it
     os.environ.update(environment)
+    searcher.EVALUATIONS.update(evaluations)
     torch.set_num_threads(1)
     gc.freeze()  # what is loaded is no garbage: a collection would look at all of it
     function(rank, *given)

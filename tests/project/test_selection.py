@@ -51,15 +51,15 @@ def test_slow_tests_run_where_they_are_asked_for(tmp_path: Path) -> None:
     assert ["left out" in output for output in outputs] == [True, False, False, False]
 
 
-@pytest.mark.slow
-def test_a_slow_test_searches_as_many_schedules_as_a_users_plan() -> None:
+@pytest.mark.slow(full=True)
+def test_a_full_slow_test_searches_as_many_schedules_as_a_users_plan() -> None:
     assert searcher.EVALUATIONS == {"native": 120_000, "python": 1200}
 
 
-@pytest.mark.slow(brief=True)
-def test_a_brief_slow_test_searches_as_few_as_an_essential_one() -> None:
-    assert searcher.EVALUATIONS == {"native": 12_000, "python": 120}
+@pytest.mark.slow
+def test_a_slow_test_searches_few() -> None:
+    assert searcher.EVALUATIONS == {"native": 3000, "python": 30}
 
 
 def test_an_essential_test_searches_few() -> None:
-    assert searcher.EVALUATIONS == {"native": 12_000, "python": 120}
+    assert searcher.EVALUATIONS == {"native": 3000, "python": 30}

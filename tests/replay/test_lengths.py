@@ -100,7 +100,7 @@ def test_smaller_inputs_that_need_more_memory_are_refused() -> None:
         wrapped(torch.randn(2, 4, 4))
 
 
-@pytest.mark.slow(brief=True)
+@pytest.mark.slow
 def test_lengths_are_planned_ahead_and_each_batch_follows_the_next_larger_one(caplog: pytest.LogCaptureFixture) -> None:
     plain = decoder()
     mine = auto_schedule(twin(plain), memory_budget="70%", mode="normal", effort="quick", lengths=[8, 16])
