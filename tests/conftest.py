@@ -17,6 +17,8 @@ from unittest import mock
 os.environ.setdefault("MONET_LIKE_LIGER", "0")  # programs are the same, wherever Liger is installed
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# In the test's process: with more, Inductor starts processes that import PyTorch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch

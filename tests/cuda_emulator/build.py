@@ -22,9 +22,9 @@ from .transform import Sources, transform_tree, transformed, write_if_changed
 HERE = Path(__file__).resolve().parent
 #: Where libraries and objects are kept; git ignores it.
 FOLDER = HERE.parents[1] / "build" / "cuda_emulator"
-#: Compiled by themselves: the largest, and one whose names are those of others. All other sources are one unit, since
-#: PyTorch's headers take longer than what follows them.
-ALONE = ("batch_norm.cpp", "caches.cpp")
+#: Names that several sources have for functions and types of their own. All sources are compiled as one unit, since PyTorch's
+#: headers take as long as what follows them, and there each source has its own names.
+OWN_NAMES = ("data_of", "Gradients")
 #: Compilers that run at the same time.
 JOBS = int(os.environ.get("MAX_JOBS") or 2)
 
@@ -151,16 +151,19 @@ def _rules(folder: Path, sources: Sources, library: Path, emulator: Path) -> str
     libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl", "-Wl,-z,defs"]
     link = _shell([kernels_build.find_cxx(), "-shared"])
     writer.rule("link", f"{link} $in -o $out.partial {_shell(libraries)} && mv -f $out.partial $out", "$out")
-    objects = [str(emulator)]
-    # The longest first. Of inline functions that several objects have, the linker takes the first object's: it must be
-    # the emulator's, whose accesses are not checked.
-    alone = [path for path in sources.files if path.name in ALONE]
     joined = folder / "src" / "joined.cpp"
-    write_if_changed(joined, "".join(f'#include "{path}"\n' for path in sources.files if path not in alone))
-    for path in [*alone, joined]:
-        objects += writer.build(f"{path.stem}.o", "kernels", str(path))
+    write_if_changed(joined, "".join(map(_included, sources.files)))
+    # Of inline functions that several objects have, the linker takes the first object's: it must be the emulator's, whose
+    # accesses are not checked.
+    objects = [str(emulator), *writer.build(f"{joined.stem}.o", "kernels", str(joined))]
     writer.build(str(library), "link", objects)
     return text.getvalue()
+
+
+def _included(path: Path) -> str:
+    """Lines that include a source under names of its own."""
+    names = [f"#define {name} {name}_of_{path.stem}\n" for name in OWN_NAMES]
+    return "".join([*names, f'#include "{path}"\n', *(f"#undef {name}\n" for name in OWN_NAMES)])
 
 
 def _shell(words: list[Any]) -> str:

@@ -28,10 +28,13 @@ from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.program import Cost
 from monet_like.ir.simulate import moments
 from monet_like.models.unet import UNet
+from monet_like.plan.local_search import searcher
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import UNSPLIT_BYTES, seconds_of, unsplit_bytes
 from monet_like.replay.verify import resident_bytes, step_peak, unsaved_loss
 from monet_like.report.live import live_step
+
+searcher.EVALUATIONS.update(native=3000, python=30)  # as few as other tests search
 
 Made = tuple[nn.Module, tuple[Any, ...]]
 CUDA = torch.device("cuda", 0)
