@@ -19,6 +19,7 @@ from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
 
 import monet_like
+from benchmarks.unrun_kernels import unrun_kernels
 from monet_like.cli.group import main
 from monet_like.errors import InfeasibleError, ScheduleFileError, UsageError
 from monet_like.inductor.emission import GROUP
@@ -85,7 +86,7 @@ def chain(layers: int = 8) -> tuple[nn.Module, torch.Tensor]:
     return Loss(*made), torch.randn(256, 32)
 
 
-def decoder(layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
+def decoder(layers: int = 1) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Loss(*(Block(32) for _ in range(layers))), torch.randn(4, 64, 32)
 
@@ -93,7 +94,7 @@ def decoder(layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
 def net() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for width in (3, 16, 16, 16):
+    for width in (3, 16, 16):
         layers += [nn.Conv2d(width, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
     layers += [nn.MaxPool2d(2), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(8 * 15 * 15, 4)]
     return Loss(*layers), torch.randn(8, 3, 34, 34)
@@ -309,18 +310,19 @@ def test_equal_blocks_have_one_plan_for_a_budget_of_all_together() -> None:
 
 @pytest.mark.slow
 def test_plans_need_no_more_than_the_activation_memory_budget_of_torch_compile() -> None:
-    """The case of pytorch/pytorch#197838, in small: layers of a decoder, at small budgets."""
+    """The case of pytorch/pytorch#197838, in small: layers of a decoder, at small budgets. Kernels do not change what is needed."""
     torch.manual_seed(0)
     model, x = Loss(*(DecoderLayer(32) for _ in range(2))), torch.randn(4, 64, 32)
     others = []
     for budget in (0.3, 0.05):
         torch._dynamo.reset()
-        with torch._functorch.config.patch(activation_memory_budget=budget):
+        with torch._functorch.config.patch(activation_memory_budget=budget), unrun_kernels():
             others.append(measured_peak(model, torch.compile(model), x))
     peaks = []
     for amount in (max(others), int(0.9 * min(others))):
         function, partitioner = compiled(model, amount)
-        peaks.append(measured_peak(model, function, x))
+        with unrun_kernels():
+            peaks.append(measured_peak(model, function, x))
         (graph,) = partitioner.graphs
         assert peaks[-1] == pytest.approx(graph.peak_bytes, rel=0.03)
         assert graph.peak_bytes <= amount
