@@ -26,6 +26,7 @@ from monet_like.plan.local_search import searcher
 PROCESSES = 2
 #: What the fork server loads once for all processes of a run, so that each of them starts in a moment. None starts threads.
 LOADED = (
+    "pytest",
     "torch.distributed.fsdp",
     "torch.distributed._tools.fsdp2_mem_tracker",
     "monet_like.auto.auto_schedule",

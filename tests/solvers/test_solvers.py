@@ -38,8 +38,8 @@ def mixed_problem(seed: int) -> MatrixProgram:
 @pytest.mark.slow(but=["HIGHS", "CBC"])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_solver_finds_the_optimum_of_mixed_programs(solver: str) -> None:
-    """Also with columns between 0 and 1, equalities and a constant in the objective."""
-    for seed in range(4):
+    """Also with columns between 0 and 1, equalities and a constant in the objective: the first program's best has two such columns."""
+    for seed in range(4 if solver == "HIGHS" else 2):  # most solvers take seconds to start
         problem = mixed_problem(seed)
         wanted = milp(
             problem.cost,
@@ -79,8 +79,8 @@ def test_solvers_have_an_incumbent_a_bound_and_progress_at_the_time_limit(solver
     news: list[tuple[float, float]] = []
     # Small: each solver has a first plan at once, however slow the machine, and none has a proof within minutes.
     problem = hard_problem(rows=15, columns=200)
-    found = solve(problem, solver, time_limit_seconds=8.0, gap=0.0, watch=lambda *pair: news.append(pair))
-    assert found.wall_seconds < 13  # not minutes
+    found = solve(problem, solver, time_limit_seconds=5.0, gap=0.0, watch=lambda *pair: news.append(pair))
+    assert found.wall_seconds < 10  # not minutes
     assert found.status == "feasible"
     assert found.x is not None
     assert problem.violation(found.x) < 1e-6
