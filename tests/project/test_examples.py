@@ -17,6 +17,7 @@ import nbformat
 import pytest
 import torch
 import torchvision
+from block_models import plan_briefly
 from click.testing import CliRunner
 from processes import scripts_together
 from torchvision.io import write_png
@@ -42,6 +43,7 @@ def few_blocks(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     replace(torchvision.models, "mobilenet_v2", partial(MobileNetV2, inverted_residual_setting=blocks))
     replace(torchvision.models, "get_model", lambda name, **options: shallow_resnet(**options))
     replace(monet_like, "auto_schedule", partial(monet_like.auto_schedule, effort="quick"))
+    plan_briefly(replace)
     replace(block_points, "CARRIED_SHARES", ())
     replace(searcher, "QUICK_SHARE", searcher.QUICK_SHARE / 8)
 
