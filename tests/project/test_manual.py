@@ -95,7 +95,7 @@ def test_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(Profile.load(profile).costs, dict) and ScheduleRecord.load(tmp_path / "net.pkl").gap is not None
 
 
-@pytest.mark.slow
+@pytest.mark.slow(full=True)
 def test_plans_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lines run in order and print what the page shows; an empty place between words is as wide as it may be."""
     monkeypatch.chdir(tmp_path)
