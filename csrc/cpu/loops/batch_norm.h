@@ -152,6 +152,40 @@ void for_row_blocks(int64_t rows, int64_t channels, const F& f) {
   }
 }
 
+// Rows of adjacent channels that are worth a thread of their own.
+inline int64_t row_grain(int64_t channels) {
+  return std::max<int64_t>(1, 32768 / channels);
+}
+
+// Two sums for each channel over rows of adjacent channels, [sums, other sums], in chunks that the threads share.
+// add(first row, rows, into) adds those of at most 64 rows to `into`, in the type of the computation; these are added in double.
+template <typename O, typename F>
+std::vector<double> sums_of_rows(int64_t rows, int64_t channels, const F& add) {
+  const int64_t grain = row_grain(channels), count = 2 * channels;
+  const int64_t chunks = std::min<int64_t>(thread_count(), (rows + grain - 1) / grain);
+  const int64_t per_chunk = (rows + chunks - 1) / chunks;
+  std::vector<double> partial(chunks * count, 0.0), sums(count, 0.0);
+  parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    std::vector<O> scratch(count);
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t last = std::min(rows, (chunk + 1) * per_chunk);
+      for (int64_t first = chunk * per_chunk; first < last; first += 64) {
+        std::fill(scratch.begin(), scratch.end(), O(0));
+        add(first, std::min<int64_t>(64, last - first), scratch.data());
+        for (int64_t i = 0; i < count; ++i) {
+          partial[chunk * count + i] += scratch[i];
+        }
+      }
+    }
+  });
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    for (int64_t i = 0; i < count; ++i) {
+      sums[i] += partial[chunk * count + i];
+    }
+  }
+  return sums;
+}
+
 // Whether sums over a channel read its images gathered in one place, so that no vector is cut short.
 inline bool gathers_images(const NormShape& shape) {
   return shape.image < kShortImage && shape.batch > 1 && shape.batch * shape.image <= (1 << 16);

@@ -461,33 +461,11 @@ void backward_rows(
     const Constants<op_type<T>>& k, double* sums) {
   using O = op_type<T>;
   const int64_t C = shape.channels, rows = shape.batch * shape.image;
-  const int64_t grain = std::max<int64_t>(1, 32768 / C);
-  const int64_t chunks = std::min<int64_t>(thread_count(), (rows + grain - 1) / grain);
-  const int64_t per_chunk = (rows + chunks - 1) / chunks;
-  std::vector<double> partial(chunks * 2 * C, 0.0);
-  parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-    std::vector<O> scratch(2 * C);
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      const int64_t last = std::min(rows, (chunk + 1) * per_chunk);
-      double* into = partial.data() + chunk * 2 * C;
-      // Sums in single precision are added in double every 64 rows.
-      for (int64_t first = chunk * per_chunk; first < last; first += 64) {
-        std::fill(scratch.begin(), scratch.end(), O(0));
-        passes.reduce_rows(
-            grad + first * C, x + first * C, passes.costly() ? out + first * C : nullptr,
-            std::min<int64_t>(64, last - first), C, scratch.data(), scratch.data() + C);
-        for (int64_t i = 0; i < 2 * C; ++i) {
-          into[i] += scratch[i];
-        }
-      }
-    }
+  const std::vector<double> found = sums_of_rows<O>(rows, C, [&](int64_t first, int64_t count, O* into) {
+    passes.reduce_rows(
+        grad + first * C, x + first * C, passes.costly() ? out + first * C : nullptr, count, C, into, into + C);
   });
-  std::fill_n(sums, 2 * C, 0.0);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    for (int64_t i = 0; i < 2 * C; ++i) {
-      sums[i] += partial[chunk * 2 * C + i];
-    }
-  }
+  std::copy(found.begin(), found.end(), sums);
   if (out == nullptr) {
     return;
   }
@@ -499,7 +477,7 @@ void backward_rows(
     scale[c] = d.scale;
   }
   const T* from = passes.costly() ? out : grad;
-  parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, row_grain(C), [&](int64_t begin, int64_t end) {
     passes.input_grad_rows(
         from + begin * C, x + begin * C, out + begin * C, end - begin, C, mean_g.data(), slope.data(), scale.data());
     for (int64_t row = begin; residual.data != nullptr && row < end; ++row) {

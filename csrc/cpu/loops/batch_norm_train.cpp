@@ -116,41 +116,18 @@ void moments(const T* x, const NormShape& shape, bool by_rows, double* mean, dou
     });
     return;
   }
-  const int64_t grain = std::max<int64_t>(1, 32768 / C);
-  const int64_t chunks = std::min<int64_t>(thread_count(), (rows + grain - 1) / grain);
-  const int64_t per_chunk = (rows + chunks - 1) / chunks;
   std::vector<O> shift(C);
   for (int64_t c = 0; c < C; ++c) {
     shift[c] = load(x[c]);
   }
   bool good = false;
   for (int64_t pass = 0; pass < 2 && !good; ++pass) {
-    std::vector<double> partial(chunks * 2 * C, 0.0);
-    parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-      std::vector<O> scratch(2 * C);
-      for (int64_t chunk = begin; chunk < end; ++chunk) {
-        const int64_t last = std::min(rows, (chunk + 1) * per_chunk);
-        double* into = partial.data() + chunk * 2 * C;
-        // Sums in single precision are added in double every 64 rows.
-        for (int64_t first = chunk * per_chunk; first < last; first += 64) {
-          std::fill(scratch.begin(), scratch.end(), O(0));
-          sum_rows(
-              x + first * C, std::min<int64_t>(64, last - first), C, static_cast<const O*>(shift.data()),
-              scratch.data(), scratch.data() + C);
-          for (int64_t i = 0; i < 2 * C; ++i) {
-            into[i] += scratch[i];
-          }
-        }
-      }
+    const std::vector<double> sums = sums_of_rows<O>(rows, C, [&](int64_t first, int64_t count, O* into) {
+      sum_rows(x + first * C, count, C, static_cast<const O*>(shift.data()), into, into + C);
     });
     good = true;
     for (int64_t c = 0; c < C; ++c) {
-      double sum = 0, squares = 0;
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        sum += partial[chunk * 2 * C + c];
-        squares += partial[chunk * 2 * C + C + c];
-      }
-      const Moments found(sum, squares, shift[c], static_cast<double>(rows));
+      const Moments found(sums[c], sums[C + c], shift[c], static_cast<double>(rows));
       mean[c] = found.mean;
       variance[c] = found.variance;
       good &= found.good;
