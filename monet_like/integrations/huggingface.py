@@ -53,7 +53,11 @@ class MemoryBudget(TrainerCallback):
             self._use_cache(model, False)
             # The Trainer holds the loss alone while the backward runs.
             options = {"keeps_result": False, **self.options}
-            auto_schedule(model, memory_budget=self.memory_budget, blocks=self.blocks, **options)
+            try:
+                auto_schedule(model, memory_budget=self.memory_budget, blocks=self.blocks, **options)
+            except BaseException:
+                self._use_cache(model, True)
+                raise
             return
         wrapper = auto_schedule(model, memory_budget=self.memory_budget, **self.options)
         assert isinstance(wrapper, AutoSchedule)

@@ -13,6 +13,8 @@ from later import Later
 from quantised_nets import adapted_llama, peft, transformers
 from torch import nn
 
+from monet_like.errors import UsageError
+
 state, huggingface = Later("accelerate.state"), Later("monet_like.integrations.huggingface")
 QUICK: dict[str, Any] = {"mode": "inplace_multiway_newnode", "effort": "quick"}
 
@@ -125,3 +127,6 @@ def test_blocks_are_trained_without_a_cache() -> None:
         assert model.config.use_cache is False and list(layers) != before
     budget.on_train_end(None, None, None, model=model)
     assert model.config.use_cache is True and list(layers) == before and budget.plan is None
+    with pytest.raises(UsageError, match="has a name like 'blocks"):
+        huggingface.MemoryBudget("80%", blocks="blocks.*").on_train_begin(None, None, None, model=model)
+    assert model.config.use_cache is True
