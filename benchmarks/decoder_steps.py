@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 import monet_like
 from benchmarks.rows import write_rows
+from benchmarks.worker import apart
 from monet_like.errors import MonetError
 from monet_like.files import write_atomically
 from monet_like.ir.units import format_bytes
@@ -215,18 +216,10 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def adapters_of(model: nn.Module) -> list[Tensor]:
-    """Their gradients, on the CPU, in the order of their names."""
-    named = sorted((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
-    return [grad.float().cpu() for _, grad in named if grad is not None]
-
-
-def apart(mine: list[Tensor], others: list[Tensor]) -> float:
-    """All together, relative, in the 2-norm."""
-    if len(mine) != len(others):
-        return float("inf")
-    squares = sum(float((a - b).square().sum()) for a, b in zip(mine, others, strict=True))
-    return (squares / max(sum(float(b.square().sum()) for b in others), 1e-300)) ** 0.5
+def adapters_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """Their gradients by name, on the CPU."""
+    trained = ((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
+    return {name: None if grad is None else grad.cpu() for name, grad in trained}
 
 
 @contextmanager
@@ -238,7 +231,9 @@ def emptied(device: torch.device) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def measured(name: str, make: Callable[[Setting], Made], of: Setting, steps: int, wanted: list[Tensor]) -> Row:
+def measured(
+    name: str, make: Callable[[Setting], Made], of: Setting, steps: int, wanted: dict[str, Tensor | None]
+) -> Row:
     """One row; ``wanted`` gets plain PyTorch's gradients if it is empty, and they are compared with it if not."""
     started = time.perf_counter()
     made = make(of)
@@ -253,7 +248,7 @@ def measured(name: str, make: Callable[[Setting], Made], of: Setting, steps: int
         setup = time.perf_counter() - started
         found = adapters_of(model)
         if not wanted:
-            wanted += found
+            wanted.update(found)
         model.zero_grad(set_to_none=True)
         peak = resident_bytes(model, ((tokens,), {})) + allocated_peak(partial(step, model, tokens), of.device)
         if of.device.type == "cuda":
@@ -261,7 +256,7 @@ def measured(name: str, make: Callable[[Setting], Made], of: Setting, steps: int
             torch.cuda.reset_peak_memory_stats(of.device)
         once()
         times = [seconds_of(once, of.device) for _ in range(steps)]
-        usual, off = median(times), apart(found, wanted)
+        usual, off = median(times), apart(wanted, found)
         reserved = torch.cuda.max_memory_reserved(of.device) if of.device.type == "cuda" else 0
         return Row(name, "measured", peak, made.predicted_bytes, usual, setup - usual, off, reserved)
     finally:
@@ -317,7 +312,7 @@ def main(
     deadline = time.monotonic() + seconds
     of = Setting(TINY if size == "tiny" else SHAPES[f"llama_{size}"], batch, length, torch.device(where))
     rows: list[Row] = []
-    wanted: list[Tensor] = []
+    wanted: dict[str, Tensor | None] = {}
     words = [word for word in only.split(",") if word]
     for name, make in contenders(tuple(budgets.split(",")), liger_too=kernels.runs_on(of.device.type)):
         if words and not any(word in name for word in words):

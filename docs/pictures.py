@@ -183,10 +183,7 @@ def draw_gpu(path: Path) -> None:
     rows = rows[rows.status == "measured"].assign(
         peak=rows.peak_bytes / rows.plain_peak_bytes, step=rows.seconds / rows.plain_seconds
     )
-    figure, axes = pyplot.subplots(figsize=(8.6, 3.6), layout="constrained")
-    axes.axhline(1, color="#999", linewidth=0.8)
-    axes.plot(1, 1, "*", color="#555", markersize=11)
-    axes.annotate("plain PyTorch", (1, 1), (-6, 6), textcoords="offset points", ha="right")
+    figure, axes = beside_plain(1, "plain PyTorch")
     for (model, found), marker in zip(rows.groupby("model", sort=False), "osD^vPXh", strict=False):
         plans = found[found.budget_bytes > 0].sort_values("peak")
         name = model.partition("(")[0].rpartition(".")[2] + f", batch {plans.batch.iloc[0]}"
@@ -195,9 +192,7 @@ def draw_gpu(path: Path) -> None:
         axes.plot(rival.peak, rival.step, "x", color=line.get_color(), markersize=9, markeredgewidth=2)
     axes.plot([], [], "x", color="#555", markersize=9, markeredgewidth=2, label="checkpoint per block")
     axes.set(xlabel="peak memory, plain PyTorch's = 1", ylabel="step, plain PyTorch's = 1", xlim=(0.2, 1.03))
-    axes.legend(fontsize=8, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    save(figure, path)
+    save_with_legend(figure, axes, path)
 
 
 def draw_lora(path: Path) -> None:
@@ -215,19 +210,27 @@ def draw_lora(path: Path) -> None:
         plain = rows.loc["plain"]
         for name, row in rows.drop(index="plain").iterrows():
             said = str(name)
-            by_liger = said in ("Liger", "Liger, checkpoint")
-            kind = (
-                "Liger" if by_liger else next(k for k in ("inductor", "planned", "compiled", "checkpoint") if k in said)
-            )
+            kind = next((k for k in ("inductor", "planned", "compiled") if k in said), said.partition(",")[0])
             found[kind].append((row.peak_bytes / GIB, row.seconds / plain.seconds))
-    figure, axes = pyplot.subplots(figsize=(8.6, 3.6), layout="constrained")
-    axes.axhline(1, color="#999", linewidth=0.8)
-    axes.plot(plain.peak_bytes / GIB, 1, "*", color="#555", markersize=11)
-    axes.annotate("plain", (plain.peak_bytes / GIB, 1), (-6, 6), textcoords="offset points", ha="right")
+    figure, axes = beside_plain(plain.peak_bytes / GIB, "plain")
     for kind, label, marker in families:
         axes.plot(*zip(*sorted(found[kind]), strict=True), marker=marker, label=label, markersize=6, linewidth=1)
     axes.set(xlabel="peak memory, GB", ylabel="step, plain's = 1", xlim=(10, 60))
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    save_with_legend(figure, axes, path)
+
+
+def beside_plain(peak: float, name: str) -> tuple[pyplot.Figure, pyplot.Axes]:
+    """Axes of steps over peaks, with plain PyTorch's step, which is 1, at its peak."""
+    figure, axes = pyplot.subplots(figsize=(8.6, 3.6), layout="constrained")
+    axes.axhline(1, color="#999", linewidth=0.8)
+    axes.plot(peak, 1, "*", color="#555", markersize=11)
+    axes.annotate(name, (peak, 1), (-6, 6), textcoords="offset points", ha="right")
+    return figure, axes
+
+
+def save_with_legend(figure: pyplot.Figure, axes: pyplot.Axes, path: Path) -> None:
+    """With the legend on the right."""
+    axes.legend(fontsize=8, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
 

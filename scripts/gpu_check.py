@@ -434,8 +434,9 @@ def main(out: Path, seconds: float, solutions: Path | None, steps: int, models: 
     """Profile, plan, replay, report."""
     device, deadline = torch.device(where), time.monotonic() + seconds
     found = schedules(solutions, device, models) if solutions else []
-    works = [work for work in FIRST if plans and re.search(models, work.model)]
+    works: list[Work] = []
     if plans:
+        works += [work for work in FIRST if re.search(models, work.model)]
         works += dict.fromkeys(work_of(record) for _, record in found if record.device != device_name(device))
     rows: list[Replay] = []
     lines: list[str] = []

@@ -34,7 +34,7 @@ def test_the_table(tmp_path: Path) -> None:
 def test_a_plan_keeps_what_it_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_briefly(monkeypatch.setattr)
     monkeypatch.setattr(decoder_steps, "PLAN_SECONDS", 0.5)
-    wanted: list[torch.Tensor] = []
+    wanted: dict[str, torch.Tensor | None] = {}
     plain = measured("plain", decoder_steps.plain, OF, 1, wanted)
     row = measured("planned", partial(planned, budget="95%"), OF, 1, wanted)
     assert row.status == "measured" and 0 < row.gradient_error < 0.05

@@ -470,6 +470,10 @@ def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path) -> 
     assert "| 0e+00, rounding" in text
     assert "| py_shallow_resnet_2: checkpoint per block |" in text
     assert len(list((tmp_path / "profiles").iterdir())) == 1
+    alone = [*map(str, words), "--steps", "1", "--out", str(tmp_path / "alone"), "--no-plans"]
+    done = CliRunner().invoke(gpu_check.main, alone)
+    assert done.exit_code == 0 and "| a | 1024.00 GiB |" in (tmp_path / "alone" / "gpu_check.md").read_text()
+    assert not (tmp_path / "alone" / "profiles").exists()
 
 
 @pytest.mark.slow
