@@ -29,13 +29,9 @@ from monet_like.profile import cache_state
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
-# Before each timed run the profiler reads as much as caches hold, which takes longer than the operators of small nets do. No test
-# asserts a time, so it reads little here.
-cache_state._FORGOTTEN = 2**21
-#: A test searches this many times fewer schedules than a user's plan, which takes seconds. Only a slow test to which it matters how
-#: good a plan is searches as many: ``slow(full=True)``.
-FEWER = 40
+from brief import FEW, FORGOTTEN_BYTES
 
+cache_state._FORGOTTEN = FORGOTTEN_BYTES
 
 #: Folders whose tests take up to minutes each: to compile CUDA kernels for a CPU, and to capture the zoo's models.
 LONGEST = ("without_gpu", "zoo")
@@ -88,11 +84,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
-    """Let all tests but those marked ``slow(full=True)`` search `FEWER` times less."""
+    """Let all tests search few schedules, but those to which it matters how good a plan is: ``slow(full=True)``."""
     slow = item.get_closest_marker("slow")
     if slow is not None and slow.kwargs.get("full"):
         return (yield)
-    with mock.patch.dict(searcher.EVALUATIONS, {name: count // FEWER for name, count in searcher.EVALUATIONS.items()}):
+    with mock.patch.dict(searcher.EVALUATIONS, FEW):
         return (yield)
 
 

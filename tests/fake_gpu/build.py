@@ -83,9 +83,21 @@ def _stubs(path: Path, names: set[str]) -> Path:
     return path
 
 
-def run(library: Path, command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with the fake GPU; its output is text."""
-    before = os.environ.get("LD_LIBRARY_PATH")
-    paths = [str(library.parent / "driver"), *([before] if before else [])]
-    environment |= {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": os.pathsep.join(paths)}
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+def environment(library: Path, **others: str) -> dict[str, str]:
+    """The environment of a process that has the fake GPU, imports from this checkout and the tests' helpers, and has ``others``."""
+
+    def first(name: str, *paths: Path) -> str:
+        return os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get(name)])])
+
+    tests = HERE.parent
+    own = {
+        "LD_PRELOAD": str(library),
+        "LD_LIBRARY_PATH": first("LD_LIBRARY_PATH", library.parent / "driver"),
+        "PYTHONPATH": first("PYTHONPATH", tests.parent, HERE / "startup", tests / "helpers"),
+    }
+    return {**os.environ, **others, **own}
+
+
+def run(library: Path, command: Sequence[str], **others: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in this `environment`; its output is text."""
+    return subprocess.run(command, env=environment(library, **others), capture_output=True, text=True, check=False)

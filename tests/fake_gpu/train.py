@@ -1,6 +1,7 @@
 """Run on the fake GPU: models captured, profiled, planned and replayed, and what the allocator saw of it.
 
-``python train.py WHAT:CASE...`` prints one line of JSON for each: a function of `WHAT` about a case of `CASES`.
+``python train.py WHAT:CASE...`` prints one line of JSON for each: a function of `WHAT` about a case of `CASES`. Without arguments
+it serves: see `serve`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torchvision
+from brief import be_brief
 from torch import nn
 
 import monet_like
@@ -28,13 +31,13 @@ from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.program import Cost
 from monet_like.ir.simulate import moments
 from monet_like.models.unet import UNet
-from monet_like.plan.local_search import searcher
+from monet_like.profile.cublas import measured_bytes
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import UNSPLIT_BYTES, seconds_of, unsplit_bytes
 from monet_like.replay.verify import resident_bytes, step_peak, unsaved_loss
 from monet_like.report.live import live_step
 
-searcher.EVALUATIONS.update(native=3000, python=30)  # as few as other tests search
+be_brief()
 
 Made = tuple[nn.Module, tuple[Any, ...]]
 CUDA = torch.device("cuda", 0)
@@ -410,6 +413,11 @@ def timed(name: str) -> dict[str, Any]:
     return {"seconds": seconds, "launches": launches}
 
 
+def cublas(_: str) -> dict[str, Any]:
+    """What the workspaces of cuBLAS take."""
+    return {"bytes": measured_bytes(CUDA)}
+
+
 def saved(path: str) -> dict[str, Any]:
     """A schedule of a small net in a file, from a datasheet's rates."""
     model, example = torchvision.models.resnet18().to(CUDA), ((image(2, 64),), {})
@@ -435,17 +443,37 @@ WHAT = {
         copies,
         live,
         moved,
+        cublas,
     )
 }
 
 
-def main() -> None:
-    for asked in sys.argv[1:]:
-        what, name = asked.split(":", 1)
-        print(json.dumps({"asked for": asked, **WHAT[what](name)}), flush=True)
+def answer(asked: Sequence[str]) -> NoReturn:
+    """Say what is asked for, a line each, and end the process."""
+    try:
+        for each in asked:
+            what, name = each.split(":", 1)
+            print(json.dumps({"asked for": each, **WHAT[what](name)}), flush=True)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     sys.stderr.flush()
     os._exit(0)  # autograd's threads may want the interpreter while it ends, and then abort the process
 
 
+def serve() -> None:
+    """Answer lines such as ``{"asked": ["train:unet"], "environment": {}}``, each in a process that has loaded all from its start.
+
+    A last line says how the process ended: ``{"ended": 0}``.
+    """
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()  # the GPU is not in use yet
+        if not child:
+            os.environ.update(request["environment"])
+            answer(request["asked"])
+        print(json.dumps({"ended": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}), flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    answer(sys.argv[1:]) if sys.argv[1:] else serve()

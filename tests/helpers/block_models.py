@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from brief import be_brief
 from torch import nn
 
 from monet_like.auto import block_bounds, block_menus
 from monet_like.compiler import quick
-from monet_like.plan.local_search import searcher
-from monet_like.profile import cache_state
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify import resident_bytes
 
@@ -120,7 +119,6 @@ def plan_briefly(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """
     replace(block_menus, "QUICK_SECONDS", 0.3)
     replace(block_bounds, "QUICK_BOUND_SECONDS", 0.3)
-    replace(searcher, "EVALUATIONS", {"native": 3000, "python": 30})
+    be_brief(replace)
     for name in ("ALLOWANCE_SECONDS", "LEAST_SECONDS", "RUN_SECONDS"):
         replace(quick, name, 0.1)
-    replace(cache_state, "_FORGOTTEN", 2**21)

@@ -1,4 +1,4 @@
-"""Runs a function, or scripts, in several processes that form a group."""
+"""Runs a function, or scripts, in several processes, also in such as form a group."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ LOADED = (
 def together(
     tmp_path: Path, work: Callable[..., None], *args: Any, processes: int = PROCESSES, within_seconds: float = 600.0
 ) -> None:
-    """Run ``work(rank, *args)`` in processes of one group; what fails there fails here, and so does what hangs."""
-    _started(_process, (f"file://{tmp_path / 'rendezvous'}", processes, work, args), processes, within_seconds)
+    """As `in_processes`, in one group."""
+    meeting = f"file://{tmp_path / 'rendezvous'}"
+    in_processes(_process, meeting, processes, work, args, processes=processes, within_seconds=within_seconds)
 
 
 def scripts_together(
@@ -61,7 +62,8 @@ def scripts_together(
         for one in taken:
             one.bind(("127.0.0.1", 0))
         ports = [one.getsockname()[1] for one in taken]
-    _started(_run_scripts, (folder, [list(script) for script in scripts], ports, before), PROCESSES, within_seconds)
+    words = [list(script) for script in scripts]
+    in_processes(_run_scripts, folder, words, ports, before, within_seconds=within_seconds)
     return [(folder / f"printed_{number}").read_text() for number in range(len(scripts))]
 
 
@@ -92,17 +94,22 @@ def _start_server() -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def _started(function: Callable[..., None], given: tuple[Any, ...], processes: int, within_seconds: float) -> None:
-    """Run ``function(rank, *given)`` in processes that have this one's environment, and search as many schedules as it does."""
+def in_processes(
+    work: Callable[..., None], *args: Any, processes: int = PROCESSES, within_seconds: float = 600.0
+) -> None:
+    """Run ``work(rank, *args)`` in processes that have this one's environment, and search as many schedules as it does.
+
+    What fails there fails here, and so does what hangs.
+    """
     _start_server()
-    everything = (dict(os.environ), dict(searcher.EVALUATIONS), function, given)
+    everything = (dict(os.environ), dict(searcher.EVALUATIONS), work, args)
     running = mp.start_processes(_run, everything, nprocs=processes, join=False, start_method="forkserver")
     end = time.monotonic() + within_seconds
     while not running.join(timeout=1.0):
         if time.monotonic() > end:
             for process in running.processes:
                 process.kill()
-            raise TimeoutError(f"processes that train together did not end within {within_seconds:g} s")
+            raise TimeoutError(f"the processes did not end within {within_seconds:g} s")
 
 
 def _run(

@@ -143,9 +143,11 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **setting
     notebook = nbformat.read(ROOT / "examples" / name, as_version=4)
     first = next(number for number, cell in enumerate(notebook.cells) if cell.cell_type == "code")
     assert all(name in notebook.cells[first].source for name in settings)
-    lines = "\n".join(f"{name} = {value!r}" for name, value in settings.items())
+    lines = "\n".join(
+        ["import brief", "brief.be_brief()", *(f"{name} = {value!r}" for name, value in settings.items())]
+    )
     notebook.cells.insert(first + 1, nbformat.v4.new_code_cell(lines))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'helpers'}")
     nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
     return list(notebook.cells)
 

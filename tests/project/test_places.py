@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import runpy
 import socket
 import stat
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from chain import chain
+from processes import in_processes
 from torch import nn
 
 import monet_like
@@ -164,40 +166,33 @@ def test_a_damaged_profile_in_the_cache_is_measured_anew(tmp_path: Path, monkeyp
     ScheduleRecord.load(kept)
 
 
-AUTO = """
-import sys, torch, monet_like
-from chain import chain
-torch.manual_seed(0)
-model = monet_like.auto_schedule(chain(), memory_budget="1 GB", time_limit_seconds=2.0)
-model(torch.ones(2, 3, 16, 16)).sum().backward()
-print(sum(float(p.grad.double().sum()) for p in model.parameters()))
-"""
+def _plan(rank: int, folder: Path) -> None:
+    """The first two processes plan by `auto_schedule`, the others by solve.py into one file."""
+    os.chdir(folder)
+    if rank < 2:
+        torch.manual_seed(0)
+        model = monet_like.auto_schedule(chain(), memory_budget="1 GB", time_limit_seconds=2.0)
+        model(torch.ones(2, 3, 16, 16)).sum().backward()
+        total = sum(float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None)
+        Path(f"gradients_{rank}").write_text(str(total))
+        return
+    net = f"{ROOT / 'tests' / 'helpers' / 'chain.py'}:chain"
+    sys.argv = ["solve.py", net, "1", "1", "normal", "HIGHS", "--time-limit", "2", "--out", "mine.pkl"]
+    runpy.run_path(str(ROOT / "solve.py"), run_name="__main__")
 
 
 @pytest.mark.slow
-def test_two_processes_that_plan_the_same(tmp_path: Path) -> None:
-    """Both succeed, and what they leave is whole: with auto_schedule, and with solve.py into one file."""
-    environment = dict(
-        os.environ,
-        PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'helpers'}",
-        MONET_LIKE_CACHE=str(tmp_path / "cache"),
-        OMP_NUM_THREADS="1",
-    )
-    command = [sys.executable, str(ROOT / "solve.py"), str(ROOT / "tests" / "helpers" / "chain.py") + ":chain", "1", "1", "normal",
-               "HIGHS", "--time-limit", "2", "--out", "mine.pkl"]  # fmt: skip
-    running = [
-        subprocess.Popen(what, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for what in (*2 * [[sys.executable, "-c", AUTO]], *2 * [command])
-    ]
-    said = [child.communicate(timeout=300) for child in running]
-    assert [child.returncode for child in running] == [0, 0, 0, 0], said
-    first, second = (float(out) for out, _ in said[:2])
+def test_processes_that_plan_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All succeed, and what they leave is whole."""
+    monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path / "cache"))
+    in_processes(_plan, tmp_path, processes=4, within_seconds=300.0)
+    first, second = (float((tmp_path / f"gradients_{rank}").read_text()) for rank in range(2))
     assert first == pytest.approx(second, rel=1e-4)  # each has measured, and may take other variants
     (kept,) = (tmp_path / "cache").glob("schedule_*.pkl")
     for path in (kept, tmp_path / "mine.pkl"):
         ScheduleRecord.load(path)
     profiles = [*(tmp_path / "cache").glob("*.json")]
-    assert len(profiles) == 1  # one store for both
+    assert len(profiles) == 1  # one store for all
     for path in profiles:
         assert Profile.load(path).costs
     hidden = [path for path in tmp_path.rglob(".*") if path.is_file()]

@@ -14,7 +14,7 @@ from torch import nn
 
 from monet_like.replay import training_step
 
-SEEDS = 40  # 5,000 take an hour: python -m benchmarks.small_models
+SEEDS = 24  # 5,000 take an hour: python -m benchmarks.small_models
 #: Seconds of the whole search for a smaller case.
 PATIENCE = 40.0
 
@@ -64,7 +64,7 @@ def expected(case: Case, sentence: str) -> bool:
     )
 
 
-@pytest.mark.slow(every=8)
+@pytest.mark.slow(every=5)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_small_model_is_trained_as_by_plain_pytorch(seed: int) -> None:
     case = draw(seed)

@@ -17,14 +17,7 @@ def emulated() -> Path:
     return build.build_kernels()
 
 
-CHECKS = "tests/cuda_emulator/check_kernels.py"  # as the checks themselves are named, or none is deselected
-#: Common shapes in two of four types. Kernels of those types also run with random arguments.
-REST = [
-    f"{CHECKS}::test_common_{kernel}[{case}-dtype{number}]"
-    for kernel, cases in (("batch_norm", ("False", "True")), ("rms_norm", ("own", "wide", "none")))
-    for case in cases
-    for number in (1, 3)
-]
+CHECKS = "tests/cuda_emulator/check_kernels.py"
 
 
 def assert_passes(library: Path, *arguments: str) -> None:
@@ -40,14 +33,8 @@ def test_kernels_of_masks_equal_their_twins() -> None:
 
 @pytest.mark.slow
 def test_kernels_equal_their_twins(emulated: Path) -> None:
-    """Every operator with random arguments; at the end every kernel has been launched."""
-    assert_passes(emulated, CHECKS, *(f"--deselect={check}" for check in REST))
-
-
-@pytest.mark.slow
-def test_the_tests_for_a_gpu_pass(emulated: Path) -> None:
-    """And the common shapes that `test_kernels_equal_their_twins` leaves out."""
-    assert_passes(emulated, "tests/gpu/test_kernels_cuda.py", *REST)
+    """Every operator with random arguments; at the end every kernel has been launched. Then the tests for a GPU."""
+    assert_passes(emulated, CHECKS, "tests/gpu/test_kernels_cuda.py")
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from monet_like.build import library_path
 from monet_like.profile.cublas import default_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
-Run = Callable[..., subprocess.CompletedProcess[str]]
+Ask = Callable[..., list[dict[str, Any]]]
 
 if build.missing():
     pytest.skip(build.missing(), allow_module_level=True)
@@ -31,25 +31,46 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
+class Server:
+    """``fake_gpu/train.py``, which loads PyTorch once and answers each question in a forked process."""
+
+    def __init__(self, library: Path, errors: Path) -> None:
+        self._errors = errors
+        with errors.open("w") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "train.py")], env=build.environment(library), stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=file, text=True,
+            )  # fmt: skip
+
+    def ask(self, *what: str, **environment: str) -> tuple[list[dict[str, Any]], str]:
+        """The answers, one after the other from one process, and what it wrote to stderr."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        before = self._errors.stat().st_size
+        environment |= {"MONET_LIKE_CACHE": os.environ["MONET_LIKE_CACHE"]}
+        print(json.dumps({"asked": what, "environment": environment}), file=self._process.stdin, flush=True)
+        found: list[dict[str, Any]] = []
+        while "ended" not in (line := json.loads(self._process.stdout.readline() or '{"ended": "the server has"}')):
+            found.append(line)
+        errors = self._errors.read_bytes()[before:].decode()
+        assert line["ended"] == 0, errors[-4000:]
+        return found, errors
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
 @pytest.fixture(scope="session")
-def fake_gpu(fake_gpu_library: Path) -> Run:
-    """Runs a Python file, or a shell script of ours, with the fake GPU; unless told otherwise it has to end well."""
-
-    def run(what: str, *arguments: str, ends_well: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
-        paths = [str(ROOT), str(HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = ["bash", str(ROOT / "scripts" / what)] if what.endswith(".sh") else [sys.executable, what]
-        environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHON": sys.executable}
-        done = build.run(fake_gpu_library, [*command, *arguments], **environment)
-        assert done.returncode == 0 or not ends_well, done.stderr[-4000:]
-        return done
-
-    return run
+def server(fake_gpu_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = Server(fake_gpu_library, tmp_path_factory.mktemp("fake_gpu_server") / "errors")
+    yield found
+    found.end()
 
 
-def asked(fake_gpu: Run, *what: str, **environment: str) -> list[dict[str, Any]]:
-    """What ``fake_gpu/train.py`` says, one after the other in one process."""
-    done = fake_gpu(str(HERE / "train.py"), *what, **environment)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+@pytest.fixture
+def ask(server: Server) -> Ask:
+    """Answers of ``fake_gpu/train.py``."""
+    return lambda *what, **environment: server.ask(*what, **environment)[0]
 
 
 #: Where nets are so small that what cuBLAS keeps by default would be more than all else.
@@ -65,18 +86,18 @@ def assert_predicted(found: dict[str, Any]) -> None:
 
 
 @needs_kernels
-def test_the_allocator_sees_what_is_predicted(fake_gpu: Run) -> None:
-    (found,) = asked(fake_gpu, "train:unet", **SMALL_WORKSPACES)
+def test_the_allocator_sees_what_is_predicted(ask: Ask) -> None:
+    (found,) = ask("train:unet", **SMALL_WORKSPACES)
     assert_predicted(found)
 
 
 @pytest.mark.slow
-def test_the_allocator_sees_what_is_predicted_of_other_models(fake_gpu: Run) -> None:
+def test_the_allocator_sees_what_is_predicted_of_other_models(ask: Ask) -> None:
     """One process for all; and workspaces are whole units of the allocator."""
     names = ["mobilenet channels_last bfloat16", "vit bfloat16", "decoder", "decoder bfloat16"]
     names += ["resnet18"] * library_path("kernels_cuda").exists()
     what = [*(f"train:{name}" for name in names), "workspaces:mobilenet channels_last bfloat16"]
-    *trained, workspaces = asked(fake_gpu, *what, **SMALL_WORKSPACES)
+    *trained, workspaces = ask(*what, **SMALL_WORKSPACES)
     assert len(trained) == len(names)
     for found in trained:
         assert_predicted(found)
@@ -85,9 +106,9 @@ def test_the_allocator_sees_what_is_predicted_of_other_models(fake_gpu: Run) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("resnet18", marks=needs_kernels), "large decoder"])
-def test_a_budget_has_room_for_what_cublas_keeps(fake_gpu: Run, name: str) -> None:
+def test_a_budget_has_room_for_what_cublas_keeps(ask: Ask, name: str) -> None:
     """By default, 32 MiB for each of two threads: all that is allocated, from nothing on, is what was predicted."""
-    (found,) = asked(fake_gpu, f"whole:{name}")
+    (found,) = ask(f"whole:{name}")
     assert found["cublas"] - 2**26 in (0, 2**20), found  # the latter for cuBLASLt, before PyTorch 2.14
     assert 0.98 * found["predicted"] < found["asked"] <= found["predicted"], found
     assert 0.98 * found["predicted"] < found["most"] <= found["predicted"] + found["unsplit"], found
@@ -96,12 +117,10 @@ def test_a_budget_has_room_for_what_cublas_keeps(fake_gpu: Run, name: str) -> No
 
 @needs_kernels
 @pytest.mark.slow
-def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:
+def test_a_small_net_in_every_setting(ask: Ask) -> None:
     """One process for all: on two GPUs, with copies on the host, in DistributedDataParallel, and its profile."""
     what = ("live:decoder", "two_devices:unet", "moved:ramp", "offload:unet", "distributed:unet", "workspaces:unet")
-    live, moved, ramp, offload, distributed, workspaces = asked(
-        fake_gpu, *what, FAKE_GPU_DEVICES="2", **SMALL_WORKSPACES
-    )
+    live, moved, ramp, offload, distributed, workspaces = ask(*what, FAKE_GPU_DEVICES="2", **SMALL_WORKSPACES)
     # The first step in its process: autograd's thread has not multiplied yet, and takes cuBLAS's workspace.
     assert 0.98 * live["predicted"] < live["bytes"] <= live["predicted"]
     assert len(set(moved["peaks"])) == 1
@@ -119,8 +138,8 @@ def test_a_small_net_in_every_setting(fake_gpu: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not library_path("arena_cuda").exists(), reason="not compiled: python -m monet_like.build --cuda")
-def test_tensors_that_are_placed_need_no_more_than_their_block(fake_gpu: Run) -> None:
-    (found,) = asked(fake_gpu, "placed:large vit")
+def test_tensors_that_are_placed_need_no_more_than_their_block(ask: Ask) -> None:
+    (found,) = ask("placed:large vit")
     assert found["counts"] == found["again"]
     assert found["counts"][0] > 100
     assert found["counts"][1] == 0
@@ -133,9 +152,9 @@ def test_tensors_that_are_placed_need_no_more_than_their_block(fake_gpu: Run) ->
 
 @pytest.mark.slow
 @pytest.mark.skipif(not library_path("arena_cuda").exists(), reason="not compiled: python -m monet_like.build --cuda")
-def test_a_loss_outside_the_model_is_placed_too(fake_gpu: Run) -> None:
+def test_a_loss_outside_the_model_is_placed_too(ask: Ask) -> None:
     """Autograd's thread runs its backward."""
-    (found,) = asked(fake_gpu, "placed_loss:large vit")
+    (found,) = ask("placed_loss:large vit")
     assert found["counts"][0] > 100
     assert found["counts"][1] == 0
     rest = found["allocated"] - found["block"]
@@ -144,59 +163,50 @@ def test_a_loss_outside_the_model_is_placed_too(fake_gpu: Run) -> None:
 
 @needs_kernels
 @pytest.mark.slow
-def test_the_block_that_is_reserved_is_all_that_steps_take(fake_gpu: Run) -> None:
+def test_the_block_that_is_reserved_is_all_that_steps_take(ask: Ask) -> None:
     """Also where cuBLAS has taken its workspaces before."""
-    (found,) = asked(fake_gpu, "reserve:resnet18")
+    (found,) = ask("reserve:resnet18")
     assert found["wanted"] == found["predicted"] - found["resident"] - found["cublas"], found
     assert found["after"] == found["before"], found
 
 
 @pytest.mark.slow
-def test_inputs_of_a_profile_are_made_on_the_device_where_time_is_taken_behind_a_lead(fake_gpu: Run) -> None:
+def test_inputs_of_a_profile_are_made_on_the_device_where_time_is_taken_behind_a_lead(server: Server) -> None:
     """The stub tells of every launch and event, and of every copy of more than 1 MiB, as of the one at the end."""
-    done = fake_gpu(str(HERE / "train.py"), "timed:unet", "copies:resnet18", FAKE_GPU_DEVICES="2", FAKE_GPU_TRACE="1")
-    lines = done.stderr.split("timed")[1].strip().splitlines()
+    (found, _), said = server.ask("timed:unet", "copies:resnet18", FAKE_GPU_DEVICES="2", FAKE_GPU_TRACE="1")
+    lines = said.split("timed")[1].strip().splitlines()
     events = [line.removeprefix("fake_gpu: ") for line in lines if line.startswith("fake_gpu:")]
     assert events == [f"{what} device=1" for what in ("launch", "event", "launch", "launch", "event")]
-    found = json.loads(done.stdout.splitlines()[0])
     assert found["seconds"] == pytest.approx(2.1e-5, abs=1e-6)
     hidden, counted = found["launches"]
     assert hidden < 0.02 <= counted
-    _, meanwhile, after = done.stderr.split("profiled\n")
+    _, meanwhile, after = said.split("profiled\n")
     assert "from=pageable to=device" in after
     assert "from=device to=device" in meanwhile
     assert "from=pageable" not in meanwhile
     assert "from=pinned" not in meanwhile
 
 
-#: Prints what the workspaces of cuBLAS take, and imports little.
-CUBLAS = """
-import os, torch
-from monet_like.profile.cublas import measured_bytes
-print(measured_bytes(torch.device("cuda", 0)), flush=True)
-os._exit(0)  # autograd's threads may want the interpreter while it ends
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "expected_bytes"), [("80", 8519680), ("90", 2**25), ("120", 2**25)])
-def test_what_cublas_keeps(fake_gpu: Run, capability: str, expected_bytes: int) -> None:
+def test_what_cublas_keeps(ask: Ask, capability: str, expected_bytes: int) -> None:
     """Two workspaces, of a size that PyTorch chooses by the GPU's capability."""
-    found = fake_gpu("-c", CUBLAS, FAKE_GPU_CAPABILITY=capability)
-    assert int(found.stdout) == default_bytes(int(capability) // 10) == 2 * expected_bytes
+    (found,) = ask("cublas:", FAKE_GPU_CAPABILITY=capability)
+    assert found["bytes"] == default_bytes(int(capability) // 10) == 2 * expected_bytes
     if capability == "90":
-        found = fake_gpu("-c", CUBLAS, FAKE_GPU_CAPABILITY=capability, CUBLAS_WORKSPACE_CONFIG=":16:8")
-        assert int(found.stdout) == 2 * 16 * 2**10 * 8
+        (found,) = ask("cublas:", FAKE_GPU_CAPABILITY=capability, **SMALL_WORKSPACES)
+        assert found["bytes"] == 2 * 16 * 2**10 * 8
 
 
 @needs_kernels
 @pytest.mark.slow
-def test_the_gpu_check_runs_to_its_end(fake_gpu: Run, tmp_path: Path) -> None:
+def test_the_gpu_check_runs_to_its_end(ask: Ask, fake_gpu_library: Path, tmp_path: Path) -> None:
     """As where a GPU is lent; with kernels that are there, few tests and one small schedule."""
     found = tmp_path / "solutions" / "small.pkl"
-    fake_gpu(str(HERE / "train.py"), f"saved:{found}")
-    done = fake_gpu(
-        "gpu_check.sh", str(tmp_path / "out"), ends_well=False, BUILD="0", TESTS="tests/gpu/test_reserve.py", STEPS="1",
+    ask(f"saved:{found}")
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), str(tmp_path / "out")]
+    done = build.run(
+        fake_gpu_library, command, PYTHON=sys.executable, BUILD="0", TESTS="tests/gpu/test_reserve.py", STEPS="1",
         SOLUTIONS=str(found.parent), MODELS="resnet18",
     )  # fmt: skip
     assert "tests: passed" in done.stdout
