@@ -10,7 +10,8 @@ time, and what a plan had predicted. The contenders:
   what does not lie in the layers, and with ``backend="inductor"``.
 
 The step is forward and backward; adapters of rank 16 are on all linear layers of the blocks, weights are bfloat16. *off*: adapters'
-gradients against plain's, all together, relative, in the 2-norm; bfloat16 rounds, and sums are made in other orders.
+gradients against plain's, all together, relative, in the 2-norm; bfloat16 rounds, and sums are made in other orders. With
+``--exact`` also against the same step in float32, plain's too: what is as near to it as plain is not less right.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class Row:
         setup_seconds: planning and wrapping, and a first step, which compiles, less a usual one.
         gradient_error: see the top of this file.
         reserved_bytes: by the caching allocator on a GPU.
+        float32_error: as `gradient_error`, against the step in float32; 0 if that was not asked for.
     """
 
     contender: str
@@ -117,6 +119,7 @@ class Row:
     setup_seconds: float = 0.0
     gradient_error: float = 0.0
     reserved_bytes: int = 0
+    float32_error: float = 0.0
 
     @property
     def key(self) -> str:
@@ -231,10 +234,27 @@ def emptied(device: torch.device) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+def in_float32(of: Setting) -> dict[str, Tensor | None]:
+    """Gradients of plain PyTorch's step with all weights in float32, checkpointed, which changes no bit of them."""
+    model = checkpointed(of).model.float()
+    step(model, of.tokens())
+    return adapters_of(model)
+
+
 def measured(
-    name: str, make: Callable[[Setting], Made], of: Setting, steps: int, wanted: dict[str, Tensor | None]
+    name: str,
+    make: Callable[[Setting], Made],
+    of: Setting,
+    steps: int,
+    wanted: dict[str, Tensor | None],
+    exact: dict[str, Tensor | None] | None = None,
 ) -> Row:
-    """One row; ``wanted`` gets plain PyTorch's gradients if it is empty, and they are compared with it if not."""
+    """One row.
+
+    Args:
+        wanted: gets plain PyTorch's gradients if it is empty; if not, the row's are compared with it.
+        exact: those of `in_float32`, or None.
+    """
     started = time.perf_counter()
     made = make(of)
     try:
@@ -258,7 +278,8 @@ def measured(
         times = [seconds_of(once, of.device) for _ in range(steps)]
         usual, off = median(times), apart(wanted, found)
         reserved = torch.cuda.max_memory_reserved(of.device) if of.device.type == "cuda" else 0
-        return Row(name, "measured", peak, made.predicted_bytes, usual, setup - usual, off, reserved)
+        rounding = 0.0 if exact is None else apart(exact, found)
+        return Row(name, "measured", peak, made.predicted_bytes, usual, setup - usual, off, reserved, rounding)
     finally:
         made.undo()
 
@@ -269,18 +290,21 @@ def markdown(of: Setting, rows: list[Row]) -> str:
     text = (
         f"# `python -m benchmarks.decoder_steps`: {device_name(of.device)}\n\n{words}; torch {torch.__version__}.\n\n"
     )
-    text += "| contender | peak | predicted | reserved | step | against plain | setup | off |\n" + "|---" * 8 + "|\n"
+    columns = ["contender", "peak", "predicted", "reserved", "step", "against plain", "setup", "off"]
+    exact = any(row.float32_error for row in rows)
+    columns += ["off float32"] * exact
+    text += f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|\n"
     base = next((row.seconds for row in rows if row.contender == "plain" and row.seconds), 0.0)
     for row in rows:
         if row.status != "measured":
-            text += f"| {row.contender} | {row.status} |" + " |" * 6 + "\n"
+            text += f"| {row.contender} | {row.status} |" + " |" * (len(columns) - 2) + "\n"
             continue
         predicted = format_bytes(row.predicted_bytes) if row.predicted_bytes else ""
         reserved = format_bytes(row.reserved_bytes) if row.reserved_bytes else ""
         over = f"{100 * (row.seconds / base - 1):+.1f} %" if base else ""
         text += (
             f"| {row.contender} | {format_bytes(row.peak_bytes)} | {predicted} | {reserved} | {1e3 * row.seconds:,.1f} ms | "
-            f"{over} | {row.setup_seconds:.0f} s | {row.gradient_error:.0e} |\n"
+            f"{over} | {row.setup_seconds:.0f} s | {row.gradient_error:.0e} |{f' {row.float32_error:.0e} |' * exact}\n"
         )
     return text
 
@@ -293,6 +317,7 @@ def markdown(of: Setting, rows: list[Row]) -> str:
 @click.option("--steps", default=5, show_default=True)
 @click.option("--only", default="", help="Only contenders whose names contain one of these words, divided by commas.")
 @click.option("--device", "where", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
+@click.option("--exact", is_flag=True, help="Also compare gradients with those of the step in float32.")
 @click.option("--seconds", default=540.0, show_default=True, help="Start nothing after so many.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the table, and of its rows as CSV.")
 def main(
@@ -303,6 +328,7 @@ def main(
     steps: int,
     only: str,
     where: str,
+    exact: bool,
     seconds: float,
     out: Path | None,
 ) -> None:
@@ -313,6 +339,8 @@ def main(
     of = Setting(TINY if size == "tiny" else SHAPES[f"llama_{size}"], batch, length, torch.device(where))
     rows: list[Row] = []
     wanted: dict[str, Tensor | None] = {}
+    with emptied(of.device):
+        in_32_bits = in_float32(of) if exact else None
     words = [word for word in only.split(",") if word]
     for name, make in contenders(tuple(budgets.split(",")), liger_too=kernels.runs_on(of.device.type)):
         if words and not any(word in name for word in words):
@@ -322,7 +350,7 @@ def main(
                 rows.append(Row(name, "not run, the time was over"))
                 continue
             try:
-                rows.append(measured(name, make, of, steps, wanted))
+                rows.append(measured(name, make, of, steps, wanted, in_32_bits))
             except (MonetError, RuntimeError, ImportError, AssertionError) as error:
                 rows.append(
                     Row(name, f"{type(error).__name__}: {str(error).splitlines()[0][:150]}".replace("|", "\\|"))
