@@ -137,7 +137,7 @@ _LONG_ROW = 256
 
 
 def kind_of(op: str, args: Sequence[Any], result: Any) -> str:
-    """The kind of an operator, a key of `PACES`, by its name, its arguments (shapes and dtypes alone) and its result."""
+    """The kind of an operator, a key of `PACES`, by its name, all its arguments (shapes and dtypes alone) and its result."""
     if op in _NAMED:
         return _NAMED[op]
     if op in _POOLINGS:
@@ -170,10 +170,15 @@ def is_known(op: str) -> bool:
 
 def _pooling(op: str, args: Sequence[Any]) -> str:
     name, first = _POOLINGS[op]
-    window, stride = (tuple(args[place]) for place in (first, first + 1))
-    known = {((2, 2), (2, 2)): "2x2/2", ((3, 3), (2, 2)): "3x3/2"}.get((window, stride or window))
+    window, stride = args[first], args[first + 1] or args[first]
+    known = {((2, 2), (2, 2)): "2x2/2", ((3, 3), (2, 2)): "3x3/2"}.get((_pair(window), _pair(stride)))
     found = f"{name}, {known or 'other'}"
     return found if found in PACES else name if name in PACES else "elementwise"
+
+
+def _pair(numbers: Sequence[int]) -> tuple[int, int]:
+    """Of both dimensions; one number is for both."""
+    return numbers[0], numbers[-1]
 
 
 def _convolution(data: torch.Tensor, filters: torch.Tensor, stride: Sequence[int], wanted: str, groups: int) -> str:

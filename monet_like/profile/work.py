@@ -267,21 +267,27 @@ class Operations(TorchDispatchMode):
             self.found.append(self._operation(func, args, kwargs or {}, result))
         return result
 
-    def _operation(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Operation:
-        op = str(func)
+    def _operation(self, func: Any, given: Any, kwargs: dict[str, Any], result: Any) -> Operation:
+        op, args = str(func), _by_place(func, given, kwargs)
         unread = _read_for_its_shape(op, args)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((given, kwargs, result)) if isinstance(leaf, torch.Tensor)]
         kind, formula = kind_of(op, args, result), self.formulas.get(func.overloadpacket)
         is_convolution = op in _CONVOLUTIONS
         return Operation(
             kind,
-            int(formula(*args, **kwargs, out_val=result)) if formula and not is_convolution else 0,
+            int(formula(*given, **kwargs, out_val=result)) if formula and not is_convolution else 0,
             _convolution_flops(op, args, result) if is_convolution else 0,
             _traffic([tensor for tensor in tensors if tensor is not unread]) + _extra_traffic(op, args, result),
             op == _SCALED_INT8 or any(t.is_floating_point() and t.element_size() == 2 for t in tensors),
             _group_channels(op, args) if is_convolution else TILE,
             channels_of(kind, args),
         )
+
+
+def _by_place(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments that have a place, defaults too, which a trace leaves out at the end."""
+    missing = (argument for argument in func._schema.arguments[len(args) :] if not argument.kwarg_only)
+    return (*args, *(kwargs.get(argument.name, argument.default_value) for argument in missing))
 
 
 def _extra_traffic(op: str, args: Sequence[Any], result: Any) -> int:

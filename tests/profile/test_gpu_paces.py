@@ -43,6 +43,17 @@ def plain_kinds(program: Captured) -> list[str]:
     return [kind for kind in dict.fromkeys(found) if kind != "elementwise"]
 
 
+class _Pool(nn.Module):
+    """Max pooling by a function, to which only a window is given."""
+
+    def __init__(self, window: int | list[int]) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.max_pool2d(x, self.window)
+
+
 @pytest.mark.parametrize(
     ("layer", "shape", "kinds"),
     [
@@ -57,6 +68,9 @@ def plain_kinds(program: Captured) -> list[str]:
         (lambda: nn.MaxPool2d(2), (2, 8, 8, 8), ["max pooling, 2x2/2", "max pooling's backward"]),
         (lambda: nn.MaxPool2d(3, 2), (2, 8, 9, 9), ["max pooling, 3x3/2", "max pooling's backward"]),
         (lambda: nn.MaxPool2d(3, 1), (2, 8, 9, 9), ["max pooling, other", "max pooling's backward"]),
+        (lambda: _Pool([2, 2]), (2, 8, 8, 8), ["max pooling, 2x2/2", "max pooling's backward"]),
+        (lambda: _Pool([2]), (2, 8, 8, 8), ["max pooling, 2x2/2", "max pooling's backward"]),
+        (lambda: _Pool(3), (2, 8, 9, 9), ["max pooling, other", "max pooling's backward"]),
         (lambda: nn.Linear(8, 6, bias=False), (4, 8), ["product"]),
         (lambda: nn.Softmax(1), (4, 8), ["softmax"]),
         (lambda: nn.LayerNorm(8), (4, 8), ["layer norm", "layer norm's backward"]),
