@@ -64,6 +64,11 @@ class TensorMeta:
         """A new tensor of this shape, stride, dtype and device, at the start of a storage of its own; not initialised."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
+    def lies_as(self, tensor: torch.Tensor) -> bool:
+        """Whether the elements of a tensor of this shape lie as these do: the stride of an extent of 1 says nothing."""
+        pairs = zip(self.shape, self.stride, tensor.stride(), strict=True)
+        return all(mine == its for extent, mine, its in pairs if extent != 1)
+
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
         text = f"{self.lazily} {text}" if self.lazily else text

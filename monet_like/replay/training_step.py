@@ -143,8 +143,8 @@ class Step:
         there = [
             (g, v) for g, v in zip(gradients, self.captured.tangents, strict=True) if g is not None and v is not None
         ]
-        as_results = all(g.stride() == self.captured.metas[v].stride for g, v in there)
-        return other if not as_results and all(g.stride() == other.captured.metas[v].stride for g, v in there) else self
+        as_results = all(self.captured.metas[v].lies_as(g) for g, v in there)
+        return other if not as_results and all(other.captured.metas[v].lies_as(g) for g, v in there) else self
 
     def backward_without(self, missing: frozenset[int]) -> Backward:
         """The backward without the incoming gradients ``missing`` (values), which it does not take."""
@@ -365,9 +365,9 @@ class _SegmentNode(torch.autograd.Function):
 def as_captured(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """Convert an incoming gradient to the layout that the program was captured with."""
     grad = grad.resolve_conj().resolve_neg()
-    if grad.stride() == meta.stride and grad.dtype == meta.dtype:
-        return grad
-    return meta.empty().copy_(grad)
+    if grad.dtype != meta.dtype or not meta.lies_as(grad):
+        return meta.empty().copy_(grad)
+    return grad if grad.stride() == meta.stride else grad.as_strided(meta.shape, meta.stride, grad.storage_offset())
 
 
 def run_step(

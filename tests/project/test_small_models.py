@@ -139,6 +139,20 @@ FOUND = {
             Op("result", "result", ("v6",)),
         )
     ),
+    "memory of a gradient whose strides differ where an extent is 1": Case(
+        (
+            Op("x0", "input", (), {"shape": (1, 2, 1, 2), "requires_grad": True, "layout": "last"}),
+            Op("v0", "gated", ("x0",)),
+            Op("result", "result", ("v0",)),
+        )
+    ),
+    "indices of max pooling of which the window alone is given": Case(
+        (
+            Op("x0", "input", (), {"shape": (1, 1, 2, 2), "requires_grad": True}),
+            Op("v0", "unpooled", ("x0",)),
+            Op("result", "result", ("v0",)),
+        )
+    ),
     "memory of a transposed convolution": Case(
         (
             Op("x0", "input", (), {"shape": (1, 2, 1, 1, 1)}),

@@ -11,7 +11,9 @@ from any_schedule import AnySchedule, assert_as_plain
 from nets import Net, linear, rows
 from torch import nn
 
+from monet_like.capture.captured import TensorMeta
 from monet_like.errors import UsageError
+from monet_like.replay.training_step import as_captured
 
 
 def features(net: Net, first: nn.Module, second: nn.Module, x: torch.Tensor) -> Any:
@@ -79,3 +81,16 @@ def test_results_that_stand_side_by_side_have_their_own_gradients() -> None:
         note(given["features"].grad)
 
     assert_as_plain(lambda: Net(beside, linear(), linear()), script, captures=1)
+
+
+def test_a_gradient_is_copied_only_where_its_elements_lie_otherwise() -> None:
+    """The stride of an extent of 1 says nothing, and an operator may give it another one than its trace."""
+    meta = TensorMeta.of(torch.empty_strided((2, 3, 1, 4), (12, 1, 12, 3)))
+    alike = torch.empty_strided((2, 3, 1, 4), (12, 1, 3, 3)).normal_()
+    taken = as_captured(alike, meta)
+    assert taken.data_ptr() == alike.data_ptr() and taken.stride() == meta.stride
+    in_rows = alike.contiguous()
+    assert as_captured(in_rows, meta).data_ptr() != in_rows.data_ptr()
+    for gradient in (alike, in_rows, alike.double()):
+        taken = as_captured(gradient, meta)
+        assert (taken.stride(), taken.dtype) == (meta.stride, meta.dtype) and torch.equal(taken, alike)
