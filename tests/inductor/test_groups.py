@@ -35,7 +35,7 @@ class Rotations(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        for scale in (2.0, 3.0, 4.0):
+        for scale in (2.0, 3.0):
             left, right = x.chunk(2, -1)
             x = torch.softmax(x * scale + torch.cat((-right, left), -1).sin(), -1) + x.mean(0)
         return self.last(x).square().mean()
@@ -47,15 +47,16 @@ class Activations(nn.Module):
     Args:
         scales: as many vectors scale each product.
         sines: as often its sine is taken.
+        layers: of the three.
     """
 
-    def __init__(self, scales: int = 0, sines: int = 0) -> None:
+    def __init__(self, scales: int = 0, sines: int = 0, layers: int = 3) -> None:
         super().__init__()
-        self.products = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.products = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
         self.scales = nn.ParameterList(torch.ones(32) for _ in range(scales))
         self.sines = sines
         self.norms = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(32), activation()) for activation in (nn.GELU, nn.SiLU, nn.Tanh)
+            nn.Sequential(nn.LayerNorm(32), activation()) for activation in (nn.GELU, nn.SiLU, nn.Tanh)[:layers]
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +127,7 @@ def activations(**more: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 def decoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
-    made = Decoder(Shape(width=64, blocks=2, heads=4, groups=4, hidden=176, vocabulary=256), length=128)
+    made = Decoder(Shape(width=64, blocks=1, heads=4, groups=4, hidden=176, vocabulary=256), length=128)
     return made, tuple(torch.randint(0, 256, (4, 128)) for _ in range(2))
 
 
@@ -198,7 +199,7 @@ def test_gradients_that_are_larger_than_what_they_are_made_from_are_computed_las
 def dense() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Pooling of windows, and of a convolution's result, that a plan computes anew."""
     torch.manual_seed(0)
-    return torchvision.models.DenseNet(8, (2, 2), 16, num_classes=10), (torch.randn(8, 3, 64, 64),)
+    return torchvision.models.DenseNet(8, (1, 1), 16, num_classes=10), (torch.randn(8, 3, 64, 64),)
 
 
 class Blocks(nn.Module):
@@ -222,7 +223,7 @@ def test_blocks_that_are_compiled_one_by_one_keep_to_one_budget() -> None:
     model, example = Blocks(), ((torch.randn(256, 32),), {})
     plain = step_peak(model, example, CPU)
     found = []
-    for share in (1.0, 0.8, 0.65, 0.5):
+    for share in (1.0, 0.65, 0.5):
         budget = int(share * plain)
         options = monet_like.compile_options(budget, calls=6, quick=True, measured=False)
         torch._dynamo.reset()
@@ -254,8 +255,8 @@ def test_products_that_are_added_later_are_computed_where_they_stand(monkeypatch
 @pytest.mark.parametrize(
     ("make", "budget"),
     [
-        (rotations, "100%"), (rotations, "65%"), (rotations, "60%"), (activations, "100%"), (activations, "80%"),
-        (activations, "70%"), (classifier, "100%"), (decoder, "60%"), (decoder, "40%"), (dropped, "100%"), (dropped, "60%"),
+        (rotations, "100%"), (rotations, "65%"), (rotations, "60%"), (activations, "100%"), (activations, "70%"),
+        (classifier, "100%"), (decoder, "60%"), (decoder, "50%"), (dropped, "100%"), (dropped, "60%"),
         (dense, "100%"), (dense, "70%"),
     ],
 )  # fmt: skip
@@ -269,7 +270,6 @@ def test_a_step_needs_what_its_plan_says(make: Any, budget: str, monkeypatch: py
     assert found >= (0.97 if make is decoder else 1.0) * graph.peak_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_step_with_the_least_memory_needs_what_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prices, "seconds_of", lambda *_, **__: 1e-4)
@@ -312,18 +312,22 @@ def test_fusion_across_groups_needs_more(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("net", "changed"),
-    [({}, "readers"), ({"scales": 14}, "realize_acc_reads_threshold"), ({"sines": 18}, "realize_opcount_threshold")],
+    ("net", "budget", "changed"),
+    [
+        ({}, "80%", "readers"),
+        ({"scales": 14, "layers": 2}, "90%", "realize_acc_reads_threshold"),
+        ({"sines": 18, "layers": 2}, "90%", "realize_opcount_threshold"),
+    ],
 )
 def test_results_that_inductor_writes_by_its_own_rules_need_more(
-    net: dict[str, int], changed: str, monkeypatch: pytest.MonkeyPatch
+    net: dict[str, int], budget: str, changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rules are for the readers of a result, the tensors that it is made from, and the operators that make it."""
-    found, graph = peaks(*activations(**net), "80%", False)
-    assert found <= graph.peak_bytes + SCALARS
+    found, graph = peaks(*activations(**net), budget, False)
+    assert graph.peak_bytes <= found <= graph.peak_bytes + SCALARS
     if changed == "readers":
         monkeypatch.setattr(emission._Emitter, "_inlined", lambda self, node, made: made)
-    found, graph = peaks(*activations(**net), "80%", False, **({} if changed == "readers" else {changed: None}))
+    found, graph = peaks(*activations(**net), budget, False, **({} if changed == "readers" else {changed: None}))
     assert found > graph.peak_bytes + SCALARS
 
 
