@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import torch
 from block_models import EXACT, Decoder, assert_same_step, loss_of, measured_peak, plan_briefly, tokens
 from planning import crash_solvers
+from processes import elsewhere
 from torch import nn
 
 import monet_like
@@ -43,6 +43,38 @@ def kept_file() -> Path:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_briefly(monkeypatch.setattr)
+
+
+@pytest.fixture(scope="module")
+def first_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache's folder when a `Decoder` has been planned once."""
+    folder = tmp_path_factory.mktemp("first_start")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MONET_LIKE_CACHE", str(folder))
+        plan_briefly(patch.setattr)
+        planned(Decoder())
+    return folder
+
+
+@pytest.fixture
+def started(first_start: Path) -> Path:
+    """The file of the plan of a `Decoder`, which an earlier start has left in this test's cache."""
+    shutil.copytree(first_start, cache_folder())
+    return kept_file()
+
+
+@contextmanager
+def planning_gives(kept: KeptBlocks) -> Iterator[list[int]]:
+    """Gives that plan instead of planning, and an element whenever one is asked for: for tests of when that happens."""
+    calls: list[int] = []
+
+    def give(*_: Any) -> block_plan.Answer:
+        calls.append(1)
+        return kept, kept.peak_bytes, "", ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_plan, "_planned", give)
+        yield calls
 
 
 @pytest.fixture
@@ -123,26 +155,23 @@ CHANGES: list[tuple[str, Callable[[Any], Any], dict[str, Any]]] = [
 @pytest.mark.slow(but=["budget"])
 @pytest.mark.parametrize(("change", "options"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES])
 def test_what_changes_the_plan_plans_anew(
-    change: Callable[[Any], Any], options: dict[str, Any], menus: list[int]
+    change: Callable[[Any], Any], options: dict[str, Any], started: Path, menus: list[int]
 ) -> None:
-    planned(Decoder())
-    assert len(menus) == 1
     other = Decoder()
     change(other)
     mine = planned(copy.deepcopy(other), **options)
-    assert len(menus) == 2
+    assert len(menus) == 1
     plan = monet_like.block_plan(mine)
     assert plan is not None and plan.peak_bytes <= plan.budget_bytes
     planned(copy.deepcopy(other), **options)
-    assert len(menus) == 2  # and that is kept, too
+    assert len(menus) == 1  # and that is kept, too
 
 
 @pytest.mark.slow
-def test_other_weights_and_texts_of_the_rest_reuse_the_plan(menus: list[int]) -> None:
-    planned(Decoder())
+def test_other_weights_and_texts_of_the_rest_reuse_the_plan(started: Path, menus: list[int]) -> None:
     torch.manual_seed(5)
     mine = planned(Decoder(), x=tokens().flip(0))
-    assert len(menus) == 1
+    assert not menus
     assert all(block.record for block in blocks_of(mine))
 
 
@@ -183,26 +212,23 @@ def test_a_quick_plan_is_refined_at_the_next_start(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_a_damaged_file_is_planned_anew_with_a_warning(menus: list[int]) -> None:
-    plain = Decoder(blocks=1)
-    planned(copy.deepcopy(plain), "100%")
-    path = kept_file()
-    whole = path.read_bytes()
-    for damaged in (
-        whole[: len(whole) // 2],
-        b"",
-        b"[]",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        whole.replace(b'"points"', b'"dots"'),
-    ):
-        path.write_bytes(damaged)
-        before = len(menus)
+def test_a_damaged_file_is_planned_anew_with_a_warning(started: Path, menus: list[int]) -> None:
+    plain, whole, kept = Decoder(), started.read_bytes(), KeptBlocks.load(started)
+
+    def start() -> None:
         with pytest.warns(UserWarning, match=r"the blocks of Decoder are planned anew: .* is no whole plan of blocks"):
-            mine = planned(copy.deepcopy(plain), "100%")
-        assert len(menus) == before + 1
+            mine = planned(copy.deepcopy(plain))
         assert_same_step(plain, mine, tokens())
-        assert KeptBlocks.load(path).points  # it has been replaced
+        assert KeptBlocks.load(started).points  # it has been replaced
+
+    for damaged in (b"", b"[]", b"\xff\xfe", b"[" * 100_000, whole.replace(b'"points"', b'"dots"')):
+        started.write_bytes(damaged)
+        with planning_gives(kept) as calls:
+            start()
+        assert len(calls) == 1
+    started.write_bytes(whole[: len(whole) // 2])
+    start()
+    assert len(menus) == 1
 
 
 def test_no_changed_byte_is_read(tmp_path: Path) -> None:
@@ -240,37 +266,31 @@ def changed(content: Any, name: str) -> Any:
 @pytest.mark.parametrize(
     "name", ["another program", "fewer blocks", "no schedule", "wrong schedule", "wrong value", "wrong type"]
 )
-def test_a_file_that_does_not_fit_is_planned_anew(name: str, menus: list[int]) -> None:
-    planned(Decoder(blocks=2))
-    path = kept_file()
-    path.write_text(json.dumps(changed(json.loads(path.read_text()), name)))
-    with pytest.warns(UserWarning, match="the blocks of Decoder are planned anew"):
-        planned(Decoder(blocks=2))
-    assert len(menus) == 2
+def test_a_file_that_does_not_fit_is_planned_anew(name: str, started: Path) -> None:
+    kept = KeptBlocks.load(started)
+    started.write_text(json.dumps(changed(json.loads(started.read_text()), name)))
+    with planning_gives(kept) as calls, pytest.warns(UserWarning, match="the blocks of Decoder are planned anew"):
+        planned(Decoder())
+    assert len(calls) == 1
+    assert KeptBlocks.load(started) == kept  # it has been replaced
 
 
-SCRIPT = """
-import logging, sys
-sys.path.insert(0, sys.argv[1])
-from block_models import EXACT, Decoder, loss_of, plan_briefly, tokens, train
-import monet_like
-logging.basicConfig(level=logging.INFO)
-plan_briefly()
-model = monet_like.auto_schedule(
-    Decoder(), memory_budget="75%", blocks="layers.*", mode=EXACT, loss=loss_of, effort="quick"
-)
-train(model, tokens())
-print([block.record.schedule for block in model.layers], monet_like.block_plan(model).peak_bytes)
-"""
+def _start_again(folder: Path) -> None:
+    """Plan, and leave the log, the schedules and the peak in a folder."""
+    plan_briefly()
+    logging.basicConfig(filename=folder / "log", level=logging.INFO)
+    mine: Any = planned(Decoder())
+    plan = monet_like.block_plan(mine)
+    assert plan is not None
+    (folder / "plan").write_text(f"{[block.record.schedule for block in mine.layers]} {plan.peak_bytes}")
 
 
 @pytest.mark.slow
-def test_another_process_reuses_the_plan() -> None:
+def test_another_process_reuses_the_plan(tmp_path: Path) -> None:
     mine: Any = planned(Decoder())
-    helpers = Path(__file__).parent.parent / "helpers"
-    command = [sys.executable, "-c", SCRIPT, str(helpers)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
-    assert "; reused, planned on " in run.stderr
+    elsewhere(_start_again, tmp_path)
+    assert "; reused, planned on " in (tmp_path / "log").read_text()
     plan = monet_like.block_plan(mine)
     assert plan is not None
-    assert run.stdout.strip() == f"{[block.record.schedule for block in mine.layers]} {plan.peak_bytes}"
+    expected = f"{[block.record.schedule for block in mine.layers]} {plan.peak_bytes}"
+    assert (tmp_path / "plan").read_text() == expected

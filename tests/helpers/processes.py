@@ -1,4 +1,4 @@
-"""Runs a function, or scripts, in several processes, also in such as form a group."""
+"""Runs functions and scripts in other processes, also in such as form a group."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def together(
     """As `in_processes`, in one group."""
     meeting = f"file://{tmp_path / 'rendezvous'}"
     in_processes(_process, meeting, processes, work, args, processes=processes, within_seconds=within_seconds)
+
+
+def elsewhere(work: Callable[..., None], *args: Any, within_seconds: float = 600.0) -> None:
+    """Run ``work(*args)`` in another process, which has this one's environment; what fails there fails here."""
+    in_processes(_alone, work, args, processes=1, within_seconds=within_seconds)
 
 
 def scripts_together(
@@ -132,6 +137,10 @@ def _process(rank: int, rendezvous: str, processes: int, work: Callable[..., Non
     torch.manual_seed(0)
     work(rank, *args)
     dist.destroy_process_group()
+
+
+def _alone(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    work(*args)
 
 
 def step(model: nn.Module, x: torch.Tensor, seed: int) -> None:
