@@ -16,6 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from records import RECORD
+from torch import nn
 
 import monet_like
 from monet_like.cli.group import main
@@ -272,6 +273,19 @@ def test_a_build_is_reproducible_resumable_and_honest(tmp_path: Path, chain: Ent
     assert b"chain_16_earlier" in file.read_bytes()
     build(tmp_path / "one", **options)
     assert Registry.load(tmp_path / "one") == now and file.read_bytes() == good
+
+
+def test_large_weights_are_not_filled() -> None:
+    """Those of linear layers and convolutions, embeddings and attention draw no numbers, and are touched by nothing."""
+    state = torch.get_rng_state()
+    with building._Unfilled():
+        layers = [nn.Linear(512, 256, bias=False), nn.Conv2d(64, 256, 3, bias=False), nn.Embedding(512, 256)]
+        layers.append(nn.MultiheadAttention(512, 4, bias=False))
+        nn.init.trunc_normal_(layers[0].weight, std=0.02)
+    assert torch.equal(torch.get_rng_state(), state)
+    with building._Unfilled():
+        small = nn.Linear(8, 8)
+    assert small.weight.detach().abs().max() <= 8**-0.5  # as PyTorch fills it
 
 
 def test_verify_finds_what_does_not_hold(tmp_path: Path, chain: Entry) -> None:

@@ -366,7 +366,7 @@ def _costs(registry: Registry, listed: Listed) -> Mapping[str, Cost]:
 class _Unfilled(TorchFunctionMode):
     """Leaves large new weights unfilled: only their shapes matter, and untouched memory costs nothing."""
 
-    _FILL = frozenset({"uniform_", "normal_", "trunc_normal_", "zero_", "fill_", "constant_", "erfinv_", "mul_", "add_", "clamp_"})  # fmt: skip
+    _FILL = frozenset({"uniform_", "normal_", "trunc_normal_", "zero_", "fill_", "constant_", "erfinv_", "mul_", "add_", "clamp_", "kaiming_uniform_"})  # fmt: skip
     _LARGE = 2**16
 
     def __torch_function__(
