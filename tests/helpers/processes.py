@@ -43,6 +43,12 @@ def together(
     in_processes(_process, meeting, processes, work, args, processes=processes, within_seconds=within_seconds)
 
 
+def fork_server(*_: object) -> multiprocessing.context.ForkServerContext:
+    """The context whose processes are forked from the server that has loaded PyTorch: in the place of one that starts interpreters."""
+    _start_server()
+    return mp.get_context("forkserver")  # type: ignore[no-any-return]
+
+
 def elsewhere(work: Callable[..., None], *args: Any, within_seconds: float = 600.0) -> None:
     """Run ``work(*args)`` in another process, which has this one's environment; what fails there fails here."""
     in_processes(_alone, work, args, processes=1, within_seconds=within_seconds)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from processes import fork_server
 from records import RECORD
 from torch import nn
 
@@ -57,13 +58,11 @@ def test_every_file_is_whole_and_promises_what_the_registry_says() -> None:
         assert listed.gap is None or 0 <= listed.gap < 1
 
 
-@pytest.mark.slow(but=["unet-cuda"])
-@pytest.mark.parametrize(
-    ("model", "device"), sorted({(f.model, f.device) for f in ZOO.schedules if f.model.endswith(CAPTURED)})
-)
-def test_schedules_fit_their_budget_and_keep_their_promises(model: str, device: str) -> None:
+@pytest.mark.slow(but=["unet"])
+@pytest.mark.parametrize("model", sorted({f.model for f in ZOO.schedules if f.model.endswith(CAPTURED)}))
+def test_schedules_for_gpus_fit_their_budget_and_keep_their_promises(model: str) -> None:
     for listed in ZOO.schedules:
-        if (listed.model, listed.device) == (model, device):
+        if (listed.model, listed.device) == (model, "cuda"):
             verify(ZOO, listed)  # captures once, simulates each
 
 
@@ -88,9 +87,12 @@ def test_the_registry_names_every_file_once_and_its_source() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_batch_runs_by_a_schedule_of_the_zoo() -> None:
-    model = build_model("torchvision.models.resnet50()").module
-    wrapped = monet_like.ScheduleWrapper(model, "zoo:resnet50_184_10.00", (3, 224, 224))
+def test_the_schedule_for_a_cpu_keeps_its_promises_and_runs_a_small_batch() -> None:
+    (listed,) = (f for f in ZOO.schedules if f.device == "cpu")
+    verify(ZOO, listed)
+    model = build_model(listed.model).module
+    _, captured = building._captured(listed.model, listed.batch, "cpu")
+    wrapped = monet_like.ScheduleWrapper(model, f"zoo:{listed.name}", (3, 224, 224), captured=captured)
     assert wrapped.record.inputs[0].shape == (184, 3, 224, 224)
     x = torch.randn(1, 3, 224, 224)
     out = wrapped(x)
@@ -239,8 +241,11 @@ def went_on_as(folder: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_build_is_reproducible_resumable_and_honest(tmp_path: Path, chain: Entry) -> None:
+def test_a_build_is_reproducible_resumable_and_honest(
+    tmp_path: Path, chain: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And goes on where it was stopped, with several processes, to the same files."""
+    monkeypatch.setattr(building, "get_context", fork_server)
     told: list[tuple[str, int, int]] = []
     options: dict[str, Any] = {"entries": [chain], "profiles": ["a100", "cpu"], "evaluations": 300}
     built = build(tmp_path / "one", **options, progress=lambda *news: told.append(news))
