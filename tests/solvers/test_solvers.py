@@ -79,8 +79,9 @@ def test_solvers_have_an_incumbent_a_bound_and_progress_at_the_time_limit(solver
     news: list[tuple[float, float]] = []
     # Small: each solver has a first plan at once, however slow the machine, and none has a proof within minutes.
     problem = hard_problem(rows=15, columns=200)
-    found = solve(problem, solver, time_limit_seconds=5.0, gap=0.0, watch=lambda *pair: news.append(pair))
-    assert found.wall_seconds < 10  # not minutes
+    limit = 2.0 if solver in ("HIGHS", "CBC") else 4.0  # the others are loaded by cvxpy, which takes seconds
+    found = solve(problem, solver, time_limit_seconds=limit, gap=0.0, watch=lambda *pair: news.append(pair))
+    assert found.wall_seconds < limit + 5  # not minutes
     assert found.status == "feasible"
     assert found.x is not None
     assert problem.violation(found.x) < 1e-6
