@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from chain import residual
 from click.testing import CliRunner
+from processes import forked_script
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo import shallow_resnet
 
 from benchmarks import run, table, work
 from benchmarks.contenders import CONTENDERS, Built, NotApplicableError
@@ -210,9 +213,15 @@ def test_last_words_are_those_of_the_last_exception() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_measures_what_is_missing_and_writes_all(tmp_path: Path) -> None:
+def test_a_run_measures_what_is_missing_and_writes_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        run, "ESSENTIAL", ("checkpoint per block", "Rockmate")
+    )  # in turn with one process of plain PyTorch
+    other = tmp_path / "python"  # an interpreter without packages
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    other.chmod(0o755)
     arguments = ["--suite", "cpu", "--models", "resnet18", "--contenders", "checkpoint per block,Rockmate", "--quick"]
-    arguments += ["--parts", "points", "--steps", "2", "--out", str(tmp_path)]
+    arguments += ["--parts", "points", "--steps", "2", "--out", str(tmp_path), "--rockmate-python", str(other)]
     done = CliRunner().invoke(run.main, arguments)
     assert done.exit_code == 0, done.output
     rows = {p.label: p for p in read_rows(tmp_path / "points.csv", Point)}
@@ -223,8 +232,7 @@ def test_a_run_measures_what_is_missing_and_writes_all(tmp_path: Path) -> None:
     assert block.peak_bytes < rows["plain PyTorch"].peak_bytes < block.process_bytes * 2
     assert block.plain_seconds > 0
     rockmate = rows["Rockmate hilp 45%"]
-    if "rockmate" not in sys.modules:
-        assert (rockmate.status, rockmate.reason) == ("failed", "ModuleNotFoundError: No module named 'rockmate'")
+    assert (rockmate.status, rockmate.reason) == ("failed", "ModuleNotFoundError: No module named 'torch'")
     assert "gpu" not in (tmp_path / "rivals.md").read_text()
     before = (tmp_path / "points.csv").read_bytes()
     again = CliRunner().invoke(run.main, arguments)
@@ -457,18 +465,18 @@ def test_a_report_has_every_part(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path) -> None:
     """On the CPU, with a small net: the code is the same."""
-    example = ((torch.randn(2, 3, 64, 64),), {})
-    request = Request(shallow_resnet(), example, "normal", f"{HELPERS}/zoo.py:shallow_resnet", strategy="store_all")
+    example = ((torch.randn(2, 3, 16, 16),), {})
+    request = Request(residual(), example, "normal", f"{HELPERS}/chain.py:residual", strategy="store_all")
     found = compile_schedule(request, 2**40, torch.device("cpu"), profile=DEVICES["cpu"])
     found.record.save(tmp_path / "solutions" / "a.pkl")
     (tmp_path / "solutions" / "b.pkl").write_bytes(b"no schedule")
-    words = ["--out", tmp_path, "--solutions", tmp_path / "solutions", "--models", "shallow_resnet", "--device", "cpu"]
+    words = ["--out", tmp_path, "--solutions", tmp_path / "solutions", "--models", "residual", "--device", "cpu"]
     done = CliRunner().invoke(gpu_check.main, [*map(str, words), "--steps", "1"])
     assert done.exit_code == 0, done.output
     text = (tmp_path / "gpu_check.md").read_text()
     assert "| a | 1024.00 GiB |" in text
     assert "| 0e+00, rounding" in text
-    assert "| py_shallow_resnet_2: checkpoint per block |" in text
+    assert "| py_residual_2: checkpoint per block |" in text
     assert len(list((tmp_path / "profiles").iterdir())) == 1
     alone = [*map(str, words), "--steps", "1", "--out", str(tmp_path / "alone"), "--no-plans"]
     done = CliRunner().invoke(gpu_check.main, alone)
@@ -478,7 +486,11 @@ def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_gpu_check_plans_from_its_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "PLAN_SECONDS", 2)
+    def solve(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return forked_script(tmp_path, command[1:])
+
+    monkeypatch.setattr(gpu_check, "PLAN_SECONDS", 1)
+    monkeypatch.setattr(gpu_check, "subprocess", SimpleNamespace(run=solve))
     inputs = (InputSpec((4, 3, 64, 64), "float32"),)
     work = gpu_check.Work(f"{HELPERS}/chain.py:chain", inputs, "", "inplace_conv_multiway_newnode", ("95%", "1%"))
     cpu = torch.device("cpu")

@@ -9,6 +9,7 @@ import multiprocessing.forkserver
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -143,6 +144,35 @@ def _process(rank: int, rendezvous: str, processes: int, work: Callable[..., Non
     torch.manual_seed(0)
     work(rank, *args)
     dist.destroy_process_group()
+
+
+def forked_script(folder: Path, words: Sequence[object]) -> subprocess.CompletedProcess[str]:
+    """Run a script as a user does in a folder, but in a process that has loaded PyTorch.
+
+    Args:
+        words: its path and arguments.
+    """
+    said = [folder / f".{name}" for name in ("stdout", "stderr")]
+    elsewhere(_run_script, folder, [str(word) for word in words], said)
+    code, *texts = ((folder / ".code").read_text(), *(path.read_text() for path in said))
+    return subprocess.CompletedProcess(words, int(code), *texts)
+
+
+def _run_script(folder: Path, words: list[str], said: list[Path]) -> None:
+    os.chdir(folder)
+    os.environ["COLUMNS"] = "160"
+    sys.argv, code = words, 0
+    with (
+        said[0].open("w") as out,
+        said[1].open("w") as errors,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    (folder / ".code").write_text(str(code))
 
 
 def _alone(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
