@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pandas
 import pytest
 import torch
 from click.testing import CliRunner
-from commands import call
+from processes import forked_script
 from replays import record_for, worst
 from torch import nn
 from training import run, twin
@@ -43,35 +42,14 @@ CPU = torch.device("cpu")
 NETS = (nasnet, amoebanet, darts)
 
 
-def script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return call(folder, "scripts/benchmark.py", *arguments)
-
-
 # The script ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_one_net_end_to_end(tmp_path: Path) -> None:
     """Checked bit by bit; less memory, by as much as was predicted."""
-    done = script(
-        tmp_path,
-        *[
-            "--arch",
-            "resnet18",
-            "--device",
-            "cpu",
-            "--batch",
-            "8",
-            "--input-size",
-            "64",
-            "--mode",
-            "normal",
-            "--steps",
-            "1",
-            "--csv",
-            "figures.csv",
-        ],
-    )
+    words = "--arch resnet18 --device cpu --batch 8 --input-size 64 --mode normal --steps 1 --csv figures.csv"
+    done = forked_script(tmp_path, [ROOT / "scripts" / "benchmark.py", *words.split()])
     assert done.returncode == 0, done.stderr
     figures = pandas.read_csv(tmp_path / "figures.csv").set_index("what")
     ratios = figures.schedule / figures.plain
@@ -166,18 +144,16 @@ def test_shapes(make: type[CellNetwork]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", NETS)
 def test_cells_train_under_a_schedule(make: type[CellNetwork]) -> None:
-    """Bit by bit as without, by OGC's segments, and with a smaller batch than was planned for."""
+    """Bit by bit as without, by OGC's segments."""
     model, images = make(cells=3, channels=4).train(), torch.randn(3, 3, 8, 8)
     captured = admitted(capture(model, (images,), {}), "normal")
     schedule = ogc_schedule(captured)
     assert any(schedule.again)
     record = record_for(captured, schedule, "normal", (model, (images,), {}))
-    known = None if make is darts else captured  # darts: as from a file, and each size is captured once
-    for batch in (images, images[:2]) if make is darts else (images,):
-        plain = run(twin(model), (batch,), {})
-        wrapped = ScheduleWrapper(twin(model), record, example=((images,), {}), captured=known)
-        assert worst(plain, run(wrapped, (batch,), {})) == 0.0
-        assert all(gradient is not None for gradient in plain.gradients.values())
+    plain = run(twin(model), (images,), {})
+    wrapped = ScheduleWrapper(twin(model), record, example=((images,), {}), captured=captured)
+    assert worst(plain, run(wrapped, (images,), {})) == 0.0
+    assert all(gradient is not None for gradient in plain.gradients.values())
 
 
 # What OGC's own runtime gets wrong ----------------------------------------------------------------------------
@@ -209,7 +185,7 @@ def ogc_schedule(captured: Captured) -> Schedule:
 
 @pytest.mark.slow
 def test_statistics_masks_and_inputs_without_gradient() -> None:
-    """Planning leaves the model alone; one step moves running statistics once and draws each mask once."""
+    """Planning leaves the model alone; each step moves running statistics once and draws each mask once."""
     model, images = Blocks().train(), torch.randn(4, 3, 16, 16)
     untouched = copy.deepcopy(model.state_dict())
     captured = admitted(capture(model, (images,), {}), "normal")
@@ -220,10 +196,11 @@ def test_statistics_masks_and_inputs_without_gradient() -> None:
     assert any("dropout" in name for name in names)
     assert any("batch_norm" in name for name in names)
 
-    plain = run(twin(model), (images,), {})
+    plain = twin(model)
     wrapped = ScheduleWrapper(model, record_for(captured, schedule, "normal", (model, (images,), {})))
-    assert worst(plain, run(wrapped, (images,), {})) == 0.0  # outputs, every gradient, buffers
-    assert {int(m.num_batches_tracked) for m in wrapped.modules() if isinstance(m, nn.BatchNorm2d)} == {1}
+    for count, batch in enumerate((images, images[:2]), start=1):  # the second is smaller than was planned for
+        assert worst(run(plain, (batch,), {}), run(wrapped, (batch,), {})) == 0.0  # outputs, every gradient, buffers
+        assert {int(m.num_batches_tracked) for m in wrapped.modules() if isinstance(m, nn.BatchNorm2d)} == {count}
 
 
 @pytest.mark.slow

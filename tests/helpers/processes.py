@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from monet_like.plan.local_search import searcher
+from monet_like.profile import cache_state
 
 PROCESSES = 2
 #: What the fork server loads once for all processes of a run, so that each of them starts in a moment. None starts threads.
@@ -109,12 +110,12 @@ def _start_server() -> None:
 def in_processes(
     work: Callable[..., None], *args: Any, processes: int = PROCESSES, within_seconds: float = 600.0
 ) -> None:
-    """Run ``work(rank, *args)`` in processes that have this one's environment, and search as many schedules as it does.
+    """Run ``work(rank, *args)`` in processes that have this one's environment; what fails or hangs there fails here.
 
-    What fails there fails here, and so does what hangs.
+    They search as many schedules as this one does, and the profiler empties as much of the caches.
     """
     _start_server()
-    everything = (dict(os.environ), dict(searcher.EVALUATIONS), work, args)
+    everything = (dict(os.environ), dict(searcher.EVALUATIONS), cache_state._FORGOTTEN, work, args)
     running = mp.start_processes(_run, everything, nprocs=processes, join=False, start_method="forkserver")
     end = time.monotonic() + within_seconds
     while not running.join(timeout=1.0):
@@ -128,12 +129,14 @@ def _run(
     rank: int,
     environment: dict[str, str],
     evaluations: dict[str, int],
+    forgotten: int,
     function: Callable[..., None],
     given: tuple[Any, ...],
 ) -> None:
     os.environ.clear()  # the server's, of the test that started it
     os.environ.update(environment)
     searcher.EVALUATIONS.update(evaluations)
+    cache_state._FORGOTTEN = forgotten
     torch.set_num_threads(1)
     gc.freeze()  # what is loaded is no garbage: a collection would look at all of it
     function(rank, *given)
