@@ -35,7 +35,7 @@ class Rotations(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        for scale in (2.0, 3.0):
+        for scale in (2.0, 3.0, 4.0):
             left, right = x.chunk(2, -1)
             x = torch.softmax(x * scale + torch.cat((-right, left), -1).sin(), -1) + x.mean(0)
         return self.last(x).square().mean()

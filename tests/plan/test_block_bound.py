@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import random
 from dataclasses import replace
 
@@ -20,6 +22,8 @@ from monet_like.plan.block_relaxation import block_relaxation
 from monet_like.plan.blocks import peak_of, seconds_of
 from monet_like.plan.proven_choice import choose_with_proof, longer_menus
 
+#: Steps of the sweep.
+SEEDS = int(os.environ.get("MONET_LIKE_RANDOM_BLOCKS", "40"))
 #: A program, its costs and the efficient points of all its schedules.
 Small = tuple[Program, dict[str, Cost], tuple[Point, ...]]
 
@@ -30,6 +34,7 @@ def small(seed: int) -> Small:
     return program, costs, efficient([point_of(program, schedule, costs) for schedule in every])
 
 
+@functools.cache
 def random_asked(seed: int) -> tuple[Asked, list[Small], int, float | None]:
     """Two or three blocks of one or two kinds with short menus; their programs, a budget, and the fewest seconds that fit."""
     rng = random.Random(seed)
@@ -52,7 +57,7 @@ def random_asked(seed: int) -> tuple[Asked, list[Small], int, float | None]:
 
 
 @pytest.mark.slow(every=20)
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_choice_of_any_schedules_is_faster(seed: int) -> None:
     asked, of, budget, best = random_asked(seed)
     assert best is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import random
 from collections.abc import Iterator
 from operator import le
@@ -20,6 +22,9 @@ from monet_like.plan.block_relaxation import (
 )
 from monet_like.solvers.pool import Pool
 
+#: Programs of the sweep.
+SEEDS = int(os.environ.get("MONET_LIKE_RANDOM_BLOCKS", "40"))
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
@@ -27,6 +32,7 @@ def pool() -> Iterator[Pool]:
         yield workers
 
 
+@functools.cache
 def every_point(seed: int) -> tuple[BlockRelaxation, list[Point]]:
     """A small program's relaxation, and the points of all its schedules."""
     program, costs = random_program(random.Random(seed), 4)
@@ -52,7 +58,7 @@ def bounds(relaxation: BlockRelaxation, asked: list[tuple[Prices, tuple[Limit, .
 
 
 @pytest.mark.slow(every=20)
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_schedule_costs_less_than_the_bound(seed: int, pool: Pool) -> None:
     rng = random.Random(seed)
     relaxation, points = every_point(seed)
