@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layers = (nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU()) for _ in range(3))
+        layers = (nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU()) for _ in range(2))
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_peaks_without_kernels_are_those_with_them() -> None:
 def test_the_command_measures_writes_a_table_and_goes_on_where_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nets = {"net": Measured(Net, lambda: ((torch.randn(256, 32),), {}), "three layers")}
+    nets = {"net": Measured(Net, lambda: ((torch.randn(256, 32),), {}), "two layers")}
     monkeypatch.setattr(inductor_fronts, "NETS", nets)
     words = ["--nets", "net", "--budgets", "0.1,0.09", "--shares", "80", "--schedules", "--out", str(tmp_path)]
     done = CliRunner().invoke(inductor_fronts.main, [*words, "--solvers", "dp"])
