@@ -315,8 +315,8 @@ def test_fusion_across_groups_needs_more(monkeypatch: pytest.MonkeyPatch) -> Non
     ("net", "budget", "changed"),
     [
         ({}, "80%", "readers"),
-        ({"scales": 14, "layers": 2}, "90%", "realize_acc_reads_threshold"),
-        ({"sines": 18, "layers": 2}, "90%", "realize_opcount_threshold"),
+        ({"scales": 14, "layers": 1}, "100%", "realize_acc_reads_threshold"),
+        ({"sines": 18, "layers": 1}, "100%", "realize_opcount_threshold"),
     ],
 )
 def test_results_that_inductor_writes_by_its_own_rules_need_more(
