@@ -51,7 +51,7 @@ from .meta_tensors import as_fakes
 from .quantised import check_quantised, settle
 from .released_gradients import with_releases
 from .tracing import trace_joint
-from .updates import add_update, forbid_rereading_changed
+from .updates import add_update, forbid_rereading_changed, forbid_strides_over_changed
 from .values import NodeResult, Values, args_of, map_nodes, storage_of, tensors_in
 
 _CUDNN_LAYERS = torch.ops.aten._cudnn_rnn.default
@@ -335,6 +335,7 @@ class Lowering(Values):
         outputs += (written[position] for position in sorted(written))
         parameter_gradients, input_gradients = collect_gradients(self, gradients)
         forbid_rereading_changed(self)
+        forbid_strides_over_changed(self, node.graph)
         plain = self._program(outputs, parameter_gradients, input_gradients)
         movable = {} if self.optimizer_in_backward else movable_slots(self, parameter_gradients)
         if self.made_last is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..errors import CaptureError
@@ -53,6 +54,25 @@ def _counting_tasks(lowering: Values, value: int, buffer: int) -> list[Task]:
         found.insert(0, makers[0])
         (value,) = makers[0].reads
     return found
+
+
+def forbid_strides_over_changed(lowering: Values, graph: fx.Graph) -> None:
+    """Forbid ``as_strided`` where the forward changes a tensor whose elements have gaps between them.
+
+    The trace computes the changed tensor anew, without gaps, so ``as_strided`` would see other elements than in eager mode.
+
+    Raises:
+        CaptureError: the forward does both.
+    """
+    if not graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        return
+    for value in sorted(lowering.changed):
+        like = lowering.metas[value].empty()
+        if not torch.ops.aten.is_non_overlapping_and_dense(like):
+            raise CaptureError(
+                f"{type(lowering.flat.model).__name__}.forward changes {lowering.values[value].name} in place, whose elements "
+                "do not lie next to each other in memory, and calls as_strided; change a clone"
+            )
 
 
 def forbid_rereading_changed(lowering: Values) -> None:

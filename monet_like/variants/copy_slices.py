@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..capture.captured import make_task
-from ..ir.program import Call, Ref, Task
+from ..ir.program import Call, Ref, Task, refs
 from .editor import Editor, renamed, root_of
 
 _STEPS = ("aten.new_empty_strided.default", "aten.copy.default", "aten.clone.default", "", "aten.copy.default")
@@ -48,7 +48,7 @@ def _direct(editor: Editor, slot: int, steps: list[Task]) -> list[Call] | None:
     views = [call for task in steps for call in task.calls[:-1]]
     if gradient is None or not follow or not alone or any(call.op != "aten.view.default" for call in views):
         return None
-    if sum(cloned in _values(call) for call in steps[3].calls) != 1 or editor.values[gradient].kind != "backward":
+    if sum(Ref(cloned) in refs(call) for call in steps[3].calls) != 1 or editor.values[gradient].kind != "backward":
         return None
     shape = editor.metas[cloned].shape
     incoming = Ref(gradient) if editor.metas[gradient].shape == shape else Ref("incoming")
@@ -57,8 +57,3 @@ def _direct(editor: Editor, slot: int, steps: list[Task]) -> list[Call] | None:
         calls.append(replace(call, args=renamed(call.args, {Ref(cloned): incoming})))
     calls[-1] = replace(calls[-1], outs=(Ref(back),))
     return calls if editor.result(calls) == editor.metas[back] else None
-
-
-def _values(call: Call) -> list[int]:
-    """The values among the arguments of a call."""
-    return [arg.name for arg in call.args if isinstance(arg, Ref) and isinstance(arg.name, int)]

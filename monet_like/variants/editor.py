@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ..capture.absent_gpu import convolutions
 from ..capture.captured import Captured, TensorMeta, fake_mode, make_task
@@ -209,7 +210,7 @@ class Editor:
                 return known[leaf]
 
             for call in calls:
-                made = resolve(call.op)(*map(tensor, call.args), **{name: tensor(leaf) for name, leaf in call.kwargs})
+                made = resolve(call.op)(*tree_map(tensor, call.args), **tree_map(tensor, dict(call.kwargs)))
                 several = made if call.unpack else (made,)
                 for out, tensor_made in zip(call.outs, several, strict=True):
                     if out is not None:

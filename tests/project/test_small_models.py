@@ -52,6 +52,7 @@ REFUSED = (
     _refusal(
         "does not match the model", "fewer_samples", "fewer samples may take other operators, one of them above all"
     ),
+    _refusal("and calls as_strided", "written", "the trace has a changed input without gaps"),
     _refusal("draws Python's random numbers", "branched", "Python decides at random"),
     _refusal("for an Embedding: max_norm=None", "embedding", "the forward changes a parameter"),
 )
@@ -150,6 +151,14 @@ FOUND = {
         (
             Op("x0", "input", (), {"shape": (1, 1, 2, 2), "requires_grad": True}),
             Op("v0", "unpooled", ("x0",)),
+            Op("result", "result", ("v0",)),
+        )
+    ),
+    "a mask over the whole of a view": Case(
+        (
+            Op("x0", "input", (), {"shape": (1, 1, 1)}),
+            Op("v0", "linear", ("x0",)),
+            Op("v1", "written", ("v0",), {"of": "{x}", "statement": "{o}[{o} > 1] = 0.5"}),
             Op("result", "result", ("v0",)),
         )
     ),

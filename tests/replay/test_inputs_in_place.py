@@ -159,6 +159,21 @@ def test_what_the_backward_needs_as_it_was_is_pytorchs_error() -> None:
         capture(net_of(forward), (rows(),))
 
 
+def test_strides_over_an_input_with_gaps_that_changes_are_refused() -> None:
+    """A trace has the changed input without gaps: there are other elements."""
+
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+        x += 1
+        return layer(x), x.as_strided([2], [1]) * 2
+
+    gaps = rows().repeat_interleave(2, 1)[:, ::2]
+    with pytest.raises(CaptureError, match="changes input0 in place, whose elements do not lie next.*calls as_strided"):
+        capture(net_of(forward), (gaps,))
+    net = net_of(forward)
+    plain = copy.deepcopy(net)
+    assert_same(step(wrap(net, rows()), net, rows(), used=False), step(plain, plain, rows(), used=False))
+
+
 def test_gradients_through_a_buffer_that_changes_are_refused() -> None:
     def forward(net: Any, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         net.ema.mul_(0.5).add_(layer(x).mean(0))
