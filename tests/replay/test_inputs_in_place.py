@@ -167,7 +167,9 @@ def test_strides_over_an_input_with_gaps_that_changes_are_refused() -> None:
         return layer(x), x.as_strided([2], [1]) * 2
 
     gaps = rows().repeat_interleave(2, 1)[:, ::2]
-    with pytest.raises(CaptureError, match="changes input0 in place, whose elements do not lie next.*calls as_strided"):
+    with pytest.raises(
+        CaptureError, match=r"changes input0 in place, whose elements do not lie next.*calls as_strided"
+    ):
         capture(net_of(forward), (gaps,))
     net = net_of(forward)
     plain = copy.deepcopy(net)
