@@ -8,10 +8,14 @@ from typing import Any
 import torch
 import torchvision
 from torch import nn
+from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.efficientnet import MBConvConfig
+from torchvision.models.googlenet import Inception
+from torchvision.models.inception import InceptionA
 from torchvision.models.resnet import BasicBlock, Bottleneck
-from torchvision.models.segmentation.deeplabv3 import _deeplabv3_resnet
+from torchvision.models.segmentation.deeplabv3 import DeepLabHead, DeepLabV3
+from torchvision.models.segmentation.fcn import FCNHead
 
 from monet_like.models.volumes import VolumeUNet
 
@@ -40,28 +44,33 @@ def shallow_resnet(num_classes: int = 1000) -> nn.Module:
 
 
 def mobilenet(batch: int = 4, size: int = 112, *, requires_grad: bool = False) -> Built:
-    """The first six blocks of MobileNetV2's seventeen: each kind, with and without a residual."""
-    blocks = [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 3, 2]]
+    """The first three blocks of MobileNetV2's seventeen: each kind, with and without a residual."""
+    blocks = [[1, 16, 1, 2], [6, 24, 2, 2]]
     model = torchvision.models.MobileNetV2(inverted_residual_setting=blocks)
     return model.train(), (image(batch, size, requires_grad=requires_grad),), {}
 
 
 def densenet(batch: int = 4, size: int = 64) -> Built:
-    """DenseNet-121 with a sixth of its layers: four dense blocks and the transitions between them."""
-    return torchvision.models.DenseNet(32, (2, 3, 3, 2)).train(), (image(batch, size),), {}
+    """DenseNet-121 with an eighth of its layers: three dense blocks and the transitions between them."""
+    return torchvision.models.DenseNet(32, (2, 3, 2)).train(), (image(batch, size),), {}
 
 
 def googlenet(batch: int = 4, size: int = 64) -> Built:
-    """With six of its nine modules, and both auxiliary outputs: those that follow one of their own kind are left out."""
-    model = torchvision.models.googlenet(init_weights=False)
-    model.inception4b = model.inception4c = model.inception5a = nn.Identity()
+    """With three of its nine modules, which are all of one kind, and both auxiliary outputs."""
+    model = torchvision.models.googlenet(num_classes=10, init_weights=False)
+    for name in ("3a", "3b", "4b", "4c", "4e", "5a"):
+        setattr(model, f"inception{name}", nn.Identity())
+    model.inception4a = Inception(192, 192, 96, 208, 16, 48, 64)
+    model.inception5b = Inception(528, 384, 192, 384, 48, 128, 128)
     return model.train(), (image(batch, size),), {}
 
 
-def inception(batch: int = 6, size: int = 128) -> Built:
+def inception(batch: int = 4, size: int = 96) -> Built:
     """One module of each kind of Inception v3."""
     model = torchvision.models.inception_v3(init_weights=False, aux_logits=False)
-    model.Mixed_5d = model.Mixed_6c = model.Mixed_6d = model.Mixed_6e = model.Mixed_7c = nn.Identity()
+    for name in ("5b", "5d", "6c", "6d", "6e", "7c"):
+        setattr(model, f"Mixed_{name}", nn.Identity())
+    model.Mixed_5c = InceptionA(192, pool_features=64)
     return model.train(), (image(batch, size),), {}
 
 
@@ -79,44 +88,46 @@ def convnext(batch: int = 4, size: int = 160) -> Built:
 
 
 def swin(batch: int = 4, size: int = 64) -> Built:
-    """Three stages of Swin Transformer, of half the width; in each one block with shifted windows and one without."""
-    model = torchvision.models.SwinTransformer([4, 4], 48, [2, 2, 2], [3, 6, 12], [7, 7], stochastic_depth_prob=0.2)
+    """Two stages of Swin Transformer, of half the width; the first has one block with shifted windows and one without."""
+    model = torchvision.models.SwinTransformer([4, 4], 48, [2, 1], [3, 6], [7, 7], stochastic_depth_prob=0.2)
     return model.train(), (image(batch, size),), {}
 
 
 def unet(batch: int = 2, size: int = 64) -> Built:
     from monet_like.models import UNet
 
-    return UNet(width=8).train(), (image(batch, size),), {}
+    return UNet(width=8, depth=2).train(), (image(batch, size),), {}
 
 
 def narrow_vgg(batch: int = 6, size: int = 128) -> Built:
-    """VGG-11 with a classifier of few weights: else no activations of a small batch outweigh it."""
-    model = torchvision.models.vgg11()
-    for place, (wide, narrow) in {0: (25088, 32), 3: (32, 32), 6: (32, 10)}.items():
+    """VGG-11 of a quarter of the width, with a classifier of few weights: else no activations of a small batch outweigh it."""
+    layers = (16, "M", 32, "M", 64, 64, "M", 128, 128, "M", 128, 128, "M")
+    model = torchvision.models.VGG(torchvision.models.vgg.make_layers(layers))
+    for place, (wide, narrow) in {0: (128 * 49, 32), 3: (32, 32), 6: (32, 10)}.items():
         model.classifier[place] = nn.Linear(wide, narrow)
     return model.train(), (image(batch, size),), {}
 
 
 def vit(batch: int = 4) -> Built:
     model = torchvision.models.VisionTransformer(
-        image_size=64, patch_size=16, num_layers=3, num_heads=4, hidden_dim=96, mlp_dim=192, dropout=0.1
+        image_size=64, patch_size=16, num_layers=2, num_heads=4, hidden_dim=96, mlp_dim=192, dropout=0.1
     )
     nn.init.normal_(model.heads.head.weight)  # torchvision's zeros would make all other gradients zero
     return model.train(), (image(batch, 64),), {}
 
 
 def deeplab(batch: int = 2, size: int = 48) -> Built:
-    """With a ResNet of one bottleneck at each width, the last two dilated."""
-    backbone = torchvision.models.ResNet(Bottleneck, [1, 1, 1, 1], replace_stride_with_dilation=[False, True, True])
-    model = _deeplabv3_resnet(backbone, 5, True)
+    """With the first two bottlenecks of a ResNet, one at each width and none with a stride."""
+    resnet = torchvision.models.ResNet(Bottleneck, [1, 1, 1, 1], replace_stride_with_dilation=[True, True, True])
+    backbone = IntermediateLayerGetter(resnet, {"layer2": "out", "layer1": "aux"})
+    model = DeepLabV3(backbone, DeepLabHead(512, 5), FCNHead(256, 5))
     return model.train(), (image(batch, size),), {}
 
 
 def gpt2() -> Built:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=257, n_positions=64, use_cache=False)
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=257, n_positions=64, use_cache=False)
     tokens = torch.randint(0, 257, (4, 48), generator=torch.Generator().manual_seed(5))
     return GPT2LMHeadModel(config).train(), (), {"input_ids": tokens, "labels": tokens}
 
@@ -125,7 +136,7 @@ def bert() -> Built:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         hidden_size=64,
         num_attention_heads=4,
         intermediate_size=128,
@@ -240,9 +251,9 @@ def activations() -> Built:
 
 
 def volumes(side: int = 16) -> Built:
-    """nnU-Net's shape in small: 3-D convolutions, instance norm, leaky ReLU in place, residual blocks, three results."""
+    """nnU-Net's shape in small: 3-D convolutions, instance norm, leaky ReLU in place, residual blocks, two results."""
     volume = torch.randn(2, 1, side, side, side, generator=torch.Generator().manual_seed(8))
-    model = VolumeUNet(1, 2, (8, 12, 16, 20), (1, 2, 1, 1)).train()
+    model = VolumeUNet(1, 2, (8, 12, 16), (1, 2, 1)).train()
     for convolution in model.modules():
         if isinstance(convolution, nn.Conv3d) and convolution.kernel_size == (3, 3, 3):
             convolution.bias = None  # before a norm: its true gradient is 0, and would be nothing but rounding
@@ -252,7 +263,7 @@ def volumes(side: int = 16) -> Built:
 def frozen_parameters() -> Built:
     model, inputs, _ = mobilenet()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(("features.0", "features.1.", "features.2.", "features.3.")))
+        parameter.requires_grad_(not name.startswith(("features.0", "features.1.", "features.2.")))
     return model, inputs, {}
 
 
@@ -296,11 +307,10 @@ MODELS: dict[str, Callable[[], Built]] = {
 }
 
 #: The same models with inputs so large that activations outweigh weights: 60 % of the plain peak can be reached by
-#: most; in resnet18, vgg, deeplab and two_in_two_out single layers take more.
+#: most; in the ResNet, vgg, googlenet, deeplab and two_in_two_out single layers take more.
 ROOMY: dict[str, Callable[[], Built]] = MODELS | {
-    "resnet18": _vision("resnet18", 12, 160),
-    "resnet50": _vision("resnet50", 5, 176),
-    "googlenet": lambda: googlenet(11, 128),
+    "shallow_resnet": lambda: (shallow_resnet(10).train(), (image(10, 128),), {}),
+    "googlenet": lambda: googlenet(8, 96),
     "mobilenet_v2": mobilenet,
     "vgg": narrow_vgg,
     "densenet": lambda: densenet(4, 80),
@@ -308,8 +318,8 @@ ROOMY: dict[str, Callable[[], Built]] = MODELS | {
     "vit_b_16": lambda: vit(24),
     "swin": lambda: swin(3, 160),
     "unet": lambda: unet(4, 128),
-    "volumes": lambda: volumes(48),
-    "deeplab": lambda: deeplab(3, 96),
+    "volumes": lambda: volumes(32),
+    "deeplab": lambda: deeplab(2, 64),
     "two_in_two_out": lambda: two_in_two_out(2000),
     "tied": lambda: tied(2000),
 }
