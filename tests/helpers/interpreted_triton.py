@@ -12,14 +12,16 @@ The interpreter of Triton 3.8 differs from its compiler in four things that matt
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
+@functools.cache
 def prepare() -> None:
-    """Change the interpreter, and import Liger."""
+    """Change the interpreter, and import Liger; once in a process."""
     import numpy as np
     from triton import language
     from triton.runtime import interpreter

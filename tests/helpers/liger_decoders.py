@@ -51,11 +51,18 @@ def by_liger(captured: Captured, of_mlp: str = "liger_swiglu.backward", *, in_pl
     return prune(program, replace(kept, forward=forward, again=rerun, ways=ways))
 
 
-def wrapped(example: Built, captured: Captured, schedule: Schedule, *, autocast: bool = False) -> ScheduleWrapper:
-    """The model with a schedule, by a record as of a file: its program is captured anew."""
-    model, _, _ = example
+def wrapped(
+    example: Built, captured: Captured, schedule: Schedule, *, autocast: bool = False, anew: bool = True
+) -> ScheduleWrapper:
+    """The model with a schedule.
+
+    Args:
+        anew: its program is captured anew, as for a schedule of a file.
+    """
+    model, args, kwargs = example
     record = replace(record_for(captured, schedule, FULL, example), versions={PACKAGE: "0.8.5"})
-    return ScheduleWrapper(twin(model), replace(record, autocast="bfloat16" if autocast else ""))
+    record = replace(record, autocast="bfloat16" if autocast else "")
+    return ScheduleWrapper(twin(model), record, example=(args, kwargs), captured=None if anew else captured)
 
 
 def placed(captured: Captured, wanted: Callable[[Task], bool]) -> tuple[int, ...]:

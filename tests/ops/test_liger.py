@@ -24,8 +24,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
-def test_the_kernels_are_their_twins() -> None:
-    assert "passed" in passed_there("tests/ops/liger_kernels.py")
+def test_kernels_and_steps_under_the_interpreter() -> None:
+    """In one process, since it takes seconds to start one that imports PyTorch and Triton."""
+    assert "passed" in passed_there("tests/ops/liger_kernels.py", "tests/variants/liger_steps.py")
 
 
 @pytest.fixture(name="stand_in")
