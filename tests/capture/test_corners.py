@@ -207,7 +207,7 @@ def test_what_is_compared_is_made_anew_as_it_was() -> None:
     "model",
     [
         lambda: nn.LSTM(8, 8, 2, dropout=0.5),
-        lambda: nn.LSTM(8, 8, 2, bidirectional=True, batch_first=True, bias=False),
+        lambda: nn.LSTM(8, 8, bidirectional=True, batch_first=True, bias=False),
         lambda: nn.LSTM(8, 4, proj_size=2),
     ],
 )
