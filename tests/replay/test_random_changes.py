@@ -151,7 +151,7 @@ def random_script(seed: int, changes: int) -> Callable[..., None]:
 
 
 #: Orders of changes that are tried.
-SEEDS = int(os.environ.get("MONET_LIKE_RANDOM_CHANGES", "7"))
+SEEDS = int(os.environ.get("MONET_LIKE_RANDOM_CHANGES", "4"))
 
 
 @pytest.mark.slow(but=["0"])
