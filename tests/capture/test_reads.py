@@ -537,7 +537,7 @@ def rotary() -> tuple[nn.Module, Any]:
     import timm
 
     model = timm.create_model(
-        "vit_small_patch16_dinov3", num_classes=4, img_size=32, embed_dim=48, depth=2, num_heads=3
+        "vit_small_patch16_dinov3", num_classes=4, img_size=32, embed_dim=48, depth=1, num_heads=3
     )
     return model, torch.randn(2, 3, 32, 32)
 
@@ -545,9 +545,9 @@ def rotary() -> tuple[nn.Module, Any]:
 def language_model(name: str) -> tuple[nn.Module, Any]:
     import transformers
 
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16} if name == "GPT2" else {}
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16} if name == "GPT2" else {}
     sizes |= (
-        {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+        {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
         if not sizes
         else {}
     )

@@ -57,14 +57,14 @@ def by_torchao(config: str, *arguments: Any, dtype: torch.dtype = torch.float32)
 
 
 def adapted_llama(kind: str) -> nn.Module:
-    """A Llama of two blocks with quantised projections and PEFT's LoRA on two of them, as `from_pretrained` makes it.
+    """A Llama of one block with quantised projections and PEFT's LoRA on two of them, as `from_pretrained` makes it.
 
     Args:
         kind: ``4bit`` or ``8bit``, bitsandbytes' layers, or ``torchao``.
     """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, use_cache=False, **sizes))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, use_cache=False, **sizes))
     for owner in [module for name, module in model.named_modules() if name.endswith(("self_attn", "mlp"))]:
         for name, layer in [pair for pair in owner.named_children() if isinstance(pair[1], nn.Linear)]:
             if kind == "torchao":

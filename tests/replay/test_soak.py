@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan.random_schedules import random_schedule
+from monet_like.profile.measure import allocated_stretches
 from monet_like.replay.wrapper import ScheduleWrapper
 
 MODE = "inplace_multiway_newnode"
@@ -71,12 +72,7 @@ def record_of(model: nn.Module, autocast: str) -> ScheduleRecord:
 
 def growth(function: Callable[[], Any]) -> int:
     """Bytes allocated while ``function`` runs less those released that were."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        function()
-    kineto = profile.profiler
-    assert kineto is not None and kineto.kineto_results is not None
-    return sum(event.nbytes() for event in kineto.kineto_results.events() if event.name() == "[memory]")
+    return allocated_stretches(lambda _: function(), torch.device("cpu"))[-1].end_bytes
 
 
 class Training:
