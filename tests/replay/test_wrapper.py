@@ -440,6 +440,7 @@ def test_hooks_see_parameters_and_the_whole_model_but_no_submodules() -> None:
 @pytest.mark.slow
 def test_a_schedule_that_breaks_the_programs_rules_is_refused() -> None:
     model, record, _ = made()
+    captured, example = CAPTURED[id(record)]
     schedule = record.schedule
     for broken in (
         replace(schedule, forward=(*schedule.forward, 9999)),
@@ -448,7 +449,7 @@ def test_a_schedule_that_breaks_the_programs_rules_is_refused() -> None:
         replace(schedule, again=schedule.again[1:]),
     ):
         with pytest.raises(ScheduleFileError, match="does not fit the program"):
-            ScheduleWrapper(model, replace(record, schedule=broken))
+            ScheduleWrapper(model, replace(record, schedule=broken), example=example, captured=captured)
 
 
 def test_schedule_from_a_file(tmp_path: Path) -> None:
