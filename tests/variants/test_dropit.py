@@ -334,7 +334,7 @@ def planned(made: Made, mode: str, share: float) -> tuple[Captured, Mapping[str,
     costs = {key: Cost(c.seconds, space[key].workspace_bytes) for key, c in roofline(captured, quick).items()}
     program = captured.program
     peak = simulate(program, store_all(program), costs).peak_bytes
-    schedule = find_start(program, costs, int(share * peak), evaluations=5000)
+    schedule = find_start(program, costs, int(share * peak), evaluations=1000)
     assert schedule is not None
     return captured, costs, schedule
 
@@ -387,7 +387,7 @@ def test_it_does_not_drop_what_is_held_anyhow() -> None:
 @pytest.mark.parametrize("word", ["dropit0.9", "dropit0.97", "lowp16", "lowp8", "lowp16_lowp8", "dropit0.9_lowp8"])
 def test_end_to_end(kind: str, share: float, word: str) -> None:
     """Plan, replay: the forward's bits, gradients that differ where they may, the peak in bytes."""
-    blocks = nn.Sequential(*(Attention(64) for _ in range(3))), (torch.randn(16, 64, 64, requires_grad=True),)
+    blocks = nn.Sequential(*(Attention(64) for _ in range(2))), (torch.randn(16, 64, 64, requires_grad=True),)
     made = blocks if kind == "attention" else (batch_normed(), (torch.randn(64, 3, 24, 24, requires_grad=True),))
     mode = f"inplace_multiway_newnode_{word}"
     captured, costs, schedule = planned(made, mode, share)
