@@ -2,7 +2,8 @@
 
 Inductor looks for such an input of every elementwise kernel: of the dtype and the bytes of the result, read element by element in
 its order. In the forward and in the backward it may be any buffer that the graph makes itself. In the backward it may also be
-what the forward has saved (PyTorch calls that a *donated buffer*), if it is no input or result of the graph or a view of one.
+what the forward has saved (PyTorch calls that a *donated buffer*), if it is no input or result of the graph or a view of one. A
+concatenation's or a scatter's memory is given to nobody.
 
 * A slot writes into the memory of a gradient, or of a forward value that no later stage can use, whatever the plan.
 * Whether a forward task can do so depends on the plan: it is a task of its own, which stands beside the one that does not.
@@ -32,10 +33,14 @@ _SHIFTS = frozenset(
     }
 )  # fmt: skip
 
-#: Their results begin as a copy or as zeros that elements are written into; Inductor gives such memory to nobody.
-_SCATTERS = frozenset(
-    {"aten::scatter", "aten::scatter_add", "aten::scatter_reduce", "aten::index_put", "aten::_unsafe_index_put"}
-)
+#: Inductor gives the memory of their results to nobody: a scatter's begins as a copy or as zeros that elements are written into,
+#: and a concatenation's is written by the kernels of its parts.
+_NOT_GIVEN = frozenset(
+    {
+        "aten::scatter", "aten::scatter_add", "aten::scatter_reduce", "aten::index_put", "aten::_unsafe_index_put",
+        "aten::cat",
+    }
+)  # fmt: skip
 
 
 def with_takeovers(
@@ -104,7 +109,7 @@ class _Able:
             kernel.root is None
             or not is_elementwise(kernel.root)
             or len(task.writes) != 1
-            or name_of(given) in _SCATTERS
+            or name_of(given) in _NOT_GIVEN
         ):
             return False
         made = values[task.writes[0]]
