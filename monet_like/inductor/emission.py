@@ -17,7 +17,7 @@ from ..ir.schedule import Schedule, kept_values
 from .joint import is_elementwise, name_of, readers
 from .kernel import Kernel
 from .kernels import Kernels
-from .written import inlined_operator, written_operator
+from .written import apart_operator, inlined_operator, written_operator
 
 #: In a node's ``meta``: the number of the group of kernels that Inductor may fuse it with.
 GROUP = "monet_like_group"
@@ -30,10 +30,12 @@ class Run:
     Attributes:
         kernel: None: the effects of the forward.
         group: runs of one group stand next to each other, and Inductor may fuse them.
+        apart: what it writes to memory of its own, although a concatenation reads it.
     """
 
     kernel: Kernel | None
     group: int
+    apart: frozenset[fx.Node] = frozenset()
 
 
 def saved_nodes(kernels: Kernels, schedule: Schedule) -> list[fx.Node]:
@@ -121,7 +123,7 @@ class _Emitter:
                 for effect in self.kernels.joint.effects:
                     self._copied(effect, {}, run.group)
             else:
-                self._run(run.kernel, run.group, following.kernel if following is not None else None)
+                self._run(run, run.kernel, following.kernel if following is not None else None)
         local: dict[fx.Node, fx.Node] = {}
         group = runs[-1].group if runs else 0
         copies = [self._copied(node, local, group) if isinstance(node, fx.Node) else node for node in results]
@@ -136,8 +138,9 @@ class _Emitter:
         self.graph.lint()
         return _make_graph_module(module, self.graph)
 
-    def _run(self, kernel: Kernel, group: int, following: Kernel | None) -> None:
+    def _run(self, run: Run, kernel: Kernel, following: Kernel | None) -> None:
         local: dict[fx.Node, fx.Node] = {}
+        group = run.group
         if kernel.root is None:
             return
         for node in kernel.inlined:
@@ -149,6 +152,8 @@ class _Emitter:
             # Else Inductor computes a result anew in each kernel that reads it, also a short reduction or a small window's. Of a
             # product that a later kernel adds to something it would make one call with that, and run it there.
             written = kernel.generated or (moves and _is_added(node))
+            if node in run.apart:
+                made = self._passed_on(apart_operator(), made)
             self.now[node] = self._passed_on(written_operator(), made) if written else made
 
     def _inlined(self, node: fx.Node, made: fx.Node) -> fx.Node:

@@ -8,14 +8,18 @@ schedule's peak. The number of its group stands in the ``meta`` of every node; `
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
+
+from torch import fx
 
 from ..ir.program import Cost
-from ..ir.schedule import Schedule
+from ..ir.schedule import Schedule, kept_values
 from ..ir.simulate import moments
 from .emission import GROUP, Run
+from .joint import name_of
 from .kernel import Kernel
 from .kernels import Kernels
 
@@ -37,7 +41,8 @@ def runs_of(
         ordered += [kernels.tasks[p] for p in again]
         ordered.append(kernels.slots[slot][schedule.ways[slot]])
     runs: list[Run] = []
-    group, begun, written = 0, 0, 0
+    levels: list[int] = []  # the most memory of each run, with all that its group writes
+    group, begun, written, first = 0, 0, 0, 0
     for place, (kernel, moment) in enumerate(zip(ordered, moments(program, schedule, costs), strict=True)):
         task = moment.task
         fresh = sum(values[v].bytes for v in task.writes)
@@ -46,10 +51,71 @@ def runs_of(
         previous = runs[-1].kernel if runs else None
         fusible = kernel is not None and kernel.generated and previous is not None and previous.generated
         if not fusible or place == len(schedule.forward) or begun + written + fresh > limit_bytes:
-            group, begun, written = group + 1, before, 0
+            group, begun, written, first = group + 1, before, 0, place
         written += fresh
         runs.append(Run(kernel, group))
-    return runs[: len(schedule.forward)], runs[len(schedule.forward) :]
+        levels.append(moment.step.bytes)
+        levels[first:] = (max(level, begun + written) for level in levels[first:])
+    ends = [(0, len(schedule.forward)), (len(schedule.forward), len(runs))]
+    handed_over = {*program.outputs, *program.gradients, *kept_values(program, schedule)}
+    kept = {node for node, v in kernels.value_of.items() if v in handed_over}
+    forward, backward = (_with_apart(runs[a:b], levels[a:b], kept, kernels, limit_bytes) for a, b in ends)
+    return forward, backward
+
+
+def _with_apart(
+    runs: Sequence[Run], levels: Sequence[int], kept: Collection[fx.Node], kernels: Kernels, limit_bytes: int
+) -> list[Run]:
+    """The runs of one graph, which write to a concatenation's memory only where that needs no more than the limit.
+
+    Inductor has a result that a concatenation reads written to its place there. Then all of the concatenation is there from the
+    first such result on, and until nobody reads any of them, while the plan has the concatenation from its own run on.
+
+    Args:
+        levels: the most memory of each run.
+        kept: what others read when the graph has ended.
+    """
+    levels = list(levels)
+    apart: list[set[fx.Node]] = [set() for _ in runs]
+    in_place: dict[
+        int, list[tuple[int, fx.Node]]
+    ] = {}  # of every concatenation: what it alone reads, and the runs that write it
+    parts = {node for run in runs if run.kernel is not None and _concatenates(run) for node in run.kernel.reads}
+    for place, run in enumerate(runs):
+        for node in parts.intersection(run.kernel.writes) if run.kernel is not None else ():
+            reading = _reading(runs, place, node)
+            if any(_concatenates(runs[k]) for k in reading):
+                if len(reading) == 1 and node not in kept:
+                    in_place.setdefault(reading[0], []).append((place, node))
+                else:
+                    apart[place].add(node)
+    for end, found in sorted(in_place.items()):
+        (joined,) = cast(Kernel, runs[end].kernel).writes
+        size, is_there = kernels.joint.bytes_of(joined), False
+        for place, node in found:
+            if is_there:
+                continue
+            if max(levels[place:end]) + size <= limit_bytes:
+                levels[place:end] = (level + size for level in levels[place:end])
+                is_there = True
+            else:
+                apart[place].add(node)
+    return [replace(run, apart=frozenset(nodes)) for run, nodes in zip(runs, apart, strict=True)]
+
+
+def _reading(runs: Sequence[Run], place: int, node: fx.Node) -> list[int]:
+    """The runs that read what the one at a place has written to a node, until it is written again."""
+    found = []
+    for k, run in enumerate(runs[place + 1 :], place + 1):
+        if run.kernel is not None and node in run.kernel.reads:
+            found.append(k)
+        if run.kernel is not None and node in run.kernel.writes:
+            break
+    return found
+
+
+def _concatenates(run: Run) -> bool:
+    return run.kernel is not None and run.kernel.root is not None and name_of(run.kernel.root) == "aten::cat"
 
 
 def grouped(nodes: list[Any]) -> list[Any]:

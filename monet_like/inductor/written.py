@@ -1,4 +1,4 @@
-"""Operators that return their input, and decide whether Inductor writes it to memory or computes it anew in each reader."""
+"""Operators that return their input, and decide whether Inductor writes it to memory, and where, or computes it in each reader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ def inlined(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
+@torch.library.custom_op("monet_like_inductor::apart", mutates_args=())
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself, as a copy."""
+    return x.clone()
+
+
 @written.register_fake
+@apart.register_fake
 @inlined.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
@@ -36,6 +43,25 @@ def written_operator() -> Any:
     @register_lowering(overload, type_promotion_kind=None)
     def lowered(x: Any) -> Any:
         x.realize()
+        return x
+
+    return overload
+
+
+@cache
+def apart_operator() -> Any:
+    """The operator whose result is in memory of its own, also if a concatenation reads it: that copies it.
+
+    Without it Inductor may have the result written to its place in the concatenation, all of which is then there from that time on.
+    """
+    from torch._inductor.lowering import register_lowering
+
+    overload = torch.ops.monet_like_inductor.apart.default
+
+    @register_lowering(overload, type_promotion_kind=None)
+    def lowered(x: Any) -> Any:
+        x.realize()
+        x.freeze_layout()
         return x
 
     return overload
