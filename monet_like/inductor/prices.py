@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,12 +18,14 @@ from ..profile.measure import allocated_peak, seconds_of
 from ..profile.rates import limits_like, measured_limits
 from ..profile.roofline import seconds_of as seconds_by_rates
 from ..profile.work import Operation, Operations
-from .joint import tensors_of
+from .joint import name_of, tensors_of
 from .kernel import Kernel
 from .kernels import Kernels
 
 #: Kernels whose tensors have more bytes than this are not run for measuring.
 MOST_MEASURED_BYTES = 2**31
+#: Of each of them Inductor requires that a dimension of every argument has stride 1.
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 #: A call is timed at most so often, and not again once that took so long in all; the least counts.
 TIMED_CALLS, ENOUGH_SECONDS = 2, 0.02
 
@@ -48,7 +50,7 @@ def prices(kernels: Kernels, *, measured: bool) -> dict[str, Cost]:
 
     Args:
         measured: run what Inductor does not generate once for its workspace and twice for its time, if this process has not
-            done so before; else all is estimated from the device's rates, and workspaces are taken to be 0.
+            done so before; else all is estimated from the device's rates, and workspaces are taken to be 0. Copies that Inductor makes are counted in any case.
     """
     device = device_of(kernels.joint.device, measured)
     found: dict[str, Cost] = {}
@@ -60,8 +62,20 @@ def prices(kernels: Kernels, *, measured: bool) -> dict[str, Cost]:
         if task.cost and task.cost not in found and kernel is not None and kernel.root is not None:
             run = measured and not kernel.generated
             cost = measured_cost(kernel.root, kernel.writes, device) if run else None
-            found[task.cost] = cost or _estimated(kernel, device.limits)
+            cost = cost or _estimated(kernel, device.limits)
+            found[task.cost] = replace(cost, workspace_bytes=max(cost.workspace_bytes, copied_bytes(kernel.root)))
     return found
+
+
+def copied_bytes(node: fx.Node) -> int:
+    """Bytes of the copies that Inductor has made for a product: of arguments none of whose dimensions has stride 1.
+
+    Such are every second element of a row, and the gradient of a sum: one element that is expanded.
+    """
+    if name_of(node) not in _PRODUCTS:
+        return 0
+    arguments = [argument.meta["val"] for argument in node.args if isinstance(argument, fx.Node)]
+    return sum(t.numel() * t.element_size() for t in arguments if t.dim() and 1 not in t.stride())
 
 
 def _bytes(nodes: Iterable[fx.Node]) -> int:

@@ -109,6 +109,17 @@ class Attention(nn.Module):
         return self.last(values @ torch.softmax(queries.t() @ keys, -1)).square().mean()
 
 
+class Strided(nn.Module):
+    """A product of every second column, and a gradient that is one element, expanded: Inductor copies both for their products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x)[:, ::2]).sum()
+
+
 def peaks(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], budget: str, measured: bool, **changed: Any
 ) -> tuple[int, PlannedGraph]:
@@ -135,6 +146,11 @@ def rotations() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 def attention() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
     return Attention(), (torch.randn(256, 16),)
+
+
+def strided() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    return Strided(), (torch.randn(256, 16),)
 
 
 def activations(**more: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -274,7 +290,7 @@ def test_products_that_are_added_later_are_computed_where_they_stand(monkeypatch
     [
         (rotations, "100%"), (rotations, "65%"), (rotations, "60%"), (activations, "100%"), (activations, "70%"),
         (classifier, "100%"), (decoder, "50%"), (dropped, "100%"), (dropped, "60%"),
-        (dense, "100%"), (dense, "70%"), (attention, "100%"),
+        (dense, "100%"), (dense, "70%"), (attention, "100%"), (strided, "100%"),
     ],
 )  # fmt: skip
 def test_a_step_needs_what_its_plan_says(make: Any, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +300,8 @@ def test_a_step_needs_what_its_plan_says(make: Any, budget: str, monkeypatch: py
     measured = make in (decoder, dense)  # attention and convolutions on the CPU have workspaces
     found, graph = peaks(*make(), budget, measured)
     assert found <= graph.peak_bytes + SCALARS  # to the byte, but where fusion leaves out what a plan counts
-    assert found >= (0.97 if make is decoder else 1.0) * graph.peak_bytes
+    # What a copied argument is a view of may be freed before the product is made: the plan has all three.
+    assert found >= (0.97 if make in (decoder, strided) else 1.0) * graph.peak_bytes
 
 
 @pytest.mark.slow
