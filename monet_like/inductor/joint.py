@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -62,11 +62,11 @@ _WINDOWS = frozenset(
         "aten::max_pool2d_with_indices_backward", "prims::_low_memory_max_pool_with_offsets",
     }
 )  # fmt: skip
+_SCATTERS = frozenset({"aten::scatter", "aten::scatter_add", "aten::scatter_reduce"})
 #: Those that read elements of their inputs in another order.
 _GATHERS = _WINDOWS | {
     "aten::cat", "aten::index", "aten::gather", "aten::embedding", "aten::index_select", "aten::_unsafe_index",
-    "aten::flip", "aten::roll", "aten::repeat", "aten::scatter", "aten::scatter_add", "aten::index_put",
-    "aten::_unsafe_index_put", "aten::scatter_reduce",
+    "aten::flip", "aten::roll", "aten::repeat", "aten::index_put", "aten::_unsafe_index_put", *_SCATTERS,
 }  # fmt: skip
 _VIEWS = frozenset({"aten::_unsafe_view", "aten::alias", "aten::detach"})
 _ONCE = frozenset({"prims::inductor_seeds", "prims::inductor_seed"})
@@ -99,7 +99,27 @@ def is_elementwise(node: fx.Node) -> bool:
 
 def is_generated(node: fx.Node) -> bool:
     """Whether Inductor generates the kernel, so that it can be fused with its neighbours."""
-    return is_elementwise(node) or name_of(node) in _REDUCTIONS | _GATHERS
+    return is_elementwise(node) or (name_of(node) in _REDUCTIONS | _GATHERS and not _is_called_scatter(node))
+
+
+def _is_called_scatter(node: fx.Node) -> bool:
+    """Whether Inductor calls PyTorch's operator for a scatter, as for sums on a CPU with several threads.
+
+    The call writes into a copy of its first tensor, which Inductor generates with what that is made from.
+    """
+    name, target = name_of(node), cast(torch._ops.OpOverload, node.target)
+    if name not in _SCATTERS:
+        return False
+    from torch._inductor.utils import use_scatter_fallback
+
+    names = [argument.name for argument in target._schema.arguments]
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    called = getattr(aten.scatter_, target._overloadname) if name == "aten::scatter" else aten.scatter_reduce_.two
+    reduction = "sum" if name == "aten::scatter_add" else given.get("reduce")
+    source, made = given.get("src", given.get("value")), node.meta["val"]
+    is_tensor = isinstance(source, fx.Node)
+    kind: Any = source.meta["val"].dtype if isinstance(source, fx.Node) else type(source)
+    return bool(use_scatter_fallback(called, reduction, made.dtype, kind, made.device.type, is_tensor))
 
 
 def reads_memory(node: fx.Node) -> bool:
@@ -299,6 +319,8 @@ def _is_item(joint: Joint, node: fx.Node, few: bool, wide: bool) -> bool:
     if _reads_changed(joint, node):  # what it reads is gone when the forward ends
         return True
     for reader in reading:
+        if _is_copied_for(node, reader):
+            continue
         if reader.op == "output" or reader in joint.effects or not is_generated(reader):
             return True
         in_place = name_of(reader) == "aten::cat" and len(reading) == 1  # it is computed where the concatenation has it
@@ -308,6 +330,21 @@ def _is_item(joint: Joint, node: fx.Node, few: bool, wide: bool) -> bool:
     if node not in joint.backward and late and wide:
         return True
     return len(reading) > 1 and not few
+
+
+def _is_copied_for(node: fx.Node, reader: fx.Node) -> bool:
+    """Whether a scatter that is called reads a node only for the copy that it writes into."""
+    if not _is_called_scatter(reader):
+        return False
+    first, *others = reader.all_input_nodes
+    return _viewed(first) is node and all(_viewed(other) is not node for other in others)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The node in whose memory a view lies; of any other node itself."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _reads_changed(joint: Joint, node: fx.Node) -> bool:

@@ -50,7 +50,8 @@ def prices(kernels: Kernels, *, measured: bool) -> dict[str, Cost]:
 
     Args:
         measured: run what Inductor does not generate once for its workspace and twice for its time, if this process has not
-            done so before; else all is estimated from the device's rates, and workspaces are taken to be 0. Copies that Inductor makes are counted in any case.
+            done so before; else all is estimated from the device's rates, and workspaces are taken to be 0. What Inductor copies is
+            counted in any case.
     """
     device = device_of(kernels.joint.device, measured)
     found: dict[str, Cost] = {}

@@ -120,6 +120,18 @@ class Strided(nn.Module):
         return self.last(self.first(x)[:, ::2]).sum()
 
 
+class Pooled(nn.Module):
+    """Windows that overlap: their gradients are added up by a scatter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).sin()
+        return nn.functional.max_pool2d(x, 3, 2, 1).square().mean()
+
+
 def peaks(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], budget: str, measured: bool, **changed: Any
 ) -> tuple[int, PlannedGraph]:
@@ -302,6 +314,20 @@ def test_a_step_needs_what_its_plan_says(make: Any, budget: str, monkeypatch: py
     assert found <= graph.peak_bytes + SCALARS  # to the byte, but where fusion leaves out what a plan counts
     # What a copied argument is a view of may be freed before the product is made: the plan has all three.
     assert found >= (0.97 if make in (decoder, strided) else 1.0) * graph.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_scatter_that_inductor_calls_pytorch_for_is_planned_as_a_call(threads: int) -> None:
+    """On a CPU with several threads: its indices and what it adds are then in memory."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(0)
+        found, graph = peaks(Pooled(), (torch.randn(8, 4, 32, 32),), "100%", False)
+    finally:
+        torch.set_num_threads(before)
+    assert abs(found - graph.peak_bytes) <= SCALARS
 
 
 @pytest.mark.slow
