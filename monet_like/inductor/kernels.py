@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -78,6 +78,7 @@ class _Builder:
                     self.slots.append(ways)
             else:
                 self.tasks += [self._task(node, k, place) for place, k in enumerate(self._variants(node))]
+        self._admit_inputs()
         # In the end all gradients are there: what takes a workspace besides, as convolutions may, runs before.
         for node in sorted(delayed, key=lambda node: "convolution" not in _unconverted(node).name):
             self.slots.append(delayed[node])
@@ -125,6 +126,16 @@ class _Builder:
             spec = f"{str(value.dtype)[6:]}{list(value.shape)}" if isinstance(value, torch.Tensor) else ""
             self.value_of[node] = len(self.values)
             self.values.append(Value(node.name, self.joint.bytes_of(node), kind, spec))
+
+    def _admit_inputs(self) -> None:
+        """Let the forward make what a task that it may run reads, also if the backward alone needs both, and the first is no smaller."""
+        read = set[int]()
+        for place, (task, kernel) in reversed(list(enumerate(self.tasks))):
+            if task.runs == "again" and not read.isdisjoint(task.writes):
+                task = replace(task, runs="both")
+                self.tasks[place] = task, kernel
+            if task.runs != "again" and task.variant == "aten":
+                read.update(task.reads)
 
     def _is_delayed(self, way: tuple[Task, Kernel]) -> bool:
         """Whether it makes gradients that nobody reads from much less than they take: then it runs when all else has.

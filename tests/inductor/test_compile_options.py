@@ -217,6 +217,29 @@ def test_what_cannot_be_planned_is_refused_in_words() -> None:
         torch.compile(model, backend=backend, dynamic=True)(x)
 
 
+class Scaled(nn.Module):
+    """Rows times their product: the backward keeps few bytes of what is as large as its input, and read by nobody else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        return x * (1 + x.prod(-1, keepdim=True))
+
+
+def test_the_forward_can_make_what_only_the_backward_is_made_from() -> None:
+    torch.manual_seed(0)
+    function, partitioner = partitioned(Loss(Scaled()), "100%")
+    x = torch.randn(64, 32)
+    function(x).backward()
+    (graph,) = partitioner.graphs
+    again = {v for task in graph.program.tasks if task.runs == "again" for v in task.writes}
+    first = [task for task in graph.program.tasks if task.variant == "aten" and task.runs != "again"]
+    assert first and all(again.isdisjoint(task.reads) for task in first)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "budget"), [(chain, "60%"), (decoder, "60%"), (net, "60%")])
 def test_gradients_are_those_of_torch_compile_and_the_peak_is_the_predicted_one(
