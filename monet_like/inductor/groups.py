@@ -77,9 +77,8 @@ def _with_apart(
     """
     levels = list(levels)
     apart: list[set[fx.Node]] = [set() for _ in runs]
-    in_place: dict[
-        int, list[tuple[int, fx.Node]]
-    ] = {}  # of every concatenation: what it alone reads, and the runs that write it
+    # Of every concatenation: what it alone reads, and the runs that write it.
+    in_place: dict[int, list[tuple[int, fx.Node]]] = {}
     parts = {node for run in runs if run.kernel is not None and _concatenates(run) for node in run.kernel.reads}
     for place, run in enumerate(runs):
         for node in parts.intersection(run.kernel.writes) if run.kernel is not None else ():
