@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -47,11 +46,8 @@ def on_gpu(fake_gpu_library: Path, request: pytest.FixtureRequest) -> dict[str, 
     """What `captures` says, on the fake GPU, of the cases that are asked for in this run."""
     asking = (item for item in request.session.items if request.path == item.path and "on_gpu" in item.fixturenames)  # type: ignore[attr-defined]
     cases = [item.callspec.params["name"] for item in asking]
-    paths = [str(ROOT), str(build.HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, str(build.HERE / "captures.py"), *cases]
-    done: subprocess.CompletedProcess[str] = build.run(
-        fake_gpu_library, command, PYTHONPATH=os.pathsep.join(paths), FAKE_GPU="1"
-    )
+    done: subprocess.CompletedProcess[str] = build.run(fake_gpu_library, command)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return dict(zip(cases, map(json.loads, lines), strict=True))

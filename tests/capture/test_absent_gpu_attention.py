@@ -33,7 +33,7 @@ def chosen(fake_gpu_library: Path, request: pytest.FixtureRequest) -> dict[tuple
     asking = (item for item in request.session.items if request.path == item.path and "chosen" in item.fixturenames)  # type: ignore[attr-defined]
     cards = [item.callspec.params["capability"] for item in asking]
     command = [sys.executable, str(build.HERE / "attention_choices.py"), *(f"{10 * a + b}" for a, b in cards)]
-    done = build.run(fake_gpu_library, command, FAKE_GPU="1")
+    done = build.run(fake_gpu_library, command)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(cards, map(json.loads, done.stdout.splitlines()), strict=True))
 

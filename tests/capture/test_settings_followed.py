@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -125,9 +124,8 @@ def test_a_capture_knows_whether_cudnn_was_on() -> None:
 @pytest.mark.slow
 def test_a_step_without_cudnn_does_not_run_its_batch_norm(fake_gpu_library: Path) -> None:
     """On the fake GPU: the program without cuDNN is another one, so the schedule is refused."""
-    paths = [str(ROOT), str(build.HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, str(build.HERE / "settings.py")]
-    done = build.run(fake_gpu_library, command, PYTHONPATH=os.pathsep.join(paths))
+    done = build.run(fake_gpu_library, command)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["by cudnn"]

@@ -173,8 +173,8 @@ def _plan(rank: int, folder: Path) -> None:
         torch.manual_seed(0)
         model = monet_like.auto_schedule(chain(), memory_budget="1 GB", time_limit_seconds=2.0)
         model(torch.ones(2, 3, 16, 16)).sum().backward()
-        total = sum(float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None)
-        Path(f"gradients_{rank}").write_text(str(total))
+        gradients = [p.grad for p in model.parameters()]
+        Path(f"gradients_{rank}").write_text(str(sum(float(g.double().sum()) for g in gradients)))  # type: ignore[union-attr]
         return
     net = f"{ROOT / 'tests' / 'helpers' / 'chain.py'}:chain"
     sys.argv = ["solve.py", net, "1", "1", "normal", "HIGHS", "--time-limit", "2", "--out", "mine.pkl"]
