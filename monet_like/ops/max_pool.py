@@ -57,6 +57,11 @@ def _window_starts(
     return oh * step[0] - padding[0], ow * step[1] - padding[1]
 
 
+def pair(numbers: Sequence[int]) -> tuple[int, int]:
+    """The numbers for rows and for columns, as PyTorch takes a window's arguments: a single one is for both."""
+    return numbers[0], numbers[-1]
+
+
 def _first_step(start: Tensor, dilation: int) -> Tensor:
     """The first row or column of the kernel that is not before the image."""
     return (-start).clamp(min=0).add(dilation - 1).div(dilation, rounding_mode="floor")

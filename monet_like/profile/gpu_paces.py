@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..ops.max_pool import pair
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -171,14 +173,9 @@ def is_known(op: str) -> bool:
 def _pooling(op: str, args: Sequence[Any]) -> str:
     name, first = _POOLINGS[op]
     window, stride = args[first], args[first + 1] or args[first]
-    known = {((2, 2), (2, 2)): "2x2/2", ((3, 3), (2, 2)): "3x3/2"}.get((_pair(window), _pair(stride)))
+    known = {((2, 2), (2, 2)): "2x2/2", ((3, 3), (2, 2)): "3x3/2"}.get((pair(window), pair(stride)))
     found = f"{name}, {known or 'other'}"
     return found if found in PACES else name if name in PACES else "elementwise"
-
-
-def _pair(numbers: Sequence[int]) -> tuple[int, int]:
-    """Of both dimensions; one number is for both."""
-    return numbers[0], numbers[-1]
 
 
 def _convolution(data: torch.Tensor, filters: torch.Tensor, stride: Sequence[int], wanted: str, groups: int) -> str:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ..ir.program import Call, Ref, Task
+from ..ops.max_pool import pair
 from .editor import Editor, like
 
 
@@ -48,7 +48,7 @@ def _offsets(editor: Editor) -> None:
             continue
         task, forward = by_indices[indices.name]
         source = forward.args[0]
-        kernel, stride, padding, dilation = (_pair(v) for v in (kernel, stride or kernel, padding, dilation))
+        kernel, stride, padding, dilation = (pair(v) for v in (kernel, stride or kernel, padding, dilation))
         out = task.writes[0]
         if math.prod(kernel) > 256 or len(editor.metas[out].shape) != 4:
             continue
@@ -84,8 +84,3 @@ def _half_bytes(editor: Editor, task: Task, slot: int, offsets: int, gradient: C
     split = Call("monet_like.unpack_nibbles.default", (Ref(half), meta.shape, meta.stride), (), (Ref("positions"),))
     args = tuple(Ref("positions") if arg == Ref(offsets) else arg for arg in gradient.args)
     editor.add_way(slot, (*views, split, replace(gradient, args=args)), "pool.packed", word="newnode")
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    numbers = list(value)
-    return (numbers[0], numbers[-1])

@@ -22,7 +22,6 @@ from monet_like.capture.captured import Captured, fake_mode
 from monet_like.capture.lowering import capture
 from monet_like.errors import CaptureError
 
-ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is here")
 

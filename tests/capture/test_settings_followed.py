@@ -21,8 +21,6 @@ from monet_like.capture.lowering import capture
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime.batch_norm import CUDNN, NATIVE
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 class Attention(nn.Module):
     def __init__(self) -> None:
