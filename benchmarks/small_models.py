@@ -1,4 +1,7 @@
-"""Thousands of small models from a grammar against plain PyTorch: ``python -m benchmarks.small_models --count 5000``."""
+"""Thousands of small models from a grammar against plain PyTorch: ``python -m benchmarks.small_models --count 5000``.
+
+``--device cuda`` trains them on a GPU: convolutions without TF32 and by algorithms that give the same bits each time.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,26 +32,36 @@ if TYPE_CHECKING:
 CHUNK = 10
 
 
-def _judged(seeds: Iterable[int]) -> list[tuple[Case, Verdict]]:
+def _set_up() -> None:
     import torch
-    from small_models import draw, judge
 
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
+
+
+def _judged(seeds: Iterable[int], device: str) -> list[tuple[Case, Verdict]]:
+    from small_models import Verdict, draw, judge
+
+    _set_up()
     found = []
     for seed in seeds:
-        case = draw(seed)
-        found.append((case, judge(case)))
+        case = draw(seed, device)
+        try:
+            verdict = judge(case)
+        except Exception as error:  # what an assertion on a GPU leaves behind fails until the process ends
+            verdict = Verdict("crashed", f"judging: {type(error).__name__}: {str(error).splitlines()[0]}")
+        found.append((case, verdict))
     return found
 
 
-def _all(seeds: range, processes: int) -> Iterator[tuple[Case, Verdict]]:
+def _all(seeds: range, processes: int, device: str) -> Iterator[tuple[Case, Verdict]]:
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     if processes == 1:
         for chunk in chunks:
-            yield from _judged(chunk)
+            yield from _judged(chunk, device)
         return
-    with ProcessPoolExecutor(processes) as pool:
-        for done in as_completed([pool.submit(_judged, chunk) for chunk in chunks]):
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(_judged, chunk, device) for chunk in chunks]):
             yield from done.result()
 
 
@@ -71,10 +85,11 @@ def _summary(found: list[tuple[Case, Verdict]], seconds: float) -> Table:
         if status == "rounding":
             for end, number in ends.most_common():
                 table.add_row(f"  {end}", str(number), style="dim")
-    refused = [(_sentence(v), case.seed) for case, v in found if v.status == "refused"]
-    first = dict(reversed(refused))
-    for sentence, number in Counter(sentence for sentence, _ in refused).most_common():
-        table.add_row(f"  {sentence} (seed {first[sentence]})", str(number), style="dim")
+        if status in ("invalid", "refused"):
+            told = [(_sentence(v), case.seed) for case, v in found if v.status == status]
+            first = dict(reversed(told))
+            for sentence, number in Counter(sentence for sentence, _ in told).most_common():
+                table.add_row(f"  {sentence} (seed {first[sentence]})", str(number), style="dim")
     return table
 
 
@@ -82,18 +97,22 @@ def _summary(found: list[tuple[Case, Verdict]], seconds: float) -> Table:
 @click.option("--count", default=5000, show_default=True, help="Models.")
 @click.option("--seed", default=0, show_default=True, help="Of the first model; the others follow.")
 @click.option("--processes", default=1, show_default=True, help="That judge models.")
+@click.option(
+    "--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]), help="That trains them."
+)
 @click.option("--seconds", default=60.0, show_default=True, help="To make each failure smaller.")
 @click.option("--show", default=20, show_default=True, help="Failures, made smaller, to print at most.")
-def main(count: int, seed: int, processes: int, seconds: float, show: int) -> None:
+def main(count: int, seed: int, processes: int, device: str, seconds: float, show: int) -> None:
     """Compare models with plain PyTorch; exit code 1 if one is wrong or crashed.
 
     What differs by rounding where docs/limits.md says that it can is counted apart.
     """
     from small_models import known_end, minimise, reproduction
 
+    _set_up()
     console = Console()
     started = time.monotonic()
-    results = _all(range(seed, seed + count), processes)
+    results = _all(range(seed, seed + count), processes, device)
     found = sorted(track(results, "models", count, console=console), key=lambda pair: pair[0].seed)
     console.print(_summary(found, time.monotonic() - started))
     failed = [(case, verdict) for case, verdict in found if verdict.failed and not known_end(case, verdict)]

@@ -153,7 +153,7 @@ def _variants(captured: Captured, schedule: Schedule) -> set[str]:
 def _record(captured: Captured, schedule: Schedule, model: nn.Module, example: Example) -> ScheduleRecord:
     """A record that promises nothing, as a wrapper takes it."""
     inputs = tuple(input_spec(leaf) for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor))
-    device = device_of(model)
+    device = device_of(model, example)
     return ScheduleRecord(
         schedule, type(model).__name__, inputs, "normal", 1, captured.program.fingerprint, device.type, {}, 0, 0.0, 0, 0.0,
         "none", "made", autocast=autocast_name(device), layout=weights_layout(model),

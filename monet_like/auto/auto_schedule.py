@@ -190,7 +190,7 @@ class AutoSchedule(ScheduleWrapper):
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None, change: Change | None
     ) -> tuple[ScheduleRecord, Captured]:
-        settings, device = self.settings, device_of(self)
+        settings, device = self.settings, device_of(self, (args, kwargs))
         request = Request(
             self._model, (args, kwargs), settings.mode, type(self._model).__qualname__, False, settings.optimizer,
             "milp", settings.solver, settings.time_limit_seconds, settings.gap, autocast=autocast_name(device),

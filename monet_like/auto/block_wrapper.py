@@ -139,7 +139,7 @@ class BlockSchedule(ScheduleWrapper):
                 example,
                 self._block_mode,
                 type(self._model).__qualname__,
-                autocast=autocast_name(device_of(self)),
+                autocast=autocast_name(device_of(self, example)),
             )
             captured = self._captured(request, key)
             if captured.written:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,9 +70,15 @@ def with_length(example: Example, wanted: int) -> Example:
         return each_once(resized, example)
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """The device of a module's parameters; the CPU if it has none."""
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
+def device_of(module: nn.Module, example: Example | None = None) -> torch.device:
+    """The device of a module's parameters; without any that of its buffers, else of its inputs, else the CPU.
+
+    Args:
+        example: the inputs, where they are known.
+    """
+    inputs = (leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor))
+    tensors = chain(module.parameters(), module.buffers(), inputs)
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def example_of(inputs: Sequence[InputSpec], device: torch.device) -> Example:

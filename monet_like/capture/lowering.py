@@ -357,7 +357,7 @@ class Lowering(Values):
             tangents=tuple(self.tangent_of.get(i) for i in range(len(outputs))),
             parameter_gradients=tuple(parameter_gradients),
             input_gradients=tuple(input_gradients),
-            device=self.metas[self.parameters[0][1]].device if self.parameters else torch.device("cpu"),
+            device=self._device(),
             marks=self.marks,
             layers=self.layers,
             as_called=None if as_called == plain else as_called,
@@ -382,6 +382,11 @@ class Lowering(Values):
             made_last=tuple(movable[slot] for slot in late),
             in_order=in_order,
         )
+
+    def _device(self) -> torch.device:
+        """Where the program runs."""
+        values = (*(value for _, value in (*self.parameters, *self.buffers)), *self.inputs.values())
+        return next((self.metas[value].device for value in values), torch.device("cpu"))
 
     def _program(
         self,

@@ -15,14 +15,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .captured import fake_mode
-from .example_inputs import device_of
+from .example_inputs import Example, device_of
 
 _CPU = torch.device("cpu")
 
 
-def traced_device(model: nn.Module) -> torch.device:
-    """The device on which a model is traced: its own; the CPU for a model on the meta device."""
-    device = device_of(model)
+def traced_device(model: nn.Module, example: Example | None = None) -> torch.device:
+    """The device on which a model is traced: its own, or that of its inputs; the CPU for a model on the meta device."""
+    device = device_of(model, example)
     return _CPU if device.type == "meta" else device
 
 

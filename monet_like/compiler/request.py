@@ -113,7 +113,7 @@ def solver_and_strategy(solver: str, strategy: str) -> tuple[str, str]:
 
 def captured_for(request: Request, example: Example) -> Captured:
     """Capture a request's model on these inputs, with the variants that its mode admits."""
-    with autocast_as(request.autocast, traced_device(request.model)):
+    with autocast_as(request.autocast, traced_device(request.model, request.example)):
         captured = capture(
             request.model, *example, target=request.target, processes=request.processes, made_last=request.made_last,
             optimizer_in_backward=request.optimizer_in_backward, attention=request.attention,

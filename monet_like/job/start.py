@@ -67,11 +67,12 @@ def problem(
     parse_mode(mode)
     optimizer_bytes(model, optimizer)
     check_attention(attention)
-    here = traced_device(model)
-    target, source = _where(here, device, profile, is_meta(model))
     positional = args if isinstance(args, tuple) else () if args is None else (args,)
+    example = positional, dict(kwargs or {})
+    here = traced_device(model, example)
+    target, source = _where(here, device, profile, is_meta(model))
     request = Request(
-        model, (positional, dict(kwargs or {})), mode, type(model).__qualname__, ablation, optimizer,
+        model, example, mode, type(model).__qualname__, ablation, optimizer,
         autocast=autocast_name(here) if autocast is None else autocast, target=target, attention=attention,
         optimizer_in_backward=optimizer_in_backward,
     )  # fmt: skip

@@ -71,6 +71,23 @@ def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, samples: 
     return (torch.empty_like(x, memory_format=group_norm_layout(x)), *statistics)
 
 
+def _gru_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """On a GPU; the workspace has all three gates, the state and the new state's share of the hidden gates."""
+    return hx.new_empty(hx.shape), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+
+def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    gates = (workspace.shape[0], 3 * (workspace.shape[1] // 5))
+    biases = (workspace.new_empty(gates[1]) if has_bias else None for _ in range(2))
+    return workspace.new_empty(gates), workspace.new_empty(gates), grad.new_empty(grad.shape), *biases
+
+
 def group_norm_layout(x: Tensor) -> torch.memory_format:
     """That of group norm's result, and of the gradient of its input ``x``.
 
@@ -82,12 +99,15 @@ def group_norm_layout(x: Tensor) -> torch.memory_format:
 
 @cache
 def register() -> None:
-    """Register, once, results of Gamma and Dirichlet samplers, CTC loss with lists of lengths, group norm, and products of groups."""
+    """Register, once, results of Gamma and Dirichlet samplers, CTC loss with lists of lengths, group norm, products of groups, and a
+    GRU's cell on a GPU."""
     for name in ("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad"):
         torch.library.register_fake(f"aten::{name}", _row_major, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss", _ctc_loss, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss_backward", _ctc_loss_backward, allow_override=True)
     torch.library.register_fake("aten::_grouped_mm", _grouped_mm, allow_override=True)
+    torch.library.register_fake("aten::_thnn_fused_gru_cell", _gru_cell, allow_override=True)
+    torch.library.register_fake("aten::_thnn_fused_gru_cell_backward", _gru_cell_backward, allow_override=True)
     torch.library.register_fake("aten::native_group_norm", _group_norm, allow_override=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +74,10 @@ class Inputs:
         key = (meta, alike, value)
         if key not in self.cache:
             task = program.tasks[made[0]]
+            if meta.dtype != torch.bool and _converts_floats(
+                task, self.captured.metas
+            ):  # as an index, one of random numbers could lie outside
+                return self._random(meta, alike)
             run = compile_block(Block(task.reads, (task,), (), (value,)), task.name, COMMUNICATING)
             self.cache[key] = run([self.make(v) for v in task.reads])[1][0]
         return self.cache[key]
@@ -91,3 +95,9 @@ class Inputs:
                 flat[whole:].copy_(self.block[: elements - whole])
             self.cache[key] = flat.as_strided(meta.shape, meta.stride, meta.offset)
         return self.cache[key]
+
+
+def _converts_floats(task: Task, metas: Sequence[TensorMeta]) -> bool:
+    return any(call.op == "aten._to_copy.default" for call in task.calls) and any(
+        metas[value].dtype.is_floating_point for value in task.reads
+    )

@@ -108,7 +108,7 @@ def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kw
             f"the schedule was solved for {specs_in_words(record.inputs)}, the model was called with {specs_in_words(found)}; "
             "smaller inputs (a batch, a length) are fine, anything else needs a schedule of its own"
         )
-    autocast = autocast_name(device_of(model))
+    autocast = autocast_name(device_of(model, (args, kwargs)))
     if autocast != record.autocast:
         return (
             f"the schedule was solved {_under(record.autocast)}, the model was called {_under(autocast)}; "

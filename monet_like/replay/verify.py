@@ -99,7 +99,7 @@ def judged(
         mine, theirs: results of `everything_after_a_step` for plain PyTorch and for the step in question.
         transforms: see `takes_transforms`.
     """
-    device = device_of(model)
+    device = device_of(model, example)
     compared = partial(compare, mine, theirs, transforms=transforms)
     autocast = autocast_name(device)
     eps = torch.finfo(getattr(torch, autocast)).eps if autocast else 0.0

@@ -109,7 +109,8 @@ class ScheduleWrapper(StandIn):
         inputs = len(record.inputs) if example is None else 0
         if example is None:
             example = example_of(record.inputs, device_of(model))
-        warn_elsewhere(record, device_of(model), stacklevel=2)
+        device = device_of(model, example)
+        warn_elsewhere(record, device, stacklevel=2)
         if model.training:
             args, kwargs = example
             kwargs = self._without_cache(args, kwargs)
@@ -118,7 +119,7 @@ class ScheduleWrapper(StandIn):
                 raise ScheduleFileError(
                     f"the schedule's autocast is {record.autocast!r}, which this version does not know"
                 )
-            with autocast_as(record.autocast, device_of(model)), self._attention(), told_of_order(inputs):
+            with autocast_as(record.autocast, device), self._attention(), told_of_order(inputs):
                 self._step(self._key(leaves, spec), args, kwargs, captured)
 
     def _share(self, model: nn.Module, backend: str) -> None:
@@ -165,7 +166,7 @@ class ScheduleWrapper(StandIn):
 
     def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
         """The key of a captured step: everything that a capture fixes. Calls with different keys have steps of their own."""
-        device = device_of(self)
+        device = device_of(self, (tuple(leaves), {}))
         group = world() if self._synchronised else None
         autocast = autocast_name(device), torch.is_autocast_cache_enabled()
         return structure(self._model), arguments(leaves), str(spec), device, autocast, group
@@ -191,8 +192,8 @@ class ScheduleWrapper(StandIn):
         record, captured = self._planned(args, kwargs, captured, change)
         if inputs != record.inputs:
             _log.info(replayed_in_words(record, captured, inputs, time.monotonic() - started))
-        warn_of_twins(captured, device_of(self), stacklevel=3)
-        warn_of_liger(captured.program, record.schedule, device_of(self), stacklevel=3)
+        warn_of_twins(captured, captured.device, stacklevel=3)
+        warn_of_liger(captured.program, record.schedule, captured.device, stacklevel=3)
         warn_of_checkpointing(self._model)
         within = None
         if self.backend == "inductor" and inputs == record.inputs:
@@ -263,7 +264,7 @@ class ScheduleWrapper(StandIn):
             )  # fmt: skip
             captured = admitted(captured, record.mode, ablation=record.ablation, liger=has_liger(record))
         try:
-            check_program(record, captured, type(self._model).__name__, device_of(self._model))
+            check_program(record, captured, type(self._model).__name__, captured.device)
         except ScheduleFileError as error:
             if change is None:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -18,6 +19,23 @@ from .grammar import KINDS, Arguments, Text, UnfitError, Value
 
 #: More elements than this has no value of a small model.
 MOST_ELEMENTS = 6000
+#: Functions of torch that make a tensor on the CPU unless they are told where.
+MAKERS = frozenset(
+    (
+        "arange",
+        "as_tensor",
+        "empty",
+        "eye",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "tensor",
+        "zeros",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,7 @@ class Case:
         autocast: of the calls: "" or bfloat16.
         dtype: of the model and its inputs: float32 or float64.
         seed: of weights, inputs and noise.
+        device: where it is trained; weights and inputs are drawn on the CPU, so they are the same everywhere.
     """
 
     ops: tuple[Op, ...]
@@ -58,6 +77,7 @@ class Case:
     autocast: str = ""
     dtype: str = "float32"
     seed: int = 0
+    device: str = "cpu"
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -80,7 +100,7 @@ class Case:
         writer = Writer()
         for op in self.ops:
             writer.add(op)
-        return writer.source()
+        return writer.source() if self.device == "cpu" else _on(self.device, writer.source())
 
     def model(self) -> nn.Module:
         """A new model, the same each time."""
@@ -88,7 +108,7 @@ class Case:
         exec(compile(self.source, "<small model>", "exec"), namespace)
         torch.manual_seed(self.seed)
         made = namespace["Net"]()
-        made.to(getattr(torch, self.dtype))
+        made.to(self.device, getattr(torch, self.dtype))
         made.__dict__["between"] = namespace["between"]
         return made.train()
 
@@ -98,7 +118,7 @@ class Case:
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         for op in self.ops:
             if op.kind == "input":
-                made = make_input(op, generator, getattr(torch, self.dtype), fewer)
+                made = make_input(op, generator, getattr(torch, self.dtype), fewer, self.device)
                 if op.arguments.get("keyword"):
                     kwargs[op.name] = made
                 else:
@@ -106,17 +126,31 @@ class Case:
         return tuple(args), kwargs
 
 
-def make_input(op: Op, generator: torch.Generator, dtype: torch.dtype, fewer: int = 0) -> torch.Tensor:
+def _on(device: str, source: str) -> str:
+    """Code whose tensors are made on a device, and whose autocast is that device's."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=attr)) if attr in MAKERS:
+                node.keywords.append(ast.keyword("device", ast.Constant(device)))
+            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr="autocast")):
+                node.args[0] = ast.Constant(device)
+    return ast.unparse(tree) + "\n"
+
+
+def make_input(
+    op: Op, generator: torch.Generator, dtype: torch.dtype, fewer: int = 0, device: str = "cpu"
+) -> torch.Tensor:
     """The tensor of an ``input``."""
     chosen = Arguments(op.arguments)
     shape = tuple(op.arguments["shape"])
     shape = (shape[0] - fewer, *shape[1:])
     if op.arguments.get("dtype") == "int64":
-        return torch.randint(0, 5, shape, generator=generator)
+        return torch.randint(0, 5, shape, generator=generator).to(device)
     layout = chosen.pick("layout", "plain", "last", "transposed", "strided", "expanded")
 
     def drawn(*extents: int) -> torch.Tensor:
-        return torch.randn(*extents, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(*extents, generator=generator, dtype=torch.float64).to(device, dtype)
 
     if layout == "last" and len(shape) in (4, 5):
         made = drawn(*shape).to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)

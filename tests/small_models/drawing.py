@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from random import Random
 
 from .cases import Case, Op, Writer
@@ -18,15 +19,19 @@ BEHAVIOURS = (
 )  # fmt: skip
 
 
-def draw(seed: int) -> Case:
-    """The case of a seed; the same each time. Plain PyTorch can train it."""
+def draw(seed: int, device: str = "cpu") -> Case:
+    """The case of a seed; the same each time. Plain PyTorch can train it on a CPU.
+
+    Args:
+        device: where the case is trained; ``cpu`` or ``cuda``.
+    """
     rng = Random(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(1000):
             case = _drawn(rng, seed)
             if case is not None and not plainly(case)[2]:
-                return case
+                return replace(case, device=device)
     raise AssertionError(f"no model in 1000 attempts from seed {seed}")
 
 

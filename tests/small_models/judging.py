@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monet_like import ScheduleWrapper
-from monet_like.capture.captured import Captured
+from monet_like.capture.captured import Captured, TensorMeta
 from monet_like.capture.example_inputs import input_spec
 from monet_like.capture.precision import autocast_as, weights_layout
 from monet_like.compiler.costs import measured_costs
@@ -31,13 +31,12 @@ from monet_like.plan.baseline import plain_report
 from monet_like.plan.local_search.searcher import find_start, smallest_known
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
-from monet_like.profile.measure import allocated_peak
+from monet_like.profile.measure import allocated_peak, have_workspaces
 from monet_like.profile.roofline import roofline
 from monet_like.replay.verify import resident_bytes
 
 from .cases import Case
 
-CPU = torch.device("cpu")
 STEPS = 3
 #: Of the local search, for each plan.
 EVALUATIONS = 150
@@ -46,6 +45,8 @@ ROUNDING = {"float32": 2e-3, "float64": 1e-8}
 
 #: Workspaces of operators that were measured for any case of this process.
 _measured: dict[str, Cost] = {}
+#: How often plain PyTorch has to repeat itself: on a GPU, sums in no fixed order are now and then the same by chance.
+REPEATS = {"cpu": 1, "cuda": 4}
 
 Change = Callable[[nn.Module], nn.Module]
 
@@ -136,10 +137,10 @@ def plainly(case: Case) -> tuple[dict[str, Any], Exception | None, str]:
 
 def _unless_plain_differs(case: Case, plain: dict[str, Any], verdict: Verdict) -> Verdict:
     """The verdict, if plain PyTorch repeats itself to the bit and its batch norm is right."""
-    again = train(case, case.model())
-    exact = difference(case, plain, again, rounding=0.0)
-    if exact:
-        return Verdict("invalid", f"plain PyTorch differs from itself: {exact}")
+    for _ in range(REPEATS[case.device]):
+        exact = difference(case, plain, train(case, case.model()), rounding=0.0)
+        if exact:
+            return Verdict("invalid", f"plain PyTorch differs from itself: {exact}")
     with _BatchNormInOneLayout():
         again = train(case, case.model())
     wrong = difference(case, plain, again, rounding=ROUNDING[case.dtype] / 100)
@@ -185,7 +186,7 @@ def planned(case: Case) -> tuple[ScheduleRecord, Captured]:
     report = simulate(captured.program, schedule, costs)
     record = ScheduleRecord(
         schedule, "small model", tuple(input_spec(t) for t in _tensors(example)), case.mode, report.peak_bytes,
-        captured.program.fingerprint, "cpu", {}, report.peak_bytes, report.seconds, plain_bytes, 0.0, "heuristic", "feasible",
+        captured.program.fingerprint, case.device, {}, report.peak_bytes, report.seconds, plain_bytes, 0.0, "heuristic", "feasible",
         autocast=case.autocast, layout=weights_layout(model), made_last=captured.made_last,
     )  # fmt: skip
     return record, captured
@@ -197,9 +198,9 @@ def wrap(case: Case, record: ScheduleRecord, captured: Captured) -> ScheduleWrap
 
 
 def costs_of(request: Request, captured: Captured) -> dict[str, Cost]:
-    """Seconds by a CPU's rates, so that plans are the same each time, and measured workspaces."""
-    _measured.update(measured_costs(request, captured, CPU, known=_measured, timed=False)[0])
-    seconds = roofline(captured, DEVICES["cpu"])
+    """Seconds by a datasheet's rates, so that plans are the same each time, and measured workspaces."""
+    _measured.update(measured_costs(request, captured, captured.device, known=_measured, timed=False)[0])
+    seconds = roofline(captured, DEVICES["cpu" if captured.device.type == "cpu" else "h100"])
     return {key: Cost(cost.seconds, _measured[key].workspace_bytes) for key, cost in seconds.items()}
 
 
@@ -227,15 +228,16 @@ def plan_of(case: Case, captured: Captured, costs: dict[str, Cost]) -> tuple[Sch
 def peak_of(case: Case, model: nn.Module) -> int:
     """Bytes that one step takes at most, with what exists before it and without the loss and its gradient."""
     model.zero_grad(set_to_none=True)
-    example = case.inputs(0)
-    loss_bytes = 2 * torch.zeros(()).nbytes
+    example, device = case.inputs(0), torch.device(case.device)
+    have_workspaces(device)
+    loss_bytes = 2 * TensorMeta.of(torch.zeros((), device=device)).storage_bytes
 
     def step() -> None:
         with _autocast(case):
             result = _call(model, example)
         _Loss.apply(*{id(t): t for t in _results(result) if t.requires_grad}.values()).backward()
 
-    return resident_bytes(model, example) + allocated_peak(step, CPU) - loss_bytes
+    return resident_bytes(model, example) + allocated_peak(step, device) - loss_bytes
 
 
 class _Loss(torch.autograd.Function):
@@ -243,12 +245,15 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *results: torch.Tensor) -> torch.Tensor:
-        ctx.like = [(t.shape, t.stride(), t.dtype) for t in results]
-        return torch.zeros(())
+        ctx.like = [(t.shape, t.stride(), t.dtype, t.device) for t in results]
+        return torch.zeros((), device=results[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return tuple(torch.empty_strided(size, stride, dtype=dtype).zero_() for size, stride, dtype in ctx.like)
+        return tuple(
+            torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+            for size, stride, dtype, device in ctx.like
+        )
 
 
 # Training
@@ -275,7 +280,7 @@ def train(case: Case, model: nn.Module) -> dict[str, Any]:
             left[f"step {step}: parameter {name}"] = _copied(parameter)
         for name, buffer in model.named_buffers():
             left[f"step {step}: buffer {name}"] = _copied(buffer)
-        left[f"step {step}: generator"] = torch.get_rng_state()
+        left[f"step {step}: generator"] = _generator_state(case)
         if case.behaviour == "deepcopy" and step == 0:
             model = copy.deepcopy(model)
             optimizer = _optimizer(model)
@@ -285,6 +290,10 @@ def train(case: Case, model: nn.Module) -> dict[str, Any]:
                 _note_outputs(left, f"step {step}: evaluated", _call(model, case.inputs(step + 50)))
             model.train()
     return left
+
+
+def _generator_state(case: Case) -> torch.Tensor:
+    return torch.get_rng_state() if case.device == "cpu" else torch.cuda.get_rng_state(case.device)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -394,7 +403,7 @@ def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def _autocast(case: Case) -> Iterator[None]:
-    with autocast_as(case.autocast, CPU):
+    with autocast_as(case.autocast, torch.device(case.device)):
         yield
 
 
