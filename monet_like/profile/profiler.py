@@ -42,12 +42,6 @@ PASSES = 3
 #: cores, each in one run; with limits of 1 and 3 ms 5 %.)
 _SHORT = 3e-4
 
-#: What these operators read are probabilities or rates. A GPU that is given other numbers fails for the whole process.
-_OF_PROBABILITIES = (
-    "aten.bernoulli", "aten.binary_cross_entropy.", "aten.binomial.", "aten.multinomial.", "aten.poisson.", "aten._sample_dirichlet.",
-    "aten._standard_gamma.",
-)  # fmt: skip
-
 
 def measure(
     tasks: Mapping[str, Task], maker: Inputs, *, timed: bool = True, progress: Progress | None = None
@@ -148,7 +142,7 @@ def _unless_refused(task: Task, what: Callable[[], _Found]) -> _Found | None:
 class _Trial:
     """A task, compiled and run once for its workspace, to be timed.
 
-    Random inputs are normal; uniform in 0 to 1 for `_OF_PROBABILITIES`, and where an operator refuses normal ones.
+    Random inputs are as of `Inputs.of`; where an operator refuses these, uniform in 0 to 1.
 
     Attributes:
         task: what it is of.
@@ -159,8 +153,6 @@ class _Trial:
     """
 
     def __init__(self, task: Task, maker: Inputs) -> None:
-        if any(call.op.startswith(_OF_PROBABILITIES) for call in task.calls):
-            maker = maker.as_uniform
         self.task, self._maker, self._is_short = task, maker, False
         if task.word == ALGORITHMS and not all(runs_here(call.op, maker.device.type) for call in task.calls):
             raise ProfileError(f"{task.name} does not run here")  # what would be measured is PyTorch's own

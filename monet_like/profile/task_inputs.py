@@ -15,6 +15,12 @@ from ..ops.sync_batch_norm import COMMUNICATING
 from ..runtime.codegen import Block, compile_block
 from .cache_state import CacheState, reuse_bytes
 
+#: What these operators read are probabilities or rates. A GPU that is given other numbers fails for the whole process.
+_OF_PROBABILITIES = (
+    "aten.bernoulli", "aten.binary_cross_entropy.", "aten.binomial.", "aten.multinomial.", "aten.poisson.", "aten._sample_dirichlet.",
+    "aten._standard_gamma.",
+)  # fmt: skip
+
 
 class Inputs:
     """Input tensors for the tasks of a program, made once and shared by tasks whose inputs are alike."""
@@ -42,7 +48,13 @@ class Inputs:
         return CacheState(self.device)
 
     def of(self, task: Task, *, twin: bool = False) -> dict[int, Any]:
-        """The inputs of a task, by value: a tensor for each; with ``twin`` a second set."""
+        """The inputs of a task, by value: a tensor for each; with ``twin`` a second set.
+
+        Floating ones are normal; for `_OF_PROBABILITIES` uniform in 0 to 1.
+        """
+        if not self.uniform and any(call.op.startswith(_OF_PROBABILITIES) for call in task.calls):
+            self.as_uniform.captured = self.captured
+            return self.as_uniform.of(task, twin=twin)
         found, alike = dict[int, Any](), Counter[TensorMeta]()
         for value in task.reads:
             found[value] = self.make(value, alike[self.captured.metas[value]] + twin * len(task.reads))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from block_models import EXACT, Decoder, Layer, loss_of, plan_briefly
 from later import Later
-from quantised_nets import Make, adapted, by_torchao, eight_bit, four_bit
+from quantised_nets import Make, adapted, by_torchao, four_bit
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 import monet_like
 from monet_like.auto.block_wrapper import blocks_of
 from monet_like.capture.precision import autocast_as
-from monet_like.errors import MonetError
+from monet_like.profile.cublas import measured_bytes
 from monet_like.profile.measure import allocated_peak, have_workspaces
-from monet_like.replay.verify import resident_bytes
+from monet_like.replay.verify import resident_bytes, step_peak
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -66,9 +66,11 @@ def assert_trained_alike(plain: nn.Module, mine: nn.Module, x: torch.Tensor, aut
         results = [step(model, x, seed, autocast) for model in (plain, mine)]
         grads = [gradients_of(model) for model in (plain, mine)]
         assert len(grads[0]) == len(grads[1]) > 0
-        for expected, found in zip([results[0], *grads[0]], [results[1], *grads[1]], strict=True):
-            off = float((expected.double() - found.double()).norm() / expected.double().norm().clamp_min(1e-30))
-            assert off <= rounding
+        pairs = list(zip([results[0], *grads[0]], [results[1], *grads[1]], strict=True))
+        largest = max(float(grad.double().norm()) for grad in grads[0])
+        for expected, found in pairs:  # of a bias before a norm nothing but rounding is left
+            size = max(float(expected.double().norm()), 1e-2 * largest)
+            assert float((expected.double() - found.double()).norm()) <= rounding * size
 
 
 def measured_peak(model: nn.Module, x: torch.Tensor, autocast: str = "") -> int:
@@ -113,8 +115,7 @@ def test_random_masks_are_drawn_again(blocks: str | None, block: Callable[[int],
     assert_trained_alike(plain, mine, x, autocast)
     if blocks:
         plan = monet_like.block_plan(mine)
-        cublas = max(record.cublas_bytes for record in records)
-        assert measured_peak(mine, x, autocast) == pytest.approx(plan.peak_bytes - cublas, rel=0.01)
+        assert measured_peak(mine, x, autocast) == pytest.approx(plan.peak_bytes - measured_bytes(CUDA), rel=0.01)
 
 
 QUANTISED: dict[str, tuple[Make, torch.dtype]] = {
@@ -132,15 +133,6 @@ def test_quantised_weights(name: str) -> None:
     x = torch.randn(2048, 32, 64, dtype=dtype, device=CUDA)
     mine = monet_like.auto_schedule(nets[1], (x,), memory_budget="97%", **OPTIONS)
     assert_trained_alike(nets[0], mine, x)
-
-
-def test_int8_layers() -> None:
-    """On a GPU bitsandbytes multiplies them in 8 bits, in an object that no schedule follows."""
-    pytest.importorskip("bitsandbytes")
-    net = adapted(eight_bit(), torch.float16).to(CUDA)
-    x = torch.randn(2048, 32, 64, dtype=torch.float16, device=CUDA)
-    with pytest.raises(MonetError, match="Linear8bitLt"):
-        monet_like.auto_schedule(net, (x,), memory_budget="80%", **OPTIONS)
 
 
 @pytest.fixture
@@ -227,4 +219,7 @@ def test_volumes(autocast: str, layout: torch.memory_format) -> None:
         mine = monet_like.auto_schedule(copy.deepcopy(plain), (x,), memory_budget="90%", **OPTIONS)
     assert mine.record.schedule.rerun_count
     assert_trained_alike(plain, mine, x, autocast)
-    assert measured_peak(mine, x, autocast) == pytest.approx(mine.record.peak_bytes - mine.record.extra_bytes, rel=0.01)
+    with autocast_as(autocast, CUDA):
+        assert step_peak(mine, ((x,), {}), CUDA) == pytest.approx(
+            mine.record.peak_bytes - mine.record.extra_bytes, rel=0.01
+        )

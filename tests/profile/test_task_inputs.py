@@ -1,0 +1,40 @@
+"""What operators are given while they are profiled: nothing that a GPU's assertions refuse."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from monet_like.capture.lowering import capture
+from monet_like.profile.task_inputs import Inputs
+
+CPU = torch.device("cpu")
+
+
+class Drawing(nn.Module):
+    """Draws by probabilities and rates, and looks words up by what was a floating number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(7, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        drawn = torch.bernoulli(x.detach().sigmoid()) + torch.poisson(x.detach().abs())
+        loss = nn.functional.binary_cross_entropy(x.sigmoid(), x.detach().clamp(0, 1))
+        return self.words((6 * x.detach().sigmoid()).long()).sum(-1) + drawn * x + loss
+
+
+def test_probabilities_and_indices_lie_where_operators_want_them() -> None:
+    captured = capture(Drawing(), (torch.randn(64, 4),))
+    maker, seen = Inputs(captured, CPU), set()
+    for task in captured.every_task():
+        names = {call.op.split(".")[1] for call in task.calls}
+        inputs = [t for t in maker.of(task).values() if isinstance(t, torch.Tensor)]
+        if names & {"bernoulli", "poisson", "binary_cross_entropy"}:
+            seen |= names
+            assert all(float(t.min()) >= 0 and float(t.max()) <= 1 for t in inputs if t.is_floating_point())
+        if names & {"embedding", "embedding_dense_backward"}:
+            seen |= names
+            assert all(int(t.min()) >= 0 and int(t.max()) < 7 for t in inputs if t.dtype == torch.int64)
+    assert seen >= {"bernoulli", "poisson", "binary_cross_entropy", "embedding", "embedding_dense_backward"}
