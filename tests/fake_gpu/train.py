@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torchvision
-from brief import be_brief
+from block_models import plan_briefly
 from torch import nn
 
 import monet_like
@@ -37,7 +37,7 @@ from monet_like.profile.measure import UNSPLIT_BYTES, seconds_of, unsplit_bytes
 from monet_like.replay.verify import resident_bytes, step_peak, unsaved_loss
 from monet_like.report.live import live_step
 
-be_brief()
+plan_briefly()
 
 Made = tuple[nn.Module, tuple[Any, ...]]
 CUDA = torch.device("cuda", 0)
@@ -154,9 +154,7 @@ def planned(name: str, device: torch.device = CUDA, **options: Any) -> tuple[Any
     model, args = made()
     model, args = model.to(device), tuple(arg.to(device) for arg in args)
     with casting(dtype):
-        wrapped = monet_like.auto_schedule(
-            model, args, **{"memory_budget": "80%", "time_limit_seconds": 2.0, **options}
-        )
+        wrapped = monet_like.auto_schedule(model, args, **{"memory_budget": "80%", "effort": "quick", **options})
     running = InAutocast(wrapped, dtype)
     return wrapped, args, running
 
@@ -278,7 +276,8 @@ def large_blocks() -> int:
 
 def reserve(name: str) -> dict[str, Any]:
     """What is reserved before the first step is all that the steps take."""
-    wrapped, args, running = planned(name)
+    # Every operator measured, and an integer program, as by default; the other plans are made in seconds.
+    wrapped, args, running = planned(name, effort="full", time_limit_seconds=1.0)
     step_peak(running, (args, {}), CUDA)  # cuBLAS has its workspaces, as after the steps of another model
     running.zero_grad(set_to_none=True)
     wanted = monet_like.reserve(wrapped.record)
@@ -393,7 +392,7 @@ def placed_loss(name: str) -> dict[str, Any]:
 
 def moved(name: str) -> dict[str, Any]:
     """A model that makes a tensor where it is, from the second GPU to the first."""
-    wrapped = monet_like.auto_schedule(Ramp().to("cuda:1"), (2.0,), memory_budget="100%", time_limit_seconds=2.0)
+    wrapped = monet_like.auto_schedule(Ramp().to("cuda:1"), (2.0,), memory_budget="100%", effort="quick")
     wrapped(2.0).sum().backward()
     wrapped.to(CUDA).zero_grad()
     result = wrapped(2.0)
