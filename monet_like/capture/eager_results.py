@@ -62,7 +62,7 @@ def eager_result(lowering: Values, node: fx.Node, args: Sequence[Any], kwargs: M
         result = torch.empty_like(args[0])
     elif op is _ATEN.roll.default and on_cpu:
         result = rolled(*args, **kwargs)
-    else:
+    elif (result := lowering.traced_result(node)) is None:
         result = op(*args, **kwargs)
     if isinstance(result, torch.Tensor) and result.device.type == "cpu":
         result = elementwise_result(op, args, result)

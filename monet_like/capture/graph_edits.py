@@ -14,6 +14,21 @@ from ..errors import CaptureError
 from .annotations import called_in_place
 from .constants import foreign_memory
 
+#: In the meta of nodes that read others than in the trace.
+_EDITED = "monet_like_edited"
+
+
+def replace_uses(node: fx.Node, other: fx.Node) -> None:
+    """Have the users of ``node`` read ``other``, and note that what they make may differ from the trace."""
+    for user in node.users:
+        user.meta[_EDITED] = True
+    node.replace_all_uses_with(other)
+
+
+def reads_others(node: fx.Node) -> bool:
+    """Whether a node reads others than in the trace."""
+    return _EDITED in node.meta
+
 
 def restore_literals(module: fx.GraphModule) -> None:
     """Restore literal numbers where tracing made tensors of them, which are attributes that the graph copies.
@@ -53,7 +68,7 @@ def _without_copies(node: fx.Node, constant: torch.Tensor) -> None:
         if reaches_output(copied):
             copied.target = torch.ops.aten.clone.default
         else:
-            copied.replace_all_uses_with(node)
+            replace_uses(copied, node)
             node.graph.erase_node(copied)
 
 

@@ -12,6 +12,7 @@ from ..errors import CaptureError
 from .captured import TensorMeta
 from .constants import constant_name
 from .flat_module import HELD
+from .graph_edits import replace_uses
 from .values import NodeResult, Values, args_of, storage_of
 
 
@@ -79,7 +80,7 @@ def _without_tangent(node: fx.Node) -> bool:
         return False
     for user in list(node.users):
         (other,) = (arg for arg in args_of(user) if arg is not node)
-        user.replace_all_uses_with(cast(fx.Node, other))
+        replace_uses(user, cast(fx.Node, other))
         user.graph.erase_node(user)
     return True
 

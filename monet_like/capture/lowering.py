@@ -113,7 +113,8 @@ def capture(
         if target is not None:
             move_graph(graph, mode, target)
         with convolutions(target or torch.device("cpu")):
-            return _without_dropit(Lowering(flat, graph, made_last, optimizer_in_backward).lower(mode), model)
+            lowering = Lowering(flat, graph, made_last, optimizer_in_backward, moved=target is not None)
+            return _without_dropit(lowering.lower(mode), model)
 
 
 def _traced(
@@ -155,12 +156,19 @@ class Lowering(Values):
 
     Args:
         made_last, optimizer_in_backward: as of `capture`.
+        moved: the graph was traced on another device than it is lowered for.
     """
 
     def __init__(
-        self, flat: FlatModule, graph: fx.Graph, made_last: Collection[str] | None, optimizer_in_backward: bool
+        self,
+        flat: FlatModule,
+        graph: fx.Graph,
+        made_last: Collection[str] | None,
+        optimizer_in_backward: bool,
+        *,
+        moved: bool,
     ) -> None:
-        super().__init__(flat, graph)
+        super().__init__(flat, graph, moved=moved)
         self.made_last, self.optimizer_in_backward = made_last, optimizer_in_backward
 
     def lower(self, mode: FakeTensorMode) -> Captured:
@@ -251,7 +259,7 @@ class Lowering(Values):
             lower_dropout_backward(self, node)
             return
         args, kwargs = map_nodes((args_of(node), node.kwargs), lambda n: self.nodes[n].result)
-        if node.target is torch.ops.aten.view.default and not can_view(*args):
+        if node.target is torch.ops.aten.view.default and not (self.reads_as_traced(node) or can_view(*args)):
             # Dropout's result has its input's layout here; the trace took it to be contiguous. Eager mode's reshape copies.
             node.target = torch.ops.aten.reshape.default
         result = eager_result(self, node, args, kwargs)

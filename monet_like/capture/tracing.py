@@ -19,6 +19,7 @@ from torch import fx
 from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.traceback import preserve_node_meta
 
 from ..errors import CaptureError
@@ -122,6 +123,7 @@ def _export(
         stack.enter_context(_unvalidated())
         stack.enter_context(fakes_of_pytorchs.ctc_loss_by_steps())
         stack.enter_context(flat.autocast.outside_forward())
+        stack.enter_context(_use_lazy_graph_module(True))  # writes no Python code of graphs, which nobody runs
         with keeping_generators(f"a hook or a custom function of {type(flat.model).__name__}, in the backward,"):
             joint = _recorded(stack, flat, fakes)
         restore_literals(joint.graph_module)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from ..ir.program import Call, Ref, Task, Value
 from .annotations import Mark, eager_layouts
 from .captured import Tensor, TensorMeta, make_task
 from .flat_module import FlatModule
-from .graph_edits import reaches_output
+from .graph_edits import reaches_output, reads_others
 from .quantised import int8_weights
 
 _SKIPPED_VIEWS = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
@@ -42,8 +43,10 @@ class NodeResult:
 class Values:
     """Values, and the tasks that make them, as far as the graph has been lowered."""
 
-    def __init__(self, flat: FlatModule, graph: fx.Graph) -> None:
+    def __init__(self, flat: FlatModule, graph: fx.Graph, *, moved: bool = False) -> None:
         self.flat, self.graph = flat, graph
+        self.moved = moved  # the graph was traced on another device: results are not the traced ones
+        self._as_traced: dict[fx.Node, bool] = {}
         self.values: list[Value] = []
         self.metas: list[TensorMeta] = []
         self.storages: dict[int, int] = {}  # identity of a storage -> its value
@@ -114,6 +117,34 @@ class Values:
         """The fake tensor that a node makes."""
         result: torch.Tensor = self.nodes[node].result
         return result
+
+    def reads_as_traced(self, node: fx.Node) -> bool:
+        """Whether all tensors that a node reads are laid out as they were in the trace."""
+        return not self.moved and not reads_others(node) and all(map(self._is_as_traced, node.all_input_nodes))
+
+    def _is_as_traced(self, node: fx.Node) -> bool:
+        if (known := self._as_traced.get(node)) is None:
+            pairs = zip_longest(_leaves(self.nodes[node].result), _leaves(node.meta.get("val")))
+            known = self._as_traced[node] = all(is_alike(now, traced) for now, traced in pairs)
+        return known
+
+    def traced_result(self, node: fx.Node) -> Any:
+        """The result of a node in the trace, where calling its operator anew would make the same; else None.
+
+        Results have the layouts of eager mode (`eager_results`), so some inputs differ from those in the trace. Where none does,
+        an operator that makes new storages has the traced result. A view has it only if it lies in a storage that is known.
+        """
+        if not self.reads_as_traced(node):
+            return None
+        result = node.meta.get("val")
+        storages = {storage_of(tensor) for tensor in tensors_in(result)}
+        if not storages:
+            return None
+        if cast(Any, node.target).is_view:
+            return result if storages <= self.storages.keys() else None
+        # An operator may return what it reads, which is known here by another storage than in the trace.
+        read = {storage_of(tensor) for parent in node.all_input_nodes for tensor in tensors_in(parent.meta.get("val"))}
+        return None if storages & read or storages & self.storages.keys() else result
 
     def is_buffer_node(self, arg: Any) -> bool:
         """Whether an argument is a node whose result is a buffer itself, not a view of one."""
@@ -272,6 +303,25 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_alike(now: Any, traced: Any) -> bool:
+    """Whether a tensor has the dtype, device, shape and memory layout of another one, real or fake."""
+    if now is traced or not isinstance(now, torch.Tensor) or not isinstance(traced, torch.Tensor):
+        return now is traced
+    return (
+        now.shape == traced.shape
+        and now.stride() == traced.stride()
+        and now.dtype == traced.dtype
+        and now.device == traced.device
+        and TensorMeta.of(now) == TensorMeta.of(traced)
+    )
+
+
+def _leaves(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, tuple | list) else (result,)
+
+
 def tensors_in(result: Any) -> list[torch.Tensor]:
     """The tensors among a node's results."""
+    if isinstance(result, torch.Tensor):
+        return [result]
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,67 @@
+"""Results of operators are taken from the trace where calling them anew would make the same."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import fx, nn
+from zoo import MODELS
+
+from monet_like.capture.captured import Captured
+from monet_like.capture.lowering import capture
+from monet_like.capture.values import Values
+
+
+class _Layouts(nn.Module):
+    """Dropout, whose result has its input's layout here and not in the trace, before an operator that keeps layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.dropout(self.first(x).transpose(1, 2), 0.3)
+        return self.second(y.cumsum(1).reshape(y.shape[0], -1, 8)).tanh()
+
+
+def _parts(captured: Captured) -> tuple[Any, ...]:
+    return (
+        captured.program,
+        captured.metas,
+        captured.as_called,
+        captured.outputs,
+        captured.parameter_gradients,
+        captured.layers,
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layouts",
+        "two_in_two_out",
+        "tied",
+        "decoder",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mobilenet_v2", "swin", "gpt2", "deeplab")),
+    ],
+)
+def test_programs_are_those_of_operators_that_are_called_anew(name: str) -> None:
+    layouts = (_Layouts().train(), (torch.randn(2, 5, 6),), {})
+    model, args, kwargs = layouts if name == "layouts" else MODELS[name]()
+    taken: list[fx.Node] = []
+    own = Values.traced_result
+
+    def noted(self: Values, node: fx.Node) -> Any:
+        if (result := own(self, node)) is not None:
+            taken.append(node)
+        return result
+
+    with mock.patch.object(Values, "traced_result", noted):
+        captured = capture(model, args, kwargs)
+    with mock.patch.object(Values, "traced_result", return_value=None):
+        anew = capture(model, args, kwargs)
+    assert _parts(captured) == _parts(anew)
+    assert len(taken) > len(captured.program.tasks) / 2
