@@ -86,9 +86,8 @@ class Inputs:
         key = (meta, alike, value)
         if key not in self.cache:
             task = program.tasks[made[0]]
-            if meta.dtype != torch.bool and _converts_floats(
-                task, self.captured.metas
-            ):  # as an index, one of random numbers could lie outside
+            # Of random numbers an index could lie outside.
+            if meta.dtype != torch.bool and _converts_floats(task, self.captured.metas):
                 return self._random(meta, alike)
             run = compile_block(Block(task.reads, (task,), (), (value,)), task.name, COMMUNICATING)
             self.cache[key] = run([self.make(v) for v in task.reads])[1][0]
