@@ -41,6 +41,7 @@ def _set_up() -> None:
 
 def _judged(seeds: Iterable[int], device: str) -> list[tuple[Case, Verdict]]:
     from small_models import Verdict, draw, judge
+    from small_models.judging import told
 
     _set_up()
     found = []
@@ -49,7 +50,7 @@ def _judged(seeds: Iterable[int], device: str) -> list[tuple[Case, Verdict]]:
         try:
             verdict = judge(case)
         except Exception as error:  # what an assertion on a GPU leaves behind fails until the process ends
-            verdict = Verdict("crashed", f"judging: {type(error).__name__}: {str(error).splitlines()[0]}")
+            verdict = Verdict("crashed", f"judging: {told(error)}")
         found.append((case, verdict))
     return found
 

@@ -76,9 +76,11 @@ def device_of(module: nn.Module, example: Example | None = None) -> torch.device
     Args:
         example: the inputs, where they are known.
     """
+    own = next(chain(module.parameters(), module.buffers()), None)
+    if own is not None:
+        return own.device
     inputs = (leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor))
-    tensors = chain(module.parameters(), module.buffers(), inputs)
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    return next((tensor.device for tensor in inputs), torch.device("cpu"))
 
 
 def example_of(inputs: Sequence[InputSpec], device: torch.device) -> Example:

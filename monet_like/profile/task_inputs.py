@@ -13,6 +13,7 @@ from ..capture.captured import Captured, TensorMeta
 from ..ir.program import Task
 from ..ops.sync_batch_norm import COMMUNICATING
 from ..runtime.codegen import Block, compile_block
+from ..runtime.operators import get_rng_state
 from .cache_state import CacheState, reuse_bytes
 
 #: What these operators read are probabilities or rates. A GPU that is given other numbers fails for the whole process.
@@ -80,7 +81,7 @@ class Inputs:
         program = self.captured.program
         made = program.producers[value]
         if program.values[value].spec == "state":
-            return torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
+            return get_rng_state(str(self.device))
         if meta.dtype.is_floating_point or meta.dtype.is_complex or not made:
             return self._random(meta, alike)
         key = (meta, alike, value)

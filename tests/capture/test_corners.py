@@ -18,10 +18,12 @@ import torch.utils._pytree as pytree
 from nets import Net, linear, rows
 from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from training import run, twin
 
 from monet_like import ScheduleWrapper, auto_schedule
+from monet_like.capture.example_inputs import device_of
 from monet_like.capture.lowering import capture
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request
@@ -658,3 +660,12 @@ def test_a_layer_that_launches_a_triton_kernel_is_refused_with_what_to_do() -> N
 
 def _nothing(x: Any) -> None:
     """A Triton kernel that does nothing."""
+
+
+def test_a_model_without_parameters_is_where_its_inputs_are() -> None:
+    """A buffer counts before the inputs; so autocast of the device is seen that the model runs on."""
+    with FakeTensorMode():
+        x = torch.empty(2, device="cuda")
+    assert device_of(nn.ReLU(), ((), {"x": [x]})).type == "cuda"
+    assert device_of(nn.ReLU()).type == device_of(nn.Linear(2, 2), ((x,), {})).type == "cpu"
+    assert device_of(nn.BatchNorm1d(2, affine=False), ((x,), {})).type == "cpu"

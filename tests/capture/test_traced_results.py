@@ -16,15 +16,16 @@ from monet_like.capture.values import Values
 
 
 class _Layouts(nn.Module):
-    """Dropout, whose result has its input's layout here and not in the trace, before an operator that keeps layouts."""
+    """A roll, whose result has its input's layout here and not in the trace, and so has what is made of it; and a perceptron."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.mixed, self.first, self.second = nn.Conv2d(6, 4, 1), nn.Linear(3, 8), nn.Linear(8, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = nn.functional.dropout(self.first(x).transpose(1, 2), 0.3)
-        return self.second(y.cumsum(1).reshape(y.shape[0], -1, 8)).tanh()
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.roll(1, 2)
+        others = self.second(self.first(x.mean((2, 3))).tanh()).sigmoid()
+        return self.mixed(torch.cat([y, y.flip(1)], 1)), others
 
 
 def _parts(captured: Captured) -> tuple[Any, ...]:
@@ -49,7 +50,7 @@ def _parts(captured: Captured) -> tuple[Any, ...]:
     ],
 )
 def test_programs_are_those_of_operators_that_are_called_anew(name: str) -> None:
-    layouts = (_Layouts().train(), (torch.randn(2, 5, 6),), {})
+    layouts = (_Layouts().train(), (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),), {})
     model, args, kwargs = layouts if name == "layouts" else MODELS[name]()
     taken: list[fx.Node] = []
     own = Values.traced_result

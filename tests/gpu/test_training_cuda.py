@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from block_models import EXACT, Decoder, Layer, loss_of, plan_briefly
+from block_models import EXACT, Decoder, Layer, loss_of, measured_peak, plan_briefly, train
 from later import Later
 from quantised_nets import Make, adapted, by_torchao, four_bit
 from torch import nn
@@ -25,8 +25,7 @@ import monet_like
 from monet_like.auto.block_wrapper import blocks_of
 from monet_like.capture.precision import autocast_as
 from monet_like.profile.cublas import measured_bytes
-from monet_like.profile.measure import allocated_peak, have_workspaces
-from monet_like.replay.verify import resident_bytes, step_peak
+from monet_like.replay.verify import step_peak
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -44,15 +43,6 @@ def _briefly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def step(model: nn.Module, x: torch.Tensor, seed: int, autocast: str = "") -> torch.Tensor:
-    """Forward and backward from a seed; the result is held until the backward has ended."""
-    torch.manual_seed(seed)
-    with autocast_as(autocast, CUDA):
-        result = model(x)
-    loss_of(result).backward()
-    return result.detach()
-
-
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     found = (p.grad for p in model.parameters() if p.requires_grad)
     return [getattr(grad, "to_local", lambda grad=grad: grad)() for grad in found if grad is not None]
@@ -63,7 +53,7 @@ def assert_trained_alike(plain: nn.Module, mine: nn.Module, x: torch.Tensor, aut
     for seed in range(3):
         for model in (plain, mine):
             model.zero_grad()
-        results = [step(model, x, seed, autocast) for model in (plain, mine)]
+        results = [train(model, x, seed, autocast) for model in (plain, mine)]
         grads = [gradients_of(model) for model in (plain, mine)]
         assert len(grads[0]) == len(grads[1]) > 0
         pairs = list(zip([results[0], *grads[0]], [results[1], *grads[1]], strict=True))
@@ -71,12 +61,6 @@ def assert_trained_alike(plain: nn.Module, mine: nn.Module, x: torch.Tensor, aut
         for expected, found in pairs:  # of a bias before a norm nothing but rounding is left
             size = max(float(expected.double().norm()), 1e-2 * largest)
             assert float((expected.double() - found.double()).norm()) <= rounding * size
-
-
-def measured_peak(model: nn.Module, x: torch.Tensor, autocast: str = "") -> int:
-    model.zero_grad()
-    have_workspaces(CUDA)
-    return resident_bytes(model, ((x,), {})) + allocated_peak(lambda: step(model, x, 1, autocast), CUDA)
 
 
 class Attending(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from brief import be_brief
 from torch import nn
 
 from monet_like.auto import block_bounds, block_menus
+from monet_like.capture.precision import autocast_as
 from monet_like.compiler import quick
-from monet_like.profile.measure import allocated_peak
+from monet_like.profile.measure import allocated_peak, have_workspaces
 from monet_like.replay.verify import resident_bytes
 
 CPU = torch.device("cpu")
@@ -82,19 +84,25 @@ def loss_of(result: torch.Tensor) -> torch.Tensor:
     return result.float().square().mean()
 
 
-def train(model: nn.Module, x: torch.Tensor, seed: int = 1) -> torch.Tensor:
-    """One step; the result is held until the backward has ended, as a training loop does."""
+def train(model: nn.Module, x: torch.Tensor, seed: int = 1, autocast: str = "") -> torch.Tensor:
+    """One step; the result is held until the backward has ended, as a training loop does.
+
+    Args:
+        autocast: the dtype of the forward's; "": as it is where this is called.
+    """
     torch.manual_seed(seed)
-    result = model(x)
+    with autocast_as(autocast, x.device) if autocast else nullcontext():
+        result = model(x)
     loss_of(result).backward()
     return result
 
 
-def measured_peak(model: nn.Module, x: torch.Tensor) -> int:
+def measured_peak(model: nn.Module, x: torch.Tensor, autocast: str = "") -> int:
     """Bytes that a step needs at most, by the allocator's events; the step before it has captured everything."""
-    train(model, x)
+    train(model, x, autocast=autocast)
     model.zero_grad()
-    return resident_bytes(model, ((x,), {})) + allocated_peak(lambda: train(model, x), CPU)
+    have_workspaces(x.device)
+    return resident_bytes(model, ((x,), {})) + allocated_peak(lambda: train(model, x, autocast=autocast), x.device)
 
 
 def assert_same_step(plain: nn.Module, mine: nn.Module, x: torch.Tensor, seed: int = 1) -> None:

@@ -202,3 +202,17 @@ def test_products_of_groups_are_counted() -> None:
     captured = capture(Experts(), (torch.rand(10, 16, requires_grad=True), torch.randint(0, 3, (10,))))
     counted = [count for task in captured.every_task() if (count := flops(captured, task))]
     assert counted == [2 * 10 * 16 * 24] * 3
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_grus_cell_on_a_gpu(has_bias: bool) -> None:
+    """Shapes as in PyTorch's ``RNN.cu``; `benchmarks.small_models` compares whole steps on a GPU."""
+    register()
+    with FakeTensorMode():
+        gates, state = (torch.empty(4, extent, device="cuda") for extent in (18, 6))
+        biases = [torch.empty(18, device="cuda")] * 2 if has_bias else [None] * 2
+        new, workspace = aten._thnn_fused_gru_cell(gates, gates, state, *biases)
+        found = aten._thnn_fused_gru_cell_backward(new, workspace, has_bias)
+    assert new.shape == (4, 6) and workspace.shape == (4, 30)
+    shapes = [None if one is None else tuple(one.shape) for one in found]
+    assert shapes == [(4, 18), (4, 18), (4, 6), *([(18,)] * 2 if has_bias else [None] * 2)]

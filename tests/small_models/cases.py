@@ -20,22 +20,9 @@ from .grammar import KINDS, Arguments, Text, UnfitError, Value
 #: More elements than this has no value of a small model.
 MOST_ELEMENTS = 6000
 #: Functions of torch that make a tensor on the CPU unless they are told where.
-MAKERS = frozenset(
-    (
-        "arange",
-        "as_tensor",
-        "empty",
-        "eye",
-        "linspace",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-        "tensor",
-        "zeros",
-    )
-)
+MAKERS = frozenset((
+    "arange", "as_tensor", "empty", "eye", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import allocated_peak, have_workspaces
 from monet_like.profile.roofline import roofline
-from monet_like.replay.verify import resident_bytes
+from monet_like.replay.verify import resident_bytes, unsaved_loss
+from monet_like.runtime.operators import get_rng_state
 
 from .cases import Case
 
@@ -108,9 +109,9 @@ def _judged(case: Case, change: Change | None) -> Verdict:
     except Exception as error:
         if failure is not None and isinstance(error, type(failure)):
             return Verdict("right", "", share)
-        return _unless_plain_differs(case, plain, Verdict("crashed", _told(error), share))
+        return _unless_plain_differs(case, plain, Verdict("crashed", told(error), share))
     if failure is not None:
-        return Verdict("wrong", f"trains where plain PyTorch says {_told(failure)}", share)
+        return Verdict("wrong", f"trains where plain PyTorch says {told(failure)}", share)
     found = difference(case, plain, ours)
     if found:
         return _unless_plain_differs(case, plain, Verdict("wrong", found, share))
@@ -118,7 +119,7 @@ def _judged(case: Case, change: Change | None) -> Verdict:
         wrapped = wrap(case, record, captured)
         peak = peak_of(case, wrapped if change is None else change(wrapped))
     except Exception as error:
-        return Verdict("crashed", f"measuring: {_told(error)}", share)
+        return Verdict("crashed", f"measuring: {told(error)}", share)
     if peak > record.peak_bytes and not case.takes_unknown_memory:
         return Verdict("wrong", f"peak {peak} bytes, predicted {record.peak_bytes}", share)
     return Verdict("right", "", share)
@@ -131,7 +132,7 @@ def plainly(case: Case) -> tuple[dict[str, Any], Exception | None, str]:
     except Exception as error:
         if case.behaviour == "optimizer_in_backward":  # which changes parameters that others may still need
             return {}, error, ""
-        return {}, None, _told(error)
+        return {}, None, told(error)
     return left, None, "" if _usable(left) else "numbers are not finite, or there is no gradient"
 
 
@@ -162,7 +163,8 @@ class _BatchNormInOneLayout(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
+    """An error's kind and the first line of its message."""
     first = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first}"
 
@@ -235,25 +237,10 @@ def peak_of(case: Case, model: nn.Module) -> int:
     def step() -> None:
         with _autocast(case):
             result = _call(model, example)
-        _Loss.apply(*{id(t): t for t in _results(result) if t.requires_grad}.values()).backward()
+        trained = {id(t): t for t in _results(result) if t.requires_grad}
+        unsaved_loss([*trained.values()], torch.Tensor.zero_).backward()
 
     return resident_bytes(model, example) + allocated_peak(step, device) - loss_bytes
-
-
-class _Loss(torch.autograd.Function):
-    """A loss that keeps nothing and whose gradients, all zeros, are made without anything besides."""
-
-    @staticmethod
-    def forward(ctx: Any, *results: torch.Tensor) -> torch.Tensor:
-        ctx.like = [(t.shape, t.stride(), t.dtype, t.device) for t in results]
-        return torch.zeros((), device=results[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return tuple(
-            torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
-            for size, stride, dtype, device in ctx.like
-        )
 
 
 # Training
@@ -280,7 +267,7 @@ def train(case: Case, model: nn.Module) -> dict[str, Any]:
             left[f"step {step}: parameter {name}"] = _copied(parameter)
         for name, buffer in model.named_buffers():
             left[f"step {step}: buffer {name}"] = _copied(buffer)
-        left[f"step {step}: generator"] = _generator_state(case)
+        left[f"step {step}: generator"] = get_rng_state(case.device)
         if case.behaviour == "deepcopy" and step == 0:
             model = copy.deepcopy(model)
             optimizer = _optimizer(model)
@@ -290,10 +277,6 @@ def train(case: Case, model: nn.Module) -> dict[str, Any]:
                 _note_outputs(left, f"step {step}: evaluated", _call(model, case.inputs(step + 50)))
             model.train()
     return left
-
-
-def _generator_state(case: Case) -> torch.Tensor:
-    return torch.get_rng_state() if case.device == "cpu" else torch.cuda.get_rng_state(case.device)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
