@@ -51,11 +51,12 @@ fi
 # torch first, the build tools with it: the kernels are compiled against the torch that is installed, not a fresh one
 # in an isolated build environment.
 missing=()
-for module in torch torchvision setuptools wheel ninja; do
+for module in torch torchvision wheel ninja; do
   "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$module') is None)" || missing+=("$module")
 done
+"$python" -c 'import setuptools as s, sys; sys.exit(int(s.__version__.partition(".")[0]) < 77)' 2>/dev/null || missing+=("setuptools>=77")
 if ((${#missing[@]})); then
-  "$python" -m pip install "${missing[@]}" "setuptools>=64"
+  "$python" -m pip install "${missing[@]}"
 fi
 
 # pip hides what happens to the kernels, so they are compiled after it, where progress can be seen. Only what is out of date is.

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from monet_like._version import __version__
+
 ROOT = Path(__file__).parents[2]
 SOLUTION = "solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl"
 
@@ -44,6 +46,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, wheel
 
 
+def test_the_citation_is_of_this_version() -> None:
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {__version__}" in lines and "license: BSD-3-Clause" in lines
+
+
 @pytest.mark.slow
 def test_the_source_distribution_has_all_that_a_checkout_has(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
@@ -71,6 +78,7 @@ def test_the_wheel_has_what_is_used_and_nothing_else(built: tuple[Path, Path]) -
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"monet_like"}
     required = [line for line in meta.splitlines() if line.startswith("Requires-Dist: ") and "extra ==" not in line]
     assert len(required) > 8 and all("<" in line and ">=" in line for line in required)
+    assert "License-Expression: BSD-3-Clause" in meta and any(name.endswith("/LICENSE") for name in names)
 
 
 @pytest.mark.slow
