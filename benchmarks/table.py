@@ -1,12 +1,10 @@
-"""Figures of the README and the manual from what `benchmarks.run` measured.
+"""Figures of the manual from what `benchmarks.run` measured.
 
     python -m benchmarks.table --write docs/measured.md
-    python -m benchmarks.table --models resnet50,unet,vit_b_16,gpt2 --write README.md
 
 What is gained over all models; of every one the peak and the step of plain PyTorch, of others and of ours; where the plot
 is; how near the predictions were; and the largest batches under a limit: all of the device where the most models were
-measured. With ``--models`` only what is gained over all models, and a table of these. With ``--write`` they go between the
-file's two markers.
+measured. With ``--write`` they go between the file's two markers.
 """
 
 from __future__ import annotations
@@ -33,11 +31,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 OURS = ("monet_like", "monet_like inductor")
 
 
-def figures(folder: Path, models: Sequence[str] = (), place: Path = ROOT) -> str:
+def figures(folder: Path, place: Path = ROOT) -> str:
     """Markdown of a folder's points and largest batches.
 
     Args:
-        models: only what is gained over all, and the points of these.
         place: the folder of the page, where its links start.
 
     Raises:
@@ -48,8 +45,6 @@ def figures(folder: Path, models: Sequence[str] = (), place: Path = ROOT) -> str
         raise UsageError(f"{folder} has no rows of models; measure with python -m benchmarks.run --suite cpu")
     wrong = {(p.model, p.contender, p.setting) for p in points if not p.correct}
     trials = [t for t in read_rows(folder / "batches.csv", Trial) if (t.model, t.contender, t.setting) not in wrong]
-    if models:
-        return "\n\n".join([*_gained(points, trials), _table([p for p in points if p.model in models])])
     links = os.path.relpath(folder, place)
     parts = [*_gained(points, trials), _table(points), _pictures(points, links)]
     found = planned(points)
@@ -197,17 +192,14 @@ def fullest() -> Path | None:
 
 @click.command()
 @click.option("--device", help="Folder in benchmarks/results; by default the one with the most models.")
-@click.option(
-    "--models", default="", help="Only these, such as resnet50,unet, in a short table; by default all figures."
-)
 @click.option("--write", type=click.Path(path_type=Path), help="Into this file, between its markers.")
-def main(device: str | None, models: str, write: Path | None) -> None:
+def main(device: str | None, write: Path | None) -> None:
     """Print the figures or write them."""
     folder = RESULTS / device if device else fullest()
     if folder is None:
         raise click.ClickException("nothing was measured yet; measure with python -m benchmarks.run --suite cpu")
     try:
-        text = figures(folder, tuple(filter(None, models.split(","))), write.resolve().parent if write else ROOT)
+        text = figures(folder, write.resolve().parent if write else ROOT)
         if write is None:
             click.echo(text)
             return

@@ -503,10 +503,10 @@ def test_the_gpu_check_plans_from_its_profiles(tmp_path: Path, monkeypatch: pyte
     assert name == "py_chain_4_95p" and record.peak_bytes <= record.budget_bytes
 
 
-# The README's figures -------------------------------------------------------------------------------------------
+# The manual's figures -------------------------------------------------------------------------------------------
 
 
-def test_the_readmes_figures_are_those_of_the_rows(tmp_path: Path) -> None:
+def test_the_manuals_figures_are_those_of_the_rows(tmp_path: Path) -> None:
     trial = Trial("resnet50", "plain PyTorch", "", 525 * MB, 12, "fits", "", 1.0, 1.0, 12)
     planned = {"predicted_bytes": 400 * MB, "predicted_seconds": 0.95, "predicted_plain_seconds": 1.0, "gap": 0.02}
     write_rows(
@@ -545,34 +545,31 @@ def test_the_readmes_figures_are_those_of_the_rows(tmp_path: Path) -> None:
     assert "unet" not in text
     assert f"]({os.path.relpath(tmp_path, ROOT)}/rivals.md)" in text and "](rivals.md)" not in text
     assert "](../rivals.md)" in table.figures(tmp_path, place=tmp_path / "docs")
-    short = table.figures(tmp_path, ["resnet50"])
-    assert gained in short and row in short and batches not in short and "png" not in short
-    assert "resnet50, batch" not in table.figures(tmp_path, ["unet"])
 
 
-def test_the_readmes_figures_go_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manuals_figures_go_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "RESULTS", tmp_path)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
-    arguments = ["--write", str(readme)]
+    page = tmp_path / "measured.md"
+    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    arguments = ["--write", str(page)]
     assert "nothing was measured yet" in CliRunner().invoke(table.main, arguments).output
     write_rows(tmp_path / "here" / "points.csv", [point("plain PyTorch", 500, 1.0)])
     done = CliRunner().invoke(table.main, arguments)
     assert done.exit_code == 0, done.output
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith(f"before\n{table.BEGIN}\n\n| peak")
     assert text.endswith(f"{table.END}\nafter\n")
     assert "old" not in text
     more = [point("plain PyTorch", 700, 1.0), point("checkpoint per block", 400, 1.3)]
     write_rows(tmp_path / "there" / "points.csv", more)
     assert CliRunner().invoke(table.main, arguments).exit_code == 0
-    assert "700 MB" in readme.read_text() and "[there]" in readme.read_text()
+    assert "700 MB" in page.read_text() and "[there]" in page.read_text()
     trial = Trial("resnet50", "plain PyTorch", "", 525 * MB, 12, "fits", "", 1, 1, 12)
     write_rows(tmp_path / "here" / "batches.csv", [trial, replace(trial, contender="monet_like", setting="limit")])
     assert CliRunner().invoke(table.main, arguments).exit_code == 0
-    assert all(words in readme.read_text() for words in ("500 MB", "[here]", "525 MB | 12 |"))
-    assert "there" not in readme.read_text()
-    readme.write_text("no markers")
+    assert all(words in page.read_text() for words in ("500 MB", "[here]", "525 MB | 12 |"))
+    assert "there" not in page.read_text()
+    page.write_text("no markers")
     missing = CliRunner().invoke(table.main, [*arguments, "--device", "here"])
     assert missing.exit_code == 1
     assert "needs the lines" in missing.output
