@@ -185,7 +185,7 @@ class AutoSchedule(ScheduleWrapper):
         """Plan for calls with such arguments, now instead of at the first of them."""
         kwargs = self._without_cache(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        self._step(self._key(leaves, spec), args, kwargs)
+        self._new_step(self._key(leaves, spec), args, kwargs)
 
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None, change: Change | None
@@ -226,8 +226,7 @@ class AutoSchedule(ScheduleWrapper):
             )  # a share is of the peak at the largest length
 
     def _plan(self, request: Request, settings: _Settings, device: torch.device, captured: Captured) -> ScheduleRecord:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            record = _record(request, settings, device, captured, self.verbose)
+        record = _record(request, settings, device, captured, self.verbose)
         self.records.append(record)
         self.record = record
         return record

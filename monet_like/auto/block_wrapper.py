@@ -175,7 +175,9 @@ class BlockSchedule(ScheduleWrapper):
             self._block_shared.keep(self._model, described, captured)
         return captured
 
-    def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
+    def _step(
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None
+    ) -> Step | None:
         call, record = self._block_call, self.record
         if captured is None and call and record and call.key == key and key not in self._steps:
             captured = call.as_in(record)
@@ -189,7 +191,8 @@ class BlockSchedule(ScheduleWrapper):
                 f"{self._block_name}: {error} (the schedules of blocks are planned for the inputs of the first training call; "
                 "give auto_schedule the largest ones)"
             ) from None
-        self._block_shared.keep(self._model, described, step.captured)
+        if step is not None:
+            self._block_shared.keep(self._model, described, step.captured)
         return step
 
     def _made(

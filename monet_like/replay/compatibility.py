@@ -18,7 +18,8 @@ from ..capture.captured import CUDA_GRANULARITY_BYTES, Captured
 from ..capture.example_inputs import device_of, input_specs, specs_in_words
 from ..capture.precision import autocast_name, weights_layout
 from ..errors import ScheduleError, ScheduleFileError
-from ..ir.program import Program
+from ..ir.program import Program, Task
+from ..ir.schedule import Schedule
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.simulate import Free, simulate
 from ..ir.units import format_bytes, format_seconds
@@ -266,6 +267,25 @@ def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.
         f"step takes at least {format_bytes(needed)} ({needed} bytes), more than its budget of {format_bytes(budget)}; "
         f"{' and '.join(advice)}, or plan here with monet-like solve, which measures the twins"
     )
+
+
+def carried_over(schedule: Schedule, program: Program, other: Program) -> Schedule | None:
+    """The same schedule for a program with equal forward; None if a slot lacks the way that the schedule takes."""
+
+    def outline(task: Task) -> tuple[Any, ...]:
+        return task.variant, task.reads, task.writes, task.overwrites, [call.op for call in task.calls]
+
+    slots = list(zip(program.slots, other.slots, strict=False))
+    if len(program.slots) != len(other.slots) or list(map(outline, program.tasks)) != list(map(outline, other.tasks)):
+        return None
+    ways: list[int] = []
+    for (mine, theirs), way in zip(slots, schedule.ways, strict=True):
+        wanted = outline(mine[way])
+        found = next((i for i, task in enumerate(theirs) if outline(task) == wanted), None)
+        if found is None:
+            return None
+        ways.append(found)
+    return replace(schedule, ways=tuple(ways))
 
 
 def _counted(record: ScheduleRecord) -> str:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,23 @@ from torch import nn
 from ..capture.absent_gpu_attention import KINDS, attention_as
 from ..capture.captured import Captured
 from ..capture.checks import check_initialized
-from ..capture.example_inputs import device_of, example_of, input_specs
+from ..capture.example_inputs import device_of, example_of, input_specs, specs_in_words
 from ..capture.guards.reads import Change
+from ..capture.guards.side_effects import generators_restored
 from ..capture.lowering import capture
 from ..capture.precision import AUTOCASTS, autocast_as, autocast_name
 from ..capture.quantised import settle
 from ..errors import ScheduleFileError, UsageError, warn_caller
-from ..ir.program import Program, Task
-from ..ir.schedule import Schedule
-from ..ir.schedule_file import ScheduleRecord
+from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import is_synchronised, world
 from ..profile.devices import known_limits, machine_at
 from ..variants import admitted
 from .arena import Arena
 from .call_keys import arguments, structure
+from .changed_inputs import check_changeable
 from .compatibility import (
+    carried_over,
     check_program,
     check_shapes,
     has_liger,
@@ -65,7 +65,8 @@ class ScheduleWrapper(StandIn):
 
     It has the model's own parameters, buffers, submodules and ``state_dict``. In training mode with gradients
     enabled a call runs the schedule; ``eval()`` and ``no_grad`` run the model as it is. Gradients, buffers and
-    random masks are those of the plain model. Hooks on submodules do not fire while a schedule runs.
+    random masks are those of the plain model. Hooks on submodules do not fire while a schedule runs. A call that the
+    schedule is not for is an error before the first step; later it runs as the plain model, with one warning.
 
     Args:
         model: the model the schedule was solved for; it is shared, not copied.
@@ -90,6 +91,8 @@ class ScheduleWrapper(StandIn):
     _OWN = frozenset({"backend", "record", "training"})
     #: Whether one step is all that its tensors' places depend on; not so for one of many blocks.
     plans_its_memory = True
+    #: What a call does for which nothing was planned: "plan", "plain" or "error"; see `monet_like.auto_schedule`.
+    _on_new_input = "plan"
 
     def __init__(
         self,
@@ -119,8 +122,8 @@ class ScheduleWrapper(StandIn):
                 raise ScheduleFileError(
                     f"the schedule's autocast is {record.autocast!r}, which this version does not know"
                 )
-            with autocast_as(record.autocast, device), self._attention(), told_of_order(inputs):
-                self._step(self._key(leaves, spec), args, kwargs, captured)
+            with autocast_as(record.autocast, device), told_of_order(inputs):
+                self._new_step(self._key(leaves, spec), args, kwargs, captured)
 
     def _share(self, model: nn.Module, backend: str) -> None:
         """Share the parameters, buffers and submodules of ``model``."""
@@ -134,6 +137,8 @@ class ScheduleWrapper(StandIn):
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training, self.backend = model.training, backend
         self._steps: dict[Any, list[Step]] = {}
+        self._plain_calls: dict[Any, str] = {}  # calls that run as the plain model, and why
+        self._begun = False  # whether a step was run
         self._arena: Arena | None = None  # see `monet_like.place_memory`
         self._synchronised = is_synchronised(model)
 
@@ -147,15 +152,63 @@ class ScheduleWrapper(StandIn):
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if inputs and not any(tensor.numel() for tensor in inputs):  # an empty batch has nothing to save
             return self._model(*args, **kwargs)
-        check_transforms(self._model, inputs)
-        key = self._key(leaves, spec)
-        with self._attention():
-            step = self._steps_with(key) or self._step(key, args, kwargs)
-        parameters = [owner[name] for owner, name in step.parameter_slots]
-        buffers = [owner[name] for owner, name in step.buffer_slots]
+        step = self._step_or_plain(args, kwargs, leaves, spec, inputs)
+        if step is None:
+            return self._model(*args, **kwargs)
         if self._arena is not None and step.memory is None:
             step.memory = self._arena.memory_of(step.captured.device)
-        return run_step(step, parameters, buffers, inputs)
+        result = run_step(step, *_residents(step), inputs)
+        self._begun = True
+        return result
+
+    def _step_or_plain(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec,
+        inputs: list[torch.Tensor],
+    ) -> Step | None:  # fmt: skip
+        """The step for a call; None: the call runs as the plain model.
+
+        A call without a step ends no training that has begun: it is plain PyTorch's, for which nothing was changed yet.
+
+        Raises:
+            Exception: there is no step, and none was run before, or ``on_new_input`` is "error".
+        """
+        key: Any = None
+        try:
+            check_transforms(self._model, inputs)
+            key = self._key(leaves, spec)
+            step = self._steps_with(key)
+            if step is None and key not in self._plain_calls:
+                step = self._new_step(key, args, kwargs)
+            if step is not None and step.captured.changed:
+                parameters, buffers = _residents(step)
+                check_changeable(step.captured, [*parameters, *buffers, *inputs], inputs)
+            return step
+        except Exception as error:
+            if not self._begun or self._on_new_input == "error":
+                raise
+            self._run_plain(str(error) if key is None else key, error, input_specs(args, kwargs))
+            return None
+
+    def _new_step(
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None
+    ) -> Step | None:
+        """`_step`, after which nothing is changed but what this wrapper keeps."""
+        with generators_restored(device_of(self, (args, kwargs))), self._attention():
+            return self._step(key, args, kwargs, captured)
+
+    def _run_plain(self, key: Any, reason: Exception, inputs: tuple[InputSpec, ...]) -> None:
+        """Have calls of a key run as the plain model from now on, with one warning.
+
+        Args:
+            reason: why there is no step for them.
+        """
+        if key in self._plain_calls:
+            return
+        self._plain_calls[key] = str(reason) or type(reason).__name__
+        warn_caller(
+            f"{type(self._model).__name__} runs as plain PyTorch when it is called with {specs_in_words(inputs)}, in plain PyTorch's "
+            f"memory: {self._plain_calls[key]}"
+        )
 
     def _attention(self) -> AbstractContextManager[None]:
         """The kind of attention that the schedule was planned with, pinned while the model is captured."""
@@ -172,18 +225,25 @@ class ScheduleWrapper(StandIn):
         return structure(self._model), arguments(leaves), str(spec), device, autocast, group
 
     def _forget_replaced(self) -> None:
-        """Drop the steps of modules that no longer exist."""
-        for key in list(self._steps):
-            (modules, *_), *_ = key
-            if any(reference() is None for reference in modules):
-                del self._steps[key]
+        """Drop what is kept for modules that no longer exist."""
+        for kept in (self._steps, self._plain_calls):
+            for key in [key for key in kept if not isinstance(key, str)]:
+                (modules, *_), *_ = key
+                if any(reference() is None for reference in modules):
+                    del kept[key]
 
     def _steps_with(self, key: Any) -> Step | None:
         """A step captured for this key while all Python values that the model reads were as they are now."""
         return next((step for step in reversed(self._steps.get(key, ())) if step.change() is None), None)
 
-    def _step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Step:
-        """Capture the model for these arguments and compile the schedule's decisions for it."""
+    def _step(
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None
+    ) -> Step | None:
+        """Capture the model for these arguments and compile the schedule's decisions for it.
+
+        Returns:
+            The step, which is kept; None: such calls run as the plain model, for the reason in ``_plain_calls``.
+        """
         if captured is not None and captured.reads is not None and captured.reads.of(self._model).change():
             captured = None  # the model has been changed since
         earlier = self._steps.get(key)
@@ -245,7 +305,7 @@ class ScheduleWrapper(StandIn):
             optimizer_in_backward=record.optimizer_in_backward,
         )
         captured = admitted(captured, record.mode, ablation=record.ablation, liger=has_liger(record))
-        schedule = _carried_over(record.schedule, step.captured.program, captured.program)
+        schedule = carried_over(record.schedule, step.captured.program, captured.program)
         other = None if schedule is None else Step(captured, schedule)
         same = other is not None and (other.saved, other.segments) == (step.saved, step.segments)
         return other if same else None
@@ -310,30 +370,11 @@ class ScheduleWrapper(StandIn):
 
     def __getstate__(self) -> dict[str, Any]:
         # Steps are compiled anew where it is unpickled or copied, and no memory is shared.
-        return {**super().__getstate__(), "_steps": {}, "_arena": None}
+        return {**super().__getstate__(), "_steps": {}, "_plain_calls": {}, "_arena": None}
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""
         return f"schedule: {self.record.mode}, peak {format_bytes(self.record.peak_bytes)}, backend: {self.backend}"
-
-
-def _carried_over(schedule: Schedule, program: Program, other: Program) -> Schedule | None:
-    """The same schedule for a program with equal forward; None if a slot lacks the way that the schedule takes."""
-
-    def outline(task: Task) -> tuple[Any, ...]:
-        return task.variant, task.reads, task.writes, task.overwrites, [call.op for call in task.calls]
-
-    slots = list(zip(program.slots, other.slots, strict=False))
-    if len(program.slots) != len(other.slots) or list(map(outline, program.tasks)) != list(map(outline, other.tasks)):
-        return None
-    ways: list[int] = []
-    for (mine, theirs), way in zip(slots, schedule.ways, strict=True):
-        wanted = outline(mine[way])
-        found = next((i for i, task in enumerate(theirs) if outline(task) == wanted), None)
-        if found is None:
-            return None
-        ways.append(found)
-    return replace(schedule, ways=tuple(ways))
 
 
 def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> ScheduleRecord:
@@ -358,6 +399,11 @@ def check_backend(backend: str, device: torch.device) -> None:
         raise UsageError(f"backend {backend!r} is unknown; give {' or '.join(BACKENDS)}")
     if backend == "inductor":
         check_inductor(device)
+
+
+def _residents(step: Step) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The parameters and the buffers of a step's model, as they are now."""
+    return [owner[name] for owner, name in step.parameter_slots], [owner[name] for owner, name in step.buffer_slots]
 
 
 def _slot(

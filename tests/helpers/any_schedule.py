@@ -31,6 +31,7 @@ class AnySchedule(ScheduleWrapper):
     """
 
     record: ScheduleRecord | None  # type: ignore[assignment]
+    _on_new_input = "error"  # what is refused would run as the plain model, and equal it
     _OWN = ScheduleWrapper._OWN | {"captures", "seed"}
 
     def __init__(self, model: nn.Module, seed: int = 0) -> None:

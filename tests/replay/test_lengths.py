@@ -95,7 +95,6 @@ def test_smaller_inputs_that_need_more_memory_are_refused() -> None:
     peak_bytes = simulate(captured.program, schedule, Free()).peak_bytes
     record = replace(record_for(captured, schedule, "normal", example), peak_bytes=peak_bytes)
     wrapped = ScheduleWrapper(example[0], record, example=example[1:])
-    wrapped(torch.randn(2, 32, 4)).backward()
     with pytest.raises(ScheduleFileError, match="whose results are larger"):
         wrapped(torch.randn(2, 4, 4))
 

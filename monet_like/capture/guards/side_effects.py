@@ -1,5 +1,5 @@
 """Refuses models whose forward or backward reassigns parameters, or seeds or draws from a generator that is not PyTorch's, and
-those that change buffers where PyTorch's own checkpointing would change them again."""
+those that change buffers where PyTorch's own checkpointing would change them again. Restores generators."""
 
 from __future__ import annotations
 
@@ -104,6 +104,24 @@ def keeping_generators(who: str) -> Iterator[None]:
     for what, state, then in before:
         if state() != then:
             raise _refused(who, what)
+
+
+@contextlib.contextmanager
+def generators_restored(device: torch.device) -> Iterator[None]:
+    """Context after which the random generators of Python, NumPy and PyTorch are as they were, whatever is raised.
+
+    Args:
+        device: whose generator of PyTorch is meant, beside the CPU's.
+    """
+    python, of_numpy = random.getstate(), sys.modules.get("numpy.random")
+    numpy: Any = None if of_numpy is None else of_numpy.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        if of_numpy is not None:
+            of_numpy.set_state(numpy)
 
 
 def _refused(who: str, what: str) -> CaptureError:
