@@ -321,6 +321,7 @@ class Program:
                     late = any(p >= index and may_meet(self.tasks[p], task) for p in makers)
                     _require(not late, task, f"stands before a producer of {self.values[value].name}")
             _check_overwrite(self, task, ("forward",))
+            _check_temporaries(task)
         for slot in self.slots:
             _require(bool(slot), None, "a slot has no way")
             reads = {v for v in slot[0].reads if self.values[v].kind == "backward"}
@@ -333,6 +334,7 @@ class Program:
                 for value in self.forward_reads(way):
                     _require(bool(self.producers[value]), way, f"reads {self.values[value].name}, which no task writes")
                 _check_overwrite(self, way, ("forward", "backward"))
+                _check_temporaries(way)
         read = {value for slot in self.slots for value in slot[0].reads}
         for value in self.tangents:
             _require(value in read, None, f"tangent {self.values[value].name} is read by no slot")
@@ -390,6 +392,14 @@ def _check_overwrite(program: Program, task: Task, kinds: tuple[str, ...]) -> No
     _require(task.overwrites in task.reads, task, "overwrites a value that it does not read")
     _require(program.values[task.overwrites].kind in kinds, task, "overwrites a value that is not its own to overwrite")
     _require(task.overwrites not in (*program.outputs, *program.gradients), task, "overwrites an output")
+
+
+def _check_temporaries(task: Task) -> None:
+    made: set[int | str] = set()
+    for call in task.calls:
+        for ref in refs(call):
+            _require(not isinstance(ref.name, str) or ref.name in made, task, f"uses {ref.name} before it makes it")
+        made.update(out.name for out in call.outs if out is not None)
 
 
 def _require(condition: bool, task: Task | None, rule: str) -> None:

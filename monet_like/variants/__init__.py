@@ -14,6 +14,7 @@ from ..ir.mode import WORDS, parse_mode
 from ..ops.liger import runs_on
 from .constraints import bitwise_where_compared, obeying_marks, reading_once
 from .editor import Editor
+from .offering import with_offers
 from .plugins import in_order, register_variant, unregister_variant
 
 __all__ = ["admitted", "register_variant", "unregister_variant", "with_variants"]
@@ -29,9 +30,7 @@ def with_variants(captured: Captured, words: Iterable[str] = WORDS, *, liger: bo
     """
     offers_liger = runs_on(captured.device.type) if liger is None else liger
     editor = Editor(captured, frozenset(words), liger=offers_liger)
-    for offer in in_order().values():
-        offer(editor)
-    return editor.finish()
+    return with_offers(editor, in_order())
 
 
 def admitted(captured: Captured, mode: str, *, ablation: bool = False, liger: bool | None = None) -> Captured:

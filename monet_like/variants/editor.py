@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,14 @@ class Editor:
         self._after: dict[str, list[Task]] = {}
         self._before: dict[str, list[Task]] = {}
         self._of_parameters: set[int] | None = None
+
+    def copy(self) -> Editor:
+        """An editor of the same state; what either adds later, the other does not have."""
+        other = copy.copy(self)
+        other.values, other.metas, other.slots = [*self.values], [*self.metas], [[*ways] for ways in self.slots]
+        other._last = {value: ways for ways in other.slots for value in ways[0].reads}
+        other._after, other._before = ({name: [*new] for name, new in of.items()} for of in (self._after, self._before))
+        return other
 
     @property
     def device(self) -> torch.device:
@@ -220,7 +229,11 @@ class Editor:
             return found
 
     def finish(self) -> Captured:
-        """Return the captured program with everything that was added."""
+        """Return the captured program with everything that was added.
+
+        Raises:
+            MonetError: something was added that makes the program malformed.
+        """
         tasks: list[Task] = []
         for task in self.tasks:
             # Other writers of the task's results stand before what reads them (stable, so otherwise as added).
@@ -244,6 +257,19 @@ def in_turn(tasks: Sequence[Task], between: Iterable[int], metas: Sequence[Tenso
                 calls.append(inner)
     writes = [value for task in tasks for value in task.writes if Ref(value) not in names]
     return make_task(options.pop("name", tasks[-1].name), calls, writes, metas, **options)
+
+
+def views_of(ways: Iterable[Task], *wanted: Ref | None) -> list[Call]:
+    """The view calls of tasks by which these arguments are made from values, views of views included, each call once."""
+    made = {out: call for way in ways for call in way.calls[:-1] for out in call.outs}
+    found: list[Call] = []
+    for ref in wanted:
+        chain: list[Call] = []
+        while ref is not None and not isinstance(ref.name, int):
+            chain.append(made[ref])
+            ref = made[ref].args[0]
+        found += [call for call in reversed(chain) if call not in found]
+    return found
 
 
 def renamed(leaf: Any, names: Mapping[Ref, Ref]) -> Any:

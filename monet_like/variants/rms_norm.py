@@ -20,7 +20,7 @@ import torch
 
 from ..capture.captured import TensorMeta, make_task
 from ..ir.program import Call, Ref, Task
-from .editor import Editor, root_of
+from .editor import Editor, root_of, views_of
 from .gradient_slots import CAST, MUL, GradientSlots
 
 VARIANT = "rms_norm"
@@ -197,10 +197,8 @@ def _merge_gradients(editor: Editor, norm: _Norm) -> None:
         return
     plain = editor.in_turn(own, inner, **({"overwrites": taken[0]} if taken else {}))
     plain = replace(plain, writes=found.results)  # the tensor that is overwritten becomes the first of them
-    views = {call.outs[0]: call for way in own for call in way.calls[:-1]}
     calls = [*norm.views]
-    for ref in (found.grad, found.residual):
-        _add_views(calls, views, ref)
+    calls += [call for call in views_of(own, found.grad, found.residual) if call not in calls]
     operands = (found.grad, norm.x, norm.weight, Ref(norm.rstd), found.residual, norm.dims)
     made = (Ref("grad_x"), Ref("grad_weight") if len(found.results) > 1 else None)
     calls.append(Call("monet_like.rms_norm_backward.default", operands, (), made, True))
@@ -209,14 +207,6 @@ def _merge_gradients(editor: Editor, norm: _Norm) -> None:
     name = f"{VARIANT}.backward"
     fused = make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv")
     editor.merge(first, (plain, fused), count)
-
-
-def _add_views(calls: list[Call], views: dict[Ref | None, Call], ref: Ref | None) -> None:
-    """Append the calls that make ``ref`` from a value to ``calls``."""
-    if ref is not None and not isinstance(ref.name, int):
-        _add_views(calls, views, views[ref].args[0])
-        if views[ref] not in calls:
-            calls.append(views[ref])
 
 
 @dataclass(frozen=True)

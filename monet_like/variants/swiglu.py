@@ -12,12 +12,12 @@ There up's gradient, silu(gate) * grad, takes the forward's operator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
-from .editor import Editor, root_of
+from .editor import Editor, root_of, views_of
 from .gradient_slots import MUL, GradientSlots
 
 VARIANT = "swiglu"
@@ -87,7 +87,7 @@ def gates(editor: Editor) -> Iterator[Gate]:
         if up is None or not _is_plain(editor, (*silu.reads, inner, up, *product.writes)):
             continue
         call = Call("monet_like.swiglu.default", (silu.calls[-1].args[0], others[0]), (), (Ref(product.writes[0]),))
-        calls = [*_views((silu, product)), call]
+        calls = [*views_of((silu, product), *call.args), call]
         if _have_one_shape(editor, calls):
             task = make_task(f"{product.name}.{VARIANT}", calls, product.writes, editor.metas, variant=VARIANT)
             yield Gate(silu, product, task, up)
@@ -111,15 +111,13 @@ def gradients(editor: Editor, slots: GradientSlots, gate: Gate) -> Gradients | N
         return None
     operands = (_operand(by_up, above[0]), by_silu.calls[-1].args[1], _operand(by_product, gate.up))
     call = Call("monet_like.swiglu_backward.default", operands, (), tuple(map(Ref, results)), True)
-    passing = Ref(slots.made(through))
-    calls = [*(view for view in _views(ways) if view.args[0] != passing), call]
+    calls = [*views_of(ways, *operands), call]
     if not _have_one_shape(editor, calls):
         return None
     name = f"{by_up.name}.{VARIANT}.backward"
     fused = make_task(name, calls, results, editor.metas, variant=f"{VARIANT}.backward", word="conv")
     of_up_alone = Call("monet_like.swiglu.default", (operands[1], operands[0]), (), (Ref(by_up.writes[0]),))
-    needed = {*operands[:2]}
-    return Gradients(found, (*(view for view in calls[:-1] if needed.intersection(view.outs)), of_up_alone), fused)
+    return Gradients(found, (*views_of(ways, *operands[:2]), of_up_alone), fused)
 
 
 def fused_tasks(tasks: Sequence[Task], found: Sequence[Gate]) -> list[Task]:
@@ -144,14 +142,6 @@ def _is_plain(editor: Editor, values: Sequence[int]) -> bool:
         and metas[0].dtype.is_floating_point
         and all(meta.contiguous for meta in metas)
     )
-
-
-def _views(tasks: Iterable[Task]) -> list[Call]:
-    """The calls before the last one of each task, each once."""
-    found: list[Call] = []
-    for task in tasks:
-        found += [call for call in task.calls[:-1] if call not in found]
-    return found
 
 
 def _operand(way: Task, value: int) -> Ref:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from training import run, twin
 
 import monet_like
 from monet_like.capture.lowering import capture
-from monet_like.errors import ScheduleFileError, UsageError
+from monet_like.errors import MonetError, ScheduleFileError, UsageError
 from monet_like.ir.mode import is_lossy, parse_mode
-from monet_like.ir.program import Call, Program
+from monet_like.ir.program import Call, Program, Ref
 from monet_like.ir.schedule import Schedule
 from monet_like.plan import store_all
 from monet_like.replay.wrapper import ScheduleWrapper
@@ -169,6 +170,43 @@ def test_names_and_words_of_what_a_variant_adds_are_checked() -> None:
         UsageError, match=r"softplus\.other with mode word 'multi', which no mode has; give one of '', 'inplace'"
     ):
         program_of()
+
+
+def of_other_gradients(editor: Editor) -> None:
+    """A way that reads no gradient, where the slot's first way does."""
+    for slot, way, call in list(editor.find_slots("aten.softplus_backward.default")):
+        zeros = Call("aten.zeros_like.default", (call.args[1],), (), call.outs)
+        editor.add_way(slot, (*way.calls[:-1], zeros), "faulty.zeros", word="multiway")
+
+
+def of_an_unmade_tensor(editor: Editor) -> None:
+    for slot, way, call in list(editor.find_slots("aten.softplus_backward.default")):
+        unmade = replace(call, args=(*call.args[:2], Ref("nowhere"), *call.args[3:]))
+        editor.add_way(slot, (*way.calls[:-1], unmade), "faulty.unmade", word="multiway")
+
+
+def of_an_error(editor: Editor) -> None:
+    offering(variant="faulty.half")(editor)
+    raise KeyError("beta")
+
+
+@pytest.mark.parametrize(
+    ("offer", "words"),
+    [
+        (of_other_gradients, r"faulty\.zeros reads other gradients than its slot's first way"),
+        (of_an_unmade_tensor, r"faulty\.unmade uses nowhere before it makes it"),
+        (of_an_error, "KeyError: 'beta'"),
+    ],
+)
+def test_a_variant_that_fails_is_left_out_with_a_warning(offer: Callable[[Editor], None], words: str) -> None:
+    without = program_of()
+    register_variant("faulty")(offer)
+    register_variant("softplus")(offering())
+    with pytest.warns(UserWarning, match=rf"operator variant faulty is left out of this program.*{words}"):
+        found = program_of()
+    assert variants_of(found) == {*variants_of(without), "softplus.other"}
+    with pytest.raises((MonetError, KeyError), match=words.removeprefix("KeyError: ")):
+        check_variant("faulty", *small())
 
 
 def test_a_schedule_is_refused_in_words_where_its_variant_is_not_registered(tmp_path: Path) -> None:

@@ -130,3 +130,21 @@ def test_where_it_is_not_offered(kind: type[Mlp]) -> None:
     torch.manual_seed(0)
     captured = admitted(capture(kind(NARROW).train(), (torch.randn(2, 7, 8),)), MODE)
     assert not found(captured)
+
+
+class GatedHeads(Mlp):
+    """As Qwen3-Next's gated norm: the product is made of heads in rows, and its gradient comes as a view of a view."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (layer(x).reshape(-1, 2) for layer in (self.gate, self.up))
+        return self.down((silu(gate) * up).reshape(14, -1, 2).reshape(2, 7, -1))
+
+
+def test_gradients_may_be_views_of_views() -> None:
+    torch.manual_seed(0)
+    example = GatedHeads(4).train(), (torch.randn(2, 7, 8, requires_grad=True),), {}
+    captured = admitted(capture(*example), MODE)
+    assert found(captured) == {"swiglu": 1, "swiglu.up": 1}
+    plain = run(twin(example[0]), *example[1:])
+    differences = plain.differences(replayed(example, captured, with_swiglu(captured), MODE, measured=False))
+    assert max(differences.values()) == 0.0
