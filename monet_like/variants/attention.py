@@ -253,7 +253,7 @@ def _gradients(editor: Editor, found: _Attention, grad: Any, outs: Sequence[Ref 
         yield from _into(editor, of_key, Ref("of_key"))
     if of_query is not None:
         yield Call("aten.matmul.default", (of_scores, found.key), (), (Ref("of_scaled"),))
-        yield Call("aten.mul_.Scalar", (Ref("of_scaled"), found.factor), (), (Ref("of_query"),))
+        yield Call("aten.mul_.Tensor", (Ref("of_scaled"), found.factor), (), (Ref("of_query"),))
         yield from _into(editor, of_query, Ref("of_query"))
 
 

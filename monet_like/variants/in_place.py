@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from ..capture.captured import TensorMeta
 from ..ir.program import Call, Ref, Task, refs
 from .editor import Editor
 
-_FORWARD = (
+_ACTIVATIONS = (
     "relu",
     "hardtanh",
     "leaky_relu",
@@ -19,21 +22,16 @@ _FORWARD = (
     "sigmoid",
     "tanh",
     "gelu",
-    "add",
-    "mul",
-    "sub",
-    "div",
 )
-_COMMUTATIVE = frozenset({"add", "mul"})
-
-#: Operators of the backward, their form that writes into a given tensor, and its name there ("": the first argument).
-_GRADIENTS = {
+_ARITHMETIC = [(name, overload) for name in ("add", "mul", "sub", "div") for overload in ("Tensor", "Scalar")]
+#: Operators of the forward, their form that writes into a given tensor, and its name there ("": the first argument).
+FORWARD = {f"aten.{name}.default": (f"aten.{name}_.default", "") for name in _ACTIVATIONS} | {
+    f"aten.{name}.{overload}": (f"aten.{name}_.{overload}", "") for name, overload in _ARITHMETIC
+}
+#: Operators of the backward, likewise.
+BACKWARD = {
     "monet_like.keep_where.default": ("monet_like.keep_where_.default", ""),
     "aten.hardswish_backward.default": ("aten.hardswish_backward.out", "out"),
-    "aten.mul.Tensor": ("aten.mul_.Tensor", ""),
-    "aten.mul.Scalar": ("aten.mul_.Scalar", ""),
-    "aten.div.Tensor": ("aten.div_.Tensor", ""),
-    "aten.div.Scalar": ("aten.div_.Scalar", ""),
     "aten.neg.default": ("aten.neg_.default", ""),
 } | {
     f"aten.{name}_backward.default": (f"aten.{name}_backward.grad_input", "grad_input")
@@ -50,46 +48,71 @@ _GRADIENTS = {
         "softplus",
     )
 }
+BACKWARD |= {op: form for op, form in FORWARD.items() if op.startswith(("aten.mul.", "aten.div."))}
+#: Operators that may overwrite their second operand, and one whose form in place swaps its operands.
+_COMMUTATIVE = frozenset({"aten.add.Tensor", "aten.mul.Tensor"})
+_SWAPPED = "aten.mul.Scalar"
+_ROUNDED = (torch.bfloat16, torch.float16)
+
+#: Shape, dtype and layout of an argument that is a value's own tensor; None for literals and for views.
+MetaOf = Callable[[Any], TensorMeta | None]
+
+
+def overwriting(call: Call, form: tuple[str, str], meta_of: MetaOf) -> Iterator[tuple[Any, Call]]:
+    """The arguments that a call can overwrite, if they are laid out as its result, each with the call that does so.
+
+    The results are equal to the bit, whatever the dtypes of the arguments: so none is complex. Products of complex numbers that
+    do not fill a vector are rounded in another way where the compiler could not rule out that operands and result overlap.
+
+    Args:
+        form: of the call's operator in `FORWARD` or `BACKWARD`.
+    """
+    op, keyword = form
+    for position in (0, 1) if call.op in _COMMUTATIVE and not call.kwargs else (0,):
+        taken = call.args[position]
+        own = meta_of(taken)
+        if own is None or own.dtype.is_complex:
+            continue
+        others = (*call.args[:position], *call.args[position + 1 :])
+        swaps = position == 1 or call.op == _SWAPPED
+        if keyword:
+            yield taken, Call(op, call.args, (*call.kwargs, (keyword, taken)), call.outs)
+        elif not swaps or _may_swap(own.dtype, meta_of(others[0])):
+            yield taken, Call(op, (taken, *others), call.kwargs, call.outs)
+        else:
+            yield taken, Call(f"{call.op.rsplit('.', 1)[0]}.out", call.args, (("out", taken),), call.outs)
+
+
+def _may_swap(own: torch.dtype, other: TensorMeta | None) -> bool:
+    """Whether two operands may change places: in 16 bits, a wider number is rounded first only where it is the first operand."""
+    return own not in _ROUNDED or (other is not None and other.dtype == own)
 
 
 def offer(editor: Editor) -> None:
     """Offer, for ``inplace``, to overwrite forward inputs that nothing else reads and gradients at their last use."""
-    ops = {f"aten.{name}.{overload}" for name in _FORWARD for overload in ("default", "Tensor", "Scalar")}
-    for task, call in editor.find(*ops):
-        for position in _candidates(editor, task, call):
-            _add_forward(editor, task, call, position)
+    for task, call in editor.find(*FORWARD):
+        for taken, write in overwriting(call, FORWARD[call.op], editor.meta_of):
+            if _is_free(editor, task, call, taken):
+                suffix = "" if taken is call.args[0] else "_other"
+                options: dict[str, Any] = {"word": "inplace", "overwrites": taken.name, "runs": task.runs}
+                editor.add(task, (write,), task.writes, f"in_place{suffix}", **options)
     _backward(editor)
 
 
-def _candidates(editor: Editor, task: Task, call: Call) -> list[int]:
-    """Positions of the arguments that may be overwritten: values of the result's layout that nothing else reads."""
+def _is_free(editor: Editor, task: Task, call: Call, taken: Ref) -> bool:
+    """Whether a forward task may overwrite an argument: a value of the result's layout that nothing else reads."""
     out = call.outs[0]
     assert out is not None and isinstance(out.name, int)
-    name = call.op.split(".")[1]
-    found = []
-    for position, arg in enumerate(call.args[: 2 if name in _COMMUTATIVE else 1]):
-        if (
-            editor.is_own(arg)
-            and not (position == 1 and (call.kwargs or not isinstance(call.args[0], Ref)))
-            and sum(arg == other for other in call.args) == 1
-            and editor.metas[arg.name] == editor.metas[out.name]
-            and editor.dense(arg.name)
-            and editor.forward_readers(arg.name) == [task]
-            and editor.avoidable(arg.name)
-            and arg.name not in editor.captured.program.outputs
-            and out.name not in editor.captured.program.outputs
-        ):
-            found.append(position)
-    return found
-
-
-def _add_forward(editor: Editor, task: Task, call: Call, position: int) -> None:
-    _, name, overload = call.op.split(".")
-    args = call.args if position == 0 else (call.args[1], call.args[0], *call.args[2:])
-    write = Call(f"aten.{name}_.{overload}", args, call.kwargs, call.outs)
-    suffix = "" if position == 0 else "_other"
-    editor.add(
-        task, (write,), task.writes, f"in_place{suffix}", word="inplace", overwrites=args[0].name, runs=task.runs
+    return (
+        editor.is_own(taken)
+        and isinstance(taken.name, int)
+        and sum(taken == other for other in call.args) == 1
+        and editor.metas[taken.name] == editor.metas[out.name]
+        and editor.dense(taken.name)
+        and editor.forward_readers(taken.name) == [task]
+        and editor.avoidable(taken.name)
+        and taken.name not in editor.captured.program.outputs
+        and out.name not in editor.captured.program.outputs
     )
 
 
@@ -101,7 +124,8 @@ def _backward(editor: Editor) -> None:
             continue
         (out,) = first.writes
         for way in list(ways):
-            for grad, write in _overwriting(way.calls[-1]):
+            call = way.calls[-1]
+            for grad, write in overwriting(call, BACKWARD[call.op], editor.meta_of) if call.op in BACKWARD else ():
                 once = sum(grad == ref for call in way.calls for ref in refs(call)) == 1
                 if once and editor.replaceable(grad, slot, Ref(out)):
                     # A way that needs a word of its own is offered in place only beside it.
@@ -109,16 +133,3 @@ def _backward(editor: Editor) -> None:
                     calls = (*way.calls[:-1], write)
                     editor.add_way(slot, calls, variant, word=way.word or "inplace", overwrites=grad.name)
                     break
-
-
-def _overwriting(call: Call) -> Iterator[tuple[Any, Call]]:
-    """The arguments that an operator of the backward can overwrite, each with the call that does so."""
-    form, keyword = _GRADIENTS.get(call.op, ("", ""))
-    positions = (0, 1) if call.op == "aten.mul.Tensor" else (0,)
-    for position in positions if form else ():
-        grad = call.args[position]
-        if keyword:
-            yield grad, Call(form, call.args, (*call.kwargs, (keyword, grad)), call.outs)
-        else:
-            others = (*call.args[:position], *call.args[position + 1 :])
-            yield grad, Call(form, (grad, *others), call.kwargs, call.outs)

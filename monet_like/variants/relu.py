@@ -103,7 +103,7 @@ def _hardsigmoid(editor: Editor) -> None:
         editor.add(made[source], (pack,), (mask,), "hardsigmoid.pack", word="newnode")
         kept = (grad, Ref(mask), editor.metas[source.name].stride)
         unpack = Call("monet_like.keep_where.default", kept, (), call.outs)
-        scale = Call("aten.mul_.Scalar", (call.outs[0], _SIXTH), (), call.outs)
+        scale = Call("aten.mul_.Tensor", (call.outs[0], _SIXTH), (), call.outs)
         editor.add_way(slot, (*way.calls[:-1], unpack, scale), "hardsigmoid.packed", word="newnode")
 
 
