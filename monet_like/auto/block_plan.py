@@ -83,12 +83,19 @@ def plan_blocks(of: Blocks, whole: WholeStep, settings: BlockSettings) -> BlockP
         InfeasibleError: no schedules fit; says what would.
         CaptureError, UsageError: a block cannot be planned.
     """
-    started = time.monotonic()
     for block in of.blocks:
         block._block_call, block.record, block._block_planned = None, None, False
         block._steps.clear()  # they follow the schedules of an earlier plan
-    sharing = settings.sharing
-    step = all_do(lambda: StepMemory(of, whole, settings.optimizer, sharing), sharing)
+    step = all_do(lambda: StepMemory(of, whole, settings.optimizer, settings.sharing), settings.sharing)
+    try:
+        return _planned_with(of, step, settings)
+    finally:
+        step.close()
+
+
+def _planned_with(of: Blocks, step: StepMemory, settings: BlockSettings) -> BlockPlan:
+    """`plan_blocks` with what counts the memory of the step."""
+    started, sharing = time.monotonic(), settings.sharing
     first = step.rehearsed(None)
     kinds = all_do(lambda: kinds_of(of, first), sharing)
     check_alike(of, kinds, sharing)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.captured import allocated_bytes
 from ..capture.example_inputs import Example, device_of
+from ..capture.guards.side_effects import generators_restored
 from ..compiler.request import OPTIMIZERS
 from ..errors import UsageError
 from ..plan.blocks import Moment
@@ -24,6 +23,7 @@ from ..replay.rehearsal import Event, Rehearsal, counted, held_values
 from ..replay.verify import unsaved_loss
 from .agreement import Sharing, all_do, gathered
 from .block_wrapper import BlockSchedule
+from .kept_state import State
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class StepMemory:
     """Counts the memory of one training step by rehearsals of it.
 
     A rehearsal runs the step with stand-ins for the model's blocks (`monet_like.replay.rehearsal`). Gradients that exist when
-    it begins are added to, as in a later micro-step. Afterwards gradients, buffers and the state of random numbers are what
-    they were.
+    it begins are added to, as in a later micro-step. Afterwards everything that can be reached from the model and the step is
+    what it was (`monet_like.auto.kept_state`).
 
     Args:
         optimizer: whose state to count, see `OPTIMIZERS`.
@@ -112,11 +112,27 @@ class StepMemory:
         self.device = device_of(of.model)
         _check_hooks(of.model)
         self.resident_bytes = _resident_bytes(of.model, whole.example, optimizer, self.device)
+        self._before = self._state = State([of.model, whole.run, whole.example])
         self._first_end_bytes: int | None = None
         if whole.given:
-            self._first_end_bytes = self._counted(None)[1][-1].end_bytes
-            for block in of.blocks:
-                block._block_call = None
+            try:
+                self._run_first()
+            except BaseException:
+                self.close()
+                raise
+
+    def _run_first(self) -> None:
+        """Run a step that was given once: all rehearsals begin with what it leaves behind outside of the model."""
+        of_model = self._state = State([self.of.model, self.whole.example], like=self._before)
+        self._first_end_bytes = self._counted(None)[1][-1].end_bytes
+        self._state = State([self.of.model, self.whole.run, self.whole.example], like=of_model)
+        for block in self.of.blocks:
+            block._block_call = None
+
+    def close(self) -> None:
+        """Put back also what the first run of a step has left behind."""
+        if self._state is not self._before:
+            self._before.put_back()
 
     def rehearsed(self, kept: Sequence[Collection[int]] | None) -> Rehearsed:
         """Rehearse the step.
@@ -164,8 +180,13 @@ class StepMemory:
 
         have_workspaces(self.device)
         gc.collect()  # or else memory of cycles that is freed meanwhile would seem to be the step's
-        with _undone(self.of.model, self.whole.example, self.device):
-            stretches = allocated_stretches(run, self.device)
+        try:
+            with generators_restored(self.device):
+                _drop_sparse_gradients(self.of.model, self.whole.example)
+                stretches = allocated_stretches(run, self.device)
+        finally:
+            advanced = self._state.put_back()
+        all_do(partial(_check_not_advanced, advanced), self.sharing)
         (rehearsal,) = rehearsals
         all_do(lambda: _raise(rehearsal.error), self.sharing)
         return rehearsal.events, stretches
@@ -222,6 +243,32 @@ def _check_hooks(model: nn.Module) -> None:
             )
 
 
+def _check_not_advanced(what: str) -> None:
+    """Refuse steps that use up an iterator: every rehearsal would take from it, and training would go on behind that.
+
+    Args:
+        what: class of the iterator; "": there is none.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if what:
+        raise UsageError(
+            f"the training step takes values from a {what}, and the rehearsals that plan its blocks have taken some, which cannot be "
+            "put back; give the values as arguments, or draw from torch's, numpy's or random's generators"
+        )
+
+
+def _drop_sparse_gradients(model: nn.Module, example: Example) -> None:
+    """Have sparse gradients made anew in a rehearsal, because they are not added to in place."""
+    for tensor in (
+        *model.parameters(),
+        *(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)),
+    ):
+        if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout is not torch.strided:
+            tensor.grad = None
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded tensor's part in this process."""
     return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
@@ -242,45 +289,3 @@ def _resident_bytes(model: nn.Module, example: Example, optimizer: str, device: 
     trained = [_local(p) for p in model.parameters() if p.requires_grad]
     state = sum(map(OPTIMIZERS[optimizer].state_bytes, trained))
     return sum(allocated_bytes(size, device) for size in sizes.values()) + state
-
-
-@contextlib.contextmanager
-def _undone(model: nn.Module, example: Example, device: torch.device) -> Iterator[None]:
-    """Put gradients, buffers and random numbers back to what they were. Their copies are in the host's memory."""
-    inputs = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
-    grads = [
-        (tensor, grad, None if grad is None else _local(grad).detach().to("cpu", copy=True))
-        for tensor in (*model.parameters(), *inputs)
-        for grad in (tensor.grad,)
-    ]
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    for tensor, grad, _ in grads:
-        if grad is not None and grad.layout is not torch.strided:
-            tensor.grad = None  # sparse ones are not added to in place
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _same_numbers():
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, grad, before in grads:
-                tensor.grad = grad
-                if grad is not None and before is not None:
-                    _local(grad).copy_(before)
-            for there, name, buffer, earlier in buffers:
-                there[name] = buffer.copy_(earlier)
-
-
-@contextlib.contextmanager
-def _same_numbers() -> Iterator[None]:
-    """Put Python's and NumPy's random generators back, which the rest of a model may draw from."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

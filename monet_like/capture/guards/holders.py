@@ -27,7 +27,7 @@ class Holder:
         held: the object.
         own_path: the path of what is not named after the place where it is found.
         compared: whether ``flat`` is to be compared before every step.
-        drawn: every value that the forward takes from it is new, and cannot be put back.
+        drawn: every value that the forward takes from it is new.
     """
 
     own_path = ""
@@ -324,17 +324,25 @@ class Elements(Holder):
 
 
 class Drawn(Holder):
-    """A generator, an iterator or a source of random numbers: each draw changes it for good."""
+    """A generator, an iterator or a source of random numbers: each draw changes it.
+
+    Args:
+        restore: takes an earlier state; None: a draw changes it for good.
+    """
 
     compared = False
     drawn = True
 
-    def __init__(self, held: Any, state: Callable[[], Any]) -> None:
+    def __init__(self, held: Any, state: Callable[[], Any], restore: Callable[[Any], object] | None = None) -> None:
         super().__init__(held)
-        self.state = state
+        self.state, self.restore = state, restore
 
     def copy(self) -> Any:
         return self.state()
 
     def changed(self, path: str, then: Any) -> list[str]:
         return [] if self.state() == then else [path]
+
+    def put_back(self, then: Any) -> None:
+        if self.restore is not None:
+            self.restore(then)

@@ -12,6 +12,7 @@ import enum
 import functools
 import itertools
 import operator
+import pickle
 import random
 import sys
 import sysconfig
@@ -98,7 +99,7 @@ def holders_of(value: Any, names: Set[str], *, hooks: bool = False) -> list[Hold
         if isinstance(value, kind):
             return [make(value)]
     if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
-        return [Drawn(value, lambda: _numpy_state(value))]
+        return [Drawn(value, lambda: _numpy_state(value), lambda state: _set_numpy_state(value, state))]
     found: list[Holder] = list(_container(value, hooks=hooks))
     if isinstance(value, type):
         return class_holders(value, names)
@@ -138,14 +139,14 @@ def _instance(value: Any, names: Set[str]) -> Iterator[Holder]:
     if with_dict:
         only = None if not isinstance(value, _OPEN[1:]) else frozenset({"data", "maps"}) | names
         yield Attributes(value, object.__getattribute__(value, "__dict__"), only=only)
-    slots = [name for base in type(value).__mro__ for name in _slots_of(base)]
+    slots = [name for base in type(value).__mro__ for name in slots_of(base)]
     if slots:
         yield Slots(value, slots)
     if with_dict or slots:
         yield from class_holders(type(value), names)
 
 
-def _slots_of(base: type) -> list[str]:
+def slots_of(base: type) -> list[str]:
     return [name for name, member in vars(base).items() if isinstance(member, types.MemberDescriptorType)]
 
 
@@ -165,8 +166,20 @@ def _torch_generator_state(generator: torch.Generator) -> bytes:
         return generator.get_state().numpy().tobytes()
 
 
-def _numpy_state(generator: Any) -> str:
-    return repr(generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state)
+def _set_torch_state(generator: torch.Generator, state: bytes) -> None:
+    with _disable_current_modes():
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _numpy_state(generator: Any) -> bytes:
+    return pickle.dumps(generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state)
+
+
+def _set_numpy_state(generator: Any, state: bytes) -> None:
+    if hasattr(generator, "set_state"):
+        generator.set_state(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)
 
 
 _KINDS: list[tuple[Any, Callable[[Any], Holder]]] = [
@@ -181,8 +194,11 @@ _KINDS: list[tuple[Any, Callable[[Any], Holder]]] = [
     (contextvars.ContextVar, Context),
     (itertools.count, lambda it: Drawn(it, lambda: repr(it))),
     (types.GeneratorType, lambda it: Drawn(it, lambda: _generator_state(it))),
-    (random.Random, lambda it: Drawn(it, it.getstate)),
-    (torch.Generator, lambda it: Drawn(it, lambda: _torch_generator_state(it))),
+    (random.Random, lambda it: Drawn(it, it.getstate, it.setstate)),
+    (
+        torch.Generator,
+        lambda it: Drawn(it, lambda: _torch_generator_state(it), lambda state: _set_torch_state(it, state)),
+    ),
     (
         (type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(iter("")), type(iter({}))),
         lambda it: Drawn(it, lambda: operator.length_hint(it)),
