@@ -20,7 +20,13 @@ def warn_caller(message: str) -> None:
 
 
 class MonetError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    Attributes:
+        plain_peak_bytes: that plain PyTorch's step needs as predicted, where a plan failed and this is known.
+    """
+
+    plain_peak_bytes: int | None = None
 
 
 class UsageError(MonetError, ValueError):
@@ -42,12 +48,20 @@ class InfeasibleError(MonetError):
         smallest_bytes: a budget for which a schedule is known, or None.
         step: the step of the training iteration that needs the most, in words.
         proven: no schedule exists; else none was found by a restricted search.
+        least_bytes: what ``step`` needs by itself, if that is more than the budget; else None.
     """
 
     def __init__(
-        self, message: str, smallest_bytes: int | None = None, step: str = "", *, proven: bool = False
+        self,
+        message: str,
+        smallest_bytes: int | None = None,
+        step: str = "",
+        *,
+        proven: bool = False,
+        least_bytes: int | None = None,
     ) -> None:
         super().__init__(message)
+        self.least_bytes = least_bytes
         self.smallest_bytes = smallest_bytes
         self.step = step
         self.proven = proven

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import math
-import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,26 +15,24 @@ from ..capture.captured import Captured
 from ..capture.example_inputs import device_of, with_length
 from ..capture.guards.reads import Change
 from ..capture.precision import autocast_name
-from ..compiler.pipeline import compile_schedule
-from ..compiler.progress import Progress, announce
-from ..compiler.request import Request, captured_for, in_autograd_order
-from ..compiler.sources import Cached, keep
-from ..errors import ScheduleFileError, SolverError, UsageError, warn_caller
-from ..files import cache_folder
+from ..compiler.request import Request, captured_for
+from ..errors import UsageError, warn_caller
 from ..ir.defaults import MODE, SOLVER
 from ..ir.schedule_file import ScheduleRecord
-from ..ir.units import Budget, format_bytes, format_seconds, parse_budget
-from ..profile.devices import device_name
-from ..profile.settings import settings_digest
-from ..replay.compatibility import exceeds, has_liger, mismatch
-from ..replay.wrapper import ScheduleWrapper
+from ..ir.units import Budget, parse_budget
+from ..replay.compatibility import call_difference
+from ..replay.wrapper import NewInput, ScheduleWrapper
 from .block_menus import BlockSettings
+from .block_wrapper import blocks_of
 from .blocks import BlockNames, schedule_blocks
+from .whole_plan import WholeSettings, captured_as, is_of, plan_or_load
 
 #: Everything that is exact.
 ALL_VARIANTS = MODE
 #: How much time a plan may take; see `auto_schedule`.
 EFFORTS = ("auto", "quick", "full")
+#: What a call does that no plan serves; see `auto_schedule`.
+ON_NEW_INPUT = ("plan", "plain", "error")
 #: Of the integer program.
 TIME_LIMIT_SECONDS = 60.0
 
@@ -64,6 +57,7 @@ def auto_schedule(
     loss: Callable[[Any], torch.Tensor] | None = None,
     keeps_result: bool = True,
     same_plan: bool = True,
+    on_new_input: str = "plan",
 ) -> nn.Module:
     """Capture, profile, plan and wrap ``model`` so that its training step fits ``memory_budget``.
 
@@ -71,7 +65,8 @@ def auto_schedule(
         model: on the device it will train on; in training mode, if there are example inputs.
         args, kwargs: example inputs; a tensor, or a tuple of arguments. Without any, the first training call is planned
             for, which takes longer for that.
-        memory_budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak.
+        memory_budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak for the inputs that
+            are planned first; later plans have as many bytes.
         mode: which variants may be used; see `monet_like.ir.mode`.
         solver, time_limit_seconds, gap: for the integer program; None: 60 seconds. With ``blocks`` the limit is for the menu of
             each kind of block; the choice among menus, mostly a second, may take the limit or 20 seconds, whichever is more,
@@ -97,6 +92,9 @@ def auto_schedule(
             it holds the loss alone, as in ``model(x).loss.backward()``, and logits are free by then.
         same_plan: with ``blocks``: the processes of the default group have equal models and inputs, the first plans for all,
             and all must call this. False: each plans for itself.
+        on_new_input: what a call does that no plan serves, once there is one: larger inputs, another dtype, frozen layers.
+            ``plan``: it is planned within the first plan's bytes, and runs as plain PyTorch with one warning if that fails
+            after training has begun. ``plain``: it runs as plain PyTorch with one warning. ``error``: it raises.
 
     Returns:
         The wrapped module, with the same arguments, results and gradients. Plans and profiles are cached, so a
@@ -110,6 +108,8 @@ def auto_schedule(
     """
     if effort not in EFFORTS:
         raise UsageError(f"effort {effort!r} is unknown; choose one of {', '.join(EFFORTS)}")
+    if on_new_input not in ON_NEW_INPUT:
+        raise UsageError(f"on_new_input {on_new_input!r} is unknown; choose one of {', '.join(ON_NEW_INPUT)}")
     if effort == "auto" and time_limit_seconds is not None:
         effort = "full"
     seconds = TIME_LIMIT_SECONDS if time_limit_seconds is None else time_limit_seconds
@@ -124,15 +124,18 @@ def auto_schedule(
             parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, loss, effort != "full",
             "same" if same_plan else "alone", verbose, effort == "auto", keeps_result,
         )  # fmt: skip
-        return schedule_blocks(model, args, kwargs, blocks, chosen, backend)
+        scheduled = schedule_blocks(model, args, kwargs, blocks, chosen, backend)
+        for block in blocks_of(scheduled):
+            block._on_new_input = on_new_input
+        return scheduled
     if loss is not None or not keeps_result:
         named = "loss" if loss is not None else "keeps_result"
         raise UsageError(
             f"{named} is for blocks; a schedule of the whole model counts what the model's forward computes"
         )
-    settings = _Settings(
+    settings = WholeSettings(
         parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, effort, tuple(lengths),
-        optimizer_in_backward,
+        optimizer_in_backward, on_new_input,
     )  # fmt: skip
     wrapped = AutoSchedule(model, settings, backend, verbose=verbose)
     if args is not None or kwargs is not None:
@@ -140,21 +143,6 @@ def auto_schedule(
             raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
         wrapped.prepare(*(args if isinstance(args, tuple) else () if args is None else (args,)), **(kwargs or {}))
     return wrapped
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """The arguments of `auto_schedule`."""
-
-    budget: Budget
-    mode: str
-    solver: str
-    time_limit_seconds: float
-    gap: float
-    optimizer: str
-    effort: str = "full"
-    lengths: tuple[int, ...] = ()
-    optimizer_in_backward: bool = False
 
 
 class AutoSchedule(ScheduleWrapper):
@@ -169,11 +157,12 @@ class AutoSchedule(ScheduleWrapper):
     _OWN = ScheduleWrapper._OWN | {"records", "settings", "verbose"}
 
     def __init__(
-        self, model: nn.Module, settings: _Settings, backend: str = "eager", *, verbose: bool | None = None
+        self, model: nn.Module, settings: WholeSettings, backend: str = "eager", *, verbose: bool | None = None
     ) -> None:
         nn.Module.__init__(self)
         self._share(model, backend)
         self.settings, self.verbose = settings, verbose
+        self._on_new_input = settings.on_new_input
         self.record = None
         self.records: list[ScheduleRecord] = []
 
@@ -186,6 +175,7 @@ class AutoSchedule(ScheduleWrapper):
         kwargs = self._without_cache(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         self._new_step(self._key(leaves, spec), args, kwargs)
+        self._begun = True
 
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None, change: Change | None
@@ -201,32 +191,35 @@ class AutoSchedule(ScheduleWrapper):
         captured = captured_for(request, request.example)
         reason = ""
         for record in sorted(self.records, key=_elements):  # the next larger one
-            reason = mismatch(record, self._model, args, kwargs)
-            if reason:
+            if differs := call_difference(record, self._model, args, kwargs):
+                reason = f"planned {differs[0]}, called {differs[1]}"
                 continue
-            found = _captured_as(record, request, captured)  # what pays at its own, larger batch
-            if _is_of(record, found, device):
+            reason = ""
+            found = captured_as(record, request, captured)  # what pays at its own, larger batch
+            if is_of(record, found, device):
                 return record, found
         if self.records:
             reason = reason or (
                 str(change) if change else "other parameters are frozen, other parts in eval mode, or results larger"
             )
+            if self._on_new_input != "plan":
+                raise NewInput(f"no plan of {type(self._model).__name__} serves this call: {reason}")
             warn_caller(f"planning {type(self._model).__name__} anew: {reason}")
-        record = self._plan(request, settings, device, captured)
-        return record, _captured_as(record, request, captured)
+        record = self._plan(request, device, captured)
+        return record, captured_as(record, request, captured)
 
     def _plan_lengths(self, request: Request, device: torch.device) -> None:
-        """Plan for every length that is expected, the largest first."""
-        settings = self.settings
-        for length in sorted(settings.lengths, reverse=True):
+        """Plan for every length that is expected, the largest first: a share is of the peak at that."""
+        for length in sorted(self.settings.lengths, reverse=True):
             there = replace(request, example=with_length(request.example, length))
-            record = self._plan(there, settings, device, captured_for(there, there.example))
-            settings = replace(
-                settings, budget=Budget(record.budget_bytes)
-            )  # a share is of the peak at the largest length
+            self._plan(there, device, captured_for(there, there.example))
 
-    def _plan(self, request: Request, settings: _Settings, device: torch.device, captured: Captured) -> ScheduleRecord:
-        record = _record(request, settings, device, captured, self.verbose)
+    def _plan(self, request: Request, device: torch.device, captured: Captured) -> ScheduleRecord:
+        """Plan within the budget, which is that of the first plan in bytes."""
+        settings = self.settings
+        if self.records:
+            settings = replace(settings, budget=Budget(self.records[0].budget_bytes))
+        record = plan_or_load(request, settings, device, captured, self.verbose)
         self.records.append(record)
         self.record = record
         return record
@@ -235,146 +228,3 @@ class AutoSchedule(ScheduleWrapper):
 def _elements(record: ScheduleRecord) -> int:
     """How many elements the inputs of a plan have."""
     return sum(math.prod(spec.shape) for spec in record.inputs)
-
-
-def _is_of(record: ScheduleRecord, captured: Captured, device: torch.device) -> bool:
-    """Whether a schedule fits this program at its sizes."""
-    return record.fingerprint == captured.program.fingerprint and not exceeds(record, captured, record.model, device)
-
-
-def _record(
-    request: Request, settings: _Settings, device: torch.device, captured: Captured, verbose: bool | None
-) -> ScheduleRecord:
-    """Load the schedule from the cache, or plan it."""
-    started = time.monotonic()
-    digest = _digest(request, settings.budget, device)
-    whole, first = (cache_folder() / f"schedule_{digest}{suffix}.pkl" for suffix in ("", "_quick"))
-    found, place = _kept(whole, request, captured, device), whole
-    began = _kept(first, request, captured, device) if settings.effort != "full" else None
-    if found is None and not _refines(first, settings):
-        found, place = began, first
-    if found is not None:
-        _tell(found, f"from {place}", verbose)
-        return found
-    quick = settings.effort == "quick" or (settings.effort == "auto" and began is None)
-    try:
-        record = _compiled(request, settings, device, captured, verbose, quick=quick)
-    except SolverError:
-        if not quick:
-            raise
-        quick = False  # the local search finds nothing; the integer program may
-        record = _compiled(request, settings, device, captured, verbose, quick=False)
-    place = first if quick else whole
-    keep(record, place)
-    if quick:
-        _planned_here.add(place)
-    how = f"{format_seconds(time.monotonic() - started)}{_REFINED if quick and settings.effort == 'auto' else ''}"
-    _tell(record, f"planned in {how}, kept in {place}", verbose)
-    return record
-
-
-def _kept(path: Path, request: Request, captured: Captured, device: torch.device) -> ScheduleRecord | None:
-    """The schedule in a file of the cache, if there is one that fits this program."""
-    with contextlib.suppress(ScheduleFileError):  # none is there, or a damaged one
-        record = ScheduleRecord.load(path)
-        return record if _is_of(record, _captured_as(record, request, captured), device) else None
-    return None
-
-
-def _captured_as(record: ScheduleRecord, request: Request, captured: Captured) -> Captured:
-    """The captured step with those gradients delayed that a schedule delays."""
-    if record.made_last == captured.made_last:
-        return captured
-    if not record.made_last:
-        return in_autograd_order(request, captured)
-    return captured_for(replace(request, made_last=record.made_last, liger=has_liger(record)), request.example)
-
-
-#: What is said of a quick plan.
-_REFINED = " (quickly; all is measured and refined at the next start, or now with effort='full')"
-#: Quick plans that this process has made: to call again is no new start.
-_planned_here: set[Path] = set()
-
-
-def _refines(first: Path, settings: _Settings) -> bool:
-    """Whether this process replaces a quick plan by a full one: at a new start, and on each machine only one process.
-
-    The others take what is there: where they wait for the first, as in ``examples/dist_training.py``, its plan.
-    """
-    return settings.effort == "auto" and first not in _planned_here and _local_rank() == 0
-
-
-def _local_rank() -> int:
-    """The rank among the processes on this machine, by ``torchrun``; else that in the group; 0 without either."""
-    for name in ("LOCAL_RANK", "RANK"):
-        if os.environ.get(name, "").isdecimal():
-            return int(os.environ[name])
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-
-
-def _compiled(
-    request: Request,
-    settings: _Settings,
-    device: torch.device,
-    captured: Captured,
-    verbose: bool | None,
-    *,
-    quick: bool,
-) -> ScheduleRecord:
-    """Plan, with what the store of this device knows; what is measured completely is kept there."""
-    source = Cached.of(device)
-    with Progress(quiet=verbose is False) as progress:
-        return compile_schedule(
-            request,
-            settings.budget.limit,
-            device,
-            profile=source.known,
-            save_profile=source.save,
-            progress=progress.profiling,
-            plan_progress=progress.planning,
-            captured=captured,
-            quick=quick,
-        ).record
-
-
-def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
-    """Log in one line what a schedule promises and where it is from; also on stderr, if that is wanted."""
-    gap = "" if record.gap is None else f", within {100 * record.gap:.1f} % of the best possible"
-    announce(
-        f"{record.model}: peak {format_bytes(record.peak_bytes)} instead of {format_bytes(record.plain_peak_bytes)}, step "
-        f"{format_seconds(record.seconds)} instead of {format_seconds(record.plain_seconds)} (predicted){gap}; {source}; "
-        f"costs: {record.note}",
-        verbose,
-    )
-
-
-def _digest(request: Request, budget: Budget, device: torch.device) -> str:
-    """A digest of all that a plan depends on: structure, shapes, budget, settings and versions. Needs no tracing."""
-    digest = hashlib.sha256()
-    for name, tensor in (*request.model.named_parameters(), *request.model.named_buffers()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.stride()}{tensor.dtype}{tensor.requires_grad}".encode())
-    digest.update("".join(f"{type(m).__name__}{m.training}{m.extra_repr()}" for m in request.model.modules()).encode())
-    exact = [name for name, module in request.model.named_modules() if getattr(module, "no_dropit", False)]
-    digest.update(repr(exact).encode() if exact else b"")
-    for leaf in pytree.tree_leaves(request.example):
-        is_tensor = isinstance(leaf, torch.Tensor)
-        digest.update(
-            f"{tuple(leaf.shape)}{leaf.stride()}{leaf.dtype}{leaf.requires_grad}".encode()
-            if is_tensor
-            else repr(leaf).encode()
-        )
-    rest = (
-        budget.bytes or budget.share,
-        request.mode,
-        request.optimizer,
-        request.optimizer_in_backward,
-        request.gap,
-        request.solver.upper(),
-        request.time_limit_seconds,
-        device_name(device),
-        request.autocast,
-        settings_digest(device),
-    )
-    digest.update(repr(rest).encode())
-    return digest.hexdigest()[:24]

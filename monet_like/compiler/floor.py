@@ -11,7 +11,7 @@ from ..capture.delayed_gradients import LEAST_GAIN
 from ..errors import InfeasibleError
 from ..ir.profile_file import Profile
 from ..ir.program import FREE, Cost
-from ..ir.units import format_bytes
+from ..ir.units import format_apart, format_bytes
 from ..plan.analysis import floor_bytes
 from ..plan.baseline import plain_report
 from ..profile.devices import device_name
@@ -40,10 +40,11 @@ def check_floor(
     optimizer = request.optimizer_bytes
     least, step = floor_bytes(captured.program, free, optimizer)
     told = "nothing was measured"
+    plain = plain_report(captured.plain, free, optimizer, autograd_nodes=captured.autograd_nodes)
     if isinstance(budget, int):
         limit = budget
     else:
-        limit = budget(plain_report(captured.plain, free, optimizer, autograd_nodes=captured.autograd_nodes).peak_bytes)
+        limit = budget(plain.peak_bytes)
         if least > limit:
             if profile and profile.device != device_name(device):
                 return  # of another machine: nothing will be measured
@@ -54,13 +55,16 @@ def check_floor(
             limit = budget(plain.peak_bytes)
             told = f"of the {format_bytes(plain.peak_bytes)} of plain PyTorch, no time was measured"
     if least > limit:
-        raise InfeasibleError(
-            f"no schedule fits into {format_bytes(limit)} (proven, {told}): "
-            f"{step or 'what is resident'} alone needs {format_bytes(least)}, parameters, inputs and results included; give "
+        given, needed = format_apart(limit, least)
+        error = InfeasibleError(
+            f"no schedule fits into {given} (proven, {told}): {step or 'what is resident'} alone needs {needed}, parameters, inputs and results included; give "
             "more memory or a smaller batch; monet-like smallest says what would do",
             step=step,
             proven=True,
+            least_bytes=least,
         )
+        error.plain_peak_bytes = plain.peak_bytes
+        raise error
 
 
 def delays_cost(request: Request, captured: Captured, costs: Mapping[str, Cost]) -> bool:

@@ -80,7 +80,7 @@ def compile_schedule(
         save_profile: called with the profile as soon as something was measured.
         captured: `captured_for` this request, if that is at hand.
         quick: plan in about ten seconds, from costs that are partly estimated (`monet_like.compiler.quick`) and by the local
-            search. Memory is as exact as otherwise. Nothing is saved.
+            search; where that finds nothing also by the integer program, for at most `QUICK_SECONDS` in all. Memory is as exact as otherwise. Nothing is saved.
     """
     ready = prepare(
         request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured, budget=budget,
@@ -169,6 +169,8 @@ def plan_for(
 
 #: How many plans are made at most where workspaces turn out larger than guessed; for the last one all of them are measured.
 MOST_QUICK_PLANS, MOST_FULL_PLANS = 4, 2
+#: Wall seconds of all searches for a quick plan, if it is hard to find: most take one.
+QUICK_SECONDS = 15.0
 
 
 def plan_quickly(
@@ -179,11 +181,30 @@ def plan_quickly(
     progress: Progress | None = None,
     plan_progress: Callable[[str], None] | None = None,
 ) -> tuple[Prepared, Plan]:
-    """`plan_settled` by the local search."""
-    search = partial(
-        plan_for, request=request, budget_bytes=budget_bytes, strategy="heuristic", evaluations=quick_evaluations(),
-        progress=plan_progress,
-    )  # fmt: skip
+    """`plan_settled` by the local search; where that finds nothing, by the integer program, for all together `QUICK_SECONDS`.
+
+    Raises:
+        InfeasibleError: proven that nothing fits.
+        SolverError: nothing was found.
+    """
+    ends = time.monotonic() + QUICK_SECONDS
+    planned = partial(plan_for, budget_bytes=budget_bytes, progress=plan_progress)
+
+    def left() -> float:
+        return ends - time.monotonic()
+
+    def search(ready: Prepared) -> Plan:
+        try:
+            return planned(
+                ready, request, strategy="heuristic", evaluations=quick_evaluations(), enough=lambda: left() <= 0,
+                seconds=left(),
+            )  # fmt: skip
+        except SolverError:
+            if left() < 1:
+                raise
+            # Where nothing fits by a limit, the search goes on for as many seconds again.
+            return planned(ready, replace(request, time_limit_seconds=left() / 2), strategy="milp")
+
     return plan_settled(ready, request, budget_bytes, device, search, MOST_QUICK_PLANS, progress)
 
 

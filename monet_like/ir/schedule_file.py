@@ -24,6 +24,9 @@ FORMAT = "monet_like schedule"
 #: 4: the fingerprint knows arguments, and no names but those of parameters, buffers and inputs.
 VERSION = 4
 
+#: Solver of a record whose step is plain PyTorch's own, since no schedule fits where it does.
+PLAIN = "plain PyTorch"
+
 
 @dataclass(frozen=True)
 class InputSpec:
@@ -101,6 +104,11 @@ class ScheduleRecord:
     cublas_bytes: int = 0
     optimizer_in_backward: bool = False
     attention: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the step is plain PyTorch's own: the model runs as it is."""
+        return self.solver == PLAIN
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.inputs)

@@ -140,6 +140,13 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def format_apart(*counts: float) -> list[str]:
+    """Format bytes as `format_bytes`, and those that would look the same though they differ also in whole bytes."""
+    texts = [format_bytes(count) for count in counts]
+    alike = len(set(texts)) < len(set(counts))
+    return [f"{text} ({count:.0f} bytes)" for text, count in zip(texts, counts, strict=True)] if alike else texts
+
+
 def format_seconds(seconds: float) -> str:
     """Format seconds, such as ``1.23 s``, ``45.6 ms`` or ``7.8 us``."""
     if abs(seconds) >= 1:

@@ -97,7 +97,19 @@ def check_shapes(record: ScheduleRecord, given: Sequence[Any]) -> None:
 
 
 def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why a call does not match the inputs that a schedule was solved for, and what to do; "" if it does.
+    """Why a call does not match the inputs that a schedule was solved for, and what to do; "" if it does."""
+    if (found := call_difference(record, model, args, kwargs)) is None:
+        return ""
+    return (
+        f"the schedule was solved {found[0]}, the model was called {found[1]}; smaller inputs (a batch, a length) are fine, anything "
+        "else needs a schedule of its own"
+    )
+
+
+def call_difference(
+    record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, str] | None:
+    """What a schedule was planned for and how the model was called, in words; None if the schedule serves the call.
 
     Inputs that are no larger in any dimension, such as a last batch or shorter sequences, run with the same decisions.
     Anything else must be as solved for. Under another autocast and with weights in another layout other operators run, or
@@ -105,24 +117,15 @@ def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kw
     """
     found = input_specs(args, kwargs)
     if not fits_within(found, record.inputs):
-        return (
-            f"the schedule was solved for {specs_in_words(record.inputs)}, the model was called with {specs_in_words(found)}; "
-            "smaller inputs (a batch, a length) are fine, anything else needs a schedule of its own"
-        )
+        return f"for {specs_in_words(record.inputs)}", f"with {specs_in_words(found)}"
     autocast = autocast_name(device_of(model, (args, kwargs)))
     if autocast != record.autocast:
-        return (
-            f"the schedule was solved {_under(record.autocast)}, the model was called {_under(autocast)}; "
-            "call it as it was solved for, or solve again"
-        )
+        return _under(record.autocast), _under(autocast)
     layout = weights_layout(model)
     if layout != record.layout:
         wanted, given = (name or "the default layout" for name in (record.layout, layout))
-        return (
-            f"the schedule was solved for weights in {wanted}, the model's are in {given}; "
-            "use model.to(memory_format=...), or solve again"
-        )
-    return ""
+        return f"for weights in {wanted}", f"with weights in {given}"
+    return None
 
 
 def fits_within(inputs: tuple[InputSpec, ...], largest: tuple[InputSpec, ...]) -> bool:

@@ -22,7 +22,7 @@ from ..capture.guards.side_effects import generators_restored
 from ..capture.lowering import capture
 from ..capture.precision import AUTOCASTS, autocast_as, autocast_name
 from ..capture.quantised import settle
-from ..errors import ScheduleFileError, UsageError, warn_caller
+from ..errors import MonetError, ScheduleFileError, UsageError, warn_caller
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import is_synchronised, world
@@ -58,6 +58,10 @@ MANY_STEPS = 16
 
 #: Number of captured steps that are kept. Without a limit, a number that changes in every step would fill the memory.
 KEPT_STEPS = 32
+
+
+class NewInput(UsageError):
+    """A call that no plan serves, where ``on_new_input`` does not let it be planned."""
 
 
 class ScheduleWrapper(StandIn):
@@ -138,7 +142,7 @@ class ScheduleWrapper(StandIn):
         self.training, self.backend = model.training, backend
         self._steps: dict[Any, list[Step]] = {}
         self._plain_calls: dict[Any, str] = {}  # calls that run as the plain model, and why
-        self._begun = False  # whether a step was run
+        self._begun = False  # whether a step was run, or planned ahead
         self._arena: Arena | None = None  # see `monet_like.place_memory`
         self._synchronised = is_synchronised(model)
 
@@ -184,7 +188,7 @@ class ScheduleWrapper(StandIn):
                 check_changeable(step.captured, [*parameters, *buffers, *inputs], inputs)
             return step
         except Exception as error:
-            if not self._begun or self._on_new_input == "error":
+            if self._on_new_input == "error" or not (self._begun or isinstance(error, NewInput)):
                 raise
             self._run_plain(str(error) if key is None else key, error, input_specs(args, kwargs))
             return None
@@ -204,10 +208,12 @@ class ScheduleWrapper(StandIn):
         """
         if key in self._plain_calls:
             return
-        self._plain_calls[key] = str(reason) or type(reason).__name__
+        said = str(reason) if isinstance(reason, MonetError) else f"{type(reason).__name__}: {reason}"
+        self._plain_calls[key] = said
+        peak = reason.plain_peak_bytes if isinstance(reason, MonetError) else None
+        needs = "in plain PyTorch's memory" if peak is None else f"whose predicted peak is {format_bytes(peak)}"
         warn_caller(
-            f"{type(self._model).__name__} runs as plain PyTorch when it is called with {specs_in_words(inputs)}, in plain PyTorch's "
-            f"memory: {self._plain_calls[key]}"
+            f"{type(self._model).__name__} runs as plain PyTorch when it is called with {specs_in_words(inputs)}, {needs}: {said}"
         )
 
     def _attention(self) -> AbstractContextManager[None]:
@@ -250,6 +256,11 @@ class ScheduleWrapper(StandIn):
         change = earlier[-1].change() if earlier else None
         started, inputs = time.monotonic(), input_specs(args, kwargs)
         record, captured = self._planned(args, kwargs, captured, change)
+        if record.is_plain:
+            self._plain_calls[key] = (
+                f"plain PyTorch's step fits into {format_bytes(record.budget_bytes)}, and no schedule"
+            )
+            return None
         if inputs != record.inputs:
             _log.info(replayed_in_words(record, captured, inputs, time.monotonic() - started))
         warn_of_twins(captured, captured.device, stacklevel=3)

@@ -779,7 +779,7 @@ def test_a_schedule_for_another_device_is_said_to_be_one(solved: ScheduleRecord)
 
 def test_planning_anew_is_told_at_the_users_line() -> None:
     torch.manual_seed(0)
-    model = monet_like.auto_schedule(torch.nn.Linear(8, 4), torch.randn(4, 8), memory_budget="100%", mode="normal")
+    model = monet_like.auto_schedule(torch.nn.Linear(8, 4), torch.randn(4, 8), memory_budget="1 MB", mode="normal")
     with pytest.warns(UserWarning, match="planning Linear anew: ") as told:
         model(torch.randn(6, 8))
     assert [warning.filename for warning in told if "anew" in str(warning.message)] == [__file__]

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ from training import run, twin
 
 import monet_like
 from monet_like.auto import auto_schedule as auto
+from monet_like.auto import whole_plan
 from monet_like.capture.captured import Captured, distinct_tasks
 from monet_like.cli.group import main
 from monet_like.compiler import pipeline, quick
-from monet_like.compiler.costs import inputs_on, measured_costs
+from monet_like.compiler.costs import inputs_on, measured_costs, to_profile
 from monet_like.compiler.influence import by_influence
 from monet_like.compiler.pipeline import compile_schedule
+from monet_like.compiler.prepared import Prepared, prepared
 from monet_like.compiler.quick import kind_of, one_of_each_kind_first, quick_costs
 from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import SolverError, UsageError
@@ -30,6 +34,7 @@ from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
+from monet_like.plan import STRATEGIES
 from monet_like.plan.baseline import plain_report
 from monet_like.profile import rates
 from monet_like.profile.profiler import measure, measure_partly
@@ -255,7 +260,7 @@ def test_quick_first_and_full_at_the_next_start(
     same, said = planned(capsys)  # no new start
     assert same == first and "_quick.pkl" in said and files() == ["quick"]
 
-    monkeypatch.setattr(auto, "_planned_here", set())  # a new start
+    monkeypatch.setattr(whole_plan, "_planned_here", set())  # a new start
     for name, value in (("LOCAL_RANK", "1"), ("RANK", "3")):  # in another process than the first of this machine
         with monkeypatch.context() as process:
             process.setenv(name, value)
@@ -290,12 +295,39 @@ def test_the_full_plan_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_where_the_local_search_finds_nothing_the_solver_is_asked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nothing(*_: object) -> None:
+    def nothing(*_: object, **__: object) -> None:
         raise SolverError("nothing found")
 
-    monkeypatch.setattr(auto, "TIME_LIMIT_SECONDS", 1.0)
-    monkeypatch.setattr(pipeline, "plan_quickly", nothing)
-    assert planned(capsys)[0].solver == "HIGHS" and files() == ["profile_", "schedule"]
+    monkeypatch.setitem(STRATEGIES, "heuristic", nothing)
+    assert planned(capsys)[0].solver == "HIGHS" and files() == ["quick"]
+
+
+def test_searches_for_a_quick_plan_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as each search takes what it is given, and where the first plan turns out too large."""
+    now, asked = 0.0, []
+
+    def search(ready: Prepared, request: Request, *, strategy: str, budget_bytes: int, **options: Any) -> None:
+        nonlocal now
+        if strategy == "heuristic":
+            took = 0.0 if options["enough"]() else 6.0
+            assert options["seconds"] == pytest.approx(pipeline.QUICK_SECONDS - now)
+        else:
+            took = 2 * request.time_limit_seconds
+        now += took
+        asked.append((strategy, took))
+        raise SolverError("nothing found")
+
+    request, captured = problem()
+    ready = prepared(
+        request, captured, to_profile({}, CPU, ""), {task.cost: Cost(1.0) for task in captured.every_task()}, {}
+    )
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(pipeline, "plan_for", search)
+    monkeypatch.setattr(pipeline, "settled_for", lambda ready, *_, **__: replace(ready, guessed={}))
+    with pytest.raises(SolverError, match="nothing found"):
+        pipeline.plan_quickly(replace(ready, guessed={"a": 1}), request, 10**6, CPU)
+    assert asked == [("heuristic", 6.0), ("milp", 9.0), ("heuristic", 0.0)]
+    assert now == pipeline.QUICK_SECONDS
 
 
 def test_a_quick_plan_trains_as_plain_pytorch() -> None:

@@ -110,15 +110,25 @@ def find_lowest(
 
 
 def find_quickly(
-    program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0, **options: Any
+    program: Program,
+    costs: Mapping[str, Cost],
+    budget_bytes: int,
+    *,
+    extra_bytes: int = 0,
+    seconds: float = SECONDS,
+    enough: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> Lowest | None:
     """A schedule within the budget by local search; where it finds none, one with the lowest peak that is found.
 
     For small programs an integer program finds the lowest peak to the byte, and thereby whether anything fits.
 
     Args:
+        seconds: wall seconds for that program; it may have `LEAST_SECONDS`.
+        enough: returns whether time is up; asked before every annealing.
         options: further ones of `find_start`.
     """
+    options["enough"] = lambda _: enough()
     floor, _ = floor_bytes(program, costs, extra_bytes)
     known: tuple[Schedule, Report] | None = None
 
@@ -131,16 +141,17 @@ def find_quickly(
     if (
         floor <= budget_bytes and is_small(program) and start(evaluations=0) is None
     ):  # annealing would try for long here
-        known = smallest_known(program, costs, extra_bytes=extra_bytes)
+        known = smallest_known(program, costs, extra_bytes=extra_bytes, enough=enough)
         if known is not None and known[1].peak_bytes > budget_bytes:
             lowest = find_lowest(
-                program, costs, Lowest(*known, floor), None, enough_bytes=budget_bytes, extra_bytes=extra_bytes
-            )
+                program, costs, Lowest(*known, floor), None, enough_bytes=budget_bytes, extra_bytes=extra_bytes,
+                seconds=min(seconds, SECONDS),
+            )  # fmt: skip
             faster = start(start=lowest.schedule) if lowest.report.peak_bytes <= budget_bytes else None
             return faster or lowest
     if floor <= budget_bytes and (found := start()) is not None:
         return found
-    known = known or smallest_known(program, costs, extra_bytes=extra_bytes)
+    known = known or smallest_known(program, costs, extra_bytes=extra_bytes, enough=enough)
     return None if known is None else Lowest(*known, floor)
 
 

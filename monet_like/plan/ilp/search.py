@@ -25,7 +25,7 @@ from ...errors import InfeasibleError, SolverError
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report
-from ...ir.units import format_bytes
+from ...ir.units import format_apart, format_bytes
 from ...solvers.pool import Pool
 from ..analysis import default_pin_bytes, find_needs, floor_bytes
 from ..local_search.searcher import Searcher, find_start, smallest_known
@@ -432,16 +432,18 @@ class Search:
             proven: for all schedules; else none was found.
             alone: bytes and name of a task that does not fit by itself.
         """
-        known, budget = self.lowest, format_bytes(self.budget_bytes)
+        known, least = self.lowest, alone[0] if alone else None
+        budget, *needed = format_apart(self.budget_bytes, *(() if least is None else (least,)))
         message = f"no schedule fits into {budget} (proven)" if proven else f"found no schedule that fits into {budget}"
         step = alone[1] if alone else ""
         if alone:
-            message += f": {alone[1]} alone needs {format_bytes(alone[0])}"
+            message += f": {alone[1]} alone needs {needed[0]}"
         smallest = None
         if known is not None:
             smallest, step = known[1].peak_bytes, step or known[1].peak_step.task
             message += f"; {smallest_known_budget(known[1])}, which {known[1].peak_step.task} needs"
-        return InfeasibleError(message + "; give more memory or a smaller batch", smallest, step, proven=proven)
+        advice = "; give more memory or a smaller batch"
+        return InfeasibleError(message + advice, smallest, step, proven=proven, least_bytes=least)
 
     def _plan(self, formulation: Formulation | None, solver: str, interrupted: bool = False) -> Plan:
         plan = replace(

@@ -252,15 +252,20 @@ def smallest_known(
     extra_bytes: int = 0,
     seed: int = 0,
     evaluations: int | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> tuple[Schedule, Report] | None:
-    """The schedule with the lowest peak that a search finds, and its report. Not proven to be the lowest."""
+    """The schedule with the lowest peak that a search finds, and its report. Not proven to be the lowest.
+
+    Args:
+        enough: returns whether time is up; asked before every annealing.
+    """
     searcher = Searcher(program, costs, extra_bytes)
     starts = searcher.starts(0)
     if not starts:
         return None
     count = evaluations if evaluations is not None else EVALUATIONS[searcher.engine.name] // 10
     starts.sort(key=lambda f: f.judgement.peak_bytes)
-    best = _lower_peak(searcher, starts[0], 0, count, seed)
+    best = _lower_peak(searcher, starts[0], 0, count, seed, enough)
     planned = (searcher.plan(f.policy, f.judgement.peak_bytes) for f in (best, *starts))
     return next(filter(None, planned), None)
 

@@ -125,7 +125,8 @@ def heuristic(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **
     try:
         found = find_quickly(program, costs, budget_bytes, **options)
     except KeyboardInterrupt:  # end at once with the start that needs no annealing, as solvers end with their incumbent
-        schedule = find_start(program, costs, budget_bytes, **{**options, "evaluations": 0})
+        kept = {name: value for name, value in options.items() if name not in ("seconds", "enough")}
+        schedule = find_start(program, costs, budget_bytes, **{**kept, "evaluations": 0})
         if schedule is None:
             raise
         return schedule
