@@ -64,7 +64,7 @@ class SharedCaptures:
     def keep(self, block: nn.Module, call: Any, captured: Captured) -> None:
         """Keep a program for equal blocks."""
         outline = outline_of(block)
-        if outline is None or captured.reads is None or captured.constants.tensors:
+        if outline is None or captured.reads is None or captured.constants.tensors or _sets_own(captured):
             return
         if not any(known.captured is captured for known in self._found):
             self._found = [*self._found[1 - KEPT :], _Shared(call, outline, captured)]
@@ -86,6 +86,11 @@ class SharedCaptures:
 def _reads_alike(captured: Captured, block: nn.Module) -> bool:
     """Whether all Python values that a program's block reads are the same in another block."""
     return captured.reads is not None and captured.reads.of(block).change() is None
+
+
+def _sets_own(captured: Captured) -> bool:
+    """Whether a block sets one of its own objects somewhere, which another block does not have."""
+    return captured.effects is not None and not captured.effects.shared
 
 
 def outline_of(block: nn.Module) -> Any:

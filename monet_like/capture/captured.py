@@ -15,6 +15,7 @@ from ..ir.program import Call, Program, Ref, Task, refs
 from ..ops.sync_batch_norm import COMMUNICATING
 from .annotations import Mark
 from .constants import Constants
+from .guards.effects import Effects
 from .guards.reads import Reads
 
 #: The CUDA caching allocator hands out multiples of this.
@@ -123,7 +124,8 @@ class Captured:
         outputs: the tensors among the flattened results.
         output_spec, output_leaves: how the results were nested, and the flattened results with ``None`` in
             place of tensors.
-        output_positions: for each of ``outputs``, its position in ``output_leaves``; several if it is returned more than once.
+        output_positions: for each of ``outputs``, its position in ``output_leaves``; several if it is returned more than once, none
+            if it is only a part of the effects.
         tangents: for every output, the backward value its incoming gradient is, or None.
         parameter_gradients: (index into ``parameters``, tensor), in the order in which they become ready; several for
             one that has several names, each by the uses under one of them: autograd adds them up.
@@ -144,6 +146,7 @@ class Captured:
         written: positions among ``inputs`` of those that the forward changes in place and that gradients flow through then:
             their new contents are the last of ``outputs``.
         changed: residents whose contents are others when the forward has ended.
+        effects: what the forward sets beside its results.
     """
 
     __repr__ = short_repr
@@ -173,6 +176,7 @@ class Captured:
     constants: Constants = field(default_factory=Constants)
     written: tuple[int, ...] = ()
     changed: frozenset[int] = frozenset()
+    effects: Effects | None = None
 
     @property
     def plain(self) -> Program:

@@ -17,6 +17,7 @@ from ..errors import CaptureError
 from .annotations import InPlaceCalls, marked_modules, named_layers
 from .checks import may_have_gradient
 from .constants import ConstantsFound, HeldTensors, constant_name
+from .guards.effects import Effects, given_containers
 from .guards.reads import Reads
 from .guards.recorder import Recorder
 from .guards.side_effects import checkpoints_checked, keeping_generators, keeping_tensors
@@ -45,7 +46,8 @@ class FlatModule(nn.Module):
         self.out_leaves: list[Any] = []
         self.out_spec: pytree.TreeSpec | None = None
         self.out_positions: list[tuple[int, ...]] = []
-        self.told: dict[str, None] = {}
+        self.used = WeakTensorKeyDictionary()  # the user's tensors that operators of the last forward take
+        self.effects: Effects | None = None
         self.reads: Reads | None = None
         self.recorder: Recorder | None = None
         self.held, self.tries = nn.Module(), _TRIES
@@ -110,16 +112,21 @@ class FlatModule(nn.Module):
             for context in (self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules()):
                 stack.enter_context(context)
             if self.recorder is not None:
-                stack.enter_context(self.recorder.forward())
+                containers = [*given_containers(args, kwargs).values()]
+                stack.enter_context(self.recorder.forward(self._given(tensors), containers))
             result = self._called(args, kwargs, tensors)
         flat, self.out_spec = pytree.tree_flatten(result)
-        positions: dict[
-            int, list[int]
-        ] = {}  # of each tensor, which is alive here: one that is returned twice is one result
+        results: dict[int, tuple[torch.Tensor, list[int]]] = {}  # one that is returned twice is one result
         for position, leaf in enumerate(flat):
             if isinstance(leaf, torch.Tensor):
-                positions.setdefault(id(leaf), []).append(position)
-        self.out_positions = [tuple(found) for found in positions.values()]
+                results.setdefault(id(leaf), (leaf, []))[1].append(position)
+        self.effects = self.recorder.effects if self.recorder is not None else None
+        if self.effects is not None:
+            for tensor in self.effects.tensors:
+                results.setdefault(id(tensor), (tensor, []))
+            places = {key: place for place, key in enumerate(results)}
+            self.effects = self.effects.of_outputs([places[id(tensor)] for tensor in self.effects.tensors])
+        self.out_positions = [tuple(found) for _, found in results.values()]
         if not self.out_positions:
             raise CaptureError(f"{type(self.model).__name__} returned no tensor, so there is nothing to train")
         for leaf in flat:
@@ -129,7 +136,18 @@ class FlatModule(nn.Module):
                     "return tensors in tuples, lists, dicts or dataclasses (for Hugging Face models: use_cache=False)"
                 )
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-        return tuple(self._apart([flat[first] for first, *_ in self.out_positions], tensors))
+        return tuple(self._apart([tensor for tensor, _ in results.values()], tensors))
+
+    def _given(self, tensors: Sequence[torch.Tensor]) -> dict[int, tuple[str, Any]]:
+        """What the caller has given in the place of each of the tracer's tensors, by identity, as `Effects` refers to it."""
+        found: dict[int, tuple[str, Any]] = {}
+        for kind, members in (("parameter", self.named_parameters()), ("buffer", self.named_buffers())):
+            for name, tensor in members:
+                held = name.startswith(HELD)
+                found[id(tensor)] = ("same", self.before.get(name)) if held else (kind, name.removeprefix("model."))
+        for position, tensor in enumerate(tensors):
+            found.setdefault(id(tensor), ("input", position))
+        return found
 
     def _leaf_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``tensors`` whose example inputs were leaves of autograd's graph."""
@@ -144,7 +162,7 @@ class FlatModule(nn.Module):
                 own[before] = tensor
                 keep_attributes(tensor, before)
         mode = HeldTensors(own, [*self.parameters(), *tensors], looking=self.tries > 0)
-        self.state_objects = StateObjects(mode.replacement)
+        self.state_objects = StateObjects(mode.replacement, self.recorder.watch if self.recorder else lambda *_: True)
         try:
             with mode, mode.in_custom_functions(self.state_objects.replaced):
                 result = mode.replaced(without_dataclasses(self.model(*args, **kwargs)))
@@ -155,7 +173,8 @@ class FlatModule(nn.Module):
         if mode.found:
             raise ConstantsFound(mode.found, 0)
         self.aliases = mode.aliases
-        self.told.update(dict.fromkeys(self.state_objects.set_since()))
+        self.state_objects.hand_over()
+        self.used = WeakTensorKeyDictionary(dict.fromkeys(own, True))
         keyed: list[tuple[int | str, torch.Tensor]] = [
             *enumerate(tensors),
             *self.named_parameters(),

@@ -11,7 +11,6 @@ Interpreting the captured calls one by one is bit-equal to running the model eag
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -104,12 +103,6 @@ def capture(
     absent = None if target is None else Absent(target, capability, attention)
     with as_fakes(model, args, kwargs or {}) as (args, given), attention_as("" if absent else attention):
         graph, mode, flat = _traced(model, args, given, absent, processes, row_major_gradients)
-        if flat.told:
-            warnings.warn(
-                f"{type(model).__name__}.forward sets {', '.join(flat.told)}, and a schedule does not: they stay as they are; "
-                "return such tensors as results, and count outside the model",
-                stacklevel=3,
-            )
         if target is not None:
             move_graph(graph, mode, target)
         with convolutions(target or torch.device("cpu")):
@@ -375,6 +368,7 @@ class Lowering(Values):
             constants=Constants.of(self.constants, self.flat.model, self.flat.leaves, self.flat.aliases),
             written=tuple(sorted(self.written, key=self.written.__getitem__)),
             changed=frozenset(self.changed),
+            effects=self.flat.effects,
         )
         if not late:
             return in_order

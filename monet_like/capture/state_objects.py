@@ -6,7 +6,7 @@ tracer's. So it gets a copy of the object that holds the tracer's tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import CaptureError
 
 #: Objects within objects are copied to this depth.
 _DEPTH = 4
@@ -24,10 +26,16 @@ class StateObjects:
 
     Args:
         replacement: from any tensor to the tracer's.
+        watch: told of an object before something is set in it, and its path, so that it is restored when the trace ends; whether
+            it can be.
     """
 
-    def __init__(self, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._replacement = replacement
+    def __init__(
+        self,
+        replacement: Callable[[torch.Tensor], torch.Tensor],
+        watch: Callable[[Any, str], bool] = lambda *_: True,
+    ) -> None:
+        self._replacement, self._watch = replacement, watch
         self._known: dict[int, tuple[Any, Any, dict[str, Any]]] = {}  # identity -> object, copy, the copy's attributes
 
     def replaced(self, tree: Any) -> Any:
@@ -55,18 +63,32 @@ class StateObjects:
         return twin
 
     def set_since(self) -> list[str]:
-        """What custom functions have set in the copies since they were made or this was last called: ``State.count``.
+        """What custom functions have set in the copies since they were made or `hand_over` was called: ``State.count``."""
+        return [f"{type(held).__name__}.{name}" for held, _, name in self._set()]
 
-        The user's objects keep what they had, as after a step by a schedule.
+    def hand_over(self) -> None:
+        """Set in the user's objects what custom functions have set in the copies.
+
+        Raises:
+            CaptureError: an object that cannot be restored.
         """
-        found: list[str] = []
-        for key, (held, twin, attributes) in self._known.items():
-            names = {**attributes, **twin.__dict__} if twin is not held else {}
-            for name in names:
+        originals = {id(twin): held for held, twin, _ in self._known.values()}
+        for held, twin, name in [*self._set()]:
+            if not self._watch(held, type(held).__name__):
+                raise CaptureError(
+                    f"a custom function sets {type(held).__name__}.{name}, and a schedule would not; have the function return it"
+                )
+            if name in twin.__dict__:
+                held.__dict__[name] = originals.get(id(twin.__dict__[name]), twin.__dict__[name])
+            else:
+                held.__dict__.pop(name, None)
+        self._known = {key: (held, twin, dict(twin.__dict__)) for key, (held, twin, _) in self._known.items()}
+
+    def _set(self) -> Iterator[tuple[Any, Any, str]]:
+        for held, twin, attributes in self._known.values():
+            for name in {**attributes, **twin.__dict__} if twin is not held else ():
                 if attributes.get(name) is not twin.__dict__.get(name):
-                    found.append(f"{type(held).__name__}.{name}")
-            self._known[key] = held, twin, dict(twin.__dict__)
-        return found
+                    yield held, twin, name
 
 
 def _holds_others(new: Any, old: Any) -> bool:

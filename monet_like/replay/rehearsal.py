@@ -144,8 +144,8 @@ def _results(captured: Captured, result: Any) -> Iterator[torch.Tensor]:
     """The tensors of a block's result, in storages of the size that a schedule's have."""
     leaves = pytree.tree_leaves(without_dataclasses(result))
     for tensor, positions in zip(captured.outputs, captured.output_positions, strict=False):
-        found = leaves[positions[0]]
         meta = captured.metas[tensor.value]
+        found = leaves[positions[0]] if positions else meta.empty()  # the plain forward has set what is no result
         if found.untyped_storage().nbytes() != meta.storage_bytes:
             yield found.clone()
             continue

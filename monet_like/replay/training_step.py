@@ -370,9 +370,16 @@ def as_captured(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def run_step(
-    step: Step, parameters: list[torch.Tensor], buffers: list[torch.Tensor], inputs: list[torch.Tensor]
+    step: Step,
+    parameters: list[torch.Tensor],
+    buffers: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {}),
 ) -> Any:
     """Run the forward of a step; its autograd graph is the backward of the schedule.
+
+    Args:
+        arguments: of the call, positional and by keyword, for containers that the forward fills.
 
     Returns:
         The model's result, nested as the model nests it.
@@ -391,4 +398,6 @@ def run_step(
             leaves_out[position] = output
     for position, output in zip(captured.written, outputs[len(captured.output_positions) :], strict=True):
         inputs[position].copy_(output)  # so that gradients of what the caller makes of it reach the model
+    if captured.effects is not None and step.reads is not None:
+        captured.effects.repeat(step.reads, outputs, inputs, arguments)
     return pytree.tree_unflatten(leaves_out, captured.output_spec)

@@ -161,7 +161,7 @@ class ScheduleWrapper(StandIn):
             return self._model(*args, **kwargs)
         if self._arena is not None and step.memory is None:
             step.memory = self._arena.memory_of(step.captured.device)
-        result = run_step(step, *_residents(step), inputs)
+        result = run_step(step, *_residents(step), inputs, (args, kwargs))
         self._begun = True
         return result
 

@@ -363,19 +363,6 @@ def test_checks_of_values_are_left_out() -> None:
         model(10 * rows())
 
 
-def test_attributes_that_a_forward_sets_stay_and_are_told() -> None:
-    def counts(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        net.factor += 1
-        net.aux = layer(x)
-        layer.seen = True
-        return net.aux * net.factor
-
-    model = Net(counts, linear())
-    with pytest.warns(UserWarning, match=r"Net.forward sets factor, aux, layers.0.seen, and a schedule does not"):
-        capture(model, (rows(),))
-    assert (model.factor, model.aux, hasattr(model.layers[0], "seen")) == (1.0, None, False)
-
-
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_what_pytorchs_own_hooks_set_is_no_news(norm: Callable[[nn.Module], nn.Module]) -> None:
     with warnings.catch_warnings():

@@ -352,11 +352,14 @@ def test_objects_given_to_custom_functions_hold_constants() -> None:
         assert worst(step(net, x), step(wrapper, x)) == 0.0
 
 
-def test_what_custom_functions_set_in_their_objects_is_told() -> None:
-    net = Scaling("forward")
-    with pytest.warns(UserWarning, match=r"Scaling.forward sets Scales.seen, and a schedule does not"):
-        capture(net, (torch.randn(4, 8),))
+def test_what_custom_functions_set_in_their_objects_is_set_again() -> None:
+    net, x = Scaling("forward"), torch.randn(4, 8)
+    plain = twin(net)
+    wrapper = planned(net, x)
     assert net.state.seen is None
+    for number in range(2):
+        assert worst(step(plain, x + number), step(wrapper, x + number)) == 0.0
+        assert torch.equal(net.state.seen, plain.state.seen)
     with pytest.raises(
         CaptureError, match=r"function of Scaling sets Scales.seen in the backward, and a schedule would not"
     ):

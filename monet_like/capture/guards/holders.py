@@ -10,7 +10,8 @@ from typing import Any
 
 #: Code in which one of these names occurs may read all attributes of an object.
 _READ_ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})
-_ABSENT = object()
+#: In the place of an attribute that is not there.
+ABSENT = object()
 #: Keys that stand for themselves in a path.
 _NAMED = frozenset({str, int, bool})
 
@@ -60,6 +61,14 @@ class Holder:
     def put_back(self, then: Any) -> None:
         """Restore the contents from a copy."""
 
+    def difference(self, then: Any) -> Any:
+        """What `repeat` needs to make of these contents, which are as in a copy, those of now."""
+        return self.copy()
+
+    def repeat(self, difference: Any) -> None:
+        """Set again what was set when ``difference`` was taken."""
+        self.put_back(difference)
+
 
 class Attributes(Holder):
     """The attributes of an object.
@@ -94,14 +103,24 @@ class Attributes(Holder):
 
     def put_back(self, then: Any) -> None:
         for name in self._differing(then):
-            self._set(name, then.get(name, _ABSENT))
+            self._set(name, then.get(name, ABSENT))
+
+    def difference(self, then: Any) -> Any:
+        now = self.now()
+        return {name: now.get(name, ABSENT) for name in self._differing(then)}
+
+    def repeat(self, difference: Any) -> None:
+        there = self.now()
+        for name, value in difference.items():
+            if value is not ABSENT or name in there:
+                self._set(name, value)
 
     def _differing(self, then: Mapping[str, Any]) -> list[str]:
         now = self.now()
-        return [name for name in {**then, **now} if now.get(name, _ABSENT) is not then.get(name, _ABSENT)]
+        return [name for name in {**then, **now} if now.get(name, ABSENT) is not then.get(name, ABSENT)]
 
     def _set(self, name: str, value: Any) -> None:
-        if value is _ABSENT:
+        if value is ABSENT:
             del self.mapping[name]
         else:
             self.mapping[name] = value
@@ -118,7 +137,7 @@ class Variables(Attributes):
     def _set(self, name: str, value: Any) -> None:
         if not isinstance(self.held, type):
             super()._set(name, value)
-        elif value is _ABSENT:
+        elif value is ABSENT:
             delattr(self.held, name)
         else:
             setattr(self.held, name, value)
@@ -132,14 +151,14 @@ class Slots(Attributes):
         self.slots = slots
 
     def now(self) -> Mapping[str, Any]:
-        found = {name: getattr(self.held, name, _ABSENT) for name in self.slots}
-        return {name: value for name, value in found.items() if value is not _ABSENT}
+        found = {name: getattr(self.held, name, ABSENT) for name in self.slots}
+        return {name: value for name, value in found.items() if value is not ABSENT}
 
     def flat(self) -> tuple[Any, ...]:
-        return tuple(getattr(self.held, name, _ABSENT) for name in self.slots)
+        return tuple(getattr(self.held, name, ABSENT) for name in self.slots)
 
     def _set(self, name: str, value: Any) -> None:  # as a frozen dataclass does it
-        if value is _ABSENT:
+        if value is ABSENT:
             object.__delattr__(self.held, name)
         else:
             object.__setattr__(self.held, name, value)
@@ -315,6 +334,9 @@ class Elements(Holder):
 
     def part(self, path: str, label: Any) -> str:
         return path
+
+    def changed(self, path: str, then: Any) -> list[str]:
+        return [] if self.flat() == then else [path]
 
     def put_back(self, then: Any) -> None:
         if isinstance(self.held, bytearray):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -50,6 +50,9 @@ class Roots:
         variables: global variables, the name of their Python module, and the names of those that were read.
         arguments: of the call, those that are no tensors.
         late_names, late_attributes: as ``names`` and ``attributes``, of code that ran in the backward.
+        parts: names of the modules in which the forward puts others.
+        used: tensors that an operator takes; None: all.
+        set_again: paths of what the forward sets, which is no other one when the backward reads it.
     """
 
     names: Set[str] = frozenset()
@@ -60,17 +63,23 @@ class Roots:
     arguments: tuple[Any, ...] = ()
     late_names: Set[str] = frozenset()
     late_attributes: Mapping[str, Set[str]] = field(default_factory=dict)
+    parts: Set[str] = frozenset()
+    used: Container[Any] | None = None
+    set_again: tuple[str, ...] = ()
 
     def walk(self, model: nn.Module) -> Walk:
         """Follow all places to the values behind them, as they are now."""
         modules = dict(model.named_modules())
         known = {id(module): name for name, module in modules.items()}
-        walk = Walk(self.names, known, lambda module: self.others.get(id(module), (module, None))[1])
+        others = lambda module: self.others.get(id(module), (module, None))[1]  # noqa: E731
+        walk = Walk(self.names, known, others, used=self.used)
         for name in {**self.attributes, **self.absent}:
             if (module := modules.get(name)) is None:
                 continue
             path = f"self.{name}".rstrip(".")
             walk.add(Attributes(module, module.__dict__, only=self.attributes.get(name, frozenset())), path)
+            if name in self.parts:
+                walk.add(Entries(module._modules), f"{path}._modules")
             for holder in class_holders(type(module), self.names):
                 walk.add(holder, path)
             for kind in MEMBERS[:2]:  # attributes of tensors, such as ``self.weight.scale``
@@ -91,6 +100,9 @@ class Roots:
     def is_late(self, place: Place, label: Any) -> bool:
         """Whether code that runs in the backward may read it; members of a container count by the container's own place."""
         holder = place.holder
+        path = place.path if label is None else holder.part(place.path, label)
+        if any(path == known or path.startswith(tuple(f"{known}{end}" for end in ".[(")) for known in self.set_again):
+            return False
         if isinstance(holder, Attributes) and isinstance(holder.held, nn.Module):
             return label in self.late_attributes.get(place.path.partition(".")[2], ())
         if isinstance(holder, Attributes):
@@ -105,12 +117,16 @@ class Reads:
 
     Args:
         forms: those values by path, if this is another model than was traced; default: as they are now.
+
+    Attributes:
+        holders: of these values, by the key of their place; since the last call of `change` that found none.
     """
 
     def __init__(self, roots: Roots, model: nn.Module, forms: Mapping[str, Any] | None = None) -> None:
         self.roots, self.model = roots, weakref.ref(model)
         walk = roots.walk(model)
         self.forms = walk.forms if forms is None else forms
+        self.holders = {place.key: place.holder for place in walk.places}
         late = bool(roots.late_names or roots.late_attributes)
         self._all = _Compared(walk.places, roots.names, lambda place, label: True)
         self._late = _Compared(walk.places if late else [], roots.names, roots.is_late)
@@ -145,7 +161,7 @@ class Reads:
             if before != after:
                 return Change(path, _text(before), _text(after))
         if compared is self._all:
-            self._all, self._late, self._known = now._all, now._late, True
+            self._all, self._late, self._known, self.holders = now._all, now._late, True, now.holders
         return None
 
 

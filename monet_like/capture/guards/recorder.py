@@ -1,15 +1,17 @@
 """Records the values beside tensors that a model's forward and backward read and set while they are traced.
 
-Values that they set are put back afterwards, because a schedule does not set them.
+What they set is put back afterwards; what the forward sets becomes `Effects`, which each replayed forward repeats.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import CaptureError
-from .holders import Attributes, Variables
+from .effects import Assigned, Effects, effects_of
+from .holders import ABSENT, Attributes, Entries, Variables
 from .objects import class_holders, is_library
 from .reads import MEMBERS, Reads, Roots
 from .traversal import Place, Walk, form_of_plain
@@ -33,6 +36,7 @@ _TRACING = frozenset({"monet_like.capture.flat_module", "monet_like.capture.trac
 
 #: Where a forward sees to it that Python code runs in its backward; or else that is not traced, which is slow.
 _FOR_BACKWARD = frozenset({"torch.autograd.function", "torch.autograd.graph", "torch.utils.checkpoint"})
+_STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME"})
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
@@ -41,31 +45,39 @@ class Recorder:
 
     Args:
         arguments: of the call, those that are no tensors.
-        told: gets the paths of what the forward sets.
+
+    Attributes:
+        effects: what the last forward has set; None: nothing.
     """
 
-    def __init__(self, model: nn.Module, arguments: Sequence[Any], told: MutableMapping[str, None]) -> None:
-        self.model, self.arguments, self.told = model, tuple(arguments), told
+    def __init__(self, model: nn.Module, arguments: Sequence[Any]) -> None:
+        self.model, self.arguments = model, tuple(arguments)
+        self.effects: Effects | None = None
         self.known = {id(module): name for name, module in model.named_modules()}
+        self._known_parts = {id(module._modules): name for name, module in model.named_modules()}
         self.names: set[str] = set()
+        self._read_names: set[str] = set()  # of `names`, those that are not only set
         self.late_names: set[str] = set()
         self.attributes: dict[str, set[str]] = {}
         self.late_attributes: dict[str, set[str]] = {}
         self.absent: dict[str, set[str]] = {}
         self.others: dict[int, tuple[nn.Module, set[str]]] = {}
-        self.variables: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
+        self.variables: dict[int, tuple[dict[str, Any], str, set[str], set[str]]] = {}  # the last: those that are read
         self.in_backward = self._python_in_backward = False
         self._codes: dict[int, types.CodeType] = {}  # entered, by identity
         self._entered: set[int] = set()  # of the code objects entered in this forward, or in this backward
         self._attributes_read: dict[int, set[str]] = {}  # likewise, by identity of a module
         self._modules: dict[int, nn.Module] = {}
         self._copies: list[tuple[Place, Any]] = []  # as it was before the trace
+        self._attributes_before: dict[int, dict[str, Any]] = {}  # of these the modules', by identity
         self._after_forward: dict[int, Any] = {}  # by position among the copies
+        self._parts: set[str] = set()  # names of modules in which the forward has put others
         self._walk = Walk(self.names, self.known, lambda module: frozenset(), self._found)
 
     def __enter__(self) -> Recorder:
         for module in self.model.modules():
             self._walk.add(Attributes(module, module.__dict__, only=frozenset()), self._path(module))
+            self._walk.add(Entries(module._modules), f"{self._path(module)}._modules")
         for position, argument in enumerate(self.arguments):
             self._walk.follow(argument, f"argument {position}")
         self._walk.run()
@@ -78,40 +90,91 @@ class Recorder:
         del nn.Module.__getattribute__
         self._put_back()
 
-    def reads(self) -> Reads:
-        """The guards of the trace, to be compared before every step; call it after leaving."""
-        roots = Roots(
-            frozenset(self.names), self.attributes, self.absent, self.others, tuple(self.variables.values()),
-            self.arguments, frozenset(self.late_names), self.late_attributes,
+    def reads(self, used: Container[Any]) -> Reads:
+        """The guards of the trace, to be compared before every step; call it after leaving.
+
+        Args:
+            used: tensors that an operator takes.
+        """
+        return Reads(self._roots(used), self.model)
+
+    def _roots(self, used: Container[Any] | None = None) -> Roots:
+        paths = self.effects.paths if self.effects is not None else ()
+        return Roots(
+            frozenset(self._read_names), self.attributes, self.absent, self.others,
+            tuple((mapping, name, frozenset(read)) for mapping, name, _, read in self.variables.values()),
+            self.arguments, frozenset(self.late_names), self.late_attributes, frozenset(self._parts), used, paths,
         )  # fmt: skip
-        return Reads(roots, self.model)
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, given: Mapping[int, tuple[str, Any]], containers: Sequence[Place]) -> Iterator[None]:
         """A call of the model: it begins with everything as it was, and what follows it is its backward.
 
+        Args:
+            given: see `effects_of`.
+            containers: those among the arguments.
+
         Raises:
-            CaptureError: it draws from a generator that is not PyTorch's own.
+            CaptureError: it draws from a generator that is not PyTorch's own, or sets what cannot be set again.
         """
         if self.in_backward:
             self.check_backward()
         self._put_back()
         self._begin(backward=False)
+        filled = [(place, place.holder.copy()) for place in containers]
         sys.settrace(self._trace_function(self._tracer))
         with _Untraced() as untraced:
             yield
+        sys.settrace(self._tracer)
         self._python_in_backward |= untraced.hooked
-        for place, path in self._set_since(dict(enumerate(copy for _, copy in self._copies))):
+        self._after_forward = {i: place.holder.copy() for i, (place, _) in enumerate(self._copies)}
+        self.effects = self._effects(given, filled)
+        self._begin(backward=True)
+        if self._python_in_backward:
+            sys.settrace(self._trace_function(self._tracer))
+
+    def _effects(self, given: Mapping[int, tuple[str, Any]], filled: Sequence[tuple[Place, Any]]) -> Effects | None:
+        """What the forward has set, and what it has put into containers among the arguments, which were as ``filled`` says.
+
+        Raises:
+            CaptureError: it is drawn, or cannot be set again.
+        """
+        who = f"{type(self.model).__name__}.forward"
+        sets = [*self._changes(who)]
+        found = [Assigned(p, p.holder.difference(copy), (p.path,)) for p, copy in filled if p.holder.changed("", copy)]
+        if not sets and not found:
+            return None
+        self._put_back()
+        walk = self._roots().walk(self.model)
+        for index, (place, copy) in enumerate(self._copies):
+            if id(place.holder.held) in self._known_parts:  # where PyTorch's tracer finds its tensors, by name
+                self._after_forward[index] = copy
+            place.holder.put_back(self._after_forward[index])
+        there = {(type(place.holder), id(place.holder.held)): place for place in walk.places}
+        for place, content, paths in sets:  # objects that were not there are made anew with what holds them
+            if (before := there.get((type(place.holder), id(place.holder.held)))) is not None:
+                found.append(Assigned(before, content, paths))
+        return effects_of(found, walk, {**given, **{id(p.holder.held): ("held", p.key) for p, _ in filled}}, who)
+
+    def _changes(self, who: str) -> Iterator[Assigned]:
+        """What the forward has set. The places of modules in which it has are among the roots from here on."""
+        names = {**self.known, **self._known_parts}
+        for place, copy in self._copies:
+            held, own = place.holder.held, _set_by_pytorch(place.holder.held)
+            paths = [path for path in place.holder.changed(place.path, copy) if path.rpartition(".")[2] not in own]
+            if not paths:
+                continue
             if place.holder.drawn:
                 raise CaptureError(
-                    f"{type(self.model).__name__}.forward draws from {path}, and a schedule would not; draw outside the "
-                    "model, and pass the number as an argument"
+                    f"{who} draws from {place.path}, and a schedule would not; draw outside the model, and pass the number as an argument"
                 )
-            self.told[path.removeprefix("self.")] = None
-        self._after_forward = {i: place.holder.copy() for i, (place, _) in enumerate(self._copies)}
-        self._begin(backward=True)
-        if not self._python_in_backward:
-            sys.settrace(self._tracer)
+            content = place.holder.difference(copy)
+            if isinstance(held, nn.Module):
+                content = {name: value for name, value in content.items() if name not in own}
+            if id(held) in names:
+                self.attributes.setdefault(names[id(held)], set())
+                self._parts |= set() if isinstance(held, nn.Module) else {names[id(held)]}
+            yield Assigned(place, content, tuple(paths))
 
     def _begin(self, *, backward: bool) -> None:
         self.in_backward = backward
@@ -125,24 +188,24 @@ class Recorder:
             CaptureError: they have, and a schedule's backward would not.
         """
         since = {i: self._after_forward.get(i, copy) for i, (_, copy) in enumerate(self._copies)}
-        for _, path in self._set_since(since):
+        changed = (p for i, (place, _) in enumerate(self._copies) for p in place.holder.changed(place.path, since[i]))
+        for path in changed:
             raise CaptureError(
                 f"a hook or a custom function of {type(self.model).__name__} sets {path} in the backward, and a schedule would "
                 "not; register the hook on the wrapper's results or on parameters, or compute it outside the model"
             )
 
+    def watch(self, value: Any, path: str) -> bool:
+        """Restore an object when the trace ends; False if it is of a class whose objects are not looked into."""
+        self._follow(value, path)
+        return any(place.holder.held is value for place, _ in self._copies)
+
     # Values that are set ----------------------------------------------------------------------------------------------
 
     def _found(self, place: Place) -> None:
         self._copies.append((place, place.holder.copy()))
-
-    def _set_since(self, copies: dict[int, Any]) -> Iterator[tuple[Place, str]]:
-        for index, copy in copies.items():
-            place = self._copies[index][0]
-            own = _set_by_pytorch(place.holder.held) if isinstance(place.holder.held, nn.Module) else ()
-            for path in place.holder.changed(place.path, copy):
-                if path.rpartition(".")[2] not in own:
-                    yield place, path
+        if isinstance(place.holder, Attributes) and isinstance(place.holder.held, nn.Module):
+            self._attributes_before.setdefault(id(place.holder.held), self._copies[-1][1])
 
     def _put_back(self) -> None:
         for place, copy in self._copies:
@@ -176,6 +239,10 @@ class Recorder:
 
     def _read(self, module: Any, attributes: dict[str, Any], attribute: str, value: Any) -> None:
         name = self.known.get(id(module))
+        before = self._attributes_before.get(id(module))
+        if before is not None and attribute in attributes and before.get(attribute, ABSENT) is not value:
+            self._follow(value, f"{self._path(module)}.{attribute}")  # this forward has set it
+            return
         if name is not None:
             found = self.attributes.setdefault(name, set())
             if self.in_backward:
@@ -197,6 +264,7 @@ class Recorder:
             found.add(attribute)  # of the class, until the module has one
         else:
             found.add(attribute)
+            self._read_names.add(attribute)
             self._add_names({attribute})
             for holder in class_holders(type(module), self.names):
                 self._walk.add(holder, "")
@@ -237,15 +305,18 @@ class Recorder:
         if is_library(python_module):
             self._python_in_backward |= python_module in _FOR_BACKWARD
             return
-        names = {*code.co_names, *code.co_freevars, code.co_name, *_words(code.co_consts)}
+        words = {*code.co_freevars, code.co_name, *_words(code.co_consts)}
+        names, read = {*code.co_names, *words}, _names_read(code)
+        self._read_names |= read | words
         if self.in_backward:
             self.late_names |= names
         known = self.variables.get(id(frame.f_globals))
         if known is None:
-            known = self.variables[id(frame.f_globals)] = (frame.f_globals, str(python_module), set())
+            known = self.variables[id(frame.f_globals)] = (frame.f_globals, str(python_module), set(), set())
             self._walk.add(Variables(known[0], known[0], known[1], known[2]), known[1])
         new = set(code.co_names) - known[2]
         known[2].update(new)
+        known[3].update(read)
         for name in new & frame.f_globals.keys():
             self._walk.form(frame.f_globals[name], f"{python_module}.{name}")
         self._add_names(names)
@@ -290,11 +361,21 @@ class _Untraced(TorchFunctionMode):
             sys.settrace(tracer)
 
 
-def _set_by_pytorch(module: nn.Module) -> set[str]:
+def _set_by_pytorch(module: Any) -> set[str]:
     """Attributes that PyTorch sets before every call: by weight norm, spectral norm, pruning and recurrent layers."""
+    if not isinstance(module, nn.Module):
+        return set()
     hooks = vars(module)["_forward_pre_hooks"].values()
     found = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) or "" for hook in hooks}
     return found | ({"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set())
+
+
+@functools.cache
+def _names_read(code: types.CodeType) -> frozenset[str]:
+    """Names of attributes and global variables in a function, without those that it only sets."""
+    stores = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _STORES}
+    others = {each.argval for each in dis.get_instructions(code) if each.opname not in _STORES} if stores else set()
+    return frozenset(name for name in code.co_names if name not in stores or name in others)
 
 
 def _words(constants: tuple[Any, ...]) -> Iterator[str]:

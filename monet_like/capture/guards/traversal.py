@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -54,10 +54,15 @@ class Same:
 
 
 class Place(NamedTuple):
-    """A holder, and the path at which it was first found."""
+    """A holder, and the path at which it was first found.
+
+    Attributes:
+        key: the same in the walk through an equal model.
+    """
 
     holder: Holder
     path: str
+    key: str
 
 
 class Walk:
@@ -68,6 +73,8 @@ class Walk:
         known: the model's modules by identity, and their names.
         others: of a module that is not in the model, the attributes that are read; None: it is not looked into.
         found: called for every place when it is found, before its contents are followed.
+        used: tensors that an operator takes, which are told apart by identity, as all are if this is None; of others it is only told
+            that they are tensors.
 
     Attributes:
         places: the values found that can change.
@@ -80,8 +87,10 @@ class Walk:
         known: Mapping[int, str],
         others: Callable[[nn.Module], Set[str] | None],
         found: Callable[[Place], None] = lambda _: None,
+        used: Container[Any] | None = None,
     ) -> None:
         self.names, self.known, self.others, self.found = names, known, others, found
+        self.used = used
         self.places: list[Place] = []
         self.forms: dict[str, Any] = {}
         self._forms_of: dict[int, Any] = {}  # by identity of what is kept
@@ -121,6 +130,8 @@ class Walk:
             if (read := self.others(value)) is not None:
                 self.add(Attributes(value, value.__dict__, only=read), path)
             return Same(value)
+        if isinstance(value, torch.Tensor) and self.used is not None and value not in self.used:
+            return "tensor", type(value)
         holders = holders_of(value, self.names, hooks=hooks)
         paths = tuple([self.add(holder, path) for holder in holders])
         if isinstance(value, type) or not holders:
@@ -145,15 +156,15 @@ class Walk:
             number += 1
             path = f"{wanted} ({number})"
         self._paths.add(path)
-        path = path.partition(" ")[2]
-        place = Place(holder, path)
+        key, path = path, path.partition(" ")[2]
+        place = Place(holder, path, key)
         self.places.append(place)
         self.found(place)
         self._waiting.append(place)
         return path
 
     def _look_into(self, place: Place) -> None:
-        holder, path = place
+        holder, path, _ = place
         if isinstance(holder, Entries):
             self.forms[f"{path}.keys()"] = tuple([self.form(key, path) for key in holder.own_keys()])
         elif isinstance(holder, Items):
