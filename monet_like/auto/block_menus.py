@@ -24,7 +24,7 @@ from ..ir.units import Budget
 from ..plan.baseline import plain_step
 from ..plan.block_points import Point, efficient, menu, point_of
 from ..plan.result import Plan
-from ..replay.training_step import handed_gradients
+from ..replay.segments import handed_gradients
 from .agreement import Sharing, gathered
 from .block_wrapper import BlockCall
 from .step_memory import Blocks, Rehearsed

@@ -273,22 +273,38 @@ def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.
 
 
 def carried_over(schedule: Schedule, program: Program, other: Program) -> Schedule | None:
-    """The same schedule for a program with equal forward; None if a slot lacks the way that the schedule takes."""
+    """The same decisions for a program with equal forward, whose backward may have other copies; None if they do not fit.
 
-    def outline(task: Task) -> tuple[Any, ...]:
-        return task.variant, task.reads, task.writes, task.overwrites, [call.op for call in task.calls]
+    A slot that lacks the way that the schedule takes is done in PyTorch's own.
+    """
 
-    slots = list(zip(program.slots, other.slots, strict=False))
-    if len(program.slots) != len(other.slots) or list(map(outline, program.tasks)) != list(map(outline, other.tasks)):
+    def outline(program: Program, task: Task) -> tuple[Any, ...]:
+        named = [[program.values[v].name for v in values] for values in (task.reads, task.writes)]
+        taken = None if task.overwrites is None else program.values[task.overwrites].name
+        return task.variant, *named, taken, [call.op for call in task.calls]
+
+    if [outline(program, task) for task in program.tasks] != [outline(other, task) for task in other.tasks]:
         return None
+    places = {ways[0].name: place for place, ways in enumerate(program.slots)}
     ways: list[int] = []
-    for (mine, theirs), way in zip(slots, schedule.ways, strict=True):
-        wanted = outline(mine[way])
-        found = next((i for i, task in enumerate(theirs) if outline(task) == wanted), None)
-        if found is None:
-            return None
-        ways.append(found)
-    return replace(schedule, ways=tuple(ways))
+    again: list[tuple[int, ...]] = []
+    seen = 0
+    for theirs in other.slots:
+        place = places.get(theirs[0].name)
+        if place is None:
+            again.append(())
+            ways.append(0)
+            continue
+        wanted = outline(program, program.slots[place][schedule.ways[place]])
+        ways.append(next((way for way, task in enumerate(theirs) if outline(other, task) == wanted), 0))
+        again.append(tuple(task for slot in schedule.again[seen : place + 1] for task in slot))
+        seen = max(seen, place + 1)
+    carried = replace(schedule, ways=tuple(ways), again=tuple(again))
+    try:
+        simulate(other, carried, Free())
+    except ScheduleError:
+        return None
+    return carried
 
 
 def _counted(record: ScheduleRecord) -> str:

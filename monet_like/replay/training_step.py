@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ import torch.utils._pytree as pytree
 from ..capture.captured import Captured, Tensor, TensorMeta
 from ..capture.guards.reads import Change, Reads
 from ..errors import UsageError
-from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
+from ..ir.program import RESIDENT_KINDS, Call, Ref, Task
 from ..ir.schedule import Schedule
 from ..ir.simulate import Free, simulate
-from ..runtime.batch_norm import backward_of
 from ..runtime.codegen import Block, compile_block, compile_chain, liveness
 from .arena import StepMemory
 from .backward_checks import check_backward, inner_results, watch_results
@@ -28,31 +27,10 @@ from .functional import without_cudnn
 from .fusion import Fused, fuse
 from .missing_gradients import without_missing
 from .one_pass import in_one_pass
-
-#: The backward is cut into at most about this many segments, balanced by the bytes of parameter gradients.
-SEGMENTS = 24
+from .segments import Segment, Stretch, cut, cut_alike, tasks_of
 
 #: From saved values and incoming gradients to the gradients of one segment after the other.
 Backward = Callable[[list[Any]], Iterator[list[Any]]]
-#: First slot, one past the last, and the gradients that are returned then: kind, index and tensor of each.
-_Stretch = tuple[int, int, list[tuple[str, int, Tensor]]]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A range of backward slots that runs as one autograd node.
-
-    Attributes:
-        parameters, inputs: whose gradients it returns, in that order: indices into the captured parameters,
-            positions among the captured inputs.
-        slots: first slot and one past the last.
-        reads: positions among the saved values, of the parameters, buffers and inputs that it reads.
-    """
-
-    parameters: tuple[int, ...]
-    inputs: tuple[int, ...]
-    slots: tuple[int, int]
-    reads: tuple[int, ...]
 
 
 class Step:
@@ -62,6 +40,7 @@ class Step:
         fuse_within_bytes: have Inductor compile pieces with which the step stays within this or, if that is more,
             within what the schedule's values take. None: compile none.
         watch: called before every task; not for what Inductor compiles.
+        segments: of a step with the same gradients: its backward is cut so that they are returned in these segments.
 
     Attributes:
         parameter_slots, buffer_slots: (dict, key) where the module keeps the captured tensors.
@@ -91,6 +70,7 @@ class Step:
         schedule: Schedule,
         fuse_within_bytes: int | None = None,
         watch: Callable[[], None] | None = None,
+        segments: Sequence[Segment] = (),
     ) -> None:
         self.captured, self.inner_results = captured, inner_results(captured)
         program = captured.program
@@ -99,8 +79,8 @@ class Step:
             *(v for _, v in captured.buffers),
             *captured.inputs,
         )
-        stretches = _cut(captured, schedule)
-        runs = [_runs(captured, schedule, start, stop) for start, stop, _ in stretches]
+        stretches = cut_alike(captured, schedule, segments) if segments else cut(captured, schedule)
+        runs = [tasks_of(captured, schedule, start, stop) for start, stop, _ in stretches]
         live = _live(runs, stretches)
         forward = tuple(program.tasks[i] for i in schedule.forward)
         outputs = _distinct(captured.outputs)
@@ -161,51 +141,7 @@ class Step:
         return self.reads.change() if self.reads is not None else None
 
 
-def _cut(captured: Captured, schedule: Schedule) -> list[_Stretch]:
-    """Cut the backward into segments: (first slot, one past the last, gradients that become ready: parameters' first).
-
-    A gradient is ready when nothing will read it, nor what it is the gradient of: whoever gets it, such as an
-    optimizer that steps in a hook, may change both.
-    """
-    program = captured.program
-    last: dict[int, int] = {}
-    for slot in range(len(program.slots)):
-        for task in _runs(captured, schedule, slot, slot + 1):
-            last.update(dict.fromkeys((*task.reads, *task.writes), slot))
-    ready: dict[int, list[tuple[str, int, Tensor]]] = {}
-    parameters = [value for _, value in captured.parameters]
-    for kind, found, of in (
-        ("parameter", captured.parameter_gradients, parameters),
-        ("input", captured.input_gradients, captured.inputs),
-    ):
-        for index, tensor in found:
-            slot = max(last[tensor.value], last.get(of[index], 0))
-            ready.setdefault(slot, []).append((kind, index, tensor))
-    sizes = {slot: sum(captured.metas[t.value].storage_bytes for _, _, t in g) for slot, g in ready.items()}
-    enough = 0.0 if captured.optimizer_in_backward else sum(sizes.values()) / SEGMENTS
-    stretches: list[_Stretch] = []
-    gathered: list[tuple[str, int, Tensor]] = []
-    start, stop, size = 0, 0, 0
-    for slot in sorted(ready):
-        if gathered and size + sizes[slot] > enough:
-            stretches.append((start, stop, gathered))
-            start, gathered, size = stop, [], 0
-        gathered = [*gathered, *ready[slot]]
-        stop = slot + 1
-        size += sizes[slot]
-    if gathered:
-        stretches.append((start, len(program.slots), gathered))
-    return [(first, stop, sorted(found, key=lambda g: g[0] == "input")) for first, stop, found in stretches]
-
-
-def handed_gradients(captured: Captured, schedule: Schedule) -> dict[int, int]:
-    """For the values that are gradients of parameters alone, the slot after which autograd gets them."""
-    kept = {tensor.value for _, tensor in captured.input_gradients}
-    ends = ((tensor.value, stop - 1) for _, stop, made in _cut(captured, schedule) for _, _, tensor in made)
-    return {value: slot for value, slot in ends if value not in kept}
-
-
-def _live(runs: Sequence[tuple[Task, ...]], stretches: Sequence[_Stretch]) -> list[tuple[int, ...]]:
+def _live(runs: Sequence[tuple[Task, ...]], stretches: Sequence[Stretch]) -> list[tuple[int, ...]]:
     """Values alive before every segment, and after the last: read or returned later, before they are written again."""
     live: list[tuple[int, ...]] = [()]
     for tasks, (_, _, gradients) in zip(reversed(runs), reversed(stretches), strict=True):
@@ -215,37 +151,11 @@ def _live(runs: Sequence[tuple[Task, ...]], stretches: Sequence[_Stretch]) -> li
     return live
 
 
-def _runs(captured: Captured, schedule: Schedule, start: int, stop: int) -> tuple[Task, ...]:
-    program = captured.program
-    tasks: list[Task] = []
-    for slot in range(start, stop):
-        tasks += [program.tasks[i] for i in schedule.again[slot]]
-        tasks.append(_without_statistics(program.slots[slot][schedule.ways[slot]]))
-    return tuple(tasks)
-
-
-def _without_statistics(way: Task) -> Task:
-    """Remove the running statistics from batch norm's gradient, which in training does not read them.
-
-    They may have moved since, by another forward.
-    """
-    calls = tuple(
-        replace(call, args=found.native)
-        if (found := backward_of(call)) is not None and not found.cudnn  # cuDNN's is captured without
-        else call
-        for call in way.calls
-    )
-    if calls == way.calls:
-        return way
-    read = {ref.name for call in calls for ref in refs(call)}
-    return replace(way, calls=calls, reads=tuple(v for v in way.reads if v in read))
-
-
 def _existing(captured: Captured, schedule: Schedule) -> tuple[list[int], int]:
     """Bytes of the values alive when each task of a schedule begins, and the maximum over the step."""
     program = captured.program
     report = simulate(program, schedule, Free())
-    tasks = (*(program.tasks[i] for i in schedule.forward), *_runs(captured, schedule, 0, len(program.slots)))
+    tasks = (*(program.tasks[i] for i in schedule.forward), *tasks_of(captured, schedule, 0, len(program.slots)))
     before = []
     for step, task in zip(report.steps, tasks, strict=True):
         taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes

@@ -317,9 +317,8 @@ class ScheduleWrapper(StandIn):
         )
         captured = admitted(captured, record.mode, ablation=record.ablation, liger=has_liger(record))
         schedule = carried_over(record.schedule, step.captured.program, captured.program)
-        other = None if schedule is None else Step(captured, schedule)
-        same = other is not None and (other.saved, other.segments) == (step.saved, step.segments)
-        return other if same else None
+        other = None if schedule is None else Step(captured, schedule, segments=step.segments)
+        return other if other is not None and other.saved == step.saved else None
 
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None, change: Change | None
