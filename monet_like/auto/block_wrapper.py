@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from ..capture.answers import Answer
 from ..capture.captured import Captured
 from ..capture.example_inputs import Example, device_of, input_specs, specs_in_words
 from ..capture.precision import autocast_name, weights_layout
@@ -176,16 +177,17 @@ class BlockSchedule(ScheduleWrapper):
         return captured
 
     def _step(
-        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None
-    ) -> Step | None:
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
+        known: tuple[Answer, ...] = (),
+    ) -> Step | None:  # fmt: skip
         call, record = self._block_call, self.record
         if captured is None and call and record and call.key == key and key not in self._steps:
             captured = call.as_in(record)
         described = (*key[1:], self._block_mode, record and (record.attention, record.made_last))
         if captured is None:
-            captured = self._block_shared.find(self._model, described)
+            captured = self._block_shared.find(self._model, described, known)
         try:
-            step = super()._step(key, args, kwargs, captured)
+            step = super()._step(key, args, kwargs, captured, known)
         except ScheduleFileError as error:
             raise ScheduleFileError(
                 f"{self._block_name}: {error} (the schedules of blocks are planned for the inputs of the first training call; "

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.answers import Answer
 from ..capture.captured import Captured
 from ..capture.guards.traversal import form_of_plain
 from ..ir.schedule import Schedule
@@ -52,13 +53,17 @@ class SharedCaptures:
     def __reduce__(self) -> Any:
         return SharedCaptures, ()
 
-    def find(self, block: nn.Module, call: Any) -> Captured | None:
-        """The program of an equal block that was called alike; None if there is none."""
+    def find(self, block: nn.Module, call: Any, known: tuple[Answer, ...] = ()) -> Captured | None:
+        """The program of an equal block that was called alike; None if there is none.
+
+        ``known``: its first answers to questions about values.
+        """
         if not self._found or (outline := outline_of(block)) is None:
             return None
-        for known in self._found:
-            if known.call == call and known.outline == outline and _reads_alike(known.captured, block):
-                return known.captured
+        for found in reversed(self._found):
+            answered = found.captured.answers[: len(known)] == known
+            if answered and found.call == call and found.outline == outline and _reads_alike(found.captured, block):
+                return found.captured
         return None
 
     def keep(self, block: nn.Module, call: Any, captured: Captured) -> None:

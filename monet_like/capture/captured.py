@@ -14,6 +14,7 @@ from ..ir.display import short_repr
 from ..ir.program import Call, Program, Ref, Task, refs
 from ..ops.sync_batch_norm import COMMUNICATING
 from .annotations import Mark
+from .answers import Answer
 from .constants import Constants
 from .guards.effects import Effects
 from .guards.reads import Reads
@@ -147,6 +148,7 @@ class Captured:
             their new contents are the last of ``outputs``.
         changed: residents whose contents are others when the forward has ended.
         effects: what the forward sets beside its results.
+        answers: to the questions about values that the forward asks; with others it is another program.
     """
 
     __repr__ = short_repr
@@ -177,6 +179,7 @@ class Captured:
     written: tuple[int, ...] = ()
     changed: frozenset[int] = frozenset()
     effects: Effects | None = None
+    answers: tuple[Answer, ...] = ()
 
     @property
     def plain(self) -> Program:

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import CaptureError
 from .annotations import InPlaceCalls, marked_modules, named_layers
+from .answers import Answer, Given, recorded_answers, tolist_by_elements
 from .checks import may_have_gradient
 from .constants import ConstantsFound, HeldTensors, constant_name
 from .guards.effects import Effects, given_containers
@@ -50,6 +52,7 @@ class FlatModule(nn.Module):
         self.effects: Effects | None = None
         self.reads: Reads | None = None
         self.recorder: Recorder | None = None
+        self.answers: tuple[Answer, ...] | None = None  # of a plain forward; None: it was not asked
         self.held, self.tries = nn.Module(), _TRIES
         self.state_objects: StateObjects | None = None  # of the last forward
         self.aliases: list[torch.Tensor] = []  # frozen parameters as other objects hold them
@@ -114,7 +117,12 @@ class FlatModule(nn.Module):
             if self.recorder is not None:
                 containers = [*given_containers(args, kwargs).values()]
                 stack.enter_context(self.recorder.forward(self._given(tensors), containers))
+            given = Given(self.answers or ())
+            stack.enter_context(tolist_by_elements())
+            if self.answers:
+                stack.enter_context(given)
             result = self._called(args, kwargs, tensors)
+            given.check_end()
         flat, self.out_spec = pytree.tree_flatten(result)
         results: dict[int, tuple[torch.Tensor, list[int]]] = {}  # one that is returned twice is one result
         for position, leaf in enumerate(flat):
@@ -136,7 +144,7 @@ class FlatModule(nn.Module):
                     "return tensors in tuples, lists, dicts or dataclasses (for Hugging Face models: use_cache=False)"
                 )
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-        return tuple(self._apart([tensor for tensor, _ in results.values()], tensors))
+        return (*self._apart([tensor for tensor, _ in results.values()], tensors), *given.asked)
 
     def _given(self, tensors: Sequence[torch.Tensor]) -> dict[int, tuple[str, Any]]:
         """What the caller has given in the place of each of the tracer's tensors, by identity, as `Effects` refers to it."""
@@ -148,6 +156,15 @@ class FlatModule(nn.Module):
         for position, tensor in enumerate(tensors):
             found.setdefault(id(tensor), ("input", position))
         return found
+
+    def has_values(self) -> bool:
+        """Whether a plain forward can run: no parameter, buffer or argument is a tensor without memory."""
+        held = (*self.leaves, *self.model.parameters(), *self.model.buffers())
+        return not any(isinstance(t, FakeTensor) or t.is_meta for t in held if isinstance(t, torch.Tensor))
+
+    def recorded_answers(self) -> tuple[Answer, ...]:
+        """What a plain forward answers, see `answers.recorded_answers`."""
+        return recorded_answers(self.model, *pytree.tree_unflatten(self.leaves, self.spec))
 
     def _leaf_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``tensors`` whose example inputs were leaves of autograd's graph."""

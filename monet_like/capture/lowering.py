@@ -22,10 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import CaptureError
 from ..ir.program import Call, Program, Ref, Runs, Task
+from ..runtime.questions import ASK
 from .absent_gpu import convolutions
 from .absent_gpu_attention import Absent, attention_as
 from .annotations import called_in_place, is_held, layer_of, mark_of
-from .captured import Captured, Tensor, TensorMeta
+from .answers import QUESTION
+from .captured import Captured, Tensor, TensorMeta, cost_key
 from .checks import check_arguments, check_initialized, check_momentum, check_surroundings, check_unsharded
 from .constants import Constants
 from .delayed_gradients import find_delayed_gradients, move_to_end
@@ -234,6 +236,9 @@ class Lowering(Values):
         # Noise that the backward draws is drawn once, in its place among the slots, whatever it depends on.
         backward = any(p.backward for p in parents) or (_of_the_backward(node) and is_random(node))
         self.in_backward |= backward
+        if node.target is QUESTION:
+            self._question(node)
+            return
         if node.target is operator.getitem:
             source, index = args_of(node)
             self._getitem(node, self.nodes[source], index, backward)
@@ -262,6 +267,20 @@ class Lowering(Values):
             self.owners.append(result)
         if any(storage_of(t) not in self.storages for t in tensors_in(result)):
             self._task(node, info)
+
+    def _question(self, node: fx.Node) -> None:
+        """A question about values is asked once, in the forward, where the model's Python code asks it."""
+        tensors, number = args_of(node)
+        calls: list[Call] = []
+        asked = [self.emit(tensor, calls) for tensor in tensors]
+        assert self.flat.answers is not None
+        answer = self.flat.answers[number]
+        effect = self.new_state(f"{node.name}.answer", 0)
+        self.effects.append(effect)
+        call = Call(ASK, (number, answer.op, *asked), answer.options, ())
+        alike = cost_key((*calls, replace(call, args=(0, *call.args[1:]))), self.metas)
+        self.tasks.append(self.make_task(node.name, (*calls, call), (effect,), runs="first", cost=alike))
+        self.nodes[node] = NodeResult(node.meta["val"], False)
 
     def _getitem(self, node: fx.Node, source: NodeResult, index: Any, backward: bool) -> None:
         """One of several results of a node."""
@@ -327,6 +346,8 @@ class Lowering(Values):
                 self.changed.add(self.inputs[desc.mutated_input.idx])
             elif kind == "InputMutationAOTOutput":
                 add_update(self, desc.mutated_input, target)
+            elif kind == "PlainAOTOutput" and target.target is QUESTION:
+                continue  # its task has asked
             elif kind == "PlainAOTOutput":
                 outputs.append(self.tensor(target))
             elif kind == "GradAOTOutput":
@@ -369,6 +390,7 @@ class Lowering(Values):
             written=tuple(sorted(self.written, key=self.written.__getitem__)),
             changed=frozenset(self.changed),
             effects=self.flat.effects,
+            answers=self.flat.answers or (),
         )
         if not late:
             return in_order

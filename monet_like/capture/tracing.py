@@ -11,11 +11,12 @@ import logging
 import re
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
@@ -56,6 +57,10 @@ _TRITON = (
 )
 
 
+#: Models whose forward was found to ask for values of tensors.
+_asking: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 def trace_joint(
     flat: FlatModule,
     tensors: tuple[torch.Tensor, ...],
@@ -90,18 +95,45 @@ def _traced(
     flat: FlatModule, fakes: tuple[torch.Tensor, ...], target: absent_gpu.Absent | None, processes: int | None
 ) -> fx.Graph:
     flat.before = dict((*flat.named_parameters(), *flat.named_buffers()))
-    try:
+    if flat.answers is None and flat.model in _asking and flat.has_values():
+        flat.answers = flat.recorded_answers()
+    if flat.answers is None:
         try:
-            return _export(flat, fakes, target, processes, compiling=False)
+            return _export(flat, fakes, target, processes, asks=False)
         except Exception as error:
-            if not _data_dependent(error):
-                raise
-        # Libraries check torch.compiler.is_compiling() before they look at values, and then take the general path.
-        return _export(flat, fakes, target, processes, compiling=True)
-    except CaptureError:
-        raise
-    except Exception as error:  # whatever the user's forward or the tracer raises: say where, keep the cause
-        raise CaptureError(f"{type(flat.model).__name__} cannot be captured: {_reason(error)}") from error
+            if not _asks(flat, error):
+                raise _refused(flat, error) from error
+    try:
+        return _export(flat, fakes, target, processes, asks=True)
+    except Exception as error:
+        raise _refused(flat, error) from error
+
+
+def _asks(flat: FlatModule, error: Exception) -> bool:
+    """Whether a trace failed because the forward asks for values of tensors; then it gets the answers, if there are any.
+
+    Raises:
+        Exception: what a plain forward raises.
+    """
+    asks = _data_dependent(error)
+    if isinstance(error, CaptureError) or not flat.has_values():
+        return asks
+    try:
+        flat.answers = flat.recorded_answers()
+    except Exception:
+        if asks:
+            raise
+        return False  # it is refused for another reason
+    if flat.answers:
+        _asking.add(flat.model)
+    return asks or bool(flat.answers)
+
+
+def _refused(flat: FlatModule, error: Exception) -> CaptureError:
+    """Whatever the user's forward or the tracer raises: says where."""
+    if isinstance(error, CaptureError):
+        return error
+    return CaptureError(f"{type(flat.model).__name__} cannot be captured: {_reason(error)}")
 
 
 def _export(
@@ -110,17 +142,20 @@ def _export(
     target: absent_gpu.Absent | None,
     processes: int | None,
     *,
-    compiling: bool,
+    asks: bool,
 ) -> fx.Graph:
+    """The graph; ``asks``: of a forward that asks for values. Where it has no answers it takes the path of libraries under a compiler,
+    who then do not look at values."""
     with contextlib.ExitStack() as stack, warnings.catch_warnings(), _quiet(), _eager_operators(), preserve_node_meta():
         warnings.simplefilter("ignore")
-        if compiling:
+        if asks and flat.answers is None:
             stack.enter_context(_is_compiling())
         fakes_of_pytorchs.register()
         flat.tracing_mode = KnownValues()
         stack.enter_context(absent_gpu.as_on(target))
         stack.enter_context(sync_batch_norm.traced(processes))
-        stack.enter_context(_unvalidated())
+        if not flat.has_values():
+            stack.enter_context(_unvalidated())
         stack.enter_context(fakes_of_pytorchs.ctc_loss_by_steps())
         stack.enter_context(flat.autocast.outside_forward())
         stack.enter_context(_use_lazy_graph_module(True))  # writes no Python code of graphs, which nobody runs

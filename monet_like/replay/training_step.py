@@ -21,8 +21,10 @@ from ..ir.program import RESIDENT_KINDS, Call, Ref, Task
 from ..ir.schedule import Schedule
 from ..ir.simulate import Free, simulate
 from ..runtime.codegen import Block, compile_block, compile_chain, liveness
+from ..runtime.questions import ASK, Asking
 from .arena import StepMemory
 from .backward_checks import check_backward, inner_results, watch_results
+from .branches import undone_if_other, written_residents
 from .functional import without_cudnn
 from .fusion import Fused, fuse
 from .missing_gradients import without_missing
@@ -45,6 +47,7 @@ class Step:
     Attributes:
         parameter_slots, buffer_slots: (dict, key) where the module keeps the captured tensors.
         forward: from the residents to (outputs, what ``saved`` lists).
+        written: positions of the residents that it changes; not noted of one that asks for no values.
         backward: from what ``saved`` and then ``tangents`` list to the gradients of one segment after the other.
         saved: values that the backward reads.
         overwritten: positions among ``saved`` of those whose memory the backward writes into.
@@ -101,7 +104,9 @@ class Step:
             before, peak = _existing(captured, schedule)
             self.fused = fuse(captured, blocks, before, max(fuse_within_bytes, peak))
             blocks, functions = list(self.fused.blocks), self.fused.functions
-        self.forward = compile_block(blocks[0], "forward", functions, watch)
+        asking = {ASK: Asking([answer.shown for answer in captured.answers])}
+        self.forward = compile_block(blocks[0], "forward", {**functions, **asking}, watch)
+        self.written = written_residents(forward, self.residents) if captured.answers else ()
         self.backward: Backward = compile_chain(blocks[1:], "backward", functions, watch)
         place = {value: i for i, value in enumerate(self.saved) if program.values[value].kind in RESIDENT_KINDS}
         self.segments = tuple(
@@ -293,6 +298,9 @@ def run_step(
 
     Returns:
         The model's result, nested as the model nests it.
+
+    Raises:
+        OtherAnswer: the call takes another branch than the capture; nothing has changed.
     """
     captured = step.captured
     call = _Call(step)
@@ -300,7 +308,10 @@ def run_step(
     for segment in reversed(step.segments):
         leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]
         token = _SegmentNode.apply(call, segment, token, *leaves)
-    outputs = _Head.apply(call, token, [*parameters, *buffers, *inputs])
+    residents = [*parameters, *buffers, *inputs]
+    written = [residents[position] for position in step.written]
+    with undone_if_other(captured, written) if captured.answers else nullcontext():
+        outputs = _Head.apply(call, token, residents)
     watch_results(step.inner_results, outputs)
     leaves_out = list(captured.output_leaves)
     for positions, output in zip(captured.output_positions, outputs, strict=False):

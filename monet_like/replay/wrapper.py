@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.absent_gpu_attention import KINDS, attention_as
+from ..capture.answers import Answer, raised_by_model
 from ..capture.captured import Captured
 from ..capture.checks import check_initialized
 from ..capture.example_inputs import device_of, example_of, input_specs, specs_in_words
@@ -27,8 +28,10 @@ from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import is_synchronised, world
 from ..profile.devices import known_limits, machine_at
+from ..runtime.questions import OtherAnswer
 from ..variants import admitted
 from .arena import Arena
+from .branches import Branches, known_answers
 from .call_keys import arguments, structure
 from .changed_inputs import check_changeable
 from .compatibility import (
@@ -142,6 +145,7 @@ class ScheduleWrapper(StandIn):
         self.training, self.backend = model.training, backend
         self._steps: dict[Any, list[Step]] = {}
         self._plain_calls: dict[Any, str] = {}  # calls that run as the plain model, and why
+        self._branches: dict[Any, Branches] = {}
         self._begun = False  # whether a step was run, or planned ahead
         self._arena: Arena | None = None  # see `monet_like.place_memory`
         self._synchronised = is_synchronised(model)
@@ -156,22 +160,33 @@ class ScheduleWrapper(StandIn):
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if inputs and not any(tensor.numel() for tensor in inputs):  # an empty batch has nothing to save
             return self._model(*args, **kwargs)
-        step = self._step_or_plain(args, kwargs, leaves, spec, inputs)
-        if step is None:
-            return self._model(*args, **kwargs)
-        if self._arena is not None and step.memory is None:
-            step.memory = self._arena.memory_of(step.captured.device)
-        result = run_step(step, *_residents(step), inputs, (args, kwargs))
-        self._begun = True
-        return result
+        known: tuple[Answer, ...] = ()
+        while True:
+            step = self._step_or_plain(args, kwargs, leaves, spec, inputs, known)
+            if step is None:
+                return self._model(*args, **kwargs)
+            if self._arena is not None and step.memory is None:
+                step.memory = self._arena.memory_of(step.captured.device)
+            try:
+                result = run_step(step, *_residents(step), inputs, (args, kwargs))
+            except OtherAnswer as other:
+                before, known = known, known_answers(step.captured, other)
+                if len(known) <= len(before):  # from equal states it does not answer alike
+                    return self._model(*args, **kwargs)
+                continue
+            self._begun = True
+            return result
 
     def _step_or_plain(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec,
-        inputs: list[torch.Tensor],
+        inputs: list[torch.Tensor], known: tuple[Answer, ...] = (),
     ) -> Step | None:  # fmt: skip
         """The step for a call; None: the call runs as the plain model.
 
         A call without a step ends no training that has begun: it is plain PyTorch's, for which nothing was changed yet.
+
+        Args:
+            known: the first answers to its questions about values, by a step whose branch was another one.
 
         Raises:
             Exception: there is no step, and none was run before, or ``on_new_input`` is "error".
@@ -180,25 +195,51 @@ class ScheduleWrapper(StandIn):
         try:
             check_transforms(self._model, inputs)
             key = self._key(leaves, spec)
-            step = self._steps_with(key)
+            with self._attention():
+                step = self._steps_with(key, known)
             if step is None and key not in self._plain_calls:
-                step = self._new_step(key, args, kwargs)
+                step = self._new_branch(key, args, kwargs, known) if known else self._new_step(key, args, kwargs)
+            if step is not None and step.captured.answers and not known:
+                self._branches.setdefault(key, Branches()).calls += 1
             if step is not None and step.captured.changed:
                 parameters, buffers = _residents(step)
                 check_changeable(step.captured, [*parameters, *buffers, *inputs], inputs)
             return step
         except Exception as error:
+            if raised_by_model(error):
+                return None
             if self._on_new_input == "error" or not (self._begun or isinstance(error, NewInput)):
                 raise
             self._run_plain(str(error) if key is None else key, error, input_specs(args, kwargs))
+            if known:  # or each call would begin by one of them
+                self._steps.pop(key, None)
             return None
 
     def _new_step(
-        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None
-    ) -> Step | None:
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
+        known: tuple[Answer, ...] = (),
+    ) -> Step | None:  # fmt: skip
         """`_step`, after which nothing is changed but what this wrapper keeps."""
         with generators_restored(device_of(self, (args, kwargs))), self._attention():
-            return self._step(key, args, kwargs, captured)
+            return self._step(key, args, kwargs, captured, known)
+
+    def _new_branch(
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[Answer, ...]
+    ) -> Step | None:
+        """The step for a branch that was not captured yet.
+
+        Raises:
+            UsageError: too many branches were captured.
+        """
+        branches = self._branches.setdefault(key, Branches())
+        branches.check(known)
+        step = self._new_step(key, args, kwargs, None, known)
+        branches.captures += 1
+        if step is not None and step.captured.answers[: len(known)] != known:
+            raise UsageError(
+                "its Python code asks for values of tensors that are not the same in two runs from equal states"
+            )
+        return step
 
     def _run_plain(self, key: Any, reason: Exception, inputs: tuple[InputSpec, ...]) -> None:
         """Have calls of a key run as the plain model from now on, with one warning.
@@ -232,20 +273,28 @@ class ScheduleWrapper(StandIn):
 
     def _forget_replaced(self) -> None:
         """Drop what is kept for modules that no longer exist."""
-        for kept in (self._steps, self._plain_calls):
+        for kept in (self._steps, self._plain_calls, self._branches):
             for key in [key for key in kept if not isinstance(key, str)]:
                 (modules, *_), *_ = key
                 if any(reference() is None for reference in modules):
                     del kept[key]
 
-    def _steps_with(self, key: Any) -> Step | None:
-        """A step captured for this key while all Python values that the model reads were as they are now."""
-        return next((step for step in reversed(self._steps.get(key, ())) if step.change() is None), None)
+    def _steps_with(self, key: Any, known: tuple[Answer, ...] = ()) -> Step | None:
+        """A step captured for this key and these answers while all Python values that the model reads were as they are now."""
+        steps = self._steps.get(key, [])
+        alike = (step for step in reversed(steps) if step.captured.answers[: len(known)] == known)
+        step = next((step for step in alike if step.change() is None), None)
+        if step is not None and step is not steps[-1]:  # the latest one is tried first
+            steps.append(steps.pop(steps.index(step)))
+        return step
 
     def _step(
-        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None
-    ) -> Step | None:
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
+        known: tuple[Answer, ...] = (),
+    ) -> Step | None:  # fmt: skip
         """Capture the model for these arguments and compile the schedule's decisions for it.
+
+        ``known``: the first answers to its questions about values, where earlier captures have others.
 
         Returns:
             The step, which is kept; None: such calls run as the plain model, for the reason in ``_plain_calls``.
@@ -254,6 +303,8 @@ class ScheduleWrapper(StandIn):
             captured = None  # the model has been changed since
         earlier = self._steps.get(key)
         change = earlier[-1].change() if earlier else None
+        if change is None and known:
+            change = Change(f"the answer of {known[-1].op.split('.')[1]} in the forward", "another", known[-1].shown)
         started, inputs = time.monotonic(), input_specs(args, kwargs)
         record, captured = self._planned(args, kwargs, captured, change)
         if record.is_plain:
@@ -380,7 +431,7 @@ class ScheduleWrapper(StandIn):
 
     def __getstate__(self) -> dict[str, Any]:
         # Steps are compiled anew where it is unpickled or copied, and no memory is shared.
-        return {**super().__getstate__(), "_steps": {}, "_plain_calls": {}, "_arena": None}
+        return {**super().__getstate__(), "_steps": {}, "_plain_calls": {}, "_branches": {}, "_arena": None}
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""

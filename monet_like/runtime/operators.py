@@ -14,6 +14,7 @@ from ..ops import convolution
 from ..ops.recurrent import onednn_layer
 from ..ops.registry import CUDNN, NAMESPACE
 from . import batch_norm, offload
+from .questions import ASK, ask
 
 #: Operators that cuDNN may refuse, and what csrc/cudnn says then.
 BY_ALGORITHM = frozenset(f"{NAMESPACE}.{name}.default" for name in CUDNN)
@@ -40,6 +41,7 @@ _OURS: dict[str, Callable[..., Any]] = {
     "aten.mkldnn_rnn_layer.default": onednn_layer,
     batch_norm.CUDNN: batch_norm.cudnn_batch_norm,
     batch_norm.CUDNN_BACKWARD: batch_norm.cudnn_batch_norm_backward,
+    ASK: ask,
     "monet_like.get_rng_state": get_rng_state,
     "monet_like.set_rng_state": set_rng_state,
     **{f"monet_like.{f.__name__}": f for f in (offload.send, offload.send_start, offload.send_end)},
@@ -98,6 +100,11 @@ def resolve(name: str) -> Callable[..., Any]:
     if name in BY_ALGORITHM:
         return or_pytorchs_own(op, getattr(convolution, name.split(".")[1]))
     return BINDINGS.get(name) or getattr(op, "_op", op)  # the C++ function itself: one Python frame less for every call
+
+
+def schema_of(name: str) -> Any:
+    """The schema of an operator by its qualified name; None of a function of ours that is no operator."""
+    return None if name in _OURS else overload(name)._schema
 
 
 def or_pytorchs_own(op: Callable[..., torch.Tensor], twin: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -40,7 +40,6 @@ def _refusal(sentence: str, kinds: str, reason: str) -> Refusal:
 
 REFUSED = (
     _refusal("has momentum=None", "batch_norm", "its average depends on how many steps there were"),
-    _refusal("computation depends on the values of a tensor", "branched", "Python decides by a tensor's values"),
     _refusal("forward assigns v._b", "buffered.update", "a buffer is replaced instead of written into"),
     _refusal("calls bilinear under autocast", "bilinear", "autocast acts inside the operator"),
     _refusal(

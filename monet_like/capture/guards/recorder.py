@@ -32,7 +32,7 @@ _NOT_READ = frozenset(
 )
 
 #: The modules that call the model in a trace. They import this one, so it knows them by name.
-_TRACING = frozenset({"monet_like.capture.flat_module", "monet_like.capture.tracing"})
+_TRACING = frozenset({f"monet_like.capture.{name}" for name in ("flat_module", "tracing", "answers")})
 
 #: Where a forward sees to it that Python code runs in its backward; or else that is not traced, which is slow.
 _FOR_BACKWARD = frozenset({"torch.autograd.function", "torch.autograd.graph", "torch.utils.checkpoint"})
@@ -132,6 +132,14 @@ class Recorder:
         self._begin(backward=True)
         if self._python_in_backward:
             sys.settrace(self._trace_function(self._tracer))
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """A call of the model whose effects are put back, and nothing else."""
+        sys.settrace(self._trace_function(self._tracer))
+        with _Untraced():
+            yield
+        sys.settrace(self._tracer)
 
     def _effects(self, given: Mapping[int, tuple[str, Any]], filled: Sequence[tuple[Place, Any]]) -> Effects | None:
         """What the forward has set, and what it has put into containers among the arguments, which were as ``filled`` says.

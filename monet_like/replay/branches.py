@@ -1,0 +1,89 @@
+"""Branches: what a step's Python code decides by values of tensors, see `monet_like.capture.answers`.
+
+A step asks its questions again in every call. Where an answer is another one, everything that the call has changed so far is
+undone, and the call begins anew with the step of the other branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..capture.answers import Answer
+from ..capture.captured import Captured
+from ..capture.undone import Contents, default_generators, written_places
+from ..errors import UsageError
+from ..ir.program import Ref, Task
+from ..runtime.operators import schema_of
+from ..runtime.questions import OtherAnswer
+
+#: So many captures for other answers are made in any case: after them only while most calls need none.
+FEW_BRANCHES = 8
+
+
+def written_residents(tasks: Sequence[Task], residents: Sequence[int]) -> tuple[int, ...]:
+    """Positions of the parameters, buffers and inputs that tasks write into."""
+    found: set[int] = set()
+    for call in (call for task in tasks for call in task.calls):
+        for place in written_places(call.op, schema_of(call.op)):
+            given = call.args[place] if place < len(call.args) else None
+            found.update(leaf.name for leaf in _leaves(given) if isinstance(leaf.name, int))
+    return tuple(position for position, value in enumerate(residents) if value in found)
+
+
+def _leaves(given: object) -> Iterator[Ref]:
+    if isinstance(given, Ref):
+        yield given
+    elif isinstance(given, tuple | list):
+        for each in given:
+            yield from _leaves(each)
+
+
+@contextmanager
+def undone_if_other(captured: Captured, written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Restore ``written`` and PyTorch's generators if a question has another answer than at the capture."""
+    contents = Contents()
+    for generator in default_generators(captured.device):
+        contents.keep_generator(generator)
+    for tensor in written:
+        contents.keep(tensor)
+    try:
+        yield
+    except OtherAnswer:
+        contents.restore()
+        raise
+
+
+def known_answers(captured: Captured, other: OtherAnswer) -> tuple[Answer, ...]:
+    """The answers of a call that has left the branch of ``captured``, as far as they are known."""
+    asked = captured.answers[other.number]
+    return (*captured.answers[: other.number], replace(asked, shown=repr(other.value), value=other.value))
+
+
+@dataclass
+class Branches:
+    """How often calls of one form took a branch that was not captured.
+
+    Attributes:
+        calls: that asked for values.
+        captures: that were made because an answer was another.
+    """
+
+    calls: int = 0
+    captures: int = 0
+
+    def check(self, known: Sequence[Answer]) -> None:
+        """Whether another branch may be captured, with these first answers.
+
+        Raises:
+            UsageError: too many were.
+        """
+        if self.captures >= max(FEW_BRANCHES, self.calls // 2):
+            raise UsageError(
+                f"its Python code asks for values of tensors, whose answers were new in {self.captures + 1} of {self.calls} calls (the last: "
+                f"{known[-1].op.split('.')[1]} gave {known[-1].shown}), and each needs a program of its own; compute with tensors "
+                "instead of numbers, for example with torch.where"
+            )

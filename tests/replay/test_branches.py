@@ -1,0 +1,323 @@
+"""Python code that asks for values of tensors: every branch is plain PyTorch's, to the bit, whenever it is taken."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from any_schedule import AnySchedule, assert_as_plain, step
+from torch import nn
+
+import monet_like
+from monet_like.capture.answers import recorded_answers
+from monet_like.capture.captured import fake_mode
+from monet_like.capture.lowering import capture
+from monet_like.errors import CaptureError
+
+Forward = Callable[..., torch.Tensor]
+
+
+class Body(nn.Module):
+    """Layers with noise, running statistics and a buffer, and a function of them and of inputs that decides by values."""
+
+    def __init__(self, decide: Forward) -> None:
+        super().__init__()
+        self.decide = decide
+        self.first, self.norm, self.drop, self.last = (
+            nn.Linear(6, 6),
+            nn.BatchNorm1d(6),
+            nn.Dropout(0.3),
+            nn.Linear(6, 6),
+        )
+        self.register_buffer("average", torch.zeros(6))
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.norm(self.first(x)))
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return self.decide(self, x, t)
+
+
+def masked(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    h = m.hidden(x)
+    return m.last(h * t) if (t < 0).any() else m.last(h)
+
+
+def clamped(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    h = m.hidden(x) + t
+    if h.isinf().any() or h.isnan().any():  # DETR's test
+        h = torch.clamp(h, -1000, 1000)
+    return m.last(h)
+
+
+def early(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    h = m.hidden(x)
+    return h.tanh() if t.sum() > 0 else m.last(h)
+
+
+def repeated(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    h = m.hidden(x) * (1 + t.abs().max())
+    while h.norm() > 4:
+        h = h * 0.5
+    return m.last(h)
+
+
+def in_place(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    x.mul_(0.5)
+    h = m.hidden(x)
+    return m.last(h) if (t < 0).any() else h + x
+
+
+def averaged(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    h = m.hidden(x)
+    with torch.no_grad():
+        m.average.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        if t.sum() > 0:
+            m.average.add_(1)
+    return m.last(h) + m.average
+
+
+def drawn(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    for _ in range(2):  # layer drop
+        if torch.rand([]) > 0.5:
+            h = m.drop(m.last(h)).tanh()
+    return h
+
+
+def asserted(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    assert torch.isfinite(t).all(), "not finite"
+    torch._check_tensor_all(t.abs() < 1e9)
+    return m.last(m.hidden(x))
+
+
+def listed(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    h = m.hidden(x)
+    for number, each in enumerate((t[:2, 0] > 0).tolist()):
+        h = h.roll(number + 1, 0) if each else h
+    return m.last(h)
+
+
+def compared(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    h = m.hidden(x)
+    return h if torch.equal(t, t.abs()) or torch.allclose(t, t[0], atol=0.1) else m.last(h)
+
+
+def indexed(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return m.last(m.hidden(x))[: int((t[:, 0] > 0).sum()) + 1]
+
+
+def spread(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    h = m.hidden(x)
+    return F.gaussian_nll_loss(h, t, m.last(h).square() + 0.1) + torch.cov(h.T, aweights=t.abs()[:, 0]).sum()
+
+
+def distributed(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    normal = torch.distributions.Normal(m.hidden(x), F.softplus(m.last(x)), validate_args=True)
+    return normal.rsample().tanh().mean() - normal.log_prob(t).mean()
+
+
+ALL = [
+    masked,
+    clamped,
+    early,
+    repeated,
+    in_place,
+    averaged,
+    drawn,
+    asserted,
+    listed,
+    compared,
+    indexed,
+    spread,
+    distributed,
+]
+
+
+def inputs(count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Inputs by which the branches above flip, at the third call and again."""
+    drawn = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(count)]
+    return [(x, t.abs() if number % 3 == 2 else t - t.mean() - 0.01) for number, (x, t) in enumerate(drawn)]
+
+
+def trained(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number, (x, t) in enumerate(inputs()):
+        if number == 4 and model.decide is clamped:
+            t[0, 0] = torch.inf
+        optimizer.zero_grad(set_to_none=True)
+        note(step(called, x, t), x, t, *(p.grad for p in model.parameters()), *model.buffers())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("decide", ALL, ids=lambda function: function.__name__)
+def test_branches_equal_plain_pytorch(decide: Forward) -> None:
+    assert_as_plain(lambda: Body(decide), trained, seed=2)
+
+
+def test_a_branch_is_captured_once() -> None:
+    assert_as_plain(lambda: Body(masked), trained, captures=2)
+
+
+def test_what_differs_in_nothing_else_asks_all_the_same() -> None:
+    """The program of both answers is one, and is captured for each: what the forward's Python code does is not known."""
+    captured = capture(Body(early), inputs()[0])
+    assert [(answer.op, answer.value) for answer in captured.answers] == [("aten._local_scalar_dense.default", False)]
+    assert sum(task.calls[-1].op == "monet_like.ask" for task in captured.program.tasks) == 1
+
+
+def test_a_plain_forward_that_is_asked_leaves_no_trace() -> None:
+    model = Body(averaged)
+    calls: list[int] = []
+    model.first.register_forward_hook(lambda *_: calls.append(0))
+    (x, t), before = inputs()[2], {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    versions = [buffer._version for buffer in model.buffers()]
+    state = torch.get_rng_state()
+    answers = recorded_answers(model, (x, t), {})
+    assert [answer.value for answer in answers] == [True] and calls == []
+    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
+    assert [buffer._version for buffer in model.buffers()] == versions
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_a_plain_forward_that_is_asked_saves_nothing() -> None:
+    """It needs the memory of a forward without autograd, but runs with gradients enabled, as plain PyTorch's does."""
+
+    def decide(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        assert h.requires_grad and bool(h.isfinite().all())
+        node: Any = h.tanh().grad_fn
+        with pytest.raises(RuntimeError, match="no tensor was saved"):
+            node._saved_result  # noqa: B018
+        return h
+
+    assert len(recorded_answers(Body(decide), inputs()[0], {})) == 1
+
+
+def test_a_forward_that_asks_for_gradients_itself() -> None:
+    def decide(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        h = m.first(x).square()
+        if torch.autograd.grad(h.sum(), m.first.weight, retain_graph=True)[0].sum() > 0:
+            return m.last(h)
+        return h
+
+    assert [type(answer.value) for answer in recorded_answers(Body(decide), inputs()[0], {})] == [bool]
+
+
+def test_the_users_own_error_is_raised() -> None:
+    """Also in the middle of the training, which can go on."""
+
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        for number, (x, t) in enumerate(inputs(4)):
+            if number == 2:
+                t[0, 0] = torch.nan
+                with pytest.raises(AssertionError, match="not finite"):
+                    called(x, t)
+                continue
+            note(step(called, x, t))
+
+    assert_as_plain(lambda: Body(asserted), script, captures=1)
+
+
+def test_invalid_parameters_of_a_distribution_are_an_error_as_in_plain_pytorch() -> None:
+    def decide(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Normal(m.first(x), t).rsample()
+
+    model = AnySchedule(Body(decide))
+    x, t = inputs()[2]
+    step(model, x, t)
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        model(x, -t)
+    step(model, x, t)
+    assert model.captures == 1
+
+
+def test_numbers_that_are_new_in_every_call() -> None:
+    """A few are captured, then the form runs as the plain model, with one warning, and stays exact."""
+
+    def decide(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return m.last(m.hidden(x)) * t.abs().max().item()
+
+    def train(called: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [step(called, *given).detach() for given in inputs(14)]
+
+    torch.manual_seed(0)
+    model = Body(decide)
+    scheduled = AnySchedule(model)
+    scheduled._on_new_input = "plan"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = train(scheduled)
+    said = [str(each.message) for each in told if "plain PyTorch" in str(each.message)]
+    assert len(said) == 1 and "compute with tensors instead" in said[0] and "_local_scalar_dense gave" in said[0]
+    assert scheduled.captures == 1 + 8
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, train(Body(decide)), rtol=0, atol=0)
+
+
+def test_fake_inputs_have_no_values() -> None:
+    with (
+        fake_mode() as mode,
+        pytest.raises(
+            CaptureError,
+            match=r"Body cannot be captured.*depends on the values of a tensor.*auto_schedule\(model, blocks=",
+        ),
+    ):
+        capture(Body(early), tuple(mode.from_tensor(tensor) for tensor in inputs()[0]))
+
+
+def test_sizes_that_depend_on_values_are_refused() -> None:
+    def decide(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        h = m.last(m.hidden(x))
+        return h[t > 0] if t.sum() > -1e9 else h
+
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        capture(Body(decide), inputs()[0])
+
+
+class Stack(nn.Module):
+    """Equal blocks that decide by their inputs."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, t)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [None, "blocks.*"])
+def test_planned_branches(blocks: str | None) -> None:
+    def train(model: nn.Module, planned: bool) -> list[torch.Tensor]:
+        called = model
+        torch.manual_seed(1)
+        given = inputs()
+        if planned:
+            with torch.random.fork_rng():
+                called = monet_like.auto_schedule(
+                    model,
+                    memory_budget="200%",
+                    mode="inplace_multiway_newnode",
+                    effort="quick",
+                    verbose=False,
+                    blocks=blocks,
+                )
+        results = [step(called, *each).detach() for each in given]
+        return [*results, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return Stack([Body(masked) for _ in range(3)])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = train(made(), True)
+    torch.testing.assert_close(found, train(made(), False), rtol=0, atol=0)
