@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from .capture.captured import Captured
-from .capture.example_inputs import Example, device_of, input_spec
+from .capture.example_inputs import Example, device_of, input_specs
 from .capture.lowering import capture
 from .capture.precision import autocast_name, weights_layout
 from .errors import UsageError
@@ -152,7 +150,7 @@ def _variants(captured: Captured, schedule: Schedule) -> set[str]:
 
 def _record(captured: Captured, schedule: Schedule, model: nn.Module, example: Example) -> ScheduleRecord:
     """A record that promises nothing, as a wrapper takes it."""
-    inputs = tuple(input_spec(leaf) for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor))
+    inputs = input_specs(*example)
     device = device_of(model, example)
     return ScheduleRecord(
         schedule, type(model).__name__, inputs, "normal", 1, captured.program.fingerprint, device.type, {}, 0, 0.0, 0, 0.0,

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import device_of, with_length
 from ..capture.guards.reads import Change
 from ..capture.precision import autocast_name
+from ..capture.trees import flattened
 from ..compiler.request import Request, captured_for
 from ..errors import UsageError, warn_caller
 from ..ir.defaults import MODE, SOLVER
@@ -173,7 +173,7 @@ class AutoSchedule(ScheduleWrapper):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Plan for calls with such arguments, now instead of at the first of them."""
         kwargs = self._without_cache(args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flattened((args, kwargs))
         self._new_step(self._key(leaves, spec), args, kwargs)
         self._begun = True
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.answers import Answer
 from ..capture.captured import Captured
 from ..capture.example_inputs import Example, device_of, input_specs, specs_in_words
 from ..capture.precision import autocast_name, weights_layout
+from ..capture.trees import flattened
 from ..compiler.request import Request, captured_for, in_autograd_order
 from ..errors import ScheduleFileError, UsageError
 from ..ir.schedule_file import InputSpec, ScheduleRecord
@@ -111,7 +111,7 @@ class BlockSchedule(ScheduleWrapper):
     def _rehearsed(self, rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the block's stand-in; the block itself where nothing has a gradient."""
         kwargs = self._without_cache(args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flattened((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not any(tensor.requires_grad for tensor in (*inputs, *self.parameters())):
             return self._model(*args, **kwargs)

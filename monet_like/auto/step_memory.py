@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.captured import allocated_bytes
 from ..capture.example_inputs import Example, device_of
 from ..capture.guards.side_effects import generators_restored
+from ..capture.trees import tensors_of
 from ..compiler.request import OPTIMIZERS
 from ..errors import UsageError
 from ..plan.blocks import Moment
@@ -221,7 +221,7 @@ def _loss(result: Any) -> torch.Tensor:
     own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(own, torch.Tensor) and own.requires_grad and own.numel() == 1:
         return own
-    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    tensors = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
     if not tensors:
         raise UsageError(
             "the model's result has no tensor with a gradient; give auto_schedule a loss= that makes one of it"
@@ -261,10 +261,7 @@ def _check_not_advanced(what: str) -> None:
 
 def _drop_sparse_gradients(model: nn.Module, example: Example) -> None:
     """Have sparse gradients made anew in a rehearsal, because they are not added to in place."""
-    for tensor in (
-        *model.parameters(),
-        *(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)),
-    ):
+    for tensor in (*model.parameters(), *tensors_of(example)):
         if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout is not torch.strided:
             tensor.grad = None
 
@@ -281,7 +278,7 @@ def _resident_bytes(model: nn.Module, example: Example, optimizer: str, device: 
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
-    inputs = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    inputs = tensors_of(example)
     leaves = [*model.parameters(), *(tensor for tensor in inputs if tensor.is_leaf)]
     grads = (t.grad for t in leaves if t.grad is not None and t.grad.layout is torch.strided)
     tensors = map(_local, (*model.parameters(), *model.buffers(), *inputs, *grads))

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import input_specs, specs_in_words
+from ..capture.trees import flattened
 from ..compiler.pipeline import compile_prepared, make_record, prepare
 from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress, announce
@@ -226,7 +226,7 @@ def _digest(request: Request, budget: Budget, device: torch.device) -> str:
     digest.update("".join(f"{type(m).__name__}{m.training}{m.extra_repr()}" for m in request.model.modules()).encode())
     exact = [name for name, module in request.model.named_modules() if getattr(module, "no_dropit", False)]
     digest.update(repr(exact).encode() if exact else b"")
-    for leaf in pytree.tree_leaves(request.example):
+    for leaf in flattened(request.example)[0]:
         is_tensor = isinstance(leaf, torch.Tensor)
         digest.update(
             f"{tuple(leaf.shape)}{leaf.stride()}{leaf.dtype}{leaf.requires_grad}".encode()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
@@ -24,6 +23,7 @@ from .annotations import InPlaceCalls
 from .guards.recorder import Recorder
 from .guards.side_effects import keeping_tensors
 from .known_values import KnownValues
+from .trees import flattened
 from .undone import Undone
 
 #: Operators whose results are Python values. PyTorch's other ones (``bool``, ``is_nonzero``, ``item``) call the first of these.
@@ -202,7 +202,7 @@ def _unsaved(_: Any) -> Any:
 
 
 def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Answer, ...]:
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves, _ = flattened((args, kwargs))
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers(), *inputs)), torch.device("cpu"))

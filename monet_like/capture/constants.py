@@ -166,10 +166,11 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _outside(leaf: Any) -> bool:
-    """Whether an object is a tensor from outside the trace: the trace's own are all `FunctionalTensor`."""
+    """Whether an object is a tensor from outside the trace: the trace's own are `FunctionalTensor`, or within one, as for ``tolist``."""
     return (
         type(leaf) in _PLAIN_TYPES
         and not isinstance(leaf, FunctionalTensor)
+        and not torch._is_functional_tensor(leaf)
         and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
     )
 

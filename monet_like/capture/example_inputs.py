@@ -7,33 +7,26 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from ..errors import ScheduleFileError, UsageError
 from ..ir.schedule_file import InputSpec
 from .captured import fake_mode
 from .precision import LAYOUTS, in_layout, layout_of
+from .trees import map_tensors, tensors_of
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def each_once(change: Callable[[torch.Tensor], Any], example: Example) -> Example:
     """The example with its tensors changed; one that is given several times stays one."""
-    made: dict[int, Any] = {}
-
-    def changed(tensor: torch.Tensor) -> Any:
-        if id(tensor) not in made:
-            made[id(tensor)] = change(tensor)
-        return made[id(tensor)]
-
-    args, kwargs = pytree.tree_map_only(torch.Tensor, changed, example)
+    args, kwargs = map_tensors(change, example)
     return args, kwargs
 
 
 def with_batch(example: Example, wanted: int) -> Example:
     """The example at another batch size: ``wanted`` replaces the leading extent of every tensor that has the batch's."""
-    tensors = [t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim()]
+    tensors = [t for t in tensors_of(example) if t.dim()]
     batch = tensors[0].shape[0] if tensors else wanted
 
     def resized(leaf: torch.Tensor) -> torch.Tensor:
@@ -54,7 +47,7 @@ def with_length(example: Example, wanted: int) -> Example:
     Raises:
         UsageError: no tensor has a second dimension.
     """
-    tensors = [t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim() > 1]
+    tensors = [t for t in tensors_of(example) if t.dim() > 1]
     if not tensors:
         raise UsageError("lengths are of the second dimension of the inputs, and no input has one; leave lengths out")
     length = tensors[0].shape[1]
@@ -79,8 +72,7 @@ def device_of(module: nn.Module, example: Example | None = None) -> torch.device
     own = next(chain(module.parameters(), module.buffers()), None)
     if own is not None:
         return own.device
-    inputs = (leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor))
-    return next((tensor.device for tensor in inputs), torch.device("cpu"))
+    return next((tensor.device for tensor in tensors_of(example)), torch.device("cpu"))
 
 
 def example_of(inputs: Sequence[InputSpec], device: torch.device) -> Example:
@@ -113,8 +105,8 @@ def input_spec(tensor: torch.Tensor) -> InputSpec:
 
 
 def input_specs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, ...]:
-    """The descriptions of all tensors among the arguments, in the order of PyTorch's pytree."""
-    return tuple(input_spec(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    """The descriptions of all tensors among the arguments, in the order of their leaves."""
+    return tuple(map(input_spec, tensors_of((args, kwargs))))
 
 
 def specs_in_words(specs: tuple[InputSpec, ...]) -> str:

@@ -23,9 +23,10 @@ from .guards.effects import Effects, given_containers
 from .guards.reads import Reads
 from .guards.recorder import Recorder
 from .guards.side_effects import checkpoints_checked, keeping_generators, keeping_tensors
-from .results import without_dataclasses
+from .guards.traversal import form_of_plain
 from .state_objects import StateObjects, keep_attributes
 from .traced_autocast import TracedAutocast
+from .trees import classes_in, flattened, placed, taken_apart
 
 #: Where a `FlatModule` keeps the tensors that the model has not registered.
 HELD = "held."
@@ -38,13 +39,13 @@ class FlatModule(nn.Module):
     """The model as a function of tensors alone, as ``aot_export`` needs it; all other arguments are constants."""
 
     def __init__(
-        self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, *, tied_as_one: bool = False
+        self, model: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], *, tied_as_one: bool = False
     ) -> None:
         super().__init__()
         self.autocast = TracedAutocast()
         self.training = model.training
         self.model = model
-        self.leaves, self.spec = leaves, spec
+        self.given, self.leaves, self.classes = given, flattened(given)[0], classes_in(given)
         self.out_leaves: list[Any] = []
         self.out_spec: pytree.TreeSpec | None = None
         self.out_positions: list[tuple[int, ...]] = []
@@ -105,8 +106,8 @@ class FlatModule(nn.Module):
                 traced = next(supply)
                 leaf = given.setdefault(id(leaf), traced) if may_have_gradient(leaf) else traced
             leaves.append(leaf)
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         with contextlib.ExitStack() as stack:
+            args, kwargs = stack.enter_context(placed(self.given, leaves))
             stack.enter_context(_as_one(self._tied))
             stack.enter_context(self.autocast.in_forward([*self.model.parameters(), *self._leaf_inputs(tensors)]))
             stack.enter_context(keeping_generators(f"{type(self.model).__name__}.forward"))
@@ -117,13 +118,12 @@ class FlatModule(nn.Module):
             if self.recorder is not None:
                 containers = [*given_containers(args, kwargs).values()]
                 stack.enter_context(self.recorder.forward(self._given(tensors), containers))
-            given = Given(self.answers or ())
+            answers = Given(self.answers or ())
             stack.enter_context(tolist_by_elements())
             if self.answers:
-                stack.enter_context(given)
-            result = self._called(args, kwargs, tensors)
-            given.check_end()
-        flat, self.out_spec = pytree.tree_flatten(result)
+                stack.enter_context(answers)
+            flat = self._called(args, kwargs, tensors)
+            answers.check_end()
         results: dict[int, tuple[torch.Tensor, list[int]]] = {}  # one that is returned twice is one result
         for position, leaf in enumerate(flat):
             if isinstance(leaf, torch.Tensor):
@@ -138,13 +138,13 @@ class FlatModule(nn.Module):
         if not self.out_positions:
             raise CaptureError(f"{type(self.model).__name__} returned no tensor, so there is nothing to train")
         for leaf in flat:
-            if not isinstance(leaf, torch.Tensor | int | float | bool | str | type(None)):
+            if not isinstance(leaf, torch.Tensor | int | float | str) and form_of_plain(leaf) is None:
                 raise CaptureError(
-                    f"{type(self.model).__name__} returned a {type(leaf).__name__}, which PyTorch's pytree cannot look into; "
-                    "return tensors in tuples, lists, dicts or dataclasses (for Hugging Face models: use_cache=False)"
+                    f"{type(self.model).__name__} returned a {type(leaf).__name__}, which a schedule cannot make anew; return tensors "
+                    "in tuples, lists, dicts or dataclasses (for Hugging Face models: use_cache=False)"
                 )
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-        return (*self._apart([tensor for tensor, _ in results.values()], tensors), *given.asked)
+        return (*self._apart([tensor for tensor, _ in results.values()], tensors), *answers.asked)
 
     def _given(self, tensors: Sequence[torch.Tensor]) -> dict[int, tuple[str, Any]]:
         """What the caller has given in the place of each of the tracer's tensors, by identity, as `Effects` refers to it."""
@@ -164,15 +164,16 @@ class FlatModule(nn.Module):
 
     def recorded_answers(self) -> tuple[Answer, ...]:
         """What a plain forward answers, see `answers.recorded_answers`."""
-        return recorded_answers(self.model, *pytree.tree_unflatten(self.leaves, self.spec))
+        with placed(self.given, self.leaves) as (args, kwargs):  # what it sets of arguments is undone
+            return recorded_answers(self.model, args, kwargs)
 
     def _leaf_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``tensors`` whose example inputs were leaves of autograd's graph."""
         given = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
         return [tensor for tensor, example in zip(tensors, given, strict=True) if example.is_leaf]
 
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """The model's result, with the tracer's tensors in the place of those that the user's objects hold."""
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The leaves of the model's result, with the tracer's tensors in the place of those that the user's objects hold."""
         own = WeakTensorKeyDictionary()
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if (before := self.before.get(name)) is not None:
@@ -182,7 +183,8 @@ class FlatModule(nn.Module):
         self.state_objects = StateObjects(mode.replacement, self.recorder.watch if self.recorder else lambda *_: True)
         try:
             with mode, mode.in_custom_functions(self.state_objects.replaced):
-                result = mode.replaced(without_dataclasses(self.model(*args, **kwargs)))
+                leaves, self.out_spec = pytree.tree_flatten(taken_apart(self.model(*args, **kwargs), results=True))
+                result: list[Any] = mode.replaced(leaves)
         except Exception:
             if mode.found:
                 raise ConstantsFound(mode.found, self.tries - 1) from None

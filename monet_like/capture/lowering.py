@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -52,6 +51,7 @@ from .meta_tensors import as_fakes
 from .quantised import check_quantised, settle
 from .released_gradients import with_releases
 from .tracing import trace_joint
+from .trees import flattened, tensors_of
 from .updates import add_update, forbid_rereading_changed, forbid_strides_over_changed
 from .values import NodeResult, Values, args_of, map_nodes, storage_of, tensors_in
 
@@ -99,7 +99,7 @@ def capture(
     check_initialized(model, planned=target is not None)
     check_momentum(model)
     check_surroundings(model)
-    check_arguments(model, pytree.tree_leaves((args, dict(kwargs or {}))))
+    check_arguments(model, flattened((args, dict(kwargs or {})))[0])
     settle(model)
     check_quantised(model, target)
     absent = None if target is None else Absent(target, capability, attention)
@@ -121,12 +121,11 @@ def _traced(
     row_major_gradients: bool,
 ) -> tuple[fx.Graph, FakeTensorMode, FlatModule]:
     """The joint graph, the mode of its tensors, and the function that was traced."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    flat = FlatModule(model, leaves, spec)
+    tensors = tuple(tensors_of((args, kwargs)))
+    flat = FlatModule(model, (args, kwargs))
     graph, mode = trace_joint(flat, tensors, absent, processes, row_major_gradients=row_major_gradients)
     if adds_up_per_name(graph, flat):
-        flat = FlatModule(model, leaves, spec, tied_as_one=True)
+        flat = FlatModule(model, (args, kwargs), tied_as_one=True)
         graph, mode = trace_joint(flat, tensors, absent, processes, row_major_gradients=row_major_gradients)
     return graph, mode, flat
 

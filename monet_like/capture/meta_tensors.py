@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .captured import fake_mode
 from .example_inputs import Example, device_of
+from .trees import map_tensors, tensors_of
 
 _CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def as_fakes(
     if not is_meta(model):
         yield args, dict(kwargs)
         return
-    modes = [t.fake_mode for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, FakeTensor)]
+    modes = [t.fake_mode for t in tensors_of((args, dict(kwargs))) if isinstance(t, FakeTensor)]
     mode = modes[0] if modes else fake_mode()
     known: dict[int, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -55,7 +55,7 @@ def as_fakes(
                     before.append((members, name, tensor))
                     members[name] = known.setdefault(id(tensor), _fake(tensor, mode))
     try:
-        given = pytree.tree_map_only(torch.Tensor, lambda tensor: _of_mode(tensor, mode), (args, dict(kwargs)))
+        given = map_tensors(lambda tensor: _of_mode(tensor, mode), (args, dict(kwargs)))
         yield given
     finally:
         for members, name, tensor in before:

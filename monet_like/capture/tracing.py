@@ -170,7 +170,7 @@ def _export(
 def _recorded(stack: contextlib.ExitStack, flat: FlatModule, fakes: tuple[torch.Tensor, ...]) -> Any:
     """PyTorch's joint export. It sets ``flat.reads``: the values beside tensors that the model reads."""
     leaves = [leaf for leaf in flat.leaves if not isinstance(leaf, torch.Tensor)]
-    with Recorder(flat.model, leaves) as flat.recorder:
+    with Recorder(flat.model, [*leaves, *flat.classes]) as flat.recorder:
         joint = aot_export_joint_with_descriptors(stack, flat, fakes)
         flat.recorder.check_backward()
         flat.check_state_objects()

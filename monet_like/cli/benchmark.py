@@ -16,12 +16,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from rich.table import Table
 from torch import nn
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import Example
+from ..capture.trees import tensors_of
 from ..compiler.pipeline import make_record, plan_for
 from ..compiler.prepared import Prepared
 from ..compiler.problem import Problem, read_problem
@@ -205,7 +205,7 @@ def _change(ratio: float) -> str:
 def activation_peak(model: nn.Module, example: Example, device: torch.device) -> int:
     """Peak memory of a step without parameters and gradients: what it allocates once all gradients exist, and the input."""
     train_step(model, example)
-    inputs = (t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor))
+    inputs = tensors_of(example)
     return sum(t.untyped_storage().nbytes() for t in inputs) + allocated_peak(
         lambda: train_step(model, example), device
     )

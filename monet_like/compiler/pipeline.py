@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import input_spec
 from ..capture.precision import weights_layout
+from ..capture.trees import tensors_of
 from ..errors import InfeasibleError, SolverError
 from ..ir.display import short_repr
 from ..ir.profile_file import Profile
@@ -338,7 +338,7 @@ def _versions_of_kernels(captured: Captured) -> dict[str, str]:
 def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> ScheduleRecord:
     """Make the record that a schedule file holds."""
     captured, profile, plain = ready.captured, ready.profile, ready.plain
-    tensors = [t for t in pytree.tree_leaves(request.example) if isinstance(t, torch.Tensor)]
+    tensors = tensors_of(request.example)
     optimizer = ready.extra_bytes - ready.cublas_bytes
     extra = found.report.peak_bytes - simulate(captured.program, found.schedule, ready.costs).peak_bytes
     return ScheduleRecord(

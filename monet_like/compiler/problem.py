@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..capture.absent_gpu_attention import check_attention
 from ..capture.captured import fake_mode
@@ -15,6 +14,7 @@ from ..capture.checks import check_initialized
 from ..capture.example_inputs import Example
 from ..capture.meta_tensors import is_meta
 from ..capture.precision import AUTOCASTS, LAYOUTS, in_layout
+from ..capture.trees import flattened, map_tensors
 from ..errors import UsageError
 from ..ir.display import short_repr
 from ..ir.mode import parse_mode
@@ -181,7 +181,7 @@ def _built(
 
 def _check_trainable(spec: ModelSpec, example: Example) -> None:
     """Refuse a model of which neither a parameter nor an input requires a gradient."""
-    leaves = (*spec.module.parameters(), *pytree.tree_leaves(example))
+    leaves = (*spec.module.parameters(), *flattened(example)[0])
     if not any(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)):
         raise UsageError(
             f"nothing in {spec.expression} requires a gradient: its parameters are frozen, or there are none; set "
@@ -218,7 +218,7 @@ def example_for(problem: Problem, batch: int) -> Example:
             except (Exception, SystemExit) as error:  # whatever the user's code raises
                 raise UsageError(f"make_inputs({batch}) of MODEL failed: {told(error)}") from error
         if problem.layout:
-            made = pytree.tree_map_only(torch.Tensor, lambda tensor: in_layout(tensor, problem.layout), made)
+            made = map_tensors(lambda tensor: in_layout(tensor, problem.layout), made)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], tuple) and isinstance(made[1], dict):
         return made
     if isinstance(made, dict):

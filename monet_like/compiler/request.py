@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.captured import Captured
@@ -14,6 +13,7 @@ from ..capture.example_inputs import Example
 from ..capture.lowering import capture
 from ..capture.meta_tensors import traced_device
 from ..capture.precision import autocast_as
+from ..capture.trees import tensors_of
 from ..errors import UsageError
 from ..ir.defaults import SOLVER
 from ..ir.display import short_repr
@@ -97,7 +97,7 @@ class Request:
     @property
     def batch(self) -> int:
         """The leading extent of the first tensor argument."""
-        tensors = [t for t in pytree.tree_leaves(self.example) if isinstance(t, torch.Tensor)]
+        tensors = tensors_of(self.example)
         return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
 
     @property

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ..capture.example_inputs import Example
+from ..capture.trees import tensors_of
 from ..errors import UsageError
 
 
@@ -119,7 +120,7 @@ def _storage(tensor: torch.Tensor) -> int:
 def _unchanged(model: nn.Module, example: Example) -> Iterator[None]:
     """Put buffers and the random state back afterwards."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    devices = {t.device for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.is_cuda}
+    devices = {t.device for t in tensors_of(example) if t.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):
         try:
             yield

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy as Answer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..capture.captured import Captured
 from ..capture.precision import autocast_as
+from ..capture.trees import tensors_of
 from ..compiler.prepared import Prepared, with_workspaces_of
 from ..compiler.request import Request
 from ..errors import ScheduleError, UsageError
@@ -187,7 +187,7 @@ def selective_plan(
         )
     model, example = request.model, request.example
     ready, names = with_workspaces_of(record, ready), find_regions(model, patterns)
-    if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves(example)):
+    if any(isinstance(t, FakeTensor) for t in tensors_of(example)):
         example = real_example(example, device)
     with autocast_as(request.autocast, device):
         called = record_operators(model, example, names)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..capture.checks import acts_as_plain, attributes_of, may_have_gradient
+from ..capture.guards.objects import is_small_array
 from ..capture.guards.traversal import form_of_plain
 from ..errors import UsageError
 
@@ -76,6 +77,8 @@ def hashable(leaf: Any) -> tuple[Any, ...]:
         return leaf.start, leaf.stop, leaf.step
     if (form := form_of_plain(leaf)) is not None:
         return form
+    if is_small_array(leaf):
+        return leaf.shape, leaf.strides, str(leaf.dtype), leaf.tobytes()
     try:
         hash(leaf)
     except TypeError:

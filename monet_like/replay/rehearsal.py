@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..capture.captured import Captured, Tensor, TensorMeta
-from ..capture.results import without_dataclasses
+from ..capture.trees import taken_apart
 from ..plan.blocks import Moment
 from ..profile.measure import Stretch
 from .one_pass import apart, refuse
@@ -142,7 +142,7 @@ def _without_cached_casts() -> Iterator[None]:
 
 def _results(captured: Captured, result: Any) -> Iterator[torch.Tensor]:
     """The tensors of a block's result, in storages of the size that a schedule's have."""
-    leaves = pytree.tree_leaves(without_dataclasses(result))
+    leaves = pytree.tree_leaves(taken_apart(result, results=True))
     for tensor, positions in zip(captured.outputs, captured.output_positions, strict=False):
         meta = captured.metas[tensor.value]
         found = leaves[positions[0]] if positions else meta.empty()  # the plain forward has set what is no result

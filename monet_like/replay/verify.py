@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.captured import TensorMeta
 from ..capture.example_inputs import Example, device_of, each_once
 from ..capture.precision import autocast_as, autocast_name, in_layout, layout_of
+from ..capture.trees import tensors_of
 from ..ir.mode import is_lossy
 from ..ir.schedule_file import ScheduleRecord
 from ..profile.measure import allocated_peak, have_workspaces
@@ -50,7 +50,7 @@ def real_example(example: Example, device: torch.device) -> Example:
 
 def train_step(model: Callable[..., Any], example: Example) -> list[torch.Tensor]:
     """One forward and backward; the loss is the mean of the squares of all floating outputs."""
-    outputs = [t for t in pytree.tree_leaves(model(*example[0], **example[1])) if isinstance(t, torch.Tensor)]
+    outputs = tensors_of(model(*example[0], **example[1]))
     trained = [t for t in outputs if t.requires_grad]
     loss = torch.stack([t.float().square().mean() for t in trained]).sum()
     loss.backward()
@@ -135,7 +135,7 @@ def draws(model: nn.Module, example: Example, mine: Tensors) -> bool:
 
 def everything_after_a_step(model: nn.Module, example: Example, *, seed: int = 1) -> dict[str, torch.Tensor | None]:
     """Outputs, gradients (also of inputs) and buffers after one step with a fixed seed, by name."""
-    inputs = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    inputs = tensors_of(example)
     for tensor in inputs:
         tensor.grad = None
     torch.manual_seed(seed)
@@ -171,8 +171,8 @@ def step_peak(model: nn.Module, example: Example, device: torch.device) -> int:
     have_workspaces(device)
 
     def step() -> None:
-        results = pytree.tree_leaves(model(*example[0], **example[1]))
-        unsaved_loss([t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]).backward()
+        results = tensors_of(model(*example[0], **example[1]))
+        unsaved_loss([t for t in results if t.requires_grad]).backward()
 
     scalar = TensorMeta.of(torch.zeros((), device=device)).storage_bytes
     return resident_bytes(model, example) + allocated_peak(step, device) - 2 * scalar
@@ -208,7 +208,7 @@ class _Loss(torch.autograd.Function):
 
 def resident_bytes(model: nn.Module, example: Example) -> int:
     """Bytes of parameters, buffers and inputs, each as the device's allocator counts it."""
-    inputs = (t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor))
+    inputs = tensors_of(example)
     return sum(TensorMeta.of(t).allocated_bytes for t in (*model.parameters(), *model.buffers(), *inputs))
 
 

@@ -23,6 +23,7 @@ from ..capture.guards.side_effects import generators_restored
 from ..capture.lowering import capture
 from ..capture.precision import AUTOCASTS, autocast_as, autocast_name
 from ..capture.quantised import settle
+from ..capture.trees import flattened
 from ..errors import MonetError, ScheduleFileError, UsageError, warn_caller
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.units import format_bytes
@@ -124,7 +125,7 @@ class ScheduleWrapper(StandIn):
         if model.training:
             args, kwargs = example
             kwargs = self._without_cache(args, kwargs)
-            leaves, spec = pytree.tree_flatten((args, kwargs))
+            leaves, spec = flattened((args, kwargs))
             if record.autocast not in AUTOCASTS:
                 raise ScheduleFileError(
                     f"the schedule's autocast is {record.autocast!r}, which this version does not know"
@@ -156,7 +157,7 @@ class ScheduleWrapper(StandIn):
         if not self.training or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         kwargs = self._without_cache(args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flattened((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if inputs and not any(tensor.numel() for tensor in inputs):  # an empty batch has nothing to save
             return self._model(*args, **kwargs)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import Example
+from ..capture.trees import tensors_of
 from ..ir.display import short_repr
 from ..ir.schedule import Schedule
 from ..profile.measure import allocated_peaks, have_workspaces
@@ -95,7 +95,7 @@ def _measured(
     before = resident_bytes(model, example) + captured.constants.bytes + extra_bytes
 
     def stepped(compiled: Step, args: Any, kwargs: Any) -> Any:
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = tensors_of((args, kwargs))
         return run_step(compiled, parameters, buffers, inputs)
 
     def step(mark: Callable[[], None]) -> None:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
+from monet_like.capture.trees import tensors_of
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify import unsaved_loss
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return tensors_of(tree)
 
 
 @dataclass

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ...errors import CaptureError
+from ..trees import children_of
 from .holders import ABSENT
 from .objects import holders_of
 from .reads import Reads
@@ -132,16 +132,20 @@ _GIVEN = "given "
 
 
 def given_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Place]:
-    """The lists, dicts and other containers among arguments that PyTorch's pytree takes apart: the model may fill them."""
+    """The lists, dicts and objects among arguments that are taken apart, see `trees`: the model may fill them."""
     found: dict[str, Place] = {}
+    seen: set[int] = set()
 
     def look(value: Any, path: str, name: str) -> None:
-        node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
-        if node is None:
+        children = children_of(value)
+        if children is None or id(value) in seen:
             return
-        for holder in holders_of(value, frozenset(_attributes(value)))[:1]:
-            found[f"{_GIVEN}{path}"] = Place(holder, f"argument {name}", f"{_GIVEN}{path}")
-        for number, child in enumerate(node.flatten_fn(value)[0]):
+        seen.add(id(value))
+        own = [holder for holder in holders_of(value, frozenset(_attributes(value))) if holder.held is value]
+        for number, holder in enumerate(own):
+            key = f"{_GIVEN}{path}{'.' * number}"
+            found[key] = Place(holder, f"argument {name}", key)
+        for number, child in enumerate(children):
             look(child, f"{path} {number}", name)
 
     for name, value in (*enumerate(args), *kwargs.items()):

@@ -122,11 +122,12 @@ def _container(value: Any, *, hooks: bool) -> Iterator[Holder]:
         yield Items(value)
     elif isinstance(value, set):
         yield Members(value)
-    elif isinstance(value, bytearray) or _is_small_array(value):
+    elif isinstance(value, bytearray) or is_small_array(value):
         yield Elements(value)
 
 
-def _is_small_array(value: Any) -> bool:
+def is_small_array(value: Any) -> bool:
+    """Whether a value is a NumPy array of numbers that is compared by its elements."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
         return False
