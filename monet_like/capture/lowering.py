@@ -24,6 +24,7 @@ from ..ir.program import Call, Program, Ref, Runs, Task
 from ..runtime.questions import ASK
 from .absent_gpu import convolutions
 from .absent_gpu_attention import Absent, attention_as
+from .alone import one_at_a_time
 from .annotations import called_in_place, is_held, layer_of, mark_of
 from .answers import QUESTION
 from .captured import Captured, Tensor, TensorMeta, cost_key
@@ -62,6 +63,7 @@ _IN_LARGE_STORAGE = frozenset(
 )
 
 
+@one_at_a_time
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.absent_gpu_attention import KINDS, attention_as
+from ..capture.alone import CAPTURING, CallLock
 from ..capture.answers import Answer, raised_by_model
 from ..capture.captured import Captured
 from ..capture.checks import check_initialized
@@ -147,6 +148,7 @@ class ScheduleWrapper(StandIn):
         self._steps: dict[Any, list[Step]] = {}
         self._plain_calls: dict[Any, str] = {}  # calls that run as the plain model, and why
         self._branches: dict[Any, Branches] = {}
+        self._lock = CallLock()  # of captures in several threads, each of which changes the model while it lasts
         self._begun = False  # whether a step was run, or planned ahead
         self._arena: Arena | None = None  # see `monet_like.place_memory`
         self._synchronised = is_synchronised(model)
@@ -163,13 +165,15 @@ class ScheduleWrapper(StandIn):
             return self._model(*args, **kwargs)
         known: tuple[Answer, ...] = ()
         while True:
-            step = self._step_or_plain(args, kwargs, leaves, spec, inputs, known)
+            with self._lock:
+                step = self._step_or_plain(args, kwargs, leaves, spec, inputs, known)
+                parameters, buffers = ([], []) if step is None else _residents(step)
             if step is None:
                 return self._model(*args, **kwargs)
             if self._arena is not None and step.memory is None:
                 step.memory = self._arena.memory_of(step.captured.device)
             try:
-                result = run_step(step, *_residents(step), inputs, (args, kwargs))
+                result = run_step(step, parameters, buffers, inputs, (args, kwargs))
             except OtherAnswer as other:
                 before, known = known, known_answers(step.captured, other)
                 if len(known) <= len(before):  # from equal states it does not answer alike
@@ -220,8 +224,11 @@ class ScheduleWrapper(StandIn):
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
         known: tuple[Answer, ...] = (),
     ) -> Step | None:  # fmt: skip
-        """`_step`, after which nothing is changed but what this wrapper keeps."""
-        with generators_restored(device_of(self, (args, kwargs))), self._attention():
+        """`_step`, after which nothing is changed but what this wrapper keeps; or a step that has become right meanwhile."""
+        with CAPTURING:  # a capture in another thread changes settings that steps read
+            if captured is None and not known and (step := self._steps_with(key)) is not None:
+                return step
+        with CAPTURING, generators_restored(device_of(self, (args, kwargs))), self._attention():
             return self._step(key, args, kwargs, captured, known)
 
     def _new_branch(

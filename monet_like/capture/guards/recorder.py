@@ -10,6 +10,7 @@ import dis
 import functools
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -82,12 +83,16 @@ class Recorder:
             self._walk.follow(argument, f"argument {position}")
         self._walk.run()
         self._tracer = sys.gettrace()
+        self._before = vars(nn.Module).get("__getattribute__")
         nn.Module.__getattribute__ = self._patched()  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
         sys.settrace(self._tracer)
-        del nn.Module.__getattribute__
+        if self._before is None:
+            del nn.Module.__getattribute__
+        else:  # somebody's
+            nn.Module.__getattribute__ = self._before  # type: ignore[method-assign]
         self._put_back()
 
     def reads(self, used: Container[Any]) -> Reads:
@@ -226,9 +231,12 @@ class Recorder:
         return type(module).__name__ if name is None else f"self.{name}".rstrip(".")
 
     def _patched(self) -> Any:
-        own, known = object.__getattribute__, self._attributes_read
+        own, known = self._before or object.__getattribute__, self._attributes_read
+        thread, mine = threading.get_ident, threading.get_ident()
 
         def read(module: Any, attribute: str) -> Any:
+            if thread() != mine:
+                return own(module, attribute)
             try:
                 value = own(module, attribute)
             except AttributeError:

@@ -16,6 +16,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
+from ..alone import in_this_thread
 
 #: The generator around a checkpointed function, by its name in PyTorch 2.14 and in earlier ones.
 _CHECKPOINTING = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -75,7 +76,7 @@ def checkpoints_checked(model: nn.Module) -> Iterator[None]:
                 "again is what the schedule says"
             )
 
-    setattr(checkpoint, name, checked)
+    setattr(checkpoint, name, in_this_thread(checked, own))
     try:
         yield
     finally:
@@ -140,7 +141,7 @@ def _generator_unset(who: str) -> Iterator[None]:
         raise _refused(who, "sets the state of PyTorch's random generator")
 
     own = torch.random.set_rng_state
-    torch.random.set_rng_state = torch.set_rng_state = refuse
+    torch.random.set_rng_state = torch.set_rng_state = in_this_thread(refuse, own)
     try:
         yield
     finally:
