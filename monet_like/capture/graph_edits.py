@@ -93,6 +93,37 @@ def restore_views(module: fx.GraphModule) -> None:
         node.target = torch.ops.aten.view.default
 
 
+def drop_tokens(module: fx.GraphModule) -> None:
+    """Call operators that must run in order, such as the check of ``torch.linalg.inv``, as any others, without PyTorch's tokens.
+
+    A program's forward runs in the order of the trace, see `lower_effect`.
+    """
+    (output,) = module.graph.find_nodes(op="output")
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
+        token, op, *args = node.args
+        with module.graph.inserting_before(node):
+            plain = module.graph.call_function(op, tuple(args), node.kwargs)
+        made = tuple(node.meta["val"])[1:]
+        plain.meta = {**node.meta, "val": made if len(op._schema.returns) > 1 else made[0]}
+        for user in [user for user in node.users if user.target is operator.getitem]:
+            if user.args[1] == 0:
+                user.replace_all_uses_with(token)
+            elif len(op._schema.returns) > 1:
+                user.args = (plain, user.args[1] - 1)
+                continue
+            else:
+                user.replace_all_uses_with(plain)
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+    kept = [
+        (out, d) for out, d in zip(output.args[0], output.meta["desc"], strict=True) if "Token" not in type(d).__name__
+    ]
+    output.args, output.meta["desc"] = ([out for out, _ in kept],), [d for _, d in kept]
+    for node in module.graph.find_nodes(op="placeholder"):
+        if "Token" in type(node.meta["desc"]).__name__:
+            module.graph.erase_node(node)
+
+
 def move_graph(graph: fx.Graph, mode: FakeTensorMode, target: torch.device) -> None:
     """Have a graph that was traced on another device run on ``target``: its inputs, and the tensors that it makes.
 

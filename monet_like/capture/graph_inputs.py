@@ -20,7 +20,7 @@ def add_placeholder(lowering: Values, node: fx.Node) -> None:
     """A parameter, a buffer, an input of the model or an incoming gradient becomes a value.
 
     Raises:
-        CaptureError: an input of another kind, such as a number that varies or an operator's token.
+        CaptureError: an input of another kind, such as a number that varies.
     """
     desc = node.meta["desc"]
     fake = node.meta["val"]
@@ -43,11 +43,6 @@ def add_placeholder(lowering: Values, node: fx.Node) -> None:
         lowering.unread_tangents[node] = position
     elif kind == "TangentAOTInput":
         _add_tangent_of_changed(lowering, node, desc.output)
-    elif "Token" in kind:
-        raise CaptureError(
-            "the model calls an operator that must run in order, such as torch.linalg.inv, solve or cholesky, which look at "
-            "their results for errors; use torch.linalg.inv_ex, solve_ex or cholesky_ex"
-        )
     else:
         raise CaptureError(f"the traced graph has an input of a kind that is not supported: {desc}")
 

@@ -40,6 +40,7 @@ from .in_place import accumulate_in_place, with_held, with_in_place_calls
 from .lowering_rules import (
     add_reserve,
     as_cudnn_call,
+    has_effect,
     is_dropout,
     is_random,
     lower_batch_norm,
@@ -266,7 +267,7 @@ class Lowering(Values):
         if self.is_scaled_in_place(node):  # made by the task that scales it
             self.storages[storage_of(result)] = self.storages[storage_of(args[0])]
             self.owners.append(result)
-        if any(storage_of(t) not in self.storages for t in tensors_in(result)):
+        if has_effect(node) or any(storage_of(t) not in self.storages for t in tensors_in(result)):
             self._task(node, info)
 
     def _question(self, node: fx.Node) -> None:
@@ -296,7 +297,7 @@ class Lowering(Values):
         kind = "backward" if info.backward else "forward"
         calls, args, kwargs = self.emit_args(node)
         args = self.in_eager_layouts(node, calls, args)
-        unpack = not isinstance(info.result, torch.Tensor)
+        unpack = isinstance(info.result, tuple | list)
         outs: list[Ref | None] = []
         writes: list[int] = []
         used = {args_of(n)[1] for n in node.users if n.target is operator.getitem} if unpack else {0}
@@ -307,7 +308,7 @@ class Lowering(Values):
             value = self.new_value(node.name if not unpack else f"{node.name}.{index}", kind, tensor)
             outs.append(Ref(value))
             writes.append(value)
-        if not unpack:
+        if writes and not unpack:
             info.value = writes[0]
         op = str(node.target)
         if node in self.by_cudnn:

@@ -28,6 +28,8 @@ Rule = Callable[[Values, fx.Node, Sequence[Call], Call, Sequence[int]], None]
 
 def rule_of(lowering: Values, node: fx.Node, call: Call) -> Rule | None:
     """The function that lowers a node with such a call, if it does not become a single task."""
+    if has_effect(node):
+        return lower_effect
     if observes_in_place(lowering, node):
         return lower_observer
     if call.op == SYNC_BATCH_NORM_GATHER:
@@ -140,6 +142,23 @@ def lower_observer(lowering: Values, node: fx.Node, calls: Sequence[Call], call:
     lowering.effects.append(effect)
     call = replace(call, op="aten._fused_moving_avg_obs_fq_helper.default", outs=call.outs[:2])
     lowering.tasks.append(lowering.make_task(node.name, (*calls, call), (*writes, effect), runs="first"))
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node calls an operator for what it does, such as raising an error for a singular matrix."""
+    found = torch._library.simple_registry.singleton.find(operator_of(node)._name)
+    return found.effect.effect is not None
+
+
+def lower_effect(lowering: Values, node: fx.Node, calls: Sequence[Call], call: Call, writes: Sequence[int]) -> None:
+    """An operator that is called for what it does: once, in its place. It is not measured: random inputs may raise its error."""
+    call = call if writes else replace(call, outs=())
+    if lowering.in_backward:
+        lowering.slots.append(lowering.make_task(node.name, (*calls, call), writes, cost=""))
+        return
+    effect = lowering.new_state(f"{node.name}.done", 0)
+    lowering.effects.append(effect)
+    lowering.tasks.append(lowering.make_task(node.name, (*calls, call), (*writes, effect), runs="first", cost=""))
 
 
 def lower_convolution_backward(

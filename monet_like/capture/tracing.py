@@ -31,7 +31,7 @@ from .captured import fake_mode
 from .checks import check_attributes
 from .constants import ConstantsFound
 from .flat_module import FlatModule
-from .graph_edits import restore_literals, restore_views
+from .graph_edits import drop_tokens, restore_literals, restore_views
 from .guards.recorder import Recorder
 from .guards.side_effects import keeping_generators
 from .known_values import KnownValues
@@ -163,6 +163,7 @@ def _export(
             joint = _recorded(stack, flat, fakes)
         restore_literals(joint.graph_module)
         restore_views(joint.graph_module)
+        drop_tokens(joint.graph_module)
         graph: fx.Graph = joint.graph_module.graph
         return graph
 

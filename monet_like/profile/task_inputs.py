@@ -101,10 +101,11 @@ class Inputs:
                 self.cache.clear()  # only what is alive at once counts against the device
             elements = meta.storage_bytes // meta.dtype.itemsize
             flat = torch.zeros(elements, dtype=meta.dtype, device=self.device)
-            if meta.dtype.is_floating_point:
-                whole = elements // len(self.block) * len(self.block)
-                flat[:whole].view(-1, len(self.block)).copy_(self.block)
-                flat[whole:].copy_(self.block[: elements - whole])
+            if meta.dtype.is_floating_point or meta.dtype.is_complex:
+                numbers = torch.view_as_real(flat).flatten() if meta.dtype.is_complex else flat
+                whole = len(numbers) // len(self.block) * len(self.block)
+                numbers[:whole].view(-1, len(self.block)).copy_(self.block)
+                numbers[whole:].copy_(self.block[: len(numbers) - whole])
             self.cache[key] = flat.as_strided(meta.shape, meta.stride, meta.offset)
         return self.cache[key]
 
