@@ -23,7 +23,6 @@ from ..ir.units import Budget, parse_budget
 from ..replay.compatibility import call_difference
 from ..replay.wrapper import NewInput, ScheduleWrapper
 from .block_menus import BlockSettings
-from .block_wrapper import blocks_of
 from .blocks import BlockNames, schedule_blocks
 from .whole_plan import WholeSettings, captured_as, is_of, plan_or_load
 
@@ -116,18 +115,12 @@ def auto_schedule(
     if any(not isinstance(length, int) or length < 1 for length in lengths):
         raise UsageError(f"lengths {list(lengths)!r} must be whole numbers of at least 1")
     if blocks is not None:
-        if lengths:
-            raise UsageError(
-                "lengths and blocks do not go together; plan with the longest inputs, and shorter ones follow"
-            )
         chosen = BlockSettings(
             parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, loss, effort != "full",
-            "same" if same_plan else "alone", verbose, effort == "auto", keeps_result,
+            "same" if same_plan else "alone", verbose, effort == "auto", keeps_result, tuple(lengths),
+            on_new_input,
         )  # fmt: skip
-        scheduled = schedule_blocks(model, args, kwargs, blocks, chosen, backend)
-        for block in blocks_of(scheduled):
-            block._on_new_input = on_new_input
-        return scheduled
+        return schedule_blocks(model, args, kwargs, blocks, chosen, backend)
     if loss is not None or not keeps_result:
         named = "loss" if loss is not None else "keeps_result"
         raise UsageError(

@@ -19,6 +19,7 @@ from ..compiler.request import Request
 from ..compiler.sources import Cached
 from ..errors import UsageError
 from ..ir.schedule import Schedule
+from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import simulate
 from ..ir.units import Budget
 from ..plan.baseline import plain_step
@@ -43,6 +44,8 @@ class BlockSettings:
         sharing: how the processes of the default group plan.
         refines: a quick plan of an earlier start is replaced by a full one.
         keeps_result: see `monet_like.auto.step_memory.step_of`.
+        lengths: that are planned for ahead; see `monet_like.auto_schedule`.
+        on_new_input: likewise.
     """
 
     budget: Budget
@@ -57,6 +60,8 @@ class BlockSettings:
     verbose: bool | None = None
     refines: bool = False
     keeps_result: bool = True
+    lengths: tuple[int, ...] = ()
+    on_new_input: str = "plan"
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def kinds_of(of: Blocks, first: Rehearsed) -> list[Kind | None]:
         UsageError: no block has one.
     """
     found = [
-        None if (call := block._block_call) is None else Kind(_digest(call), tuple(sorted(first.held[number])))
+        None if (call := block._block_call) is None else Kind(digest_of_call(call), tuple(sorted(first.held[number])))
         for number, block in enumerate(of.blocks)
     ]
     if not any(found):
@@ -95,7 +100,8 @@ def kinds_of(of: Blocks, first: Rehearsed) -> list[Kind | None]:
     return found
 
 
-def _digest(call: BlockCall) -> str:
+def digest_of_call(call: BlockCall) -> str:
+    """A digest of a call's program and its sizes."""
     program = call.captured.program
     of = (
         program.fingerprint, [(value.bytes, value.spec) for value in program.values], [t.cost for t in call.captured.every_task()],
@@ -137,20 +143,29 @@ def menus_of(
             if kind is None or call is None:
                 continue
             if kind.program not in found:
-                found[kind.program] = _costs(call, device, settings, progress)
+                found[kind.program] = costs_of_call(call, device, settings, progress)
                 menus[kind.program] = {"schedules": _schedules(found[kind.program], settings, progress)}
             ready, there = found[kind.program], menus[kind.program]
             if kind.text not in there:
-                captured, costs = ready.captured, ready.costs
                 points = [own_point(ready, schedule, kind) for schedule in map(_schedule, there["schedules"])]
-                plain = point_of(
-                    *plain_step(captured.plain, costs, autograd_nodes=captured.autograd_nodes),
-                    kind.held,
-                    _handed_plainly(captured),
-                )
-                there[kind.text] = {"menu": [*map(content_of, efficient(points))], "plain": content_of(plain)}
+                there[kind.text] = {
+                    "menu": [*map(content_of, efficient(points))],
+                    "plain": content_of(plain_point(ready, kind)),
+                }
             there["cublas_bytes"] = ready.cublas_bytes or ready.variants_cublas_bytes
     return menus
+
+
+def points_of_call(ready: Prepared, kind: Kind, settings: BlockSettings, progress: Progress) -> tuple[Point, ...]:
+    """The menu of a call that is planned alone."""
+    return efficient([own_point(ready, _schedule(content), kind) for content in _schedules(ready, settings, progress)])
+
+
+def plain_point(ready: Prepared, kind: Kind) -> Point:
+    """What plain PyTorch costs; values are of the plain program."""
+    captured = ready.captured
+    plain = plain_step(captured.plain, ready.costs, autograd_nodes=captured.autograd_nodes)
+    return point_of(*plain, kind.held, _handed_plainly(captured))
 
 
 def own_point(ready: Prepared, schedule: Schedule, kind: Kind) -> Point:
@@ -174,7 +189,7 @@ def _handed_plainly(captured: Captured) -> dict[int, int]:
     return {value: ends[node_of[last[value]]] for value in made if value in last}
 
 
-def _costs(call: BlockCall, device: torch.device, settings: BlockSettings, progress: Progress) -> Prepared:
+def costs_of_call(call: BlockCall, device: torch.device, settings: BlockSettings, progress: Progress) -> Prepared:
     """A block's program with its costs; gradients are delayed in it unless the workspaces make that dearer."""
     ready = _measured(call.captured, call.request, device, settings, progress)
     if call.in_order and delays_cost(replace(call.request, made_last=None), ready.captured, ready.costs):
@@ -238,8 +253,12 @@ def records_of(
         if kind is None or call is None:
             contents.append(None)
             continue
-        ready = found[kind.program]
-        report = simulate(ready.captured.program, point.schedule, ready.costs)
-        made = make_record(call.request, ready, Plan(point.schedule, report, "feasible"), report.peak_bytes)
-        contents.append(replace(made, inputs=call.inputs, layout=call.layout).content())
+        contents.append(record_of(call, found[kind.program], point).content())
     return contents
+
+
+def record_of(call: BlockCall, ready: Prepared, point: Point) -> ScheduleRecord:
+    """The schedule file of a call of a block."""
+    report = simulate(ready.captured.program, point.schedule, ready.costs)
+    made = make_record(call.request, ready, Plan(point.schedule, report, "feasible"), report.peak_bytes)
+    return replace(made, inputs=call.inputs, layout=call.layout)

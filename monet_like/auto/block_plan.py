@@ -25,6 +25,7 @@ from ..replay.compatibility import check_program
 from .agreement import all_agree, all_do, gathered, planned_by, processes
 from .block_bounds import BoundedBlocks
 from .block_menus import BlockSettings, Kind, check_alike, kinds_of, menus_of, read_point, records_of
+from .block_shares import OwnPlans, Share
 from .block_wrapper import is_sharded
 from .kept_blocks import NOTHING, BlockKey, KeptBlocks, most_of_rest
 from .step_memory import Blocks, Rehearsed, StepMemory, WholeStep
@@ -84,8 +85,7 @@ def plan_blocks(of: Blocks, whole: WholeStep, settings: BlockSettings) -> BlockP
         CaptureError, UsageError: a block cannot be planned.
     """
     for block in of.blocks:
-        block._block_call, block.record, block._block_planned = None, None, False
-        block._steps.clear()  # they follow the schedules of an earlier plan
+        block.take_plan(None)
     step = all_do(lambda: StepMemory(of, whole, settings.optimizer, settings.sharing), settings.sharing)
     try:
         return _planned_with(of, step, settings)
@@ -111,15 +111,19 @@ def _planned_with(of: Blocks, step: StepMemory, settings: BlockSettings) -> Bloc
             settings = replace(settings, quick=False)
         answer = _planned(of, step, first, kinds, settings)
         new, place = answer[0], key.path(quick=settings.quick)
-        if new.status != "searched":  # the solver may do better at the next start
+        if new.status != "searched" and any(new.records):  # else the solver may do better at the next start
             planned_by(lambda: keep(new, place), sharing)
             _planned_here.add(place)
         later = REFINED if settings.quick and settings.refines else ""
         how = f"planned in {format_seconds(time.monotonic() - started)}{later}"
     kept, peak, moment, reason = answer
-    for block, record in zip(of.blocks, kept.records, strict=True):
-        block.record = record
+    own = OwnPlans(settings)
+    for block, record, point, kind in zip(of.blocks, kept.records, kept.points, kinds, strict=True):
+        block.record, call = record, block._block_call
         block._block_planned, block._block_sharded = True, is_sharded(block)
+        block._begun, block._on_new_input, block._block_own = True, settings.on_new_input, own
+        if record is not None and call is not None and kind is not None:
+            block._block_share = Share.of(point, call.as_in(record), kind.held)
     made = BlockPlan(
         peak, moment, kept.budget_bytes, kept.plain_peak_bytes, seconds_of(kept.points, first.calls), kept.plain_seconds,
         kept.kinds, kept.points, kept.status, reason, kept.bound_seconds,
@@ -220,15 +224,20 @@ def _planned(
     cublas = max(program["cublas_bytes"] for program in sent.values())
     menus = [[*map(read_point, sent[kind.program][kind.text]["menu"])] if kind else [NOTHING] for kind in kinds]
     plain = [read_point(sent[kind.program][kind.text]["plain"]) if kind else NOTHING for kind in kinds]
-    plain_peak = cublas + peak_of(plain, step.rehearsed([p.shared for p in plain]).moments)[0]
+    plain_peak, plain_moment = peak_of(plain, step.rehearsed([p.shared for p in plain]).moments)
+    plain_peak += cublas
     budget = settings.budget.of(plain_peak)
     bounded = BoundedBlocks(of, kinds, first, step.least_moments(first), budget - cublas, settings, found)
     longer = planned_by(partial(bounded.longer_menus, menus), sharing)
     menus = [[*map(read_point, longer["menus"][number])] for number in longer["of"]]
-    best = _chosen(step, menus, first, budget - cublas, settings)
+    plain_choice = Choice(
+        tuple(plain), plain_peak - cublas, plain_moment, seconds_of(plain, first.calls), 0.0, "feasible"
+    )
+    best = _chosen(step, menus, first, budget - cublas, settings, plain_choice)
     points, peak = best.points, best.peak_bytes
     bound = planned_by(partial(bounded.bound, menus, points, longer["bound"]), sharing)
-    contents = planned_by(lambda: records_of(of, kinds, points, found), sharing)
+    scheduled = best is not plain_choice
+    contents = planned_by(lambda: records_of(of, kinds if scheduled else [None] * len(kinds), points, found), sharing)
     records = tuple(ScheduleRecord.of_content(content, "the plan") if content else None for content in contents)
     kept = KeptBlocks(
         datetime.date.today().isoformat(), budget, peak + cublas, plain_peak, seconds_of(plain, first.calls), cublas,
@@ -239,12 +248,20 @@ def _planned(
 
 
 def _chosen(
-    step: StepMemory, menus: Sequence[Sequence[Point]], first: Rehearsed, budget_bytes: int, settings: BlockSettings
+    step: StepMemory,
+    menus: Sequence[Sequence[Point]],
+    first: Rehearsed,
+    budget_bytes: int,
+    settings: BlockSettings,
+    plain: Choice,
 ) -> Choice:
     """The fastest points that fit, with the peak of a step in which blocks keep exactly what these points keep.
 
     The first choice is made as if blocks kept all inputs and results, which is never less than they do; the next as if they
     kept what the choice before keeps. Each choice is judged by a rehearsal of its own.
+
+    Args:
+        plain: blocks without schedules, which are taken if nothing else fits.
 
     Raises:
         InfeasibleError: nothing fits; says what would.
@@ -266,6 +283,8 @@ def _chosen(
         if found.peak_bytes <= budget_bytes and (best is None or found.seconds < best.seconds):
             best = found
     assert least is not None
+    if best is None and plain.peak_bytes <= budget_bytes:
+        best = plain
     all_do(partial(_check_fits, best is not None, least, budget_bytes, settings.solver), settings.sharing)
     assert best is not None
     return best

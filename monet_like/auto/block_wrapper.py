@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,14 +16,15 @@ from ..capture.answers import Answer
 from ..capture.captured import Captured
 from ..capture.example_inputs import Example, device_of, input_specs, specs_in_words
 from ..capture.precision import autocast_name, weights_layout
-from ..capture.trees import flattened
+from ..capture.trees import flattened, tensors_of
 from ..compiler.request import Request, captured_for, in_autograd_order
-from ..errors import ScheduleFileError, UsageError
+from ..errors import ScheduleFileError, UsageError, warn_caller
 from ..ir.schedule_file import InputSpec, ScheduleRecord
+from ..replay.compatibility import call_difference
 from ..replay.rehearsal import Rehearsal
 from ..replay.stand_in import SignedAsModel
 from ..replay.training_step import Step
-from ..replay.wrapper import ScheduleWrapper
+from ..replay.wrapper import NewInput, ScheduleWrapper
 from .shared_captures import SharedCaptures
 
 
@@ -77,6 +80,9 @@ class BlockSchedule(ScheduleWrapper):
         self.record = None
         self._block_name, self._block_mode, self._block_shared = name, mode, shared
         self._block_call: BlockCall | None = None
+        self._block_share: Any = None  # of the plan's memory, see `monet_like.auto.block_shares`
+        self._block_own: Any = None  # plans calls that the plan has not foreseen
+        self._block_records: list[ScheduleRecord] = []  # of such calls
         self._block_number, self._block_planned, self._block_sharded = 0, False, False
         self._rehearsal: Rehearsal | None = None
         self._block_plan: Any = None  # of the whole model, for people
@@ -87,24 +93,24 @@ class BlockSchedule(ScheduleWrapper):
         """The block's forward, whose backward follows the schedule.
 
         Raises:
-            UsageError: nothing was planned yet: the whole model was not called; or the block was sharded since.
+            UsageError: the block was sharded after it was planned.
         """
         if not self.training or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         if self._rehearsal is not None:
             return self._rehearsed(self._rehearsal, args, kwargs)
         if not self._block_planned:
-            raise UsageError(
-                f"{self._block_name} has no schedule yet: schedules are planned when the model that was given to auto_schedule "
-                "is called in training mode, and the block was called without it; call that model, or give auto_schedule "
-                "example inputs"
+            warn_caller(
+                f"{type(self._model).__name__} has no schedule yet and runs as plain PyTorch: the first call in training mode of the model "
+                "that was given to auto_schedule plans its blocks; call that model, or give auto_schedule example inputs"
             )
+            return self._model(*args, **kwargs)
         if not self._block_sharded and is_sharded(self):
             raise UsageError(
                 f"{self._block_name} was sharded by fully_shard after its schedule was planned, so the plan does not count what "
                 "fully_shard gathers; call auto_schedule without example inputs, then fully_shard, and the first training call plans"
             )
-        if self.record is None:
+        if self.record is None or not self._has_gradient(args, kwargs):
             return self._model(*args, **kwargs)
         return ScheduleWrapper.forward(self, *args, **kwargs)
 
@@ -113,7 +119,7 @@ class BlockSchedule(ScheduleWrapper):
         kwargs = self._without_cache(args, kwargs)
         leaves, spec = flattened((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not any(tensor.requires_grad for tensor in (*inputs, *self.parameters())):
+        if not self._has_gradient(args, kwargs):
             return self._model(*args, **kwargs)
         try:
             call = self._call(self._key(leaves, spec), (args, kwargs))
@@ -122,42 +128,56 @@ class BlockSchedule(ScheduleWrapper):
                 raise
             rehearsal.error = rehearsal.error or error
             return self._model(*args, **kwargs)
+        if call is None:
+            return self._model(*args, **kwargs)
         modules, constants = dict(self._model.named_modules()), call.captured.constants.tensors
         parameters = [_tensor(modules, constants, name) for name, _ in call.captured.parameters]
         forward = lambda: self._model(*args, **kwargs)  # noqa: E731
         return rehearsal.run(self._block_number, call.captured, parameters, inputs, forward)
 
-    def _call(self, key: Any, example: Example) -> BlockCall:
-        """The block's call with its program; captured the first time.
+    def _has_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether anything in the block, or an input of this call, has a gradient."""
+        return any(tensor.requires_grad for tensor in chain(tensors_of((args, kwargs)), self.parameters()))
+
+    def _call(self, key: Any, example: Example) -> BlockCall | None:
+        """The block's call with its program, captured the first time; None for a second kind of call in a step.
+
+        Those run as plain PyTorch and count as the rest of the model does.
 
         Raises:
-            UsageError: another call of the block was different, or the block changes its inputs.
+            UsageError: the block changes its inputs.
         """
-        inputs = input_specs(*example)
         if self._block_call is None:
-            request = Request(
-                self._model,
-                example,
-                self._block_mode,
-                type(self._model).__qualname__,
-                autocast=autocast_name(device_of(self, example)),
-            )
-            captured = self._captured(request, key)
-            if captured.written:
-                raise UsageError(
-                    f"{self._block_name} changes its inputs in place, which a block of a schedule cannot; clone them first, or "
-                    "leave the block out"
-                )
-            in_order = self._captured(replace(request, made_last=()), key, captured) if captured.made_last else None
-            request = replace(request, example=((), {}), made_last=captured.made_last)
-            self._block_call = BlockCall(key, captured, in_order, request, inputs, weights_layout(self._model))
+            self._block_call = self._captured_call(key, example)
         elif self._block_call.key != key:
-            first = specs_in_words(self._block_call.inputs)
-            raise UsageError(
-                f"{self._block_name} is called twice in a step in different ways: with {first}, and with "
-                f"{specs_in_words(inputs)}; a block has one schedule, so give both calls the same shapes, or leave the block out"
-            )
+            if key not in self._plain_calls:
+                ways = specs_in_words(self._block_call.inputs), specs_in_words(input_specs(*example))
+                self._run_plain(key, UsageError(_TWO_WAYS.format(self._block_name, *ways)), input_specs(*example))
+            return None
         return self._block_call
+
+    def _captured_call(self, key: Any, example: Example) -> BlockCall:
+        """A call of the block with its program.
+
+        Raises:
+            UsageError: the block changes its inputs.
+        """
+        request = Request(
+            self._model,
+            example,
+            self._block_mode,
+            type(self._model).__qualname__,
+            autocast=autocast_name(device_of(self, example)),
+        )
+        captured = self._captured(request, key)
+        if captured.written:
+            raise UsageError(
+                f"{self._block_name} changes its inputs in place, which a block of a schedule cannot; clone them first, or "
+                "leave the block out"
+            )
+        in_order = self._captured(replace(request, made_last=()), key, captured) if captured.made_last else None
+        request = replace(request, example=((), {}), made_last=captured.made_last)
+        return BlockCall(key, captured, in_order, request, input_specs(*example), weights_layout(self._model))
 
     def _captured(self, request: Request, key: Any, delayed: Captured | None = None) -> Captured:
         """The block's program, or that of an equal block.
@@ -189,13 +209,51 @@ class BlockSchedule(ScheduleWrapper):
         try:
             step = super()._step(key, args, kwargs, captured, known)
         except ScheduleFileError as error:
-            raise ScheduleFileError(
-                f"{self._block_name}: {error} (the schedules of blocks are planned for the inputs of the first training call; "
-                "give auto_schedule the largest ones)"
-            ) from None
+            if self._on_new_input != "plan" or self._block_share is None or known:
+                differs = record and call_difference(record, self._model, args, kwargs)
+                reason = f"it was planned {differs[0]}, and is called {differs[1]}" if differs else str(error)
+                raise NewInput(f"no plan of the block {self._block_name} serves this call: {reason}") from None
+            step = self._own_step(key, args, kwargs)
         if step is not None:
             self._block_shared.keep(self._model, described, step.captured)
         return step
+
+    def _own_step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """The step of a call that the plan has not foreseen, by a schedule of its own within the block's share of memory.
+
+        Raises:
+            InfeasibleError: no schedule fits into it.
+        """
+        call, planned = self._captured_call(key, (args, kwargs)), self.record
+        try:
+            for record in self._block_records:
+                self.record = record
+                with contextlib.suppress(ScheduleFileError):
+                    return super()._step(key, args, kwargs, call.as_in(record))
+            self.record = self._block_own.record(call, self._block_share)
+            if self.record is None:
+                self._plain_calls[key] = "plain PyTorch needs no more memory than the plan gives to the block"
+                return None
+            self._block_records.append(self.record)
+            return super()._step(key, args, kwargs, call.as_in(self.record))
+        finally:
+            self.record = planned
+
+    def _tells_of(self, inputs: tuple[InputSpec, ...]) -> bool:
+        told, call = self._block_shared.told, (type(self._model), inputs)
+        new = call not in told
+        told.add(call)
+        return new
+
+    def plan_state(self) -> dict[str, Any]:
+        """What the block has of the present plan, to be given to `take_plan` later."""
+        return {name: getattr(self, name) for name in _OF_PLAN}
+
+    def take_plan(self, state: dict[str, Any] | None) -> None:
+        """Follow a plan; None: none yet."""
+        fresh: dict[str, Any] = dict(zip(_OF_PLAN, (None, None, None, False, [], {}, {}, {}), strict=True))
+        for name, value in (state or fresh).items():
+            setattr(self, name, value)
 
     def _made(
         self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -208,11 +266,33 @@ class BlockSchedule(ScheduleWrapper):
         return step
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_block_call": None}  # captured anew where it is unpickled or copied
+        return {
+            **super().__getstate__(),
+            "_block_call": None,
+            "_block_records": [],
+        }  # captured anew where it is unpickled or copied
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""
         return super().extra_repr() if self.record else "schedule: made at the first training call"
+
+
+#: What a plan gives to a block.
+_OF_PLAN = (
+    "record",
+    "_block_call",
+    "_block_share",
+    "_block_planned",
+    "_block_records",
+    "_steps",
+    "_plain_calls",
+    "_branches",
+)
+
+_TWO_WAYS = (
+    "{} is called twice in a step in different ways: with {}, and with {}; a block has one schedule, so give both calls the same "
+    "shapes, or leave the block out"
+)
 
 
 def _tensor(modules: dict[str, nn.Module], constants: dict[str, torch.Tensor], name: str) -> torch.Tensor:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.example_inputs import Example
 from ..errors import UsageError
 from ..replay.stand_in import caching_config
 from ..replay.wrapper import ScheduleWrapper
+from .block_calls import CallPlans, plans_of
 from .block_menus import BlockSettings
 from .block_plan import BlockPlan, plan_blocks
 from .block_wrapper import BlockSchedule, blocks_of
 from .shared_captures import SharedCaptures
-from .step_memory import Blocks, WholeStep, step_of
+from .step_memory import Blocks, WholeStep
 
 #: How blocks are named: modules of the model, or patterns of their names.
 BlockNames = Iterable[nn.Module] | str | Sequence[str]
@@ -55,15 +55,16 @@ def schedule_blocks(
     for block in wrapped.values():
         block._block_settings = settings
     _replace(model, wrapped)
+    model.register_forward_pre_hook(CallPlans(settings), prepend=True, with_kwargs=True)
     if args is not None or kwargs is not None:
         given = args if isinstance(args, tuple) else () if args is None else (args,)
         try:
-            plan_and_keep(model, _step_of(model, (given, dict(kwargs or {})), settings), settings)
+            _plans(model).plan(model, (given, dict(kwargs or {})))
         except BaseException:
             unwrap(model)  # the model is as it was given
             raise
     else:
-        _plan_when_called(model, settings)
+        _plan_when_called(model)
     return model
 
 
@@ -168,6 +169,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     if any(hasattr(parameter, "device_mesh") for block in blocks for parameter in block.parameters()):
         raise UsageError("the model's blocks are sharded by fully_shard; unwrap the model before, or build it anew")
     _replace(model, {block: block._model for block in blocks})
+    for module in model.modules():
+        for number in [number for number, hook in module._forward_pre_hooks.items() if isinstance(hook, CallPlans)]:
+            del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
     model._compiled_call_impl = None
     return model
 
@@ -175,14 +179,18 @@ def unwrap(model: nn.Module) -> nn.Module:
 def plan_and_keep(model: nn.Module, whole: WholeStep, settings: BlockSettings) -> BlockPlan:
     """Plan a step of the model whose blocks `schedule_blocks` has wrapped; `block_plan` returns it from then on."""
     blocks = tuple(blocks_of(model))
+    if plans := plans_of(model):
+        plans.plans.clear()  # they are for calls, this one is for a step
     plan = plan_blocks(Blocks(model, blocks), whole, settings)
     for block in blocks:
         block._block_plan = plan
     return plan
 
 
-def _step_of(model: nn.Module, example: Example, settings: BlockSettings) -> WholeStep:
-    return step_of(model, example, settings.loss, keeps_result=settings.keeps_result)
+def _plans(model: nn.Module) -> CallPlans:
+    found = plans_of(model)
+    assert found is not None
+    return found
 
 
 def block_plan(model: nn.Module) -> BlockPlan | None:
@@ -208,7 +216,7 @@ def plan_no_more(model: nn.Module) -> None:
         model._compiled_call_impl = _waiting.pop(model)
 
 
-def _plan_when_called(model: nn.Module, settings: BlockSettings) -> None:
+def _plan_when_called(model: nn.Module) -> None:
     """Have the model plan when it is called in training mode for the first time.
 
     A hook would run after those of ``fully_shard``, in the middle of its step. `torch.nn.Module.compile` shows another
@@ -224,7 +232,7 @@ def _plan_when_called(model: nn.Module, settings: BlockSettings) -> None:
             _check_not_in_pipeline(type(module).__name__)
             module._compiled_call_impl = before
             try:
-                plan_and_keep(module, _step_of(module, (args, kwargs), settings), settings)
+                _plans(module).plan(module, (args, kwargs))
             except BaseException:
                 module._compiled_call_impl = planned_first
                 raise

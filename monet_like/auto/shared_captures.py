@@ -45,10 +45,15 @@ class _Shared:
 
 
 class SharedCaptures:
-    """The captured programs of a model's blocks. A copy of a model begins with none."""
+    """The captured programs of a model's blocks. A copy of a model begins with none.
+
+    Attributes:
+        told: calls that run as plain PyTorch and that a warning told of, whichever block it was.
+    """
 
     def __init__(self) -> None:
         self._found: list[_Shared] = []
+        self.told: set[Any] = set()
 
     def __reduce__(self) -> Any:
         return SharedCaptures, ()

@@ -39,6 +39,18 @@ def with_batch(example: Example, wanted: int) -> Example:
         return each_once(resized, example)
 
 
+def length_of(example: Example) -> int:
+    """The second extent of the first tensor that has one.
+
+    Raises:
+        UsageError: no tensor has.
+    """
+    tensors = [t for t in tensors_of(example) if t.dim() > 1]
+    if not tensors:
+        raise UsageError("lengths are of the second dimension of the inputs, and no input has one; leave lengths out")
+    return int(tensors[0].shape[1])
+
+
 def with_length(example: Example, wanted: int) -> Example:
     """The example at another length: ``wanted`` replaces that extent in every dimension but the first of every tensor.
 
@@ -47,10 +59,7 @@ def with_length(example: Example, wanted: int) -> Example:
     Raises:
         UsageError: no tensor has a second dimension.
     """
-    tensors = [t for t in tensors_of(example) if t.dim() > 1]
-    if not tensors:
-        raise UsageError("lengths are of the second dimension of the inputs, and no input has one; leave lengths out")
-    length = tensors[0].shape[1]
+    length = length_of(example)
 
     def resized(leaf: torch.Tensor) -> torch.Tensor:
         if length not in leaf.shape[1:]:

@@ -261,9 +261,14 @@ class ScheduleWrapper(StandIn):
         self._plain_calls[key] = said
         peak = reason.plain_peak_bytes if isinstance(reason, MonetError) else None
         needs = "in plain PyTorch's memory" if peak is None else f"whose predicted peak is {format_bytes(peak)}"
-        warn_caller(
-            f"{type(self._model).__name__} runs as plain PyTorch when it is called with {specs_in_words(inputs)}, {needs}: {said}"
-        )
+        if self._tells_of(inputs):
+            warn_caller(
+                f"{type(self._model).__name__} runs as plain PyTorch when it is called with {specs_in_words(inputs)}, {needs}: {said}"
+            )
+
+    def _tells_of(self, inputs: tuple[InputSpec, ...]) -> bool:
+        """Whether to warn of calls with such inputs; not so of each of many equal blocks."""
+        return True
 
     def _attention(self) -> AbstractContextManager[None]:
         """The kind of attention that the schedule was planned with, pinned while the model is captured."""

@@ -1,0 +1,132 @@
+"""Schedules for calls of a block that its plan has not foreseen: each within the memory that the plan gives to the block.
+
+A call differs from the planned one if padding appears, a layer is frozen, dropout is off, or the batch is another one. The block
+decides alone, so processes need not agree, and the peak of the whole step stays as it was planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..capture.captured import Captured
+from ..capture.example_inputs import specs_in_words
+from ..compiler.prepared import Prepared
+from ..compiler.progress import Progress
+from ..errors import InfeasibleError
+from ..ir.program import Program
+from ..ir.schedule_file import ScheduleRecord
+from ..ir.units import format_bytes
+from ..plan.block_points import Point
+from .block_menus import BlockSettings, Kind, costs_of_call, digest_of_call, plain_point, points_of_call, record_of
+from .block_wrapper import BlockCall
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a plan gives to a block, in bytes; inputs and results that the block keeps are in all numbers but the forward's.
+
+    Attributes:
+        carried_bytes, forward_bytes, backward_bytes, adding_bytes: see `Point`.
+        held: places of incoming gradients and results that the rest of the model holds (`_ends`).
+    """
+
+    carried_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    adding_bytes: int
+    held: tuple[int, ...]
+
+    @staticmethod
+    def of(point: Point, captured: Captured, held: Collection[int]) -> Share:
+        """The share of a block whose plan has this point."""
+        kept = _kept_bytes(point, captured.program)
+        places = tuple(place for place, value in enumerate(_ends(captured)) if value in held)
+        return Share(
+            point.carried_bytes + kept, point.forward_peak_bytes, point.backward_peak_bytes + kept,
+            point.adding_peak_bytes + kept, places,
+        )  # fmt: skip
+
+    def has_room(self, point: Point, program: Program) -> bool:
+        """Whether another call of the block by this point needs no more."""
+        kept = _kept_bytes(point, program)
+        return (
+            point.carried_bytes + kept <= self.carried_bytes
+            and point.forward_peak_bytes <= self.forward_bytes
+            and point.backward_peak_bytes + kept <= self.backward_bytes
+            and point.adding_peak_bytes + kept <= self.adding_bytes
+        )
+
+    def held_in(self, captured: Captured) -> tuple[int, ...]:
+        """The values of another call's program that the rest of the model holds; all of them, if it has other results."""
+        ends = list(_ends(captured))
+        alike = max(self.held, default=-1) < len(ends)
+        return tuple(
+            sorted(
+                {value for place, value in enumerate(ends) if value is not None and (place in self.held or not alike)}
+            )
+        )
+
+
+def _ends(captured: Captured) -> Iterator[int | None]:
+    """Results and their gradients."""
+    for tensor, tangent in zip(captured.outputs, captured.tangents, strict=True):
+        yield tensor.value
+        yield tangent
+
+
+def _kept_bytes(point: Point, program: Program) -> int:
+    return sum(program.values[value].bytes for value in point.shared)
+
+
+class OwnPlans:
+    """Plans calls of single blocks; equal calls once.
+
+    Args:
+        settings: of the whole model's plan.
+    """
+
+    def __init__(self, settings: BlockSettings) -> None:
+        self.settings = replace(settings, quick=True)
+        self._costs: dict[str, Prepared] = {}
+        self._found: dict[tuple[str, Share], ScheduleRecord | InfeasibleError | None] = {}
+
+    def record(self, call: BlockCall, share: Share) -> ScheduleRecord | None:
+        """The fastest schedule of a call within a share; None: plain PyTorch is within it, and no schedule was found that is.
+
+        Raises:
+            InfeasibleError: nothing is within it.
+        """
+        key = digest_of_call(call), share
+        if key not in self._found:
+            self._found[key] = self._planned(call, share, key[0])
+        found = self._found[key]
+        if isinstance(found, InfeasibleError):
+            raise found
+        return found
+
+    def _planned(self, call: BlockCall, share: Share, digest: str) -> ScheduleRecord | InfeasibleError | None:
+        with Progress(quiet=True) as progress:
+            if digest not in self._costs:
+                self._costs[digest] = costs_of_call(call, call.captured.device, self.settings, progress)
+            ready = self._costs[digest]
+            kind = Kind(digest, share.held_in(ready.captured))
+            points, plain = points_of_call(ready, kind, self.settings, progress), plain_point(ready, kind)
+        fitting = [point for point in points if share.has_room(point, ready.captured.program)]
+        if fitting:
+            return record_of(call, ready, min(fitting, key=lambda point: point.numbers))
+        if share.has_room(plain, ready.captured.plain):
+            return None
+        least = min(point.carried_bytes + _kept_bytes(point, ready.captured.program) for point in points)
+        return InfeasibleError(
+            f"no schedule for {specs_in_words(call.inputs)} fits what the plan of the whole step leaves to the block: it may carry "
+            f"{format_bytes(share.carried_bytes)} ({share.carried_bytes} bytes) from its forward to its backward, and needs "
+            f"{format_bytes(least)} ({least} bytes) at least, or more while it runs; plan with the largest inputs, with all layers "
+            "that are to be trained, or give a larger memory_budget",
+            least,
+            call.request.expression,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnPlans, (self.settings,)

@@ -1,0 +1,280 @@
+"""Training by schedules of blocks goes on whatever changes between calls, with plain PyTorch's losses and parameters bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from block_models import EXACT, Decoder, Short, assert_same_step, loss_of, measured_peak, plan_briefly, tokens
+from torch import nn
+
+import monet_like
+from monet_like.auto.block_calls import plans_of
+from monet_like.auto.block_wrapper import blocks_of
+from monet_like.errors import UsageError
+
+QUICK: dict[str, Any] = {"mode": EXACT, "loss": loss_of, "effort": "quick", "blocks": "layers.*"}
+#: What is done before a step, and the batch.
+Change = tuple[Callable[[Any], object], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_briefly(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def _warnings_heard() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        yield
+
+
+def nothing(model: Any) -> None:
+    pass
+
+
+def trained(model: nn.Module, changes: list[Change]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and parameters of a loop with an optimizer."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    torch.manual_seed(0)
+    for change, x in changes:
+        change(model)
+        loss = loss_of(model(x))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def scheduled(plain: nn.Module, changes: list[Change], budget: str = "80%", **options: Any) -> Any:
+    """A copy with schedules after a loop that has been compared with plain PyTorch's."""
+    mine: Any = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget=budget, **{**QUICK, **options})
+    found, expected = trained(mine, changes), trained(plain, changes)
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+    return mine
+
+
+def test_batches_that_grow_are_planned_within_the_first_budget() -> None:
+    plain = Decoder(blocks=3)
+    mine = scheduled(
+        plain, [(nothing, tokens(8, 16)), (nothing, tokens(8, 20)), (nothing, tokens(8, 12)), (nothing, tokens(8, 18))]
+    )
+    plans = plans_of(mine)
+    assert plans is not None
+    small, large = plans.plans  # those of 12 and of 18 follow the plans for 16 and for 20
+    assert large.plan.budget_bytes == small.plan.budget_bytes
+    assert monet_like.block_plan(mine) is large.plan
+    assert measured_peak(mine, tokens(8, 20)) == large.plan.peak_bytes <= large.plan.budget_bytes
+    assert measured_peak(mine, tokens(8, 16)) == small.plan.peak_bytes
+    assert monet_like.block_plan(mine) is small.plan
+    assert_same_step(plain, mine, tokens(8, 20))
+
+
+def test_a_batch_that_fits_no_plan_runs_plainly_with_one_warning() -> None:
+    changes = [(nothing, tokens(8, 16))] + 2 * [(nothing, tokens(64, 64))]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        mine = scheduled(Decoder(blocks=2), changes)
+    about = [
+        str(warning.message)
+        for warning in told
+        if "no plan of the blocks of Decoder for int64[64, 64] within" in str(warning.message)
+    ]
+    assert len(about) == 1
+    assert (
+        sum("Short runs as plain PyTorch when it is called with float32[64, 64, 32]" in str(w.message) for w in told)
+        == 1
+    )  # blocks
+    assert "larger memory_budget" in next(iter(blocks_of(mine)[0]._plain_calls.values()))
+
+
+@pytest.mark.slow
+def test_lengths_are_planned_ahead() -> None:
+    batches = [(nothing, tokens(8, length)) for length in (16, 32, 24, 8)]
+    mine = scheduled(Decoder(blocks=2), batches, lengths=[16, 32])
+    plans = plans_of(mine)
+    assert plans is not None
+    assert [planned.form.tensors[0][1] for planned in plans.plans] == [(8, 32), (8, 16)]
+    assert all(planned.plan.budget_bytes == int(0.8 * plans.plans[0].plan.plain_peak_bytes) for planned in plans.plans)
+
+
+@pytest.mark.parametrize(("rule", "planned"), [("plain", 1), ("error", 1)])
+def test_the_rule_for_new_inputs(rule: str, planned: int) -> None:
+    mine: Any = monet_like.auto_schedule(
+        Decoder(blocks=2), tokens(8, 16), memory_budget="1 MB", on_new_input=rule, **QUICK
+    )
+    plans = plans_of(mine)
+    assert plans is not None
+    if rule == "error":
+        with pytest.raises(
+            UsageError,
+            match=r"block layers.0 serves this call: it was planned for float32\[8, 16, 32\].*called with float32\[8, 17, 32\]",
+        ):
+            mine(tokens(8, 17))
+    else:
+        loss_of(mine(tokens(8, 17))).backward()
+    assert len(plans.plans) == planned
+    assert bool(blocks_of(mine)[0]._plain_calls) == (rule == "plain")
+
+
+class Masked(Short):
+    """A block with a mask that is given for padded batches alone, as Transformers' layers are called."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        mixed = torch.tanh(self.up(x))
+        if mask is not None:
+            mixed = mixed * mask.unsqueeze(-1)
+        return x + self.dropout(self.down(mixed))
+
+
+class Padded(Decoder):
+    """Word 0 is padding."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, mask = self.embedding(tokens), (tokens != 0).float()
+        for layer in self.layers:
+            x = layer(x, None if (tokens != 0).all() else mask)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("first", [pytest.param("padded", marks=pytest.mark.slow), "full"])
+def test_padding_that_appears_or_vanishes(first: str) -> None:
+    batches = {"full": tokens().clamp(min=1), "padded": tokens().clamp(min=1)}
+    batches["padded"][0, 20:] = 0
+    other = {"full": "padded", "padded": "full"}[first]
+    mine = scheduled(Padded(Masked, 2), [(nothing, batches[name]) for name in (first, other, first, other)])
+    plans = plans_of(mine)
+    assert plans is not None and len(plans.plans) == 1
+    assert measured_peak(mine, batches[other]) <= plans.plans[0].plan.budget_bytes or blocks_of(mine)[0]._plain_calls
+
+
+def freeze(model: Any) -> None:
+    model.layers[0].requires_grad_(False)
+    model.embedding.requires_grad_(False)
+
+
+def thaw(model: Any) -> None:
+    model.requires_grad_(True)
+
+
+def without_dropout(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def to_float64(model: Any) -> None:
+    model.double()
+
+
+def one_in_eval(model: Any) -> None:
+    model.layers[1].eval()
+
+
+def without_grad_before(model: Any) -> None:
+    with torch.no_grad():
+        model(tokens())
+    model.eval()
+    loss_of(model(tokens(2, 5)))
+    model.train()
+
+
+def called_directly(model: Any) -> None:
+    model.layers[0](torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1))).sum().backward()
+
+
+def merged(model: Any) -> None:
+    """A part is replaced, as `merge_and_unload` does."""
+    old = model.layers[0].up
+    model.layers[0].up = nn.Linear(32, 64)
+    model.layers[0].up.load_state_dict(old.state_dict())
+
+
+CHANGES = [freeze, thaw, without_dropout, to_float64, one_in_eval, without_grad_before, called_directly, merged]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes_between_calls(change: Callable[[Any], object]) -> None:
+    first = freeze if change is thaw else nothing
+    scheduled(
+        Decoder(blocks=2),
+        [(first, tokens()), (change, tokens()), (nothing, tokens()), (nothing, tokens(1, 32)), (nothing, tokens(4, 1))],
+    )
+
+
+class Dropped(Decoder):
+    """Layers may be left out; the features in front of them have no gradient."""
+
+    kept = (True, True, True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens).detach()
+        for layer in (layer for layer, kept in zip(self.layers, self.kept, strict=True) if kept):
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def keep(*kept: bool) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        model.kept = kept
+
+    return change
+
+
+def test_the_first_layers_may_be_dropped() -> None:
+    x = tokens()
+    scheduled(
+        Dropped(),
+        [(keep(True, True, True), x), (keep(False, True, True), x), (keep(False, False, True), x), (nothing, x)],
+    )
+
+
+class Halves(Decoder):
+    """A block is called twice in different ways, with and without a gradient of its input."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        with torch.no_grad():
+            seen = self.layers[0](x).mean()
+        return self.head(self.layers[0](x)[:, ::2] + self.layers[0](x[:, ::2])) * seen
+
+
+def test_a_block_may_be_called_in_two_ways() -> None:
+    x = tokens()
+    mine = scheduled(Halves(blocks=1), [(nothing, x), (nothing, x)], "2 MB")
+    plan = monet_like.block_plan(mine)
+    assert plan is not None and measured_peak(mine, x) <= plan.peak_bytes  # the second way is counted
+
+
+def test_blocks_run_plainly_until_the_model_is_called() -> None:
+    plain = Decoder(blocks=1)
+    mine: Any = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="80%", **QUICK)
+    x = torch.randn(2, 3, 32)
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="Short has no schedule yet and runs as plain PyTorch: the first call"):
+        found = mine.layers[0](x)
+    torch.manual_seed(0)
+    assert torch.equal(found, plain.layers[0](x))
+
+
+@pytest.mark.parametrize("width", [8, 24])
+def test_all_of_plain_memory_always_has_a_plan(width: int) -> None:
+    """A convolution and a ReLU, whose schedules need a little more than plain PyTorch."""
+    plain = nn.Sequential(
+        nn.Conv1d(4, width, 3), nn.Sequential(nn.Conv1d(width, width, 3), nn.ReLU()), nn.Conv1d(width, 2, 3)
+    )
+    x = torch.randn(4, 4, 64, generator=torch.Generator().manual_seed(0))
+    mine = monet_like.auto_schedule(copy.deepcopy(plain), x, memory_budget="100%", **{**QUICK, "blocks": "1"})
+    plan = monet_like.block_plan(mine)
+    assert plan is not None and plan.peak_bytes <= plan.plain_peak_bytes
+    assert_same_step(plain, mine, x)
