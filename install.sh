@@ -6,15 +6,16 @@
 #   ./install.sh --dev    also what is needed to test and to contribute
 #
 # PYTHON names the interpreter for a new environment (default: python3). MONET_LIKE_CUDA=1 or 0 compiles the CUDA
-# kernels or leaves them out; by default they are compiled where PyTorch sees a GPU and nvcc is found, for that GPU.
+# kernels or leaves them out; by default they are compiled where PyTorch sees a GPU, for that GPU. If no nvcc is there,
+# that of pip is installed (105 MB), which has it for CUDA 13; for CUDA 12 install NVIDIA's toolkit.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 extras=""
 for argument in "$@"; do
   case "$argument" in
-    --dev) extras="[dev]" ;;
-    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    --dev) extras="dev" ;;
+    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "install.sh: unknown argument '$argument'; it takes --dev or --help" >&2; exit 2 ;;
   esac
 done
@@ -59,8 +60,12 @@ if ((${#missing[@]})); then
   "$python" -m pip install "${missing[@]}"
 fi
 
+if "$python" -c 'import sys; from monet_like.toolchain import nvcc_is_wanted; sys.exit(not nvcc_is_wanted())'; then
+  extras="${extras:+$extras,}kernels"
+fi
+
 # pip hides what happens to the kernels, so they are compiled after it, where progress can be seen. Only what is out of date is.
-MONET_LIKE_KERNELS_LATER=1 "$python" -m pip install --no-build-isolation -e ".$extras"
+MONET_LIKE_KERNELS_LATER=1 "$python" -m pip install --no-build-isolation -e ".${extras:+[$extras]}"
 
 echo "Compiling the kernels:"
 if ! "$python" -m monet_like.build; then

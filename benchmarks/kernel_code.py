@@ -36,7 +36,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from monet_like import build
+from monet_like import build, toolchain
 from monet_like.errors import MonetError
 from monet_like.ir.frames import csv_text, frame
 
@@ -187,7 +187,7 @@ def find_cuobjdump() -> str:
     Raises:
         ToolMissing: neither is there.
     """
-    nvcc = build.find_nvcc()
+    nvcc = toolchain.find_nvcc()
     folders = [Path(nvcc).resolve().parent] if nvcc else []
     for spec in filter(None, [importlib.util.find_spec("nvidia")]):
         folders += [folder for root in spec.submodule_search_locations or () for folder in Path(root).glob("*/bin")]
@@ -222,8 +222,8 @@ def compiled(source: Path, architecture: str, folder: Path) -> Path:
         MonetError: the compiler failed.
     """
     try:
-        tools = build._toolchain(True)
-    except build.KernelBuildError as error:
+        tools = toolchain.toolchain(True)
+    except toolchain.KernelBuildError as error:
         hint = "install the CUDA toolkit of torch's major version and set CUDA_HOME"
         raise ToolMissing(f"{error}; {hint}") from error
     assert tools.nvcc is not None
@@ -552,7 +552,7 @@ def main(names: Sequence[str], architectures: Sequence[str], built: bool, as_csv
 
     NAMES are files of csrc/cuda without their suffix, such as masks; default: all.
     """
-    sources = sorted((build.source_directory() / "cuda").glob("*.cu"))
+    sources = sorted((toolchain.source_directory() / "cuda").glob("*.cu"))
     if unknown := set(names) - {source.stem for source in sources}:
         there = ", ".join(source.stem for source in sources)
         raise click.ClickException(f"csrc/cuda has no {', '.join(sorted(unknown))}: give any of {there}")

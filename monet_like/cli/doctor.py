@@ -224,15 +224,15 @@ def _solvers() -> Iterator[Finding]:
 
 
 def _compilers() -> Iterator[Finding]:
-    from .. import build
+    from .. import toolchain
 
     try:
-        yield _program("c++", build.find_cxx(), r"(\d+\.\d+[.\d]*)")
-    except build.KernelBuildError as error:
+        yield _program("c++", toolchain.find_cxx(), r"(\d+\.\d+[.\d]*)")
+    except toolchain.KernelBuildError as error:
         yield Finding("kernels", "c++", "absent", str(error).partition(".")[0], "install g++ 11 or newer, or set CXX")
-    nvcc = build.find_nvcc()
+    nvcc = toolchain.find_nvcc()
     if nvcc is None:
-        yield Finding("kernels", "nvcc", "absent", "not found in $CUDA_HOME/bin, on the PATH, in /usr/local/cuda/bin")
+        yield Finding("kernels", "nvcc", "absent", toolchain.NO_NVCC)
     else:
         yield _program("nvcc", nvcc, r"release ([\d.]+)")
 

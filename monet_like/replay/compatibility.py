@@ -260,7 +260,7 @@ def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.
     if missing - of_liger:
         names.append("the compiled kernels of monet_like")
         advice.append(
-            "compile the kernels with python -m monet_like.build (for a GPU, that needs the CUDA toolkit with nvcc)"
+            "compile the kernels with python -m monet_like.build (for a GPU, that needs nvcc: monet-like doctor says where it is looked for)"
         )
     if of_liger:
         names.append(f"Liger's kernels (liger-kernel {record.versions.get(PACKAGE, '0.8')})")

@@ -143,7 +143,7 @@ def warn_of_twins(captured: Captured, device: torch.device, stacklevel: int) -> 
     warnings.warn(
         "the compiled CUDA kernels of monet_like are not there, so plain-torch twins run on the GPU: results are the "
         f"same, steps take longer and more memory than schedules promise that were planned with kernels ({ops.status()}). "
-        f"Install the CUDA toolkit {torch.version.cuda} with nvcc and a C++ compiler, then run "
-        "python -m monet_like.build; or plan here, where twins are measured",
+        f"Install nvcc (for CUDA 13 pip install 'monet_like[kernels]', else NVIDIA's CUDA toolkit {torch.version.cuda}) and a "
+        "C++ compiler, then run python -m monet_like.build; or plan here, where twins are measured",
         stacklevel=stacklevel + 1,
     )

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import kernel_code
 from benchmarks.kernel_code import Bounds, Code, Row
-from monet_like import build
+from monet_like import build, toolchain
 from monet_like.errors import MonetError
 
 SOURCE = """
@@ -105,7 +105,7 @@ def test_a_kernel_without_bounds_fails(rows: dict[str, Row]) -> None:
 
 def test_the_built_kernels_keep_their_bounds() -> None:
     library = build.library_path("kernels_cuda")
-    sources = [*build.source_directory().glob("*.h"), *build.source_directory().glob("cuda/*")]
+    sources = [*toolchain.source_directory().glob("*.h"), *toolchain.source_directory().glob("cuda/*")]
     if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in sources):
         pytest.skip(
             "the CUDA kernels are not built from the present sources: MONET_LIKE_CUDA=1 python -m monet_like.build"

@@ -16,6 +16,7 @@ import torch
 from filelock import FileLock
 
 from monet_like import build as kernels_build
+from monet_like import toolchain
 
 from .transform import Sources, transform_tree, transformed, write_if_changed
 
@@ -32,9 +33,9 @@ JOBS = int(os.environ.get("MAX_JOBS") or 2)
 def missing_compiler() -> str:
     """Why the emulator cannot be built here; empty if it can: it takes g++ 11 or newer."""
     try:
-        cxx = kernels_build.find_cxx()
-        kernels_build.find_ninja()
-    except kernels_build.KernelBuildError as error:
+        cxx = toolchain.find_cxx()
+        toolchain.find_ninja()
+    except toolchain.KernelBuildError as error:
         return str(error)
     shown = subprocess.run([cxx, "--version"], check=False, capture_output=True, text=True).stdout
     macros = subprocess.run([cxx, "-dM", "-E", "-x", "c++", "/dev/null"], check=False, capture_output=True, text=True)
@@ -55,7 +56,7 @@ def build_kernels(csrc: Path | None = None, name: str = "kernels", only: Collect
     Returns:
         The folder of the library, under the name of the compiled CPU kernels, with `sources.json`.
     """
-    csrc = csrc or kernels_build.source_directory()
+    csrc = csrc or toolchain.source_directory()
     folder = FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
@@ -69,7 +70,7 @@ def build_single(source: Path) -> Path:
     folder = FOLDER / source.stem
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        transform_tree(kernels_build.source_directory(), folder / "src")  # for the headers
+        transform_tree(toolchain.source_directory(), folder / "src")  # for the headers
         text, kernels, mutants = transformed(source.read_text(), source.name)
         out = folder / "src" / "cuda" / f"{source.stem}.cpp"
         write_if_changed(out, text)
@@ -100,7 +101,7 @@ def _emulator() -> Path:
 
 
 def _run_ninja(folder: Path) -> None:
-    command = [kernels_build.find_ninja(), "-C", str(folder), "-j", str(JOBS)]
+    command = [toolchain.find_ninja(), "-C", str(folder), "-j", str(JOBS)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"compiling the emulated kernels failed:\n{done.stdout[-5000:]}{done.stderr[-1000:]}")
@@ -112,7 +113,7 @@ def _writer(text: io.StringIO) -> Any:
 
     root = Path(torch.__file__).resolve().parent
     common = [
-        kernels_build.find_cxx(),
+        toolchain.find_cxx(),
         "-std=c++20",
         "-g1",
         "-fPIC",
@@ -149,7 +150,7 @@ def _rules(folder: Path, sources: Sources, library: Path, emulator: Path) -> str
     writer = _writer(text)
     root = Path(torch.__file__).resolve().parent
     libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl", "-Wl,-z,defs"]
-    link = _shell([kernels_build.find_cxx(), "-shared"])
+    link = _shell([toolchain.find_cxx(), "-shared"])
     writer.rule("link", f"{link} $in -o $out.partial {_shell(libraries)} && mv -f $out.partial $out", "$out")
     joined = folder / "src" / "joined.cpp"
     write_if_changed(joined, "".join(map(_included, sources.files)))

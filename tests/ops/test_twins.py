@@ -131,7 +131,7 @@ def test_with_compiled_kernels_nothing_is_counted(
 
 
 def test_twins_on_a_gpu_are_said_once(captured: Captured, only_twins: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match=r"twins run on the GPU.*with nvcc.*monet_like\.build") as caught:
+    with pytest.warns(UserWarning, match=r"twins run on the GPU.*Install nvcc .*monet_like\.build") as caught:
         warn_of_twins(captured, CUDA, stacklevel=1)
     assert len(caught) == 1 and caught[0].filename == __file__
     with warnings.catch_warnings():

@@ -7,25 +7,43 @@ from pathlib import Path
 import pytest
 import torch
 
-from monet_like import build
+from monet_like import build, toolchain
+
+
+def hide_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a CUDA toolkit."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(toolchain, "_USUAL", "/nonexistent")
+    monkeypatch.setattr(toolchain, "_cuda_from_pip", lambda: iter(()))
+
+
+def fake_nvcc(root: Path, release: str | None) -> str:
+    """A compiler that says that it is of this CUDA."""
+    nvcc = root / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True, exist_ok=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V0'\n")
+    nvcc.chmod(0o755)
+    return str(nvcc)
 
 
 def test_only_the_cudnn_that_torch_runs_is_compiled_against(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDNN_HOME", str(tmp_path))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
     root = Path(torch.__file__).parent
-    assert build._find_cudnn(root) is None
+    assert toolchain.find_cudnn(root) is None
     for folder in ("include", "lib64"):
         (tmp_path / folder).mkdir()
     (tmp_path / "include" / "cudnn_cnn.h").write_text("cudnnConvolutionBackwardFilter(cudnnHandle_t handle")
     (tmp_path / "include" / "cudnn_version.h").write_text("#define CUDNN_MAJOR 8\n")
     library = tmp_path / "lib64" / "libcudnn.so.9"
     library.touch()
-    assert build._find_cudnn(root) is None
+    assert toolchain.find_cudnn(root) is None
     (tmp_path / "include" / "cudnn_version.h").write_text("#define CUDNN_MAJOR 9\n")
-    assert build._find_cudnn(root) == build._Cudnn(tmp_path / "include", library)
+    assert toolchain.find_cudnn(root) == toolchain.Cudnn(tmp_path / "include", library)
     (tmp_path / "include" / "cudnn_cnn.h").write_text("nothing but graphs")
-    assert build._find_cudnn(root) is None
+    assert toolchain.find_cudnn(root) is None
 
 
 def test_missing_compiler_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,10 +54,11 @@ def test_missing_compiler_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cuda_asked_for_without_nvcc_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_HOME", "/nonexistent")
+    hide_nvcc(monkeypatch)
     monkeypatch.setenv("MONET_LIKE_CUDA", "1")
-    monkeypatch.setattr(build, "find_cxx", lambda: "g++")
-    with pytest.raises(build.KernelBuildError, match="CUDA kernels cannot be compiled"):
+    with pytest.raises(
+        build.KernelBuildError, match=r"cannot be compiled.*pip install 'monet_like\[kernels\]'.*CUDA 12 install"
+    ):
         build.build()
 
 
@@ -60,14 +79,73 @@ def test_cuda_is_compiled_for_a_gpu_or_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool, asked: str, compiled: int
 ) -> None:
     """Without a GPU nobody waits for kernels that cannot run."""
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {torch.version.cuda}, V0'\n")
-    nvcc.chmod(0o755)
+    nvcc = fake_nvcc(tmp_path, torch.version.cuda)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("MONET_LIKE_CUDA", asked)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    assert build._cuda_compiler(None) == (str(nvcc) if compiled else None)
+    assert toolchain.cuda_compiler(None) == (nvcc if compiled else None)
+
+
+MAJOR = int((torch.version.cuda or "0").partition(".")[0])
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA compiles none")
+def test_the_nvcc_of_torchs_cuda_is_taken_from_wherever_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Such as pip's, beside an older one on the PATH."""
+    hide_nvcc(monkeypatch)
+    assert toolchain.find_nvcc() is None
+    folders = [tmp_path / name for name in ("home", "path", "usual", "pip")]
+    monkeypatch.setattr(toolchain, "_cuda_from_pip", lambda: iter([folders[3]]))
+    for number, setting in (
+        (3, None),
+        (2, None),
+        (1, "PATH"),
+        (0, "CUDA_HOME"),
+    ):  # the earlier ones are looked at first
+        if number == 2:
+            monkeypatch.setattr(toolchain, "_USUAL", str(folders[2] / "bin"))
+        if setting:
+            monkeypatch.setenv(setting, str(folders[number] if number == 0 else folders[number] / "bin"))
+        older = fake_nvcc(folders[number], f"{MAJOR - 1}.8")
+        assert toolchain.find_nvcc() == (older if number == 3 else str(folders[number + 1] / "bin" / "nvcc"))
+        assert (
+            toolchain.find_nvcc() is not None
+            and fake_nvcc(folders[number], torch.version.cuda) == toolchain.find_nvcc()
+        )
+
+
+@pytest.mark.skipif(MAJOR < 13, reason="before CUDA 13 pip has no nvcc")
+def test_pips_nvcc_is_wanted_where_kernels_are_and_no_compiler_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hide_nvcc(monkeypatch)
+
+    def wanted(gpu: bool, asked: str = "") -> bool:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        monkeypatch.setenv("MONET_LIKE_CUDA", asked)
+        return toolchain.nvcc_is_wanted()
+
+    assert [wanted(True), wanted(False), wanted(False, "1"), wanted(True, "0")] == [True, False, True, False]
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    fake_nvcc(tmp_path, "12.8")
+    assert wanted(True)
+    fake_nvcc(tmp_path, "13.1")
+    assert not wanted(True)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert not wanted(True)  # pip has none
+
+
+@pytest.mark.skipif(MAJOR < 13, reason="the folder of CUDA 13")
+def test_pips_cuda_is_found_and_its_runtime_is_linked_by_its_full_name(tmp_path: Path) -> None:
+    folders = list(toolchain._cuda_from_pip())
+    if not folders:
+        pytest.skip("torch's CUDA is not from pip")
+    assert folders[-1].name == f"cu{MAJOR}"
+    linker, runtime = toolchain._cuda_runtime(str(tmp_path / "bin" / "nvcc"))
+    assert linker == "-Xlinker" and Path(runtime) == folders[-1] / "lib" / f"libcudart.so.{MAJOR}"
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / Path(runtime).name).touch()
+    assert toolchain._cuda_runtime(str(tmp_path / "bin" / "nvcc"))[1] == str(tmp_path / "lib64" / Path(runtime).name)
 
 
 def test_progress_is_shown_while_files_are_compiled(
