@@ -18,7 +18,7 @@ PACKAGE = "monet_like"
 #: Boxes from the lowest on; those of one line import none of each other. A box imports only from lines above its own.
 ORDER = (
     ("errors",),
-    ("interrupts", "_version"),
+    ("interrupts", "_version", "torch_versions"),
     ("files",),
     ("toolchain", "ir"),
     ("build",),

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import CaptureError
 from ..ir.program import Call, Program, Ref, Runs, Task
 from ..runtime.questions import ASK
+from ..torch_versions import warn_if_untested
 from .absent_gpu import convolutions
 from .absent_gpu_attention import Absent, attention_as
 from .alone import one_at_a_time
@@ -98,6 +99,7 @@ def capture(
     Raises:
         CaptureError: the step cannot be captured; the message names the operator or the line.
     """
+    warn_if_untested()
     check_unsharded(model)
     check_initialized(model, planned=target is not None)
     check_momentum(model)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from ..files import cache_folder
 from ..ir.units import format_bytes
+from ..torch_versions import untested
 
 State = Literal["ok", "absent", "broken"]
 
@@ -167,7 +168,8 @@ def _packages() -> Iterator[Finding]:
                 {"version": version, "needed": bounds[name]},
             )
             continue
-        yield Finding("packages", name, "ok", version, data={"version": version})
+        text = untested() if name == "torch" else ""
+        yield Finding("packages", name, "ok", "; ".join(filter(None, (version, text))), data={"version": version})
     for name, (purpose, command) in OPTIONAL.items():
         if find_spec(name) is None:
             yield Finding("packages", name, "absent", f"not installed (for {purpose})", command)

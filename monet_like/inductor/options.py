@@ -10,6 +10,7 @@ import torch
 from ..errors import UsageError
 from ..ir.defaults import SOLVER
 from ..ir.units import Budget, parse_budget
+from ..torch_versions import warn_if_untested
 
 #: Settings of Inductor that a plan needs. It may not sort kernels anew; a buffer is freed after its last use, not kept for
 #: the next of its size; tensors keep the layouts that the graph says they have; and Inductor writes no elementwise result to
@@ -70,11 +71,13 @@ def compile_options(
         raise UsageError(f"extra_bytes ({extra_bytes}) must be at least 0, and calls ({calls}) at least 1")
     from torch._inductor import config
 
+    warn_if_untested()
+
     hooks = ("custom_partitioner_fn", "_pre_fusion_custom_pass", "_post_fusion_custom_pass")
     missing = [name for name in hooks if not hasattr(config, name)]
     if missing:
         raise UsageError(
-            f"compile_options needs torch._inductor.config.{missing[0]}, which PyTorch {torch.__version__} lacks; install 2.14, "
+            f"compile_options needs torch._inductor.config.{missing[0]}, which PyTorch {torch.__version__} lacks; install 2.14 or newer, "
             "or use monet_like.ScheduleWrapper"
         )
     from .groups import grouped, ungrouped

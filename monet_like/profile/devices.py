@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ir.units import GIB
-from .cublas import default_bytes
+from .cublas import are_kept, default_bytes, workspace_bytes
 
 
 def device_name(device: torch.device) -> str:
@@ -90,7 +90,8 @@ class DeviceLimits:
         memory_bytes: in all, a GB of the datasheet taken as 2**30 bytes; 0: not told.
         device: ``cuda`` or ``cpu``, what programs for it are captured as.
         products: PyTorch's names of the device, without the maker's; none: none are known.
-        cublas_bytes: what cuBLAS's workspaces take in a step (`monet_like.profile.cublas`).
+        cublas_bytes: what cuBLAS's workspaces take all through a step (`monet_like.profile.cublas`).
+        product_bytes: of a product's own workspace, where none are kept.
         capability: compute capability; None: not told, or no GPU.
     """
 
@@ -107,6 +108,7 @@ class DeviceLimits:
     device: str = "cpu"
     products: tuple[str, ...] = ()
     cublas_bytes: int = 0
+    product_bytes: int = 0
     capability: tuple[int, int] | None = None
 
     def flop_rates(self, half: bool) -> tuple[float, float]:
@@ -154,6 +156,7 @@ def _gpu(
         device="cuda",
         products=products,
         cublas_bytes=default_bytes(capability[0]),
+        product_bytes=0 if are_kept() else workspace_bytes(capability[0]),
         capability=capability,
     )
 

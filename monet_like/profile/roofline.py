@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from ..capture.captured import Captured, distinct_tasks
 from ..ir.mode import ALGORITHMS
 from ..ir.program import REFUSED, Cost, Task
+from .cublas import multiplies
 from .devices import DeviceLimits
 from .gpu_paces import PACES, Pace
 from .work import TILE, Operation, Work, works_of
@@ -38,25 +39,27 @@ WORKSPACE_LIMIT_BYTES = 512 * 2**20
 def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     """The cost of every distinct task of ``captured`` on a device with ``limits``.
 
-    Workspace is taken to be 0, with five exceptions. Convolutions on a GPU have the one that is estimated above. What a
+    Workspace is taken to be 0, with six exceptions. Convolutions on a GPU have the one that is estimated above. What a
     dropped cache is unpacked into is a tensor as large as the one dropped, or, for a product with it, a copy of what is
     kept or of some rows. A product with a 4-bit weight dequantises it. cuDNN makes the gradient of batch norm's input even
-    where nobody wants it. Liger's gradient of RMS norm has a row of float32 for each multiprocessor, and the sum of these. Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
+    where nobody wants it. Liger's gradient of RMS norm has a row of float32 for each multiprocessor, and the sum of these. From PyTorch 2.15 on a
+    product on a GPU has cuBLAS's workspace while it runs (cuBLASLt's is smaller, and counted as large). Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
     """
     priced = {task.cost for task in captured.every_task() if task.word != ALGORITHMS}
     tasks, works = distinct_tasks(captured), works_of(captured)
     return {
-        key: Cost(_seconds(captured, task, works[key], limits), _workspace(works[key], limits))
+        key: Cost(_seconds(captured, task, works[key], limits), _workspace(task, works[key], limits))
         if key in priced
         else REFUSED
         for key, task in tasks.items()
     }
 
 
-def _workspace(work: Work, limits: DeviceLimits) -> int:
+def _workspace(task: Task, work: Work, limits: DeviceLimits) -> int:
     estimated = min(work.convolution_workspace_bytes, WORKSPACE_LIMIT_BYTES) if limits.device == "cuda" else 0
     partial = work.partial_sums_bytes * (max(1, limits.multiprocessors) + 1)
-    return max(estimated, work.unpacked_bytes, work.unwanted_bytes, partial)
+    product = limits.product_bytes if limits.product_bytes and multiplies([task]) else 0
+    return max(estimated, work.unpacked_bytes + product, work.unwanted_bytes + product, partial)
 
 
 def _seconds(captured: Captured, task: Task, work: Work, limits: DeviceLimits) -> float:

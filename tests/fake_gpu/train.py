@@ -33,7 +33,7 @@ from monet_like.ir.simulate import moments
 from monet_like.models.unet import UNet
 from monet_like.profile.cublas import measured_bytes
 from monet_like.profile.devices import DEVICES
-from monet_like.profile.measure import UNSPLIT_BYTES, seconds_of, unsplit_bytes
+from monet_like.profile.measure import UNSPLIT_BYTES, allocated_peak, seconds_of, unsplit_bytes
 from monet_like.replay.verify import resident_bytes, step_peak, unsaved_loss
 from monet_like.report.live import live_step
 
@@ -413,8 +413,10 @@ def timed(name: str) -> dict[str, Any]:
 
 
 def cublas(_: str) -> dict[str, Any]:
-    """What the workspaces of cuBLAS take."""
-    return {"bytes": measured_bytes(CUDA)}
+    """What the workspaces of cuBLAS take in a step's threads, and in a product beside its result."""
+    x = torch.ones(8, 8, device=CUDA)
+    kept = measured_bytes(CUDA)
+    return {"kept": kept, "of a product": allocated_peak(lambda: x @ x, CUDA) - x.nbytes}
 
 
 def saved(path: str) -> dict[str, Any]:

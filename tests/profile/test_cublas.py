@@ -24,11 +24,22 @@ from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
+from monet_like.profile import cublas
 from monet_like.profile.cublas import LARGE_BYTES, SMALL_BYTES, default_bytes, multiplies, schedule_multiplies
-from monet_like.profile.devices import DEVICES
+from monet_like.profile.devices import DEVICES, DeviceLimits
+from monet_like.torch_versions import release
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ON_HOPPER = 2 * 2**25
+
+
+#: Workspaces that are kept all through a step, as up to PyTorch 2.14; or one of each product.
+KEPT = {"h100": ON_HOPPER, "a100": 2 * 8519680, "cpu": 0}
+
+
+def card(name: str, *, keeps: bool = True) -> DeviceLimits:
+    kept, own = (KEPT[name], 0) if keeps else (0, KEPT[name] // 2)
+    return dataclasses.replace(DEVICES[name], cublas_bytes=kept, product_bytes=own)
 
 
 class Squared(nn.Module):
@@ -52,9 +63,9 @@ def request(model: nn.Module, target: torch.device | None = CUDA, optimizer: str
     return Request(model, example, "normal", "a net", target=target, optimizer=optimizer, strategy="store_all")
 
 
-def compiled(model: nn.Module, device: str = "h100", optimizer: str = "none") -> Compiled:
+def compiled(model: nn.Module, device: str = "h100", optimizer: str = "none", *, keeps: bool = True) -> Compiled:
     target = None if device == "cpu" else CUDA
-    return compile_schedule(request(model, target, optimizer), 2**40, CPU, profile=DEVICES[device])
+    return compile_schedule(request(model, target, optimizer), 2**40, CPU, profile=card(device, keeps=keeps))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +94,7 @@ def test_without_cudnn_convolutions_are_products(monkeypatch: pytest.MonkeyPatch
 def test_a_variant_may_multiply() -> None:
     """Convolutions by columns are offered: cuBLAS's workspaces count for a schedule that takes them, and for no other."""
     asked = dataclasses.replace(request(net()), mode="conv", strategy="heuristic")
-    ready = prepare(asked, CPU, profile=DEVICES["h100"])
+    ready = prepare(asked, CPU, profile=card("h100"))
     assert (ready.extra_bytes, ready.cublas_bytes, ready.variants_cublas_bytes) == (0, 0, ON_HOPPER)
     columns = [task for task in ready.captured.program.tasks if multiplies([task])]
     assert columns
@@ -102,17 +113,37 @@ def test_a_variant_may_multiply() -> None:
         assert not schedule_multiplies(ready.captured.program, narrow.schedule)
 
 
-def test_sizes_by_capability() -> None:
+def test_sizes_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (LARGE_BYTES, SMALL_BYTES) == (32 * 2**20, 8519680)
-    assert [default_bytes(major) // 2 for major in (6, 7, 8, 9, 10, 11, 12)] == [
-        *[SMALL_BYTES] * 3, LARGE_BYTES, LARGE_BYTES, SMALL_BYTES, LARGE_BYTES,
-    ]  # fmt: skip
-    hopper = {name for name, limits in DEVICES.items() if limits.cublas_bytes == 2 * LARGE_BYTES}
-    assert hopper == {"h100", "h100-pcie", "h100-nvl", "h200", "h200-nvl", "gh200"}
-    assert {limits.cublas_bytes for name, limits in DEVICES.items() if name not in hopper | {"cpu"}} == {
-        2 * SMALL_BYTES
-    }
-    assert DEVICES["cpu"].cublas_bytes == 0
+    large = {9, 10, 11, 12} if release() > (2, 11) else {9}
+    monkeypatch.setattr(cublas, "are_kept", lambda: True)
+    sizes = {major: 2 * (LARGE_BYTES if major in large else SMALL_BYTES) for major in range(6, 13)}
+    assert {major: default_bytes(major) for major in sizes} == sizes
+    monkeypatch.undo()
+    for limits in DEVICES.values():
+        size = sizes[limits.capability[0]] if limits.capability else 0
+        assert (limits.cublas_bytes, limits.product_bytes) == ((size, 0) if cublas.are_kept() else (0, size // 2))
+    assert DEVICES["h100"].capability == (9, 0)
+
+
+def test_which_versions_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
+    for version, kept in (((2, 11), True), ((2, 14), True), ((2, 15), False), ((3, 0), False)):
+        monkeypatch.setattr(cublas, "release", lambda version=version: version)
+        assert cublas.are_kept() is kept and (default_bytes(9) == ON_HOPPER) is kept
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    assert cublas.are_kept()
+
+
+def test_where_none_are_kept_each_product_counts_its_own() -> None:
+    """Its step is the peak, by a workspace above what it is without one; what does not multiply has none."""
+    found, without = compiled(linear_net(), keeps=False), compiled(net(), keeps=False)
+    assert found.record.cublas_bytes == 0
+    products = {task.cost for task in found.captured.program.every_task() if multiplies([task])}
+    own = {key: cost.workspace_bytes for key, cost in found.costs.items() if key in products}
+    assert len(own) == 3 and set(own.values()) == {LARGE_BYTES}
+    assert LARGE_BYTES < found.record.peak_bytes < found.record.plain_peak_bytes + 1 < LARGE_BYTES + 2**20
+    assert without.record.peak_bytes < 2**20
 
 
 @pytest.mark.parametrize(
@@ -134,7 +165,7 @@ def test_a_schedule_counts_them_with_the_optimizer_s_state(model: nn.Module, dev
         request(model, None if device == "cpu" else CUDA),
         2**40,
         CPU,
-        profile=dataclasses.replace(DEVICES[device], cublas_bytes=0),
+        profile=dataclasses.replace(card(device), cublas_bytes=0),
     )
     assert record.plain_peak_bytes == without.record.plain_peak_bytes + state + expected
 
@@ -168,7 +199,7 @@ def test_files_of_before_count_none(tmp_path: Path) -> None:
 def test_a_report_counts_what_its_schedule_does() -> None:
     model = linear_net()
     record = compiled(model).record
-    ready = prepare(request(model), CPU, profile=DEVICES["h100"])
+    ready = prepare(request(model), CPU, profile=card("h100"))
     assert ready.cublas_bytes == ready.extra_bytes == ON_HOPPER
     assert with_workspaces_of(record, ready) == ready
     before = with_workspaces_of(dataclasses.replace(record, cublas_bytes=0), ready)

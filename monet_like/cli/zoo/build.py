@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -282,7 +283,8 @@ def _captured(model: str, batch: int, device: str) -> tuple[Problem, Captured]:
 @functools.lru_cache(maxsize=len(PROFILES))
 def prepared_model(model: str, batch: int, profile: str) -> tuple[Problem, Prepared]:
     """A model's program with costs from the datasheet rates of a profile."""
-    limits = replace(DEVICES[profile], cublas_bytes=0)  # the zoo's budgets, as MONeT's, are without what cuBLAS keeps
+    # The zoo's budgets, as MONeT's, are without cuBLAS's workspaces, which are others in each version of PyTorch.
+    limits = replace(DEVICES[profile], cublas_bytes=0, product_bytes=0)
     problem, captured = _captured(model, batch, limits.device)
     request = replace(problem.request, made_last=captured.made_last)  # for all cards the same program
     return problem, prepare(request, problem.device, profile=limits, captured=captured)
@@ -299,7 +301,7 @@ def add_measured(folder: Path, path: Path, name: str, profile: str, profile_file
     Raises:
         UsageError: the files are elsewhere, not of one machine, or the name is that of a datasheet profile.
     """
-    folder, path, profile_file = folder.resolve(), path.resolve(), profile_file.resolve()
+    folder, path, profile_file = (Path(os.path.realpath(given)) for given in (folder, path, profile_file))
     if folder not in path.parents or folder not in profile_file.parents:
         raise UsageError(f"{path.name} and {profile_file.name} must be in the zoo's folder, {folder}")
     if profile in DEVICES or not re.fullmatch(r"[a-z0-9.\-]+", profile):
