@@ -6,6 +6,8 @@ import os
 import sys
 import warnings
 
+#: Characters of a message that are kept at its beginning and at its end; one that is longer echoes content.
+_BEGINNING, _END = 1300, 500
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -20,13 +22,24 @@ def warn_caller(message: str) -> None:
 
 
 class MonetError(Exception):
-    """Base of every error this package raises on purpose.
+    """Base of every error this package raises on purpose. A message has a part of what it echoes where that is long.
 
     Attributes:
         plain_peak_bytes: that plain PyTorch's step needs as predicted, where a plan failed and this is known.
     """
 
     plain_peak_bytes: int | None = None
+
+    def __init__(self, message: str = "", *others: object) -> None:
+        super().__init__(shortened(str(message)), *others)
+
+
+def shortened(message: str) -> str:
+    """A message without its middle where it is long: the beginning says what was given, the end what to do."""
+    left_out = len(message) - _BEGINNING - _END
+    if left_out < 100:
+        return message
+    return f"{message[:_BEGINNING]} [... {left_out} characters ...] {message[-_END:]}"
 
 
 class UsageError(MonetError, ValueError):

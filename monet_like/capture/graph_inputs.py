@@ -139,11 +139,24 @@ def _part(lowering: Values, desc: Any, fake: torch.Tensor) -> NodeResult:
     return known
 
 
+def _foreign(model: torch.nn.Module, argument: Any) -> str:
+    """Why an operator's argument that is neither a tensor nor plain data is refused."""
+    if isinstance(argument, torch.Generator):
+        return (
+            f"{type(model).__name__}.forward draws random numbers from a torch.Generator of its own, whose state a schedule does not "
+            "replay; draw from PyTorch's own (without generator=), or give the noise as an argument"
+        )
+    return (
+        f"{type(model).__name__}.forward gives an operator a {type(argument).__name__}, and a schedule's operators take tensors and "
+        "numbers; give the tensors that it consists of"
+    )
+
+
 def add_attribute(lowering: Values, node: fx.Node) -> None:
     """An attribute of the graph becomes a value: a tensor made in the forward from numbers, or read in the backward only.
 
     Raises:
-        CaptureError: it requires a gradient and is not registered.
+        CaptureError: it requires a gradient and is not registered, or is no tensor.
     """
     tensor = getattr(lowering.graph.owning_module, str(node.target))
     if node.target in lowering.attributes:
@@ -152,7 +165,9 @@ def add_attribute(lowering: Values, node: fx.Node) -> None:
     if id(tensor) in lowering.named:  # the backward reads it, by a checkpoint or a custom function, as the forward does
         lowering.nodes[node] = lowering.named[id(tensor)][1]
         return
-    if not isinstance(tensor, torch.Tensor) or (tensor.requires_grad and not lowering.in_backward):
+    if not isinstance(tensor, torch.Tensor):
+        raise CaptureError(_foreign(lowering.flat.model, tensor))
+    if tensor.requires_grad and not lowering.in_backward:
         raise CaptureError(
             f"{type(lowering.flat.model).__name__}.forward reads a {type(tensor).__name__} that is not registered and requires a "
             "gradient; register it: nn.Parameter as an attribute, nn.ModuleList or nn.ParameterList in place of a list"

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from .._version import __version__
-from ..errors import MonetError
+from ..errors import MonetError, shortened
 from ..interrupts import MESSAGE, raised
 
 CONTEXT: dict[str, Any] = {
@@ -38,6 +38,11 @@ def _guarded(function: Callable[[], Any]) -> Any:
             return function()
     except MonetError as error:
         click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:  # of a path that somebody gave; one without a name is a fault of ours, or the output's
+        if error.filename is None:
+            raise
+        click.echo(f"error: cannot use {shortened(str(error.filename))}: {error.strerror}; give another path", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         click.echo(MESSAGE, err=True)

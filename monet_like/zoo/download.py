@@ -26,6 +26,8 @@ from .registry import Registry, ZooFile, read_file, zoo_folder
 URL_VARIABLE = "MONET_LIKE_ZOO_URL"
 #: Seconds for a connection, and between two pieces of an answer.
 TIMEOUTS = (10.0, 30.0)
+#: Seconds for a file in all, and bytes a second for which a large file has more: a server may send a byte now and then.
+LONGEST_SECONDS, SLOWEST_BYTES_PER_SECOND = 120.0, 20_000
 #: How often a download that breaks off is taken up again, and the seconds before, which double.
 ATTEMPTS, PAUSE = 4, 0.5
 CHUNK_BYTES = 1024  # bytes before an end in the middle of a piece are lost
@@ -43,7 +45,12 @@ def base_url(given: str | None = None) -> str:
     text = (given or os.environ.get(URL_VARIABLE) or "").strip().rstrip("/")
     if not text:
         raise UsageError(f"there is no address to download from; give --base-url, or set {URL_VARIABLE}")
-    if urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).netloc:
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # "[" without "]", a port that is no number
+        known = False
+    if not known:
         raise UsageError(f"{text!r} is not an address to download from; give one such as https://example.org/zoo")
     return text
 
@@ -121,6 +128,8 @@ class _Resuming:
 
     def __init__(self, size: int, part: Path, progress: Progress | None) -> None:
         self.size, self.part, self.progress = size, part, progress
+        self.seconds = max(LONGEST_SECONDS, size / SLOWEST_BYTES_PER_SECOND)
+        self.ends = time.monotonic() + self.seconds
 
     def __call__(self, url: str, output_file: str, pooch: Any) -> None:
         with open(self.part, "ab") as file:
@@ -144,6 +153,8 @@ class _Resuming:
             file.flush()
             if os.fstat(file.fileno()).st_size == self.size:
                 return
+            if time.monotonic() > self.ends:
+                break
         done = os.fstat(file.fileno()).st_size
         raise ScheduleFileError(
             f"{url} broke off after {done} of {self.size} bytes ({reason}); run again to go on from there"
@@ -169,6 +180,8 @@ class _Resuming:
                 if answer.status_code == 206:
                     return "it sent another part than was asked for"
             for chunk in answer.iter_content(CHUNK_BYTES):
+                if time.monotonic() > self.ends:
+                    return f"it took more than {self.seconds:.0f} s"
                 have += len(chunk)
                 if have > self.size:
                     file.truncate(0)

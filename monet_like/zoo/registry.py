@@ -373,7 +373,7 @@ def zoo_folder() -> Path:
 
 def is_zoo_file(path: Path) -> bool:
     """Whether ``path`` is a file of a zoo: a registry, or a schedule's or a profile's file that one names."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     for folder in path.parents:
         if not (folder / FILE_NAME).is_file():
             continue

@@ -334,12 +334,42 @@ def test_a_shape_that_the_model_refuses() -> None:
         ("net.py/plan.pkl", "Not a directory; choose another place"),
         ("folder", "it is a directory; give the name of a file"),
         ("n" * 300, "File name too long; choose another place"),
+        ("circle", "Too many levels of symbolic links; choose another place"),
+        ("circle/plan.pkl", "Too many levels of symbolic links; choose another place"),
     ],
 )
 def test_an_unwritable_out_is_found_before_any_work(out: str, reason: str) -> None:
     Path("folder").mkdir()
+    Path("circle").symlink_to("circle")
     # the budget is infeasible, which only the planner, later, could say
     assert error(solve("--out", out, budget="1 B")) == f"cannot write {out}: {reason}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("solve", *SMALL, "--profile", "n" * 300, "net.py:make", "4", "1"),
+        ("solve", *SMALL, *ROOFLINE, f"{'n' * 300}.py:make", "4", "1"),
+        ("inspect", "n" * 300),
+        ("report", "n" * 300, "--model", "net.py:make"),
+        ("zoo", "verify", "--folder", "n" * 300),
+    ],
+)
+def test_no_path_gives_a_traceback(options: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, options)
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (result.output, result.exception)
+    assert len(result.stderr.strip().splitlines()) == 1 or "Usage: " in result.stderr
+
+
+def test_a_message_echoes_a_part_of_what_is_long() -> None:
+    content = {"format": "monet_like profile", "version": "x" * 100_000}
+    for text in (json.dumps(content), "y" * 100_000, json.dumps({"format": "z " * 50_000})):
+        Path("profile.json").write_text(text)
+        message = error(solve(profile=("--profile", "profile.json")))
+        assert message.startswith("profile.json") and len(message) < 2000
+    long = str(UsageError("a" * 5000 + "; do that"))
+    assert long.startswith("aaa") and long.endswith("aaa; do that") and " [... " in long and len(long) < 2000
+    assert str(UsageError("b" * 1800)) == "b" * 1800
 
 
 def test_a_damaged_profile() -> None:

@@ -25,7 +25,14 @@ from monet_like.plan.local_search.searcher import smallest_known
 from monet_like.solvers import interface, processes
 from monet_like.solvers.interface import check_solver, installed_solvers, solve
 
+KILLED = "the solver's process ended with code -9"
+
 needs_cbc = pytest.mark.skipif("CBC" not in installed_solvers(), reason="CBC (PuLP) is not installed")
+
+
+def answers_with(monkeypatch: pytest.MonkeyPatch, status: str, message: str = "") -> None:
+    """No solver runs: each solve ends at once, with this status of HiGHS and without an incumbent."""
+    monkeypatch.setattr(interface, "_run_child", lambda *_: {"status": status, "message": message, "x": None})
 
 
 @functools.cache
@@ -84,9 +91,10 @@ def test_time_limit_counts_wall_seconds(solver: str) -> None:
         assert solution.bound_seconds <= solution.objective_seconds
 
 
-def test_start_is_the_solution_if_the_solver_finds_none() -> None:
+def test_start_is_the_solution_if_the_solver_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = hard_problem()
-    solution = solve(problem, "HIGHS", time_limit_seconds=0.05, gap=0.0, start=np.zeros(problem.columns))
+    answers_with(monkeypatch, "killed")
+    solution = solve(problem, "HIGHS", gap=0.0, start=np.zeros(problem.columns))
     assert solution.status == "feasible"
     assert solution.objective_seconds == pytest.approx(1000.0)
 
@@ -104,9 +112,25 @@ def test_values_that_break_rows_are_refused_whatever_the_status(monkeypatch: pyt
 def test_planning_without_an_incumbent_raises_solver_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for search in ("find_start", "smallest_known"):
         monkeypatch.setattr(f"monet_like.plan.ilp.search.{search}", lambda *_, **__: None)
-    program, costs = network(60)
-    with pytest.raises(SolverError, match=r"found no plan within .* allow more time or more memory"):
-        plan(program, costs, 30_000, solver="HIGHS", time_limit_seconds=0.8, options=Options())
+    program, costs = network(8)
+    answers_with(monkeypatch, "kTimeLimit")
+    with pytest.raises(SolverError, match=r"found no plan within .*\(no_incumbent\); allow more time or more memory"):
+        plan(program, costs, 30_000, solver="HIGHS", options=Options())
+    answers_with(monkeypatch, "error", KILLED)
+    with pytest.raises(SolverError, match=rf"found no plan within .*\(HIGHS failed: {KILLED}\); allow more time"):
+        plan(program, costs, 30_000, solver="HIGHS", options=Options())
+
+
+def test_a_plan_without_its_solver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the system kills the solver's process for its memory: the plan is the local search's."""
+    program, costs = network(25)
+    budget = int(peak(program, costs) * 0.7)
+    answers_with(monkeypatch, "error", KILLED)
+    with pytest.warns(
+        UserWarning, match=rf"HIGHS failed: {KILLED}. The plan fits, and is the best that was found without it"
+    ):
+        found = plan(program, costs, budget, solver="HIGHS", gap=0.0, options=Options())
+    assert found.report.peak_bytes <= budget and found.found_by != "HIGHS"
 
 
 def test_schedule_with_the_lowest_known_peak_is_the_plan_where_nothing_else_fits(
@@ -117,7 +141,8 @@ def test_schedule_with_the_lowest_known_peak_is_the_plan_where_nothing_else_fits
     assert known is not None
     monkeypatch.setattr("monet_like.plan.ilp.search.find_start", lambda *_, start=None, **__: start)
     budget = known[1].peak_bytes
-    found = plan(program, costs, budget, solver="HIGHS", time_limit_seconds=0.8, options=Options())
+    answers_with(monkeypatch, "kTimeLimit")
+    found = plan(program, costs, budget, solver="HIGHS", options=Options())
     assert found.report.peak_bytes == budget
 
 

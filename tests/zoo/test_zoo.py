@@ -519,6 +519,15 @@ def test_a_server_that_dies_half_way_is_asked_for_the_rest(server: Server, file:
     assert server.asked == ["", f"bytes={half}-"] and server.sent == file.bytes
 
 
+def test_a_server_that_never_ends_is_left(server: Server, file: ZooFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it sends a byte: a download has seconds in all, and a later one goes on from there."""
+    monkeypatch.setattr(downloading, "LONGEST_SECONDS", 0.0)
+    monkeypatch.setattr(downloading, "SLOWEST_BYTES_PER_SECOND", float("inf"))
+    with pytest.raises(ScheduleFileError, match=rf"broke off after 0 of {file.bytes} bytes \(it took more than 0 s\)"):
+        download(file, server.url)
+    assert len(server.asked) == 1
+
+
 def test_a_later_run_goes_on_where_an_earlier_one_stopped(server: Server, file: ZooFile) -> None:
     server.cuts = [2048, 0, 0, 0]
     with pytest.raises(ScheduleFileError, match=f"broke off after 2048 of {file.bytes} bytes"):
@@ -556,10 +565,15 @@ def test_a_hostile_file_runs_nothing_even_with_the_right_hash(server: Server) ->
     assert not (downloading.cache_folder() / "ran").exists()
 
 
-@pytest.mark.parametrize("url", ["file:///etc", "ftp://x/y", "zoo"])
+@pytest.mark.parametrize(
+    "url",
+    ["file:///etc", "ftp://x/y", "zoo", "http://[::1", "http://", "http://:80/zoo", "http://x:99999", "https://x:y"],
+)
 def test_addresses_that_are_refused(url: str) -> None:
     with pytest.raises(UsageError, match="is not an address to download from"):
         base_url(url)
+    result = command("download", "resnet50_184_10.00", "--base-url", url)
+    assert result.exit_code == 2 and f"error: {url.rstrip('/')!r} is not an address" in result.stderr
 
 
 def test_the_address_and_the_folder_are_configurable(

@@ -34,12 +34,16 @@ class RowGeneration:
     Args:
         time_left: wall seconds left for the whole search.
         threads: of the solver.
+
+    Attributes:
+        failed: which solver failed, and how it put it; "" if none has.
     """
 
     def __init__(
         self, formulation: Formulation, incumbent: Incumbent, time_left: Callable[[], float], threads: int
     ) -> None:
         self.formulation, self.incumbent, self.time_left, self.threads = formulation, incumbent, time_left, threads
+        self.failed = ""
         self.kind: BoundKind = "restricted" if formulation.options.restricted else "unrestricted"
 
     def solve(self, solver: str, reserved_seconds: float) -> str:
@@ -64,6 +68,8 @@ class RowGeneration:
                 current, seconds = "HIGHS", self.time_left() - reserved_seconds
             solution = self._solve_once(current, seconds)
             status = solution.status
+            if status == "error":
+                self.failed = f"{current} failed: {solution.message}"
             if status == "infeasible":
                 break
             self.incumbent.prove(self.kind, solution.bound_seconds)

@@ -21,7 +21,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from ...errors import InfeasibleError, SolverError
+from ...errors import InfeasibleError, SolverError, warn_caller
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report
@@ -93,6 +93,7 @@ class Search:
         start: a schedule to begin with.
         lower_peak: whether to look for the lowest peak where nothing fits, for as long again as the time limit says.
         seconds: wall seconds of every stage so far.
+        failed: which solver failed, and how; "" if none has.
         incumbent: the best plan and the bounds so far.
     """
 
@@ -114,6 +115,7 @@ class Search:
         init=False,
         default_factory=lambda: {"parts": 0.0, "heuristic": 0.0, "bound": 0.0, "build": 0.0, "solve": 0.0},
     )
+    failed: str = field(init=False, default="")
     incumbent: Incumbent = field(init=False)
 
     def __post_init__(self) -> None:
@@ -225,7 +227,7 @@ class Search:
             smallest = f"; {smallest_known_budget(self.lowest[1])}" if self.lowest else ""
             raise SolverError(
                 f"{solver} found no plan within {format_bytes(self.budget_bytes)} in {self.time_limit_seconds:g} s"
-                f" ({verdict}){smallest}; allow more time or more memory"
+                f" ({self.failed or verdict}){smallest}; allow more time or more memory"
             )
         return formulation
 
@@ -387,6 +389,7 @@ class Search:
         begin = time.monotonic()
         rows = RowGeneration(formulation, self.incumbent, lambda: self.left, self.threads)
         status = rows.solve(solver, POLISH_SHARE * self.time_limit_seconds)
+        self.failed = rows.failed or self.failed
         self.seconds["solve"] += time.monotonic() - begin
         return status
 
@@ -446,6 +449,11 @@ class Search:
         return InfeasibleError(message + advice, smallest, step, proven=proven, least_bytes=least)
 
     def _plan(self, formulation: Formulation | None, solver: str, interrupted: bool = False) -> Plan:
+        if self.failed:
+            warn_caller(
+                f"{self.failed}. The plan fits, and is the best that was found without it; plan again, with another solver "
+                "or more memory for the process"
+            )
         plan = replace(
             self.incumbent.plan(),
             solver=solver,
