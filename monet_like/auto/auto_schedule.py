@@ -16,12 +16,13 @@ from ..capture.guards.reads import Change
 from ..capture.precision import autocast_name
 from ..capture.trees import flattened
 from ..compiler.request import Request, captured_for
-from ..errors import UsageError, warn_caller
+from ..errors import CaptureError, UsageError, warn_caller
 from ..ir.defaults import MODE, SOLVER
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import Budget, parse_budget
 from ..replay.compatibility import call_difference
 from ..replay.wrapper import NewInput, ScheduleWrapper
+from . import parts
 from .block_menus import BlockSettings
 from .blocks import BlockNames, schedule_blocks
 from .whole_plan import WholeSettings, captured_as, is_of, plan_or_load
@@ -181,7 +182,12 @@ class AutoSchedule(ScheduleWrapper):
         )  # fmt: skip
         if settings.lengths and not self.records:
             self._plan_lengths(request, device)
-        captured = captured_for(request, request.example)
+        try:
+            captured = captured_for(request, request.example)
+        except CaptureError as error:
+            if not error.of_values or self._begun:
+                raise
+            raise CaptureError(f"{error}{parts.in_words(self._model, args, kwargs)}") from error
         reason = ""
         for record in sorted(self.records, key=_elements):  # the next larger one
             if differs := call_difference(record, self._model, args, kwargs):

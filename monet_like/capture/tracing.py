@@ -19,7 +19,12 @@ import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.traceback import preserve_node_meta
 
@@ -133,7 +138,9 @@ def _refused(flat: FlatModule, error: Exception) -> CaptureError:
     """Whatever the user's forward or the tracer raises: says where."""
     if isinstance(error, CaptureError):
         return error
-    return CaptureError(f"{type(flat.model).__name__} cannot be captured: {_reason(error)}")
+    refused = CaptureError(f"{type(flat.model).__name__} cannot be captured: {_reason(error)}")
+    refused.of_values = _of_values(error)
+    return refused
 
 
 def _export(
@@ -280,6 +287,12 @@ def _data_dependent(error: BaseException) -> bool:
     return isinstance(error, DataDependentOutputException) or "data-dependent" in str(error)
 
 
+def _of_values(error: BaseException) -> bool:
+    """Whether a trace failed because of what tensors contain: their values, or sizes that depend on these."""
+    named = any(operator_ in str(error) for operator_ in ("aten._local_scalar_dense", "aten.nonzero"))
+    return _data_dependent(error) or isinstance(error, DynamicOutputShapeException) or named
+
+
 def _reason(error: BaseException) -> str:
     """A sentence that explains why the trace failed, with the user's line or the operator."""
     message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -292,7 +305,7 @@ def _reason(error: BaseException) -> str:
         advice = _TRITON
     if advice:
         return f"{advice}{where}"
-    if _data_dependent(error) or "aten._local_scalar_dense" in str(error) or "aten.nonzero" in str(error):
+    if _of_values(error):
         message = f"its computation depends on the values of a tensor, not only on shapes: {message}"
         where += _OTHER_PARTS
     elif "modified by an inplace operation" in str(error):
