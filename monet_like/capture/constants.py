@@ -35,6 +35,7 @@ Place = tuple[Any, Any, Any]
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 _GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
+_SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
 
 
 class ConstantsFound(BaseException):
@@ -94,6 +95,14 @@ class HeldTensors(TorchFunctionMode):
             raise CaptureError(
                 "the forward reads .grad of a parameter or an input, which changes with every step, and a schedule would not see it; "
                 "give it as an argument, or copy it into a buffer before the call"
+            )
+        if (
+            func == _SET_GRAD
+            and _dispatch_depth() >= self._depth
+            and (_outside(args[0]) or id(args[0]) in self._leaves)
+        ):
+            raise CaptureError(
+                "the forward sets .grad of a parameter or an input, and a schedule would not; set it before or after the call"
             )
         args, kwargs = self.replaced(given)
         if not self.looking and args and _outside(args[0]) and self._changes(func, kwargs):

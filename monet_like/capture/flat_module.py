@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from .answers import Answer, Given, recorded_answers, tolist_by_elements
 from .checks import may_have_gradient
 from .constants import ConstantsFound, HeldTensors, constant_name
 from .guards.effects import Effects, given_containers
+from .guards.holders import Attributes
 from .guards.reads import Reads
 from .guards.recorder import Recorder
 from .guards.side_effects import checkpoints_checked, keeping_generators, keeping_tensors
@@ -106,6 +108,8 @@ class FlatModule(nn.Module):
                 traced = next(supply)
                 leaf = given.setdefault(id(leaf), traced) if may_have_gradient(leaf) else traced
             leaves.append(leaf)
+        if self.recorder is not None:
+            self.recorder.begin()
         with contextlib.ExitStack() as stack:
             args, kwargs = stack.enter_context(placed(self.given, leaves))
             stack.enter_context(_as_one(self._tied))
@@ -116,8 +120,7 @@ class FlatModule(nn.Module):
             for context in (self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules()):
                 stack.enter_context(context)
             if self.recorder is not None:
-                containers = [*given_containers(args, kwargs).values()]
-                stack.enter_context(self.recorder.forward(self._given(tensors), containers))
+                stack.enter_context(self.recorder.forward(self._given(tensors), given_containers(args, kwargs)))
             answers = Given(self.answers or ())
             stack.enter_context(tolist_by_elements())
             if self.answers:
@@ -180,6 +183,7 @@ class FlatModule(nn.Module):
                 own[before] = tensor
                 keep_attributes(tensor, before)
         mode = HeldTensors(own, [*self.parameters(), *tensors], looking=self.tries > 0)
+        attributes = [(tensor, dict(vars(tensor))) for tensor in (*tensors, *self.parameters(), *self.buffers())]
         self.state_objects = StateObjects(mode.replacement, self.recorder.watch if self.recorder else lambda *_: True)
         try:
             with mode, mode.in_custom_functions(self.state_objects.replaced):
@@ -193,6 +197,8 @@ class FlatModule(nn.Module):
             raise ConstantsFound(mode.found, 0)
         self.aliases = mode.aliases
         self.state_objects.hand_over()
+        if self.recorder is not None:
+            self.recorder.marked = [*_marked(attributes, result)]
         self.used = WeakTensorKeyDictionary(dict.fromkeys(own, True))
         keyed: list[tuple[int | str, torch.Tensor]] = [
             *enumerate(tensors),
@@ -225,12 +231,24 @@ class FlatModule(nn.Module):
         A tracer gives no gradient to results that are views of each other, of inputs, or of parameters.
         """
         known = {_storage_of(t) for t in (*tensors, *self.parameters(), *self.buffers())}
+        uses = Counter(map(_storage_of, results))
         for position, leaf in enumerate(results):
             if leaf.requires_grad:
-                if _storage_of(leaf) in known:
+                if _storage_of(leaf) in known or (leaf._base is not None and uses[_storage_of(leaf)] > 1):
                     results[position] = leaf.clone()
                 known.add(_storage_of(leaf))
         return results
+
+
+def _marked(
+    before: Sequence[tuple[torch.Tensor, dict[str, Any]]], result: Any
+) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """Tensors on which a forward has set attributes, and these: of what it was given, and of its results, which had none."""
+    given = {id(tensor) for tensor, _ in before}
+    made = [t for t in pytree.tree_leaves(result) if isinstance(t, FunctionalTensor) and id(t) not in given]
+    for tensor, then in (*before, *((tensor, {"elem": tensor.elem}) for tensor in made)):
+        if content := Attributes(tensor, vars(tensor)).difference(then):
+            yield tensor, content
 
 
 def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:

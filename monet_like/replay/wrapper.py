@@ -206,6 +206,8 @@ class ScheduleWrapper(StandIn):
                 step = self._new_branch(key, args, kwargs, known) if known else self._new_step(key, args, kwargs)
             if step is not None and step.captured.answers and not known:
                 self._branches.setdefault(key, Branches()).calls += 1
+            if step is not None and step.captured.effects is not None and step.reads is not None:
+                step.captured.effects.check(step.reads, (args, kwargs))
             if step is not None and step.captured.changed:
                 parameters, buffers = _residents(step)
                 check_changeable(step.captured, [*parameters, *buffers, *inputs], inputs)

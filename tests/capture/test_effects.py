@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from any_schedule import assert_as_plain, step
+from any_schedule import AnySchedule, assert_as_plain, step
 from nets import Net, linear, rows
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from monet_like import auto_schedule
+from monet_like.capture.lowering import capture
+from monet_like.errors import CaptureError
 
 SEEN: list[Any] = []
 LATEST: Any = None
@@ -125,6 +132,20 @@ def module(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
     return net.layers[0](x)
 
 
+def on_tensors(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    layer.weight.seen = min(getattr(layer.weight, "seen", 0) + 1, 2)
+    h = layer(x)
+    y = h * layer.weight.seen
+    y.hidden, net.last = h, y
+    return y
+
+
+def views(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    h = layer(x)
+    net.last, net.detached, net.given = h[0], h.detach(), x[1:]
+    return h * 1
+
+
 def build(forward: Forward) -> Any:
     net: Any = Net(forward, linear())
     net.losses, net.table, net.calls, net.array, net.members = [], {}, 0, np.zeros(2), set()
@@ -146,7 +167,7 @@ def seen(net: Any) -> list[Any]:
     ]
     made = vars(net).get("made")
     rest = [LATEST, SEEN, vars(type(net)).get("of_class"), SETTING.get(), net.array.tolist(), sorted(net.members)]
-    pair = vars(net).get("pair", ())
+    pair = *vars(net).get("pair", ()), getattr(vars(net).get("last"), "hidden", None)
     found = [
         state,
         named,
@@ -174,6 +195,8 @@ FORWARDS: dict[str, tuple[Forward, int]] = {
     "variables": (variables, 2),
     "numbers": (numbers, 2),
     "module": (module, 2),
+    "on tensors": (on_tensors, 3),
+    "views": (views, 1),
 }
 
 
@@ -192,3 +215,186 @@ def test_what_a_forward_sets_is_set_again(name: str) -> None:
                 note(each)
 
     assert_as_plain(lambda: build(forward), script, captures)
+
+
+# What the loss uses, and containers among the arguments ---------------------------------------------------------
+
+
+def gathers(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    h = layer(x)
+    net.losses.append(h.square().mean())
+    net.table["h"] = h
+    return h.tanh()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_gradients_flow_through_what_a_forward_has_set(seed: int) -> None:
+    """As the balancing losses of a mixture of experts do: two calls of a step, and one backward."""
+
+    def script(model: nn.Module, net: nn.Module, note: Callable[..., None]) -> None:
+        own: Any = net
+        for _ in range(3):
+            own.losses.clear()
+            own.table.clear()
+            results = model(rows()), model(rows() + 1)
+            loss = sum(result.sum() for result in results) + sum(own.losses) + own.table["h"].abs().sum()
+            loss.backward()
+            note(*results, *own.losses, own.table["h"])
+
+    assert_as_plain(lambda: build(gathers), script, 2, seed)
+
+
+class Cache:
+    """Keys and values of a layer."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.last: Any = None
+
+
+def fills(net: Any, layer: nn.Module, x: torch.Tensor, table: Any, cache: Any, out: Any) -> Any:
+    h = layer(x)
+    before = sum(cache.keys) if cache.keys else 0
+    cache.keys.append(h)
+    cache.last = h.detach()
+    table["k"] = h
+    table.setdefault("all", []).append(x)
+    out.append((h, len(out)))
+    return (h + before).tanh()
+
+
+def test_containers_among_the_arguments_are_filled() -> None:
+    def script(model: nn.Module, net: nn.Module, note: Callable[..., None]) -> None:
+        for _ in range(2):
+            table, cache, out = {}, Cache(), []  # type: ignore[var-annotated]
+            results = [model(rows() + i, table, cache, out) for i in range(2)]
+            (sum(r.sum() for r in results) + table["k"].square().sum() + out[0][0].abs().sum()).backward()
+            note(*results, table["k"], *table["all"], *cache.keys, cache.last, *out)
+
+    assert_as_plain(lambda: build(fills), script)
+
+
+def test_a_tensor_that_is_set_is_the_callers_own_or_the_result_itself() -> None:
+    model = build(last_hidden)
+    wrapped, x = AnySchedule(model), rows()
+    wrapped(x)
+    assert model.given is x and model.own[0] is model.layers[0].weight
+    other = build(one_object)
+    result = AnySchedule(other)(x)
+    assert (
+        other.last is result and other.pair[0] is result and other.pair[1]["h"] is result and other.again is other.pair
+    )
+
+
+def test_what_a_step_sets_counts_in_its_memory() -> None:
+    model, without = build(last_hidden), build(lambda net, layer, x: layer(x).tanh())
+    held, free = (len(capture(net, (rows(),)).program.outputs) for net in (model, without))
+    assert held == free + 1
+
+
+def test_equal_blocks_set_their_own() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = self.layer(x)
+            return self.seen.relu()
+
+    results = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(3)))
+        if planned:
+            auto_schedule(model, rows(), memory_budget="200%", blocks="*", effort="quick", verbose=False)
+        for _ in range(2):
+            out = model(rows())
+        (out.sum() + sum(block.seen.square().sum() for block in model)).backward()
+        results.append([out, *(block.seen for block in model), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+# What cannot be set again, and what a capture leaves --------------------------------------------------------------
+
+
+def grads(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    layer.weight.grad = None
+    return layer(x)
+
+
+def late_layer(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    net.late = nn.Linear(8, 8)
+    return net.late(layer(x))
+
+
+def registered(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    net.mine = layer.weight
+    return layer(x)
+
+
+def closed(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    h = layer(x)
+    net.last = lambda: h
+    return h
+
+
+def of_samples(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    h = layer(x)
+    h.register_hook(lambda g: setattr(layer.weight, "grad_sample", g[:, :, None] * x[:, None]))
+    return h
+
+
+def grad_in_the_backward(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    h = layer(x)
+    h.register_hook(lambda g: setattr(layer.bias, "grad", g.sum(0)))
+    return h
+
+
+REFUSED: dict[str, tuple[Forward, str]] = {
+    "grad": (grads, r"sets \.grad of a parameter"),
+    "late layer": (late_layer, r"sets self\._modules to a parameter that it makes, which a schedule cannot set again"),
+    "registered": (registered, r"registers a parameter again, by setting self\.mine"),
+    "closed": (closed, r"sets self\.last to a function that holds a tensor of the step"),
+    "grad_sample": (of_samples, r"sets self\.layers\.0\.weight\.grad_sample in the backward"),
+    "grad in the backward": (grad_in_the_backward, r"sets self\.layers\.0\.bias\.grad in the backward"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_set_again_is_named(name: str) -> None:
+    forward, said = REFUSED[name]
+    net = build(forward)
+    with pytest.raises(CaptureError, match=said):
+        capture(net, (rows(),))
+    assert traced_in(net) == []
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_capture_leaves_no_tensor_of_the_tracer(name: str) -> None:
+    net, x = build(FORWARDS[name][0]), rows()
+    before = {key: vars(net)[key] for key in vars(net)}
+    capture(net, (x,))
+    assert traced_in(net, x, LATEST, SEEN, vars(type(net))) == []
+    assert all(vars(net)[key] is value for key, value in before.items()) and vars(net).keys() == before.keys()
+
+
+def traced_in(*things: Any) -> list[Any]:
+    """Tensors of a tracer that can be reached from some objects."""
+    found, waiting, known = [], list(things), set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in known or isinstance(value, type | types.ModuleType | types.FrameType):
+            continue
+        known.add(id(value))
+        if isinstance(value, FakeTensor | FunctionalTensor):
+            found.append(value)
+        elif isinstance(value, torch.Tensor):
+            waiting += [vars(value), value.grad if value.is_leaf else None]
+        elif isinstance(value, types.FunctionType):
+            waiting += [cell.cell_contents for cell in value.__closure__ or ()]
+        else:
+            waiting += [*value] if isinstance(value, dict | list | tuple | set | collections.deque) else []
+            waiting += [*value.values()] if isinstance(value, dict) else []
+            waiting.append(getattr(value, "__dict__", None))
+    return found

@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import pickle
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from ...errors import CaptureError
+from ...errors import CaptureError, UsageError
 from ..trees import children_of
-from .holders import ABSENT
-from .objects import holders_of
+from .holders import ABSENT, Attributes, Holder
 from .reads import Reads
 from .traversal import Place, Walk, form_of_plain
 
@@ -67,6 +66,8 @@ class Effects:
         results: the same, as positions among the program's outputs.
         paths: what is set, for people.
         places: key of each place, and the label if it is an attribute, of what is set.
+        marks: names of the parameters and buffers on which attributes are set.
+        fills: whether some of them are in containers among the arguments.
         shared: whether another model may have it, too: nothing of it is an object of this one.
     """
 
@@ -75,12 +76,33 @@ class Effects:
     tensors: tuple[torch.Tensor, ...]
     paths: tuple[str, ...]
     places: frozenset[tuple[str, Any]]
+    marks: frozenset[str]
+    fills: bool
     shared: bool
     results: tuple[int, ...] = ()
 
     def of_outputs(self, results: Sequence[int]) -> Effects:
         """The same after the trace: of its tensors only their positions among the outputs."""
         return replace(self, tensors=(), results=tuple(results))
+
+    def check(self, reads: Reads, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
+        """Check that everything can be set, as `repeat` does after the forward, with the same arguments.
+
+        Raises:
+            UsageError: an argument lacks the object in which something is to be set.
+        """
+        holders = self._holders(reads, arguments)
+        needed = {*(key for key, _ in self.places), *(ref.key for ref in self.refs if ref.kind in ("held", "content"))}
+        for key in sorted(needed - holders.keys()):
+            raise UsageError(
+                f"the forward fills {key.partition(' ')[2]}, which is not as it was in the capture; give lists and dicts of tensors"
+            )
+
+    def _holders(self, reads: Reads, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Mapping[str, Holder]:
+        if not self.fills:
+            return reads.holders
+        walk = walk_through(given_containers(*arguments), reads.roots.names)
+        return {**reads.holders, **{place.key: place.holder for place in walk.places}}
 
     def repeat(
         self,
@@ -96,10 +118,8 @@ class Effects:
             outputs, inputs: tensors of the call.
             arguments: positional and by keyword.
         """
-        holders, names, model = reads.holders, reads.roots.names, reads.model()
+        holders, names, model = self._holders(reads, arguments), reads.roots.names, reads.model()
         assert model is not None
-        if any(key.startswith(_GIVEN) for key, _ in self.places):
-            holders = {**holders, **{key: place.holder for key, place in given_containers(*arguments).items()}}
         before: dict[str, Any] = {}
 
         def found(ref: _Ref) -> Any:
@@ -123,38 +143,29 @@ class Effects:
         loader = pickle.Unpickler(io.BytesIO(self.content))
         refs = self.refs
         loader.persistent_load = lambda number: found(refs[number])  # type: ignore[method-assign]
-        for key, content in loader.load():
+        sets, marked = loader.load()
+        for key, content in sets:
             holders[key].repeat(content)
+        for tensor, content in marked:
+            Attributes(tensor, vars(tensor)).repeat(content)
 
 
-#: Prefix of the keys of containers among the arguments.
-_GIVEN = "given "
+def given_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The lists, dicts and objects among arguments that are taken apart, see `trees`, and their paths: the model may fill them."""
+    named = [*((f"positional argument {i}", value) for i, value in enumerate(args)), *_named(kwargs)]
+    return [(path, value) for path, value in named if children_of(value) is not None]
 
 
-def given_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Place]:
-    """The lists, dicts and objects among arguments that are taken apart, see `trees`: the model may fill them."""
-    found: dict[str, Place] = {}
-    seen: set[int] = set()
-
-    def look(value: Any, path: str, name: str) -> None:
-        children = children_of(value)
-        if children is None or id(value) in seen:
-            return
-        seen.add(id(value))
-        own = [holder for holder in holders_of(value, frozenset(_attributes(value))) if holder.held is value]
-        for number, holder in enumerate(own):
-            key = f"{_GIVEN}{path}{'.' * number}"
-            found[key] = Place(holder, f"argument {name}", key)
-        for number, child in enumerate(children):
-            look(child, f"{path} {number}", name)
-
-    for name, value in (*enumerate(args), *kwargs.items()):
-        look(value, str(name), str(name))
-    return found
+def _named(kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(f"argument {name}", value) for name, value in kwargs.items()]
 
 
-def _attributes(value: Any) -> Iterator[str]:
-    yield from getattr(value, "__dict__", ())
+def walk_through(containers: Sequence[tuple[str, Any]], names: Set[str]) -> Walk:
+    """Everything behind containers among the arguments that code with these names may read or set."""
+    walk = Walk(names, {}, lambda module: None)
+    for path, value in containers:
+        walk.follow(value, path)
+    return walk
 
 
 class _Pickler(pickle.Pickler):
@@ -166,28 +177,56 @@ class _Pickler(pickle.Pickler):
         return self._number(value)
 
 
+@dataclass(frozen=True)
+class Before:
+    """Everything that there was before a forward; made while it is as it was.
+
+    Args:
+        walks: through it: of the model, and of containers among the arguments.
+
+    Attributes:
+        modules: names of the model's.
+        refs: how to find each other object in another call, by identity.
+        places: by kind and identity of the object.
+        among_arguments: keys of the places in the second walk.
+    """
+
+    walks: Sequence[Walk]
+    refs: dict[int, _Ref] = field(default_factory=dict)
+    places: dict[tuple[type, int], Place] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        places = [(place, walk.names) for walk in self.walks for place in walk.places]
+        for place, names in places:
+            self.places.setdefault((type(place.holder), id(place.holder.held)), place)
+            for label, value in place.holder.contents(names).items():
+                if form_of_plain(value) is None and not isinstance(value, tuple):
+                    self.refs.setdefault(id(value), _Ref("content", place.key, label))
+        held = [place for place, _ in reversed(places) if not isinstance(place.holder.held, nn.Module)]
+        self.refs.update({id(place.holder.held): _Ref("held", place.key) for place in held})
+
+    @property
+    def modules(self) -> Mapping[int, str]:
+        return self.walks[0].known
+
+    @property
+    def among_arguments(self) -> frozenset[str]:
+        return frozenset(place.key for walk in self.walks[1:] for place in walk.places)
+
+
 class _Numbers:
     """Numbers everything that a pickle of effects refers to.
 
     Args:
-        walk: through everything that there was before the forward.
-        given: what the caller gave, by identity of the tracer's tensors and of containers.
+        given: what the caller gave, by identity of the tracer's tensors.
     """
 
-    def __init__(self, walk: Walk, given: Mapping[int, tuple[str, Any]]) -> None:
+    def __init__(self, before: Before, given: Mapping[int, tuple[str, Any]]) -> None:
         self.refs: list[_Ref] = []
         self.tensors: list[torch.Tensor] = []
-        self.known = walk.known
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []
-        self._given, self._before = given, dict[int, _Ref]()
-        for place in walk.places:
-            for label, value in place.holder.contents(walk.names).items():
-                if form_of_plain(value) is None and not isinstance(value, tuple):
-                    self._before.setdefault(id(value), _Ref("content", place.key, label))
-        for place in walk.places:
-            if not isinstance(place.holder.held, nn.Module):
-                self._before[id(place.holder.held)] = _Ref("held", place.key)
+        self._given, self._before = given, before
 
     def number(self, value: Any) -> int | None:
         """For pickle: the number of what it refers to; None for what it is to take apart."""
@@ -206,11 +245,13 @@ class _Numbers:
         if (given := self._given.get(id(value))) is not None:
             return _Ref(*given)
         if isinstance(value, FunctionalTensor):
+            if isinstance(value, nn.Parameter):
+                raise _CannotRepeat("a parameter that it makes")
             self.tensors.append(value)
             return _Ref("result", len(self.tensors) - 1)
-        if isinstance(value, nn.Module) and (name := self.known.get(id(value))) is not None:
+        if isinstance(value, nn.Module) and (name := self._before.modules.get(id(value))) is not None:
             return _Ref("module", name)
-        if (before := self._before.get(id(value))) is not None:
+        if (before := self._before.refs.get(id(value))) is not None:
             return before
         if isinstance(value, FakeTensor):
             raise _CannotRepeat("a tensor that is not of the step")
@@ -236,34 +277,46 @@ class Assigned(NamedTuple):
     paths: tuple[str, ...]
 
 
-def effects_of(sets: Sequence[Assigned], walk: Walk, given: Mapping[int, tuple[str, Any]], who: str) -> Effects:
+def effects_of(
+    sets: Sequence[Assigned], marked: Sequence[tuple[torch.Tensor, dict[str, Any]]], before: Before,
+    given: Mapping[int, tuple[str, Any]], who: str,
+) -> Effects:  # fmt: skip
     """The effects of a forward.
 
     Args:
-        sets: at places of ``walk``, or of `given_containers`.
-        walk: through everything as it was before the forward.
-        given: of the tracer's tensors and of containers, by identity: kind and key of what the caller gave.
+        sets: at places of ``before``.
+        marked: tensors of the tracer, and attributes that were set on them.
+        given: of the tracer's tensors, by identity: kind and key of what the caller gave.
         who: sets it, for messages.
 
     Raises:
         CaptureError: a value that cannot be made again.
     """
-    numbers, file = _Numbers(walk, given), io.BytesIO()
+    numbers, file = _Numbers(before, given), io.BytesIO()
+    named = [("a tensor's " + ", ".join(content), [tensor, content]) for tensor, content in marked]
+    for what, value in [*((", ".join(paths), content) for _, content, paths in sets), *named]:
+        try:
+            _Pickler(io.BytesIO(), _Numbers(before, given).number).dump(value)
+        except Exception as error:  # whatever an object's own code for pickle raises
+            why = error if isinstance(error, _CannotRepeat) else f"what cannot be copied ({error})"
+            raise CaptureError(
+                f"{who} sets {what} to {why}, which a schedule cannot set again; return it, or set it outside the model"
+            ) from error
     for place, content, paths in sets:
-        named = {given.get(id(value), ("",))[0] for value in content.values()} if isinstance(content, dict) else set()
-        if isinstance(place.holder.held, nn.Module) and "parameter" in named:
+        kinds = {given.get(id(value), ("",))[0] for value in content.values()} if isinstance(content, dict) else set()
+        if isinstance(place.holder.held, nn.Module) and "parameter" in kinds:
             raise CaptureError(
                 f"{who} registers a parameter again, by setting {', '.join(paths)}; register it in __init__"
             )
-        try:
-            _Pickler(io.BytesIO(), _Numbers(walk, given).number).dump(content)
-        except Exception as error:  # whatever an object's own code for pickle raises
-            raise CaptureError(
-                f"{who} sets {', '.join(paths)} to {error if isinstance(error, _CannotRepeat) else f'what cannot be copied ({error})'}, "
-                "which a schedule cannot set again; return it, or set it outside the model"
-            ) from error
-    _Pickler(file, numbers.number).dump([(place.key, content) for place, content, _ in sets])
+    _Pickler(file, numbers.number).dump(([(place.key, content) for place, content, _ in sets], [*marked]))
     places = {(p.key, label) for p, content, _ in sets for label in (content if isinstance(content, dict) else (None,))}
+    among = before.among_arguments
     own = any(ref.kind == "same" and isinstance(ref.key, torch.Tensor) for ref in numbers.refs)
+    refs, tensors = tuple(numbers.refs), tuple(numbers.tensors)
+    fills = any(key in among for key, _ in places) or any(
+        ref.kind in ("held", "content") and ref.key in among for ref in refs
+    )
     paths = tuple(path for each in sets for path in each.paths)
-    return Effects(file.getvalue(), tuple(numbers.refs), tuple(numbers.tensors), paths, frozenset(places), not own)
+    given_names = (given[id(tensor)] for tensor, _ in marked if id(tensor) in given)
+    marks = frozenset(key for kind, key in given_names if kind in ("parameter", "buffer"))
+    return Effects(file.getvalue(), refs, tensors, paths, frozenset(places), marks, fills, not own)

@@ -345,6 +345,23 @@ class Elements(Holder):
             self.held.reshape(-1).view("u1")[:] = memoryview(then[2])
 
 
+class Gradient(Holder):
+    """The ``.grad`` of a tensor."""
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        return {}
+
+    def flat(self) -> tuple[Any, ...]:
+        return (self.held.grad,)
+
+    def changed(self, path: str, then: Any) -> list[str]:
+        return [] if self.held.grad is then[0] else [f"{path}.grad"]
+
+    def put_back(self, then: Any) -> None:
+        if self.held.grad is not then[0]:
+            self.held.grad = then[0]
+
+
 class Drawn(Holder):
     """A generator, an iterator or a source of random numbers: each draw changes it.
 

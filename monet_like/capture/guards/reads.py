@@ -52,6 +52,7 @@ class Roots:
         late_names, late_attributes: as ``names`` and ``attributes``, of code that ran in the backward.
         parts: names of the modules in which the forward puts others.
         used: tensors that an operator takes; None: all.
+        marked: names of parameters and buffers on which the forward sets attributes.
         set_again: paths of what the forward sets, which is no other one when the backward reads it.
     """
 
@@ -66,6 +67,7 @@ class Roots:
     parts: Set[str] = frozenset()
     used: Container[Any] | None = None
     set_again: tuple[str, ...] = ()
+    marked: Set[str] = frozenset()
 
     def walk(self, model: nn.Module) -> Walk:
         """Follow all places to the values behind them, as they are now."""
@@ -84,7 +86,8 @@ class Roots:
                 walk.add(holder, path)
             for kind in MEMBERS[:2]:  # attributes of tensors, such as ``self.weight.scale``
                 for member, tensor in module.__dict__[kind].items():
-                    if type(tensor) in _PLAIN_TENSORS and not self.names.isdisjoint(vars(tensor)):
+                    marked = f"{name}.{member}".lstrip(".") in self.marked
+                    if type(tensor) in _PLAIN_TENSORS and (marked or not self.names.isdisjoint(vars(tensor))):
                         walk.add(Attributes(tensor, vars(tensor)), f"{path}.{member}")
             for attribute in self.absent.get(name, ()):
                 members = (module.__dict__, *(module.__dict__[kind] for kind in MEMBERS))

@@ -6,8 +6,6 @@ What they set is put back afterwards; what the forward sets becomes `Effects`, w
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
 import inspect
 import sys
 import threading
@@ -17,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ...errors import CaptureError
-from .effects import Assigned, Effects, effects_of
-from .holders import ABSENT, Attributes, Entries, Variables
+from .code import Untraced, names_read, words
+from .effects import Assigned, Before, Effects, effects_of, walk_through
+from .holders import ABSENT, Attributes, Entries, Gradient, Variables
 from .objects import class_holders, is_library
 from .reads import MEMBERS, Reads, Roots
 from .traversal import Place, Walk, form_of_plain
@@ -37,8 +35,6 @@ _TRACING = frozenset({f"monet_like.capture.{name}" for name in ("flat_module", "
 
 #: Where a forward sees to it that Python code runs in its backward; or else that is not traced, which is slow.
 _FOR_BACKWARD = frozenset({"torch.autograd.function", "torch.autograd.graph", "torch.utils.checkpoint"})
-_STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME"})
-_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
 class Recorder:
@@ -49,11 +45,13 @@ class Recorder:
 
     Attributes:
         effects: what the last forward has set; None: nothing.
+        marked: tensors on which it has set attributes, and these.
     """
 
     def __init__(self, model: nn.Module, arguments: Sequence[Any]) -> None:
         self.model, self.arguments = model, tuple(arguments)
         self.effects: Effects | None = None
+        self.marked: list[tuple[torch.Tensor, dict[str, Any]]] = []
         self.known = {id(module): name for name, module in model.named_modules()}
         self._known_parts = {id(module._modules): name for name, module in model.named_modules()}
         self.names: set[str] = set()
@@ -72,13 +70,19 @@ class Recorder:
         self._copies: list[tuple[Place, Any]] = []  # as it was before the trace
         self._attributes_before: dict[int, dict[str, Any]] = {}  # of these the modules', by identity
         self._after_forward: dict[int, Any] = {}  # by position among the copies
+        self._in_arguments: list[tuple[Place, Any]] = []  # likewise copies, of containers among the arguments
         self._parts: set[str] = set()  # names of modules in which the forward has put others
         self._walk = Walk(self.names, self.known, lambda module: frozenset(), self._found)
+        self._begin_arguments(())
 
     def __enter__(self) -> Recorder:
         for module in self.model.modules():
             self._walk.add(Attributes(module, module.__dict__, only=frozenset()), self._path(module))
             self._walk.add(Entries(module._modules), f"{self._path(module)}._modules")
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._walk.add(Attributes(tensor, vars(tensor)), f"{self._path(module)}.{name}")
+                    self._walk.add(Gradient(tensor), f"{self._path(module)}.{name}")
         for position, argument in enumerate(self.arguments):
             self._walk.follow(argument, f"argument {position}")
         self._walk.run()
@@ -109,31 +113,36 @@ class Recorder:
             frozenset(self._read_names), self.attributes, self.absent, self.others,
             tuple((mapping, name, frozenset(read)) for mapping, name, _, read in self.variables.values()),
             self.arguments, frozenset(self.late_names), self.late_attributes, frozenset(self._parts), used, paths,
+            self.effects.marks if self.effects is not None else frozenset(),
         )  # fmt: skip
 
+    def begin(self) -> None:
+        """Put everything back that the last forward and its backward have set."""
+        if self.in_backward:
+            self.check_backward()
+        self._put_back()
+
     @contextlib.contextmanager
-    def forward(self, given: Mapping[int, tuple[str, Any]], containers: Sequence[Place]) -> Iterator[None]:
-        """A call of the model: it begins with everything as it was, and what follows it is its backward.
+    def forward(self, given: Mapping[int, tuple[str, Any]], containers: Sequence[tuple[str, Any]]) -> Iterator[None]:
+        """A call of the model: after `begin`; what follows it is its backward.
 
         Args:
             given: see `effects_of`.
-            containers: those among the arguments.
+            containers: those among the arguments, and their paths.
 
         Raises:
             CaptureError: it draws from a generator that is not PyTorch's own, or sets what cannot be set again.
         """
-        if self.in_backward:
-            self.check_backward()
-        self._put_back()
         self._begin(backward=False)
-        filled = [(place, place.holder.copy()) for place in containers]
+        self._begin_arguments(containers)
         sys.settrace(self._trace_function(self._tracer))
-        with _Untraced() as untraced:
+        with Untraced() as untraced:
             yield
         sys.settrace(self._tracer)
         self._python_in_backward |= untraced.hooked
         self._after_forward = {i: place.holder.copy() for i, (place, _) in enumerate(self._copies)}
-        self.effects = self._effects(given, filled)
+        self.effects = self._effects(given, containers)
+        self._begin_arguments(())  # the user's own objects among them hold the tracer's tensors no longer
         self._begin(backward=True)
         if self._python_in_backward:
             sys.settrace(self._trace_function(self._tracer))
@@ -142,37 +151,41 @@ class Recorder:
     def undone(self) -> Iterator[None]:
         """A call of the model whose effects are put back, and nothing else."""
         sys.settrace(self._trace_function(self._tracer))
-        with _Untraced():
+        with Untraced():
             yield
         sys.settrace(self._tracer)
 
-    def _effects(self, given: Mapping[int, tuple[str, Any]], filled: Sequence[tuple[Place, Any]]) -> Effects | None:
-        """What the forward has set, and what it has put into containers among the arguments, which were as ``filled`` says.
+    def _effects(self, given: Mapping[int, tuple[str, Any]], containers: Sequence[tuple[str, Any]]) -> Effects | None:
+        """What the forward has set.
 
         Raises:
             CaptureError: it is drawn, or cannot be set again.
         """
         who = f"{type(self.model).__name__}.forward"
         sets = [*self._changes(who)]
-        found = [Assigned(p, p.holder.difference(copy), (p.path,)) for p, copy in filled if p.holder.changed("", copy)]
-        if not sets and not found:
+        if not sets and not self.marked:
             return None
+        filled = [(place.holder, place.holder.copy()) for place, _ in self._in_arguments]
         self._put_back()
-        walk = self._roots().walk(self.model)
-        for index, (place, copy) in enumerate(self._copies):
+        for place, copy in self._in_arguments:
+            place.holder.put_back(copy)
+        before = Before([self._roots().walk(self.model), walk_through(containers, frozenset(self._read_names))])
+        for index, (place, copy) in enumerate([*self._copies]):
             if id(place.holder.held) in self._known_parts:  # where PyTorch's tracer finds its tensors, by name
                 self._after_forward[index] = copy
-            place.holder.put_back(self._after_forward[index])
-        there = {(type(place.holder), id(place.holder.held)): place for place in walk.places}
+            place.holder.put_back(self._after_forward.get(index, copy))
+        for holder, copy in filled:
+            holder.put_back(copy)
+        found: list[Assigned] = []
         for place, content, paths in sets:  # objects that were not there are made anew with what holds them
-            if (before := there.get((type(place.holder), id(place.holder.held)))) is not None:
-                found.append(Assigned(before, content, paths))
-        return effects_of(found, walk, {**given, **{id(p.holder.held): ("held", p.key) for p, _ in filled}}, who)
+            if (known := before.places.get((type(place.holder), id(place.holder.held)))) is not None:
+                found.append(Assigned(known, content, paths))
+        return effects_of(found, self.marked, before, given, who) if found or self.marked else None
 
     def _changes(self, who: str) -> Iterator[Assigned]:
         """What the forward has set. The places of modules in which it has are among the roots from here on."""
         names = {**self.known, **self._known_parts}
-        for place, copy in self._copies:
+        for place, copy in (*self._copies, *self._in_arguments):
             held, own = place.holder.held, _set_by_pytorch(place.holder.held)
             paths = [path for path in place.holder.changed(place.path, copy) if path.rpartition(".")[2] not in own]
             if not paths:
@@ -189,6 +202,14 @@ class Recorder:
                 self._parts |= set() if isinstance(held, nn.Module) else {names[id(held)]}
             yield Assigned(place, content, tuple(paths))
 
+    def _begin_arguments(self, containers: Sequence[tuple[str, Any]]) -> None:
+        """Watch containers among the arguments, which are others in each forward."""
+        self._in_arguments = []
+        found = lambda place: self._in_arguments.append((place, place.holder.copy()))  # noqa: E731
+        self._argument_walk = Walk(self.names, self.known, lambda module: frozenset(), found)
+        for path, value in containers:
+            self._argument_walk.follow(value, path)
+
     def _begin(self, *, backward: bool) -> None:
         self.in_backward = backward
         self._entered.clear()
@@ -200,9 +221,8 @@ class Recorder:
         Raises:
             CaptureError: they have, and a schedule's backward would not.
         """
-        since = {i: self._after_forward.get(i, copy) for i, (_, copy) in enumerate(self._copies)}
-        changed = (p for i, (place, _) in enumerate(self._copies) for p in place.holder.changed(place.path, since[i]))
-        for path in changed:
+        since = [(place, self._after_forward.get(i, copy)) for i, (place, copy) in enumerate(self._copies)]
+        for path in (path for place, copy in since for path in place.holder.changed(place.path, copy)):
             raise CaptureError(
                 f"a hook or a custom function of {type(self.model).__name__} sets {path} in the backward, and a schedule would "
                 "not; register the hook on the wrapper's results or on parameters, or compute it outside the model"
@@ -321,9 +341,9 @@ class Recorder:
         if is_library(python_module):
             self._python_in_backward |= python_module in _FOR_BACKWARD
             return
-        words = {*code.co_freevars, code.co_name, *_words(code.co_consts)}
-        names, read = {*code.co_names, *words}, _names_read(code)
-        self._read_names |= read | words
+        own = {*code.co_freevars, code.co_name, *words(code.co_consts)}
+        names, read = {*code.co_names, *own}, names_read(code)
+        self._read_names |= read | own
         if self.in_backward:
             self.late_names |= names
         known = self.variables.get(id(frame.f_globals))
@@ -344,37 +364,18 @@ class Recorder:
         if not new:
             return
         self.names |= new
-        for place, _ in [*self._copies]:
+        for place, walk in [
+            *((p, self._walk) for p, _ in self._copies),
+            *((p, self._argument_walk) for p, _ in self._in_arguments),
+        ]:
             holder = place.holder
             if isinstance(holder, Attributes) and not isinstance(holder.held, nn.Module | dict):
                 now = holder.now()
                 found = holder.contents(new) if holder.only is None else {name: now[name] for name in new & now.keys()}
                 for name, value in found.items():
-                    self._walk.form(value, holder.part(place.path, name))
+                    walk.form(value, holder.part(place.path, name))
         self._walk.run()
-
-
-class _Untraced(TorchFunctionMode):
-    """Switches tracing off inside PyTorch's own functions, because Python traces slowly.
-
-    Attributes:
-        hooked: whether a hook may have been registered, which runs in the backward.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hooked = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.hooked |= getattr(func, "__name__", "") == "register_hook" or func == _GRAD_FN
-        tracer = sys.gettrace()
-        sys.settrace(None)
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            sys.settrace(tracer)
+        self._argument_walk.run()
 
 
 def _set_by_pytorch(module: Any) -> set[str]:
@@ -384,23 +385,6 @@ def _set_by_pytorch(module: Any) -> set[str]:
     hooks = vars(module)["_forward_pre_hooks"].values()
     found = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) or "" for hook in hooks}
     return found | ({"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set())
-
-
-@functools.cache
-def _names_read(code: types.CodeType) -> frozenset[str]:
-    """Names of attributes and global variables in a function, without those that it only sets."""
-    stores = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _STORES}
-    others = {each.argval for each in dis.get_instructions(code) if each.opname not in _STORES} if stores else set()
-    return frozenset(name for name in code.co_names if name not in stores or name in others)
-
-
-def _words(constants: tuple[Any, ...]) -> Iterator[str]:
-    for constant in constants:
-        if isinstance(constant, str):
-            if constant.isidentifier():
-                yield constant
-        elif isinstance(constant, tuple):
-            yield from _words(constant)
 
 
 def _importing(frame: types.FrameType | None) -> bool:

@@ -1,0 +1,57 @@
+"""What runs in a forward: names that the code of a function may read, and PyTorch's own functions, which are not traced."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
+_STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME"})
+
+
+@functools.cache
+def names_read(code: types.CodeType) -> frozenset[str]:
+    """Names of attributes and global variables in a function, without those that it only sets."""
+    stores = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _STORES}
+    others = {each.argval for each in dis.get_instructions(code) if each.opname not in _STORES} if stores else set()
+    return frozenset(name for name in code.co_names if name not in stores or name in others)
+
+
+def words(constants: tuple[Any, ...]) -> Iterator[str]:
+    """Strings among a function's constants that may be names of attributes."""
+    for constant in constants:
+        if isinstance(constant, str):
+            if constant.isidentifier():
+                yield constant
+        elif isinstance(constant, tuple):
+            yield from words(constant)
+
+
+class Untraced(TorchFunctionMode):
+    """Switches tracing off inside PyTorch's own functions, because Python traces slowly.
+
+    Attributes:
+        hooked: whether a hook may have been registered, which runs in the backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.hooked |= getattr(func, "__name__", "") == "register_hook" or func == _GRAD_FN
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.settrace(tracer)
