@@ -23,14 +23,21 @@ _OF_LABELS = frozenset({"torchvision", "fastai", "monai"})
 
 
 def check_initialized(model: nn.Module, *, planned: bool = False) -> None:
-    """Refuse a model whose parameters or buffers have no shapes yet, or no memory.
+    """Refuse a model whose parameters or buffers have no shapes yet, or no memory, or that has parts in TorchScript.
 
     Args:
         planned: for a device that is not here: no memory is needed.
 
     Raises:
-        UsageError: a lazy module has not seen an input yet, or a tensor is on the meta device.
+        UsageError: a lazy module has not seen an input yet, a tensor is on the meta device, or a module was scripted or traced.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{name or 'the model'} is in TorchScript (torch.jit.script, trace or load), whose layers cannot be captured; give the "
+                "module that it was made from, or leave it as it is and give schedules to other parts of the model: "
+                "monet_like.auto_schedule(model, blocks=...)"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not planned and not is_lazy(tensor) and tensor.is_meta:
             raise UsageError(

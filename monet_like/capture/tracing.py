@@ -55,11 +55,14 @@ _OTHER_PARTS = (
     "rest runs as it is"
 )
 
-_TRITON = (
-    "it launches a Triton kernel itself, as Liger's layers do, and a launch cannot be traced by shapes; take PyTorch's layers instead "
-    "(for decoders there are variants in one pass and in tiles of our own), or put the launch into torch.library.custom_op with a "
-    "fake and a gradient"
-)
+#: Likewise, by a file that the error passes through.
+_ADVICE_FOR_FILES = {
+    "/triton/": "it launches a Triton kernel itself, as Liger's layers do, and a launch cannot be traced by shapes; take PyTorch's layers "
+    "instead (for decoders there are variants in one pass and in tiles of our own), or put the launch into torch.library.custom_op with a "
+    "fake and a gradient",
+    "/torch_geometric/utils/loop.py": "its layers replace the self-loops of each graph, whose number depends on values; replace them once, in "
+    "the data (torch_geometric.transforms.AddRemainingSelfLoops() or AddSelfLoops()), and make the layers with add_self_loops=False",
+}
 
 
 #: Models whose forward was found to ask for values of tensors.
@@ -301,8 +304,9 @@ def _reason(error: BaseException) -> str:
     frames = [f for f in every if not any(part in f.filename for part in internal)]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
     advice = next((said for operator_, said in _ADVICE.items() if operator_ in str(error)), "")
-    if not advice and any("/triton/" in frame.filename for frame in every):
-        advice = _TRITON
+    if not advice:
+        told = (said for file, said in _ADVICE_FOR_FILES.items() if any(file in frame.filename for frame in every))
+        advice = next(told, "")
     if advice:
         return f"{advice}{where}"
     if _of_values(error):

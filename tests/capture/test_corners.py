@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from any_schedule import assert_as_plain, step
 from nets import Net, linear, rows
 from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import nn
@@ -406,6 +407,14 @@ def test_arguments_that_are_no_tensors() -> None:
     ("model", "inputs", "error", "said"),
     [
         (lambda: nn.Sequential(nn.LazyLinear(8)), rows, UsageError, "0 is a lazy module"),
+        (
+            lambda: nn.Sequential(torch.jit.script(linear()), nn.ReLU()),
+            rows,
+            UsageError,
+            "0 is in TorchScript .*blocks=",
+        ),
+        (lambda: torch.jit.script(nn.Sequential(linear())), rows, UsageError, "the model is in TorchScript"),
+        (lambda: nn.Sequential(torch.jit.trace(linear(), rows())), rows, UsageError, "0 is in TorchScript"),
         (lambda: nn.Embedding(8, 4, sparse=True), lambda: torch.arange(6), CaptureError, "use sparse=False"),
         (lambda: nn.Embedding(8, 4, max_norm=1.0), lambda: torch.arange(6), CaptureError, "changes .*in place"),
     ],
@@ -650,3 +659,15 @@ def test_a_model_without_parameters_is_where_its_inputs_are() -> None:
     assert device_of(nn.ReLU(), ((), {"x": [x]})).type == "cuda"
     assert device_of(nn.ReLU()).type == device_of(nn.Linear(2, 2), ((x,), {})).type == "cpu"
     assert device_of(nn.BatchNorm1d(2, affine=False), ((x,), {})).type == "cpu"
+
+
+@torch.jit.script
+def gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] > 3:
+        return x.sigmoid() * y
+    return x
+
+
+def test_scripted_functions_are_captured() -> None:
+    net = Net(lambda net, layer, x: gated(layer(x), x), linear())
+    assert_as_plain(lambda: net, lambda called, model, note: [note(step(called, rows())) for _ in range(4)], captures=1)

@@ -1,0 +1,138 @@
+"""Loops of libraries as their users write them: three steps of an optimizer, equal to plain PyTorch's to the bit, or refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from any_schedule import AnySchedule, assert_as_plain
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from monet_like.errors import CaptureError
+
+pytestmark = pytest.mark.slow
+
+
+def trains(make: Callable[[], nn.Module], loss: Callable[[nn.Module, int], torch.Tensor], captures: int = 1) -> None:
+    """Assert that three steps of Adam are plain PyTorch's."""
+
+    def script(called: nn.Module, model: nn.Module, note: Any) -> None:
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for number in range(3):
+            optimizer.zero_grad()
+            value = loss(called, number)
+            value.backward()
+            optimizer.step()
+            note(value)
+
+    assert_as_plain(make, script, captures)
+
+
+# PyTorch Geometric ---------------------------------------------------------------------------------------------------
+
+
+def graph(seed: int, nodes: int = 12) -> Any:
+    data = pytest.importorskip("torch_geometric.data")
+    draw = torch.Generator().manual_seed(seed)
+    return data.Data(
+        x=torch.randn(nodes, 8, generator=draw),
+        edge_index=torch.randint(nodes, (2, 40), generator=draw),
+        y=torch.randint(3, (nodes,), generator=draw),
+    )
+
+
+def convolutions(name: str, **options: Any) -> nn.Module:
+    layers = pytest.importorskip("torch_geometric.nn")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kind = getattr(layers, name)
+            self.first, self.second = kind(8, 16, **options), kind(16, 3, **options)
+
+        def forward(self, data: Any) -> torch.Tensor:
+            return self.second(self.first(data.x, data.edge_index).relu(), data.edge_index)
+
+    return Net()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("GCNConv", {"add_self_loops": False}),
+        ("GCNConv", {"normalize": False}),
+        ("GATConv", {"add_self_loops": False}),
+        ("SAGEConv", {}),
+        ("GraphConv", {}),
+    ],
+)
+def test_convolutions_of_graphs(name: str, options: dict[str, Any]) -> None:
+    trains(lambda: convolutions(name, **options), lambda net, k: cross_entropy(net(graph(k)), graph(k).y))
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "GATConv"])
+def test_self_loops_are_refused_with_advice(name: str) -> None:
+    net = AnySchedule(convolutions(name))
+    with pytest.raises(CaptureError, match=r"self-loops .*AddSelfLoops.*add_self_loops=False"):
+        net(graph(0))
+
+
+def test_batches_of_graphs() -> None:
+    data, layers = pytest.importorskip("torch_geometric.data"), pytest.importorskip("torch_geometric.nn")
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm, self.head = layers.SAGEConv(8, 16), layers.GraphNorm(16), nn.Linear(16, 2)
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            x = self.norm(self.layer(batch.x, batch.edge_index).relu(), batch.batch)
+            return self.head(layers.global_mean_pool(x, batch.batch))
+
+    trains(
+        Pooled, lambda net, k: net(data.Batch.from_data_list([graph(k), graph(k + 3), graph(k + 6)])).square().mean()
+    )
+
+
+# Differential equations ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "captures"), [("euler", 1), ("rk4", 1), ("dopri5", None)])
+def test_neural_differential_equations(method: str, captures: int | None) -> None:
+    torchdiffeq = pytest.importorskip("torchdiffeq")
+
+    class Flow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.field = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3))
+
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            return torchdiffeq.odeint(lambda t, y: self.field(y), y, torch.linspace(0, 1, 4), method=method)
+
+    trains(Flow, lambda net, k: net(torch.randn(5, 3)).square().mean(), captures)
+
+
+def test_an_adjoint_that_looks_at_values_is_refused() -> None:
+    torchdiffeq = pytest.importorskip("torchdiffeq")
+
+    class Field(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.layer(y).tanh()
+
+    class Solved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.field = Field()
+
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            return torchdiffeq.odeint_adjoint(self.field, y, torch.linspace(0, 1, 4), method="rk4")
+
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        AnySchedule(Solved())(torch.randn(5, 3))
