@@ -151,6 +151,8 @@ class InPlaceCalls(TorchFunctionMode):
                 "the forward calls bilinear under autocast, which acts inside that operator, and a schedule cannot; call it inside "
                 "torch.autocast(device_type, enabled=False), on float32 inputs"
             )
+        if func is torch.Tensor.polygamma_:  # which no trace knows in place
+            return args[0].copy_(torch.polygamma(kwargs.get("n", args[-1]), args[0].clone()))
         if getattr(func, "__name__", "") in _OVERLAPPING:
             with _Layouts():
                 return func(*args, **kwargs)

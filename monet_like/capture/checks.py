@@ -121,7 +121,7 @@ def attributes_of(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def check_arguments(model: nn.Module, arguments: Iterable[Any]) -> None:
-    """Refuse inputs whose class decides what operators compute: a schedule computes as with plain tensors.
+    """Refuse inputs whose class decides what operators compute, and sparse ones: a schedule computes with plain tensors.
 
     Raises:
         CaptureError: there is one. Tensors that consist of others, such as quantised ones, have an error of their own.
@@ -131,6 +131,12 @@ def check_arguments(model: nn.Module, arguments: Iterable[Any]) -> None:
             raise CaptureError(
                 f"an input of {type(model).__name__} is a {type(leaf).__name__}, which decides itself what operators compute, and a "
                 "schedule computes with plain tensors; give x.as_subclass(torch.Tensor)"
+            )
+        if isinstance(leaf, torch.Tensor) and leaf.layout not in (torch.strided, torch.jagged):
+            raise CaptureError(
+                f"an input of {type(model).__name__} is of layout {leaf.layout}, and a schedule computes with tensors that have "
+                "strides; give x.to_dense(), or give the parts of the model that take no sparse tensors schedules of their own "
+                "(monet_like.auto_schedule(model, blocks=...))"
             )
 
 

@@ -28,7 +28,7 @@ def autocast_as(name: str, device: torch.device) -> AbstractContextManager[None]
 
 def layout_of(tensor: torch.Tensor) -> str:
     """The name of a tensor's memory layout: ``channels_last``, ``channels_last_3d``, or "" for row-major and all others."""
-    if tensor.is_contiguous():
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
         return ""
     dims = {4: "channels_last", 5: "channels_last_3d"}
     name = dims.get(tensor.dim(), "")

@@ -22,6 +22,11 @@ _OF_PROBABILITIES = (
     "aten._standard_gamma.",
 )  # fmt: skip
 
+#: Of integers that these operators read none may be zero: rows that change places.
+_OF_PIVOTS = ("aten.lu_unpack.", "aten.linalg_lu_solve.")
+#: Lengths that these operators read add up to the length of what they divide.
+_OF_LENGTHS = ("aten.segment_reduce.", "aten._segment_reduce_backward.")
+
 
 class Inputs:
     """Input tensors for the tasks of a program, made once and shared by tasks whose inputs are alike."""
@@ -60,7 +65,7 @@ class Inputs:
         for value in task.reads:
             found[value] = self.make(value, alike[self.captured.metas[value]] + twin * len(task.reads))
             alike[self.captured.metas[value]] += 1
-        return found
+        return {value: _admissible(task, tensor, self.captured.metas) for value, tensor in found.items()}
 
     def caches_before(self, task: Task, inputs: Mapping[int, Any], warm: Callable[[], object]) -> Callable[[], None]:
         """To be called before a task with a cost is timed: as much of its inputs is in the cache as in a step.
@@ -108,6 +113,21 @@ class Inputs:
                 numbers[whole:].copy_(self.block[: len(numbers) - whole])
             self.cache[key] = flat.as_strided(meta.shape, meta.stride, meta.offset)
         return self.cache[key]
+
+
+def _admissible(task: Task, tensor: Any, metas: Sequence[TensorMeta]) -> Any:
+    """An input of a task; integers of which it would raise an error are others."""
+    call = task.calls[-1]
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+        return tensor
+    if call.op.startswith(_OF_PIVOTS):
+        return tensor.clamp_min(1)
+    if call.op.startswith(_OF_LENGTHS) and tensor.dim():
+        data = call.args[2 if "backward" in call.op else 0]
+        lengths = torch.zeros_like(tensor)
+        lengths[..., -1] = metas[data.name].shape[tensor.dim() - 1] if isinstance(data.name, int) else 0
+        return lengths
+    return tensor
 
 
 def _converts_floats(task: Task, metas: Sequence[TensorMeta]) -> bool:

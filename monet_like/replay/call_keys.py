@@ -67,7 +67,8 @@ def arguments(leaves: Sequence[Any]) -> Any:
         plain = acts_as_plain(leaf)
         one = first.setdefault(id(leaf), place) if may_have_gradient(leaf) else place
         own = (one, None if plain else type(leaf), attributes_of(leaf))
-        described.append((*own, leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad, leaf.is_leaf))
+        lies = leaf.stride() if leaf.layout is torch.strided else leaf.layout
+        described.append((*own, leaf.shape, leaf.dtype, leaf.device, lies, leaf.requires_grad, leaf.is_leaf))
     return tuple(described)
 
 

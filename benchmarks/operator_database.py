@@ -1,0 +1,380 @@
+"""PyTorch's own databases of operators and modules, each sample as a training step, against plain PyTorch:
+
+    python -m benchmarks.operator_database ops --shard 0/4 --samples 2 --out FILE
+
+A sample of an operator is a small model: the inputs that want gradients, times a parameter; the operator; and the sine of its
+results. The databases are PyTorch's tests' (``torch.testing._internal``) and need ``expecttest`` and ``hypothesis``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import click
+import torch
+import torch.utils._pytree as pytree
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+#: Kinds of tests that are asked for, and their dtypes.
+DATABASES = ("ops", "modules")
+DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+#: Verdicts, the good ones first.
+RIGHT, VALUES, REFUSED, INVALID, NO_GRADIENT, RANDOM, SLOW, WRONG, CRASHED = STATUSES = (
+    "right", "depends on values", "refused", "invalid in plain PyTorch", "no gradient", "differs from itself", "slow",
+    "wrong", "crashed",
+)  # fmt: skip
+#: Shares of plain PyTorch's peak; the first one that has a plan is taken.
+BUDGETS = ("85%", "100%", "130%")
+SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of a database.
+
+    Attributes:
+        name: of the operator or module, with the sample's number.
+        build: makes the model, its arguments and its keyword arguments.
+    """
+
+    name: str
+    build: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What has become of a sample: one of `STATUSES`, the reason, and the seconds that it took."""
+
+    name: str
+    status: str
+    detail: str = ""
+    seconds: float = 0.0
+
+
+class Applied(nn.Module):
+    """An operator on tensors of which those that want gradients are multiplied by a parameter.
+
+    Args:
+        function: the operator.
+        leaves, spec: its flattened arguments; None in the places of tensors.
+        places: of the tensors.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec, places: list[int]
+    ) -> None:
+        super().__init__()
+        self.function, self.leaves, self.spec, self.places = function, leaves, spec, places
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = scaled(tensor, self.scale)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return tuple(
+            torch.sin(result) if result.is_floating_point() else result
+            for result in tensors_in(self.function(*args, **kwargs))
+        )
+
+
+class Contained(nn.Module):
+    """A module on arguments of which those that want gradients are multiplied by a parameter; its results are a tuple."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.scale = module, nn.Parameter(torch.ones(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        given = [scaled(arg, self.scale) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        return tuple(tensors_in(self.module(*given, **kwargs)))
+
+
+def scaled(tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The tensor times the parameter, where it wants a gradient."""
+    return tensor * scale.to(tensor.dtype) if tensor.requires_grad else tensor
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a nested structure."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def operators(
+    samples: int, device: str, dtype: torch.dtype, *, part: int = 0, parts: int = 1, only: str = ""
+) -> Iterator[Sample]:
+    """Samples of the operators that have gradients, and of their forms in place.
+
+    Args:
+        samples: of each operator at most.
+        part, parts: which operators: this one and each that is ``parts`` further.
+        only: a part of their names.
+    """
+    database = _imported("common_methods_invocations")
+    # The samples of random operators set a seed in every call, which no model does.
+    database.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
+    for operator in [known for known in database.op_db if only in known.name][part::parts]:
+        if not operator.supports_autograd or dtype not in operator.supported_backward_dtypes(torch.device(device).type):
+            continue
+        torch.manual_seed(0)
+        try:
+            made = list(operator.sample_inputs(device, dtype, requires_grad=True))
+        except Exception:  # the database has no samples for this dtype or device
+            continue
+        usable = [sample for sample in made if isinstance(sample.input, torch.Tensor | list | tuple)]
+        name = ".".join(filter(None, (operator.name, operator.variant_test_name)))
+        for number, sample in enumerate(usable[:: max(1, len(usable) // samples)][:samples]):
+            arguments = ((sample.input, *sample.args), sample.kwargs)
+            yield Sample(f"{name} {number}", _builder(operator.op, arguments, device))
+            if operator.inplace_variant is not None and number == 0:
+                yield Sample(f"{name}_ {number}", _builder(_on_clone(operator.inplace_variant), arguments, device))
+
+
+def _imported(name: str) -> Any:
+    """A module of PyTorch's tests. Importing one forbids to set flags such as ``torch.backends.cudnn.deterministic``."""
+    module = importlib.import_module(f"torch.testing._internal.{name}")
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+    return module
+
+
+def _builder(function: Callable[..., Any], arguments: Any, device: str) -> Callable[[], Any]:
+    def build() -> Any:
+        leaves, spec = pytree.tree_flatten(arguments)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = tuple(leaves[place].detach().clone().requires_grad_(leaves[place].requires_grad) for place in places)
+        others = [None if place in places else leaf for place, leaf in enumerate(leaves)]
+        return Applied(function, others, spec, places).to(device), tensors, {}
+
+    return build
+
+
+def _on_clone(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda first, *args, **kwargs: function(first.clone(), *args, **kwargs)
+
+
+def modules(
+    samples: int, device: str, dtype: torch.dtype, *, part: int = 0, parts: int = 1, only: str = ""
+) -> Iterator[Sample]:
+    """Samples of PyTorch's modules in training mode; arguments as of `operators`."""
+    for entry in [known for known in _imported("common_modules").module_db if only in known.name][part::parts]:
+        try:
+            made = list(entry.module_inputs_func(entry, device=device, dtype=dtype, requires_grad=True, training=True))
+        except Exception:  # the database has no samples for this dtype or device
+            continue
+        for number, sample in enumerate(made[:: max(1, len(made) // samples)][:samples]):
+            yield Sample(f"{entry.name} {number}", _module_builder(entry.module_cls, sample, device, dtype))
+
+
+def _module_builder(kind: Any, sample: Any, device: str, dtype: torch.dtype) -> Callable[[], Any]:
+    def build() -> Any:
+        torch.manual_seed(0)
+        module = kind(*sample.constructor_input.args, **sample.constructor_input.kwargs).train()
+        return Contained(module.to(device, dtype)).to(device), sample.forward_input.args, sample.forward_input.kwargs
+
+    return build
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step leaves: results, gradients, buffers, and the state of the generator."""
+
+    results: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+    buffers: list[torch.Tensor]
+    generator: torch.Tensor
+
+    def differences(self, other: Outcome) -> list[str]:
+        """The names of what is not equal to the bit."""
+        found = []
+        for name in ("results", "gradients", "buffers"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if len(mine) != len(theirs):
+                found.append(f"number of {name}")
+            found += [
+                f"{name[:-1]} {place}" for place, pair in enumerate(zip(mine, theirs, strict=False)) if not same(*pair)
+            ]
+        return found + ["generator"] * (not torch.equal(self.generator, other.generator))
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether two tensors have the same bits; any two numbers that are none are the same."""
+    if one is None or other is None:
+        return one is other
+    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+        return False
+    if one.layout is not torch.strided:
+        return same(one.to_dense(), other.to_dense())
+    if one.is_complex():
+        one, other = (torch.view_as_real(tensor.resolve_conj()) for tensor in (one, other))
+    if one.is_floating_point():
+        if not torch.equal(one.isnan(), other.isnan()):
+            return False
+        one, other = one.nan_to_num(), other.nan_to_num()
+    return torch.equal(one, other)
+
+
+def step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    """One step from a fixed seed; each element of a result has another gradient, in rows."""
+
+    def fresh(leaf: Any) -> Any:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+    args, kwargs = pytree.tree_map(fresh, (args, kwargs))
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    results = tensors_in(model(*args, **kwargs))
+    loss: Any = 0.0
+    for result in results:
+        if result.requires_grad and result.numel():
+            numbers = torch.view_as_real(result) if result.is_complex() else result
+            slope = (
+                torch.arange(numbers.numel(), dtype=numbers.dtype, device=numbers.device).reshape(numbers.shape).cos()
+            )
+            loss = loss + (numbers.nan_to_num() * slope).sum().double()
+    if isinstance(loss, torch.Tensor):
+        loss.backward()
+    of_cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return Outcome(
+        [result.detach().clone() for result in results],
+        [tensor.grad for tensor in (*tensors_in((args, kwargs)), *model.parameters())],
+        [buffer.clone() for buffer in model.buffers()],
+        torch.cat([torch.get_rng_state(), *of_cuda]),
+    )
+
+
+def judge(sample: Sample) -> Verdict:
+    """Train a sample by a plan and compare two steps with plain PyTorch's."""
+    started = time.monotonic()
+
+    def verdict(status: str, detail: object = "") -> Verdict:
+        return Verdict(sample.name, status, str(detail)[:400], round(time.monotonic() - started, 2))
+
+    try:
+        with _limit(SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return verdict(*_judged(sample))
+    except TimeoutError as error:
+        return verdict(SLOW, error)
+    except Exception as error:
+        at = error.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        where = f" ({at.tb_frame.f_code.co_filename}:{at.tb_lineno})" if at is not None else ""
+        return verdict(CRASHED, f"{type(error).__name__}: {error}{where}")
+
+
+def _judged(sample: Sample) -> tuple[str, object]:
+    import monet_like
+    from monet_like.errors import InfeasibleError, MonetError
+
+    try:
+        plain, again = ([step(*built) for _ in range(2)] for built in (sample.build(), sample.build()))
+    except Exception as error:  # whatever PyTorch's operators raise
+        return INVALID, error
+    if found := plain[1].differences(again[1]):
+        return RANDOM, found
+    if all(gradient is None for gradient in plain[0].gradients):
+        return NO_GRADIENT, ""
+    model, args, kwargs = sample.build()
+    options: dict[str, Any] = {"effort": "quick", "on_new_input": "error", "verbose": False}
+    for share in BUDGETS:
+        try:
+            planned = monet_like.auto_schedule(model, args, kwargs=kwargs or None, memory_budget=share, **options)
+            break
+        except InfeasibleError as error:
+            refusal: MonetError = error
+        except MonetError as error:
+            return _refused(error), error
+    else:
+        return REFUSED, refusal
+    for expected in plain:
+        try:
+            got = step(planned, args, kwargs)
+        except MonetError as error:
+            return _refused(error), error
+        if found := expected.differences(got):
+            return WRONG, found
+    return RIGHT, ""
+
+
+def _refused(error: Exception) -> str:
+    return VALUES if re.search("values of a tensor|DynamicOutputShape|depends on their values", str(error)) else REFUSED
+
+
+@contextlib.contextmanager
+def _limit(seconds: int) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def summary(found: list[Verdict], title: str) -> Table:
+    """A table of the verdicts, with the reasons of those that are not right."""
+    table = Table(title=title)
+    table.add_column("verdict")
+    table.add_column("samples", justify="right")
+    count = Counter(verdict.status for verdict in found)
+    for status in STATUSES:
+        table.add_row(status, str(count[status]))
+        if status in (RIGHT, INVALID, NO_GRADIENT):
+            continue
+        reasons: dict[str, list[str]] = {}
+        for verdict in found:
+            if verdict.status == status:
+                reasons.setdefault(re.sub(r"'[^']*'|\d+(\.\d+)?", "…", verdict.detail)[:160], []).append(verdict.name)
+        for reason, names in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
+            table.add_row(f"  {reason}: {', '.join(names[:6])}", str(len(names)), style="dim")
+    return table
+
+
+@click.command()
+@click.argument("database", type=click.Choice(DATABASES))
+@click.option("--shard", default="0/1", show_default=True, help="Which part of how many, such as 2/8.")
+@click.option("--samples", default=2, show_default=True, help="Of each operator or module, at most.")
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(list(DTYPES)))
+@click.option("--only", default="", help="Names that contain this.")
+@click.option("--out", type=click.Path(path_type=Path), help="File for a line of JSON for each sample.")
+def main(database: str, shard: str, samples: int, device: str, dtype: str, only: str, out: Path | None) -> None:
+    """Train the samples of a database by plans; exit code 1 if one is wrong or crashed."""
+    part, parts = map(int, shard.split("/"))
+    torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
+    source = operators if database == "ops" else modules
+    found: list[Verdict] = []
+    with out.open("w") if out else contextlib.nullcontext() as file:
+        for sample in source(samples, device, DTYPES[dtype], part=part, parts=parts, only=only):
+            found.append(judge(sample))
+            if file is not None:
+                print(json.dumps(asdict(found[-1])), file=file, flush=True)
+    Console(width=160).print(summary(found, f"{len(found)} samples of {database} on {device} in {dtype}"))
+    if any(verdict.status in (WRONG, CRASHED) for verdict in found):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
