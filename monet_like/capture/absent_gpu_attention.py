@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import CaptureError, UsageError
+from ..torch_versions import release
 
 #: Kinds of attention by the names that users give.
 KINDS = {
@@ -205,7 +206,7 @@ def _efficient(call: Call, capability: tuple[int, int]) -> bool:
 def _cudnn(call: Call, capability: tuple[int, int]) -> bool:
     version = (torch.backends.cudnn.version() if torch._C._has_cudnn else None) or 0
     q, k, v = (t.shape[-1] for t in call.tensors)
-    most = 128
+    most = 256 if capability == (9, 0) and release() <= (2, 11) else 128
     if capability[0] == 10 and (q, v) == (192, 128) and version >= 91100:
         most = 192
     lengths = call.key.shape[-2] > 1 and not (call.query.shape[-2] == 1 and call.dropout)

@@ -162,6 +162,7 @@ _aten = torch.ops.aten
 _INPUT_FIRST = frozenset({_aten.elu_backward.default, _aten.leaky_relu_backward.default})
 #: Elementwise operators that PyTorch does not mark as such.
 _ELEMENTWISE = _INPUT_FIRST | {
+    _aten.leaky_relu.default,  # of PyTorch 2.11
     _aten.hardswish.default,
     _aten.hardswish_backward.default,
     _aten.hardtanh_backward.default,

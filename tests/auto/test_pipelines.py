@@ -235,7 +235,7 @@ def test_gradients_apart_are_refused() -> None:
         result = module(x)
         run = partial(stage_backward_input, [result], [torch.ones_like(result)], [x], module.parameters())
         if module is mine:
-            with pytest.raises(RuntimeError) as error:
+            with pytest.raises((RuntimeError, UsageError)) as error:  # PyTorch 2.11 asks for the hook earlier
                 run()
             assert "the training step computes the gradients of inputs and those of parameters apart" in told(
                 error.value
