@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from monet_like.errors import UsageError
+from monet_like.errors import UsageError, shortened
 from monet_like.models import UNet, build_model
 
 
@@ -137,7 +137,7 @@ def test_arguments_are_literals(tmp_path: Path, argument: str) -> None:
 def test_expressions_are_names_or_calls(tmp_path: Path, expression: str) -> None:
     sentinel = tmp_path / "sentinel"
     expression = expression.replace("{}", str(sentinel))
-    assert refusal(expression) == (
+    assert refusal(expression) == shortened(
         f"MODEL {expression!r} is not understood; give a dotted call with literal arguments "
         '("torchvision.models.resnet18(num_classes=10)"), unet, nasnet, amoebanet, darts, '
         "llama_1b, llama_3b, llama_8b, llama_70b, or path/to/file.py:make_model"
