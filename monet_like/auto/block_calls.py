@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.checks import is_sharded
 from ..capture.example_inputs import Example, device_of, input_specs, length_of, specs_in_words
 from ..capture.precision import autocast_name
 from ..capture.trees import map_tensors, tensors_of
@@ -17,7 +18,7 @@ from ..ir.units import Budget, format_bytes
 from .agreement import processes
 from .block_menus import BlockSettings
 from .block_plan import BlockPlan, plan_blocks
-from .block_wrapper import blocks_of, is_sharded
+from .block_wrapper import blocks_of
 from .step_memory import Blocks, step_of
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..capture.checks import is_sharded
 from ..capture.example_inputs import device_of
 from ..compiler.prepared import Prepared
 from ..compiler.progress import announce
@@ -26,7 +27,6 @@ from .agreement import all_agree, all_do, gathered, planned_by, processes
 from .block_bounds import BoundedBlocks
 from .block_menus import BlockSettings, Kind, check_alike, kinds_of, menus_of, read_point, records_of
 from .block_shares import OwnPlans, Share
-from .block_wrapper import is_sharded
 from .kept_blocks import NOTHING, BlockKey, KeptBlocks, most_of_rest
 from .step_memory import Blocks, Rehearsed, StepMemory, WholeStep
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..capture.answers import Answer
 from ..capture.captured import Captured
+from ..capture.checks import is_sharded
 from ..capture.example_inputs import Example, device_of, input_specs, specs_in_words
 from ..capture.precision import autocast_name, weights_layout
 from ..capture.trees import flattened, tensors_of
@@ -140,7 +141,7 @@ class BlockSchedule(ScheduleWrapper):
         return any(tensor.requires_grad for tensor in chain(tensors_of((args, kwargs)), self.parameters()))
 
     def _call(self, key: Any, example: Example) -> BlockCall | None:
-        """The block's call with its program, captured the first time; None for a second kind of call in a step.
+        """The block's call with its program, captured the first time; None for a second kind of call in a step, and for results without gradients.
 
         Those run as plain PyTorch and count as the rest of the model does.
 
@@ -148,7 +149,10 @@ class BlockSchedule(ScheduleWrapper):
             UsageError: the block changes its inputs.
         """
         if self._block_call is None:
-            self._block_call = self._captured_call(key, example)
+            call = self._captured_call(key, example)
+            if all(tangent is None for tangent in call.captured.tangents):  # no backward of it will run
+                return None
+            self._block_call = call
         elif self._block_call.key != key:
             if key not in self._plain_calls:
                 ways = specs_in_words(self._block_call.inputs), specs_in_words(input_specs(*example))
@@ -303,15 +307,6 @@ def _tensor(modules: dict[str, nn.Module], constants: dict[str, torch.Tensor], n
     found = modules[owner]._parameters[leaf]
     assert found is not None
     return found
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on this module."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
 
 
 def blocks_of(model: nn.Module) -> Sequence[BlockSchedule]:

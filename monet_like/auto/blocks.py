@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.checks import is_sharded
 from ..errors import UsageError
 from ..replay.stand_in import caching_config
 from ..replay.wrapper import ScheduleWrapper
@@ -42,7 +43,7 @@ def schedule_blocks(
         UsageError: the blocks are wrong, the model is in eval mode, or gives its layers a cache.
     """
     found = find_blocks(model, blocks)
-    _check_unsharded(found)
+    _check_unsharded(model, found)
     if config := caching_config(model):
         raise UsageError(
             f"{type(model).__name__} gives its layers a cache of keys and values also in training, which is another object in every "
@@ -131,13 +132,19 @@ def _check_apart(found: Mapping[str, nn.Module], model: str) -> None:
             raise UsageError(f"{name} {what}; take the schedules off first (monet_like.unwrap)")
 
 
-def _check_unsharded(found: Mapping[str, nn.Module]) -> None:
+def _check_unsharded(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
     for name, block in found.items():
-        if any(hasattr(parameter, "device_mesh") for parameter in block.parameters()):
+        if not any(hasattr(parameter, "device_mesh") for parameter in block.parameters()):
+            continue
+        if any(map(is_sharded, model.modules())):
             raise UsageError(
                 f"{name} is sharded already; call auto_schedule first, without example inputs, and then fully_shard on its "
                 "blocks and on the model"
             )
+        raise UsageError(
+            f"{name} has parameters that are split among processes (DTensor, tensor parallelism), and a schedule holds only one "
+            "process's own operators; give blocks= the parts that are not split, or shard by fully_shard after auto_schedule"
+        )
 
 
 def _replace(model: nn.Module, by: Mapping[Any, nn.Module]) -> None:

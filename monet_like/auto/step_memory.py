@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -266,9 +267,14 @@ def _drop_sparse_gradients(model: nn.Module, example: Example) -> None:
             tensor.grad = None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor's part in this process."""
-    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What is in this process's memory of a tensor: a sharded one's part, a quantised one's numbers and scales."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+        if isinstance(part, torch.Tensor):  # a sharded one has its mesh there, too
+            yield from _parts(part)
 
 
 def _resident_bytes(model: nn.Module, example: Example, optimizer: str, device: torch.device) -> int:
@@ -281,8 +287,8 @@ def _resident_bytes(model: nn.Module, example: Example, optimizer: str, device: 
     inputs = tensors_of(example)
     leaves = [*model.parameters(), *(tensor for tensor in inputs if tensor.is_leaf)]
     grads = (t.grad for t in leaves if t.grad is not None and t.grad.layout is torch.strided)
-    tensors = map(_local, (*model.parameters(), *model.buffers(), *inputs, *grads))
+    tensors = chain.from_iterable(map(_parts, (*model.parameters(), *model.buffers(), *inputs, *grads)))
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    trained = [_local(p) for p in model.parameters() if p.requires_grad]
+    trained = (part for p in model.parameters() if p.requires_grad for part in _parts(p))
     state = sum(map(OPTIMIZERS[optimizer].state_bytes, trained))
     return sum(allocated_bytes(size, device) for size in sizes.values()) + state

@@ -59,12 +59,31 @@ def check_unsharded(model: nn.Module) -> None:
     Raises:
         CaptureError: a module has them.
     """
+    from_fsdp = any(map(is_sharded, model.modules()))
     for name, module in model.named_modules():
-        if any(hasattr(parameter, "device_mesh") for parameter in module._parameters.values()):
+        who, parameters = name or type(model).__name__, [p for p in module._parameters.values() if p is not None]
+        if any(hasattr(parameter, "ds_id") for parameter in parameters):
             raise CaptureError(
-                f"{name or type(model).__name__} has sharded parameters, which are gathered while the step runs; shard "
-                "around it: fully_shard(ScheduleWrapper(model, ...))"
+                f"{who} has parameters that DeepSpeed's ZeRO stage 3 gathers while the step runs, outside of a schedule; take stage 1 or 2, "
+                "or fully_shard (FSDP2) with auto_schedule(model, blocks=...)"
             )
+        if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+            raise CaptureError(
+                f"{who} has sharded parameters, which are gathered while the step runs; shard around it: "
+                "fully_shard(ScheduleWrapper(model, ...)), or auto_schedule(model, blocks=...) and then fully_shard"
+                if from_fsdp
+                else f"{who} has parameters that are split among processes (DTensor, tensor parallelism), and a schedule holds only one "
+                "process's own operators; plan the parts that are not split, auto_schedule(model, blocks=[...]), or shard by fully_shard"
+            )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on this module."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
 
 
 def check_momentum(model: nn.Module) -> None:

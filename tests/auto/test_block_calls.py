@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from block_models import EXACT, Decoder, Short, assert_same_step, loss_of, measured_peak, plan_briefly, tokens
+from quantised_nets import adapted, by_torchao, four_bit
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import monet_like
 from monet_like.auto.block_calls import plans_of
@@ -50,7 +52,9 @@ def trained(model: nn.Module, changes: list[Change]) -> tuple[list[float], dict[
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return losses, {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def scheduled(plain: nn.Module, changes: list[Change], budget: str = "80%", **options: Any) -> Any:
@@ -278,3 +282,44 @@ def test_all_of_plain_memory_always_has_a_plan(width: int) -> None:
     plan = monet_like.block_plan(mine)
     assert plan is not None and plan.peak_bytes <= plan.plain_peak_bytes
     assert_same_step(plain, mine, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torchao", "4bit"])
+def test_blocks_with_quantised_weights(kind: str) -> None:
+    make = by_torchao("Int8WeightOnlyConfig") if kind == "torchao" else four_bit()
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Sequential(adapted(make), nn.Linear(8, 64)), nn.Linear(64, 8))
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    mine = scheduled(plain, [(nothing, x), (nothing, x[:5])], blocks="1", budget="1 GB")
+    assert not blocks_of(mine)[0]._plain_calls
+
+
+class Checkpointed(Short):
+    """A block that checkpoints itself, as layers of Transformers do after PEFT's `prepare_model_for_kbit_training`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return result
+
+
+def test_blocks_that_checkpoint_themselves_by_reentrance() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        mine = scheduled(Decoder(Checkpointed, 2), [(nothing, tokens())] * 2, "10 MB")
+    assert not any(block._plain_calls for block in blocks_of(mine))
+
+
+def test_a_block_whose_result_has_no_gradient_runs_plainly() -> None:
+    class Last(Decoder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](self.embedding(tokens))
+            return self.head(self.norm(x + self.layers[1](x)))
+
+    class Detached(Short):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).detach()
+
+    plain = Last(blocks=2)
+    plain.layers[1] = Detached(32)
+    mine = scheduled(plain, [(nothing, tokens())] * 2, "10 MB")
+    assert [block.record is None for block in blocks_of(mine)] == [False, True]

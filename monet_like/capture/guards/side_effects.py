@@ -77,10 +77,24 @@ def checkpoints_checked(model: nn.Module) -> Iterator[None]:
             )
 
     setattr(checkpoint, name, in_this_thread(checked, own))
+    reentrant = checkpoint.CheckpointFunction.apply
+    checkpoint.CheckpointFunction.apply = in_this_thread(_without_reentrance, reentrant)
     try:
         yield
     finally:
         setattr(checkpoint, name, own)
+        checkpoint.CheckpointFunction.apply = reentrant
+
+
+def _without_reentrance(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """The same computation as by ``use_reentrant=True``, whose backward cannot be traced.
+
+    There a function's result has a gradient if one of its arguments has.
+    """
+    if any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args):
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    with torch.no_grad():
+        return function(*args)
 
 
 def _changes_of_buffers(model: nn.Module) -> dict[str, int]:
