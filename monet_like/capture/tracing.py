@@ -242,6 +242,8 @@ def _decomposed_operators() -> Iterator[Any]:
             "softshrink",
             "multi_margin_loss",
             "multilabel_margin_loss_forward",
+            "istft",
+            "stft",
             "gru",
             "lstm",
             "rnn_relu",

@@ -49,6 +49,14 @@ def power(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (spectrum * spectrum.conj()).real
 
 
+def spectrum(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A filter of a spectrogram; the inverse looks whether its windows overlap, which the trace must answer as eager mode."""
+    window = torch.hann_window(8)
+    found = torch.stft(x.flatten().expand(2, -1), 8, 2, window=window, return_complex=True)
+    gain = torch.view_as_real(found).permute(0, 3, 1, 2).tanh()
+    return layer(torch.istft(found * gain[:, 0], 8, 2, window=window, length=48).view(-1, 8))
+
+
 def imaginary(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.fft.fft(layer(x)).conj().imag
 
@@ -90,6 +98,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "rotary": lambda: (Net(rotary, linear()), rows()),
     "power": lambda: (Net(power, linear()), rows()),
     "imaginary": lambda: (Net(imaginary, linear()), rows()),
+    "spectrum": lambda: (Net(spectrum, linear()), rows()),
     "chunks": lambda: (Net(chunks, linear()), rows()),
     "gru": lambda: (nn.GRU(8, 8, 2, dropout=0.5), rows(2, 3, 8)),
     "rnn": lambda: (nn.RNN(8, 8, 3, dropout=0.3, bidirectional=True, nonlinearity="relu"), rows(2, 3, 8)),
