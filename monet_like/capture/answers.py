@@ -8,7 +8,7 @@ asks again in every step: a step whose answers are others is another branch, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +129,16 @@ class Given(_Asked):
         self.asked.append(QUESTION(tensors, number))
         return self._answers[number].value
 
+    def again(self, function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
+        """What a checkpointed function is called as in the backward, where it asks as before, and what is called when its forward ends."""
+        start, found = len(self.asked), list[Answer]()
+
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            with _Again(found):
+                return function(*args, **kwargs)
+
+        return recomputed, lambda: found.extend(self._answers[start : len(self.asked)])
+
     def check_end(self) -> None:
         """Whether the trace asked all that the plain forward did.
 
@@ -140,6 +150,17 @@ class Given(_Asked):
                 f"its Python code asks {len(self._answers)} times for values of tensors in a plain forward, and {len(self.asked)} "
                 "times in a trace"
             )
+
+
+class _Again(_Asked):
+    """Gives the same answers again."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        super().__init__()
+        self._answers = iter(answers)
+
+    def answer(self, func: Any, tensors: list[torch.Tensor], options: dict[str, Any]) -> Any:
+        return next(self._answers).value
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import CaptureError
+from ..nn.sync_batch_norm import is_synchronised, world
 from .annotations import InPlaceCalls, marked_modules, named_layers
 from .answers import Answer, Given, recorded_answers, tolist_by_elements
 from .checks import may_have_gradient
@@ -116,12 +117,12 @@ class FlatModule(nn.Module):
             stack.enter_context(self.autocast.in_forward([*self.model.parameters(), *self._leaf_inputs(tensors)]))
             stack.enter_context(keeping_generators(f"{type(self.model).__name__}.forward"))
             stack.enter_context(keeping_tensors(self.model))
-            stack.enter_context(checkpoints_checked(self.model))
+            answers = Given(self.answers or ())
+            stack.enter_context(checkpoints_checked(self.model, answers.again))
             for context in (self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules()):
                 stack.enter_context(context)
             if self.recorder is not None:
                 stack.enter_context(self.recorder.forward(self._given(tensors), given_containers(args, kwargs)))
-            answers = Given(self.answers or ())
             stack.enter_context(tolist_by_elements())
             if self.answers:
                 stack.enter_context(answers)
@@ -161,7 +162,9 @@ class FlatModule(nn.Module):
         return found
 
     def has_values(self) -> bool:
-        """Whether a plain forward can run: no parameter, buffer or argument is a tensor without memory."""
+        """Whether a plain forward can run: no tensor is without memory, and no other process would have to take part."""
+        if is_synchronised(self.model) and world()[1] > 1:
+            return False
         held = (*self.leaves, *self.model.parameters(), *self.model.buffers())
         return not any(isinstance(t, FakeTensor) or t.is_meta for t in held if isinstance(t, torch.Tensor))
 

@@ -124,6 +124,8 @@ def _asks(flat: FlatModule, error: Exception) -> bool:
         Exception: what a plain forward raises.
     """
     asks = _data_dependent(error)
+    if asks:
+        _asking.add(flat.model)
     if isinstance(error, CaptureError) or not flat.has_values():
         return asks
     try:
@@ -135,6 +137,11 @@ def _asks(flat: FlatModule, error: Exception) -> bool:
     if flat.answers:
         _asking.add(flat.model)
     return asks or bool(flat.answers)
+
+
+def asks_for_values(model: nn.Module) -> bool:
+    """Whether the forward of a model that was traced has asked for values of tensors."""
+    return model in _asking
 
 
 def _refused(flat: FlatModule, error: Exception) -> CaptureError:

@@ -24,8 +24,9 @@ from ..capture.guards.side_effects import generators_restored
 from ..capture.lowering import capture
 from ..capture.precision import AUTOCASTS, autocast_as, autocast_name
 from ..capture.quantised import settle
+from ..capture.tracing import asks_for_values
 from ..capture.trees import flattened
-from ..errors import MonetError, ScheduleFileError, UsageError, warn_caller
+from ..errors import CaptureError, MonetError, ScheduleFileError, UsageError, warn_caller
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import is_synchronised, world
@@ -132,7 +133,11 @@ class ScheduleWrapper(StandIn):
                     f"the schedule's autocast is {record.autocast!r}, which this version does not know"
                 )
             with autocast_as(record.autocast, device), told_of_order(inputs):
-                self._new_step(self._key(leaves, spec), args, kwargs, captured)
+                try:
+                    self._new_step(self._key(leaves, spec), args, kwargs, captured)
+                except (CaptureError, ScheduleFileError):
+                    if not inputs or not asks_for_values(model):
+                        raise  # else the first call, which has values, is captured
 
     def _share(self, model: nn.Module, backend: str) -> None:
         """Share the parameters, buffers and submodules of ``model``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from any_schedule import AnySchedule, assert_as_plain, step
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import monet_like
 from monet_like.capture.answers import recorded_answers
@@ -121,6 +123,17 @@ def distributed(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return normal.rsample().tanh().mean() - normal.log_prob(t).mean()
 
 
+def checkpointed(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def part(h: torch.Tensor) -> torch.Tensor:
+        h = m.drop(m.first(h)).tanh()
+        return m.last(h * 2) if (h.norm() > 2) or (t < 0).any() else h
+
+    h = m.norm(x)
+    for _ in range(2):
+        h = checkpoint(part, h, use_reentrant=False)
+    return h
+
+
 ALL = [
     masked,
     clamped,
@@ -135,6 +148,7 @@ ALL = [
     indexed,
     spread,
     distributed,
+    checkpointed,
 ]
 
 
@@ -269,6 +283,23 @@ def test_fake_inputs_have_no_values() -> None:
         ),
     ):
         capture(Body(early), tuple(mode.from_tensor(tensor) for tensor in inputs()[0]))
+
+
+def test_a_schedule_file_without_an_example() -> None:
+    """Fake inputs cannot be asked, so the first call is captured."""
+    torch.manual_seed(0)
+    model, given = Body(masked), inputs(3)
+    found = monet_like.problem(model, given[0], device="cpu", mode="normal", profile="roofline:cpu").plan(
+        "200%", strategy="store_all"
+    )
+    plain = copy.deepcopy(model)
+    scheduled = monet_like.ScheduleWrapper(model, found.record)
+    for called in (plain, scheduled):
+        torch.manual_seed(1)
+        for x, t in (given[0], given[1]):
+            step(called, x, t)
+    for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert its.grad is not None and torch.equal(ours.grad, its.grad)
 
 
 def test_sizes_that_depend_on_values_are_refused() -> None:

@@ -55,8 +55,11 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 @contextlib.contextmanager
-def checkpoints_checked(model: nn.Module) -> Iterator[None]:
+def checkpoints_checked(model: nn.Module, again: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
     """Refuse ``torch.utils.checkpoint`` around what changes buffers: plain PyTorch does it again in the backward, a schedule not.
+
+    Args:
+        again: from a checkpointed function to what calls it in the backward, and to what is to be called after the forward.
 
     Raises:
         CaptureError: a checkpointed function changes a buffer, such as the running statistics of a batch norm.
@@ -64,9 +67,11 @@ def checkpoints_checked(model: nn.Module) -> Iterator[None]:
     name = next(name for name in _CHECKPOINTING if hasattr(checkpoint, name))
     own = getattr(checkpoint, name)
 
-    def checked(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    def checked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
         before = _changes_of_buffers(model)
-        yield from own(*args, **kwargs)
+        function, ended = again(function)
+        yield from own(function, *args, **kwargs)
+        ended()
         now = _changes_of_buffers(model)
         changed = [buffer for buffer, count in now.items() if count != before.get(buffer)]
         if changed:
