@@ -196,7 +196,7 @@ def plan_quickly(
     def search(ready: Prepared) -> Plan:
         try:
             return planned(
-                ready, request, strategy="heuristic", evaluations=quick_evaluations(), enough=lambda: left() <= 0,
+                ready, request, strategy="heuristic", evaluations=quick_evaluations(), enough=lambda _: left() <= 0,
                 seconds=left(),
             )  # fmt: skip
         except SolverError:

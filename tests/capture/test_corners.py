@@ -409,7 +409,7 @@ def test_arguments_that_are_no_tensors() -> None:
     for part in (slice(0, 3), slice(1, 4)):
         assert torch.equal(wrapped(x, part), model(x, part))
     with pytest.raises(UsageError, match="an argument of type set"):
-        wrapped(x, {1})
+        auto_schedule(model, (x, {1}), memory_budget="200%", time_limit_seconds=2)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def find_quickly(
     *,
     extra_bytes: int = 0,
     seconds: float = SECONDS,
-    enough: Callable[[], bool] = lambda: False,
+    enough: Callable[[bool], bool] = lambda fits: False,
     **options: Any,
 ) -> Lowest | None:
     """A schedule within the budget by local search; where it finds none, one with the lowest peak that is found.
@@ -125,15 +125,16 @@ def find_quickly(
 
     Args:
         seconds: wall seconds for that program; it may have `LEAST_SECONDS`.
-        enough: returns whether time is up; asked before every annealing.
+        enough: called with whether a schedule that fits is found; returns whether time is up. Called before every annealing.
         options: further ones of `find_start`.
     """
-    options["enough"] = lambda _: enough()
     floor, _ = floor_bytes(program, costs, extra_bytes)
     known: tuple[Schedule, Report] | None = None
 
     def start(**more: Any) -> Lowest | None:
-        found = find_start(program, costs, budget_bytes, extra_bytes=extra_bytes, **{**options, **more})
+        found = find_start(
+            program, costs, budget_bytes, extra_bytes=extra_bytes, **{"enough": enough, **options, **more}
+        )
         if found is None:
             return None
         return Lowest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
@@ -141,7 +142,7 @@ def find_quickly(
     if (
         floor <= budget_bytes and is_small(program) and start(evaluations=0) is None
     ):  # annealing would try for long here
-        known = smallest_known(program, costs, extra_bytes=extra_bytes, enough=enough)
+        known = smallest_known(program, costs, extra_bytes=extra_bytes, enough=lambda: enough(False))
         if known is not None and known[1].peak_bytes > budget_bytes:
             lowest = find_lowest(
                 program, costs, Lowest(*known, floor), None, enough_bytes=budget_bytes, extra_bytes=extra_bytes,
@@ -151,7 +152,7 @@ def find_quickly(
             return faster or lowest
     if floor <= budget_bytes and (found := start()) is not None:
         return found
-    known = known or smallest_known(program, costs, extra_bytes=extra_bytes, enough=enough)
+    known = known or smallest_known(program, costs, extra_bytes=extra_bytes, enough=lambda: enough(False))
     return None if known is None else Lowest(*known, floor)
 
 
