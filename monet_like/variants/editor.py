@@ -37,6 +37,13 @@ class Editor:
         self.slots = [list(slot) for slot in captured.program.slots]
         #: Of every value the slot that reads it last: the list of its ways.
         self._last = {value: ways for ways in self.slots for value in ways[0].reads}
+        self._readers: dict[int, list[Task]] = {}
+        self._makers: dict[int, list[Task]] = {}
+        for task in self.tasks:
+            for value in task.reads:
+                self._readers.setdefault(value, []).append(task)
+            for value in task.writes:
+                self._makers.setdefault(value, []).append(task)
         self._after: dict[str, list[Task]] = {}
         self._before: dict[str, list[Task]] = {}
         self._of_parameters: set[int] | None = None
@@ -135,7 +142,7 @@ class Editor:
 
     def forward_readers(self, value: int) -> list[Task]:
         """PyTorch's own forward tasks that read a value."""
-        return [task for task in self.tasks if value in task.reads]
+        return self._readers.get(value, [])
 
     def only_reader(self, value: int) -> Task | None:
         """The only forward task that reads ``value``, if it is one call of PyTorch's with one result; else None."""
@@ -146,7 +153,7 @@ class Editor:
 
     def maker(self, value: int) -> Task | None:
         """The last of PyTorch's own tasks that write a forward value; None if all of them run in the backward only."""
-        makers = [task for task in self.tasks if value in task.writes]
+        makers = self._makers.get(value, [])
         return makers[-1] if any(task.runs != "again" for task in makers) else None
 
     def of_parameters(self, value: int) -> bool:
@@ -158,9 +165,9 @@ class Editor:
                     self._of_parameters.update(task.writes)
         return value in self._of_parameters
 
-    def avoidable(self, value: int) -> bool:
-        """Whether every slot has a way that does not read ``value``."""
-        return all(any(value not in way.reads for way in ways) for ways in self.slots)
+    def unavoidable(self) -> set[int]:
+        """The values that all ways of some slot read."""
+        return {value for ways in self.slots for value in set.intersection(*(set(way.reads) for way in ways))}
 
     def replaceable(self, grad: Any, slot: int, result: Any) -> bool:
         """Whether a slot may overwrite ``grad`` with its result: it has the same layout and no later slot reads it."""

@@ -90,9 +90,10 @@ def _may_swap(own: torch.dtype, other: TensorMeta | None) -> bool:
 
 def offer(editor: Editor) -> None:
     """Offer, for ``inplace``, to overwrite forward inputs that nothing else reads and gradients at their last use."""
+    needed = editor.unavoidable()
     for task, call in editor.find(*FORWARD):
         for taken, write in overwriting(call, FORWARD[call.op], editor.meta_of):
-            if _is_free(editor, task, call, taken):
+            if taken.name not in needed and _is_free(editor, task, call, taken):
                 suffix = "" if taken is call.args[0] else "_other"
                 options: dict[str, Any] = {"word": "inplace", "overwrites": taken.name, "runs": task.runs}
                 editor.add(task, (write,), task.writes, f"in_place{suffix}", **options)
@@ -100,7 +101,7 @@ def offer(editor: Editor) -> None:
 
 
 def _is_free(editor: Editor, task: Task, call: Call, taken: Ref) -> bool:
-    """Whether a forward task may overwrite an argument: a value of the result's layout that nothing else reads."""
+    """Whether a forward task may overwrite an argument: a value of the result's layout that no other forward task reads."""
     out = call.outs[0]
     assert out is not None and isinstance(out.name, int)
     return (
@@ -110,7 +111,6 @@ def _is_free(editor: Editor, task: Task, call: Call, taken: Ref) -> bool:
         and editor.metas[taken.name] == editor.metas[out.name]
         and editor.dense(taken.name)
         and editor.forward_readers(taken.name) == [task]
-        and editor.avoidable(taken.name)
         and taken.name not in editor.captured.program.outputs
         and out.name not in editor.captured.program.outputs
     )
