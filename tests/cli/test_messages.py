@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from monet_like.ir.schedule import Schedule
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan import STRATEGIES
 from monet_like.plan.strategies import from_schedule
+from monet_like.solvers import interface, processes
 from monet_like.solvers.processes import stop_waiting
 from monet_like.zoo.download import find_record
 from monet_like.zoo.registry import Registry
@@ -631,32 +631,27 @@ def test_an_operator_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, failur
     assert written() == []
 
 
-def test_ctrl_c_while_solving_keeps_the_best_plan() -> None:
+def test_ctrl_c_while_solving_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real SIGINT, sent while the solver's process is at work (held there, so that it cannot be done before): that
     is gone, and the best plan so far is written."""
     stop_waiting()  # of earlier tests
     seen: list[int] = []
-    done = threading.Event()
+    own = processes.start_worker
 
-    def press() -> None:
-        while not done.is_set():
-            for child in psutil.Process().children():
-                if any("monet_like.solvers.worker" in part for part in child.cmdline()):
-                    child.suspend()
-                    seen.append(child.pid)
-                    time.sleep(0.1)  # as no person is faster
-                    os.kill(os.getpid(), signal.SIGINT)
-                    return
-            time.sleep(0.01)
+    def start(*args: Any) -> processes.Worker:
+        worker = own(*args)
+        if not seen:
+            worker.child.send_signal(signal.SIGSTOP)
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()  # as no person is faster
+        seen.append(worker.child.pid)
+        return worker
 
-    presser = threading.Thread(target=press)
+    for module in (processes, interface):
+        monkeypatch.setattr(module, "start_worker", start)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
-    presser.start()
     try:
         result = solve("--gap", "0", "--out", "plan.pkl", model="net.py:chain", budget="24 KB")
     finally:
-        done.set()
-        presser.join()
         signal.signal(signal.SIGINT, before)
     assert seen, result.output
     assert result.exit_code == 0, result.output

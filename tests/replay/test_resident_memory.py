@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from monet_like.ir.units import MIB
+from monet_like.profile import measure
 from monet_like.profile.measure import seconds_of
 
 _CHILD = """
@@ -78,13 +79,12 @@ def test_high_water_mark() -> None:
         assert abs(measured - predicted) <= MIB, (predicted / MIB, measured / MIB)
 
 
-def test_what_comes_before_an_operator_is_not_timed() -> None:
+def test_what_comes_before_an_operator_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-
-    def before() -> None:
-        called.append("before")
-        time.sleep(0.02)
-
-    seconds = seconds_of(lambda: called.append("operator"), torch.device("cpu"), before=before, repeats=3)
+    seconds = {"before": 1.0, "operator": 0.01}
+    clock = SimpleNamespace(perf_counter=lambda: sum(seconds[name] for name in called))
+    monkeypatch.setattr(measure, "time", clock)
+    device = torch.device("cpu")
+    found = seconds_of(lambda: called.append("operator"), device, before=lambda: called.append("before"), repeats=3)
     assert called == ["before", "operator"] * 3
-    assert seconds < 0.02
+    assert found == pytest.approx(0.01)
