@@ -105,13 +105,12 @@ class StepMemory:
         sharing: with ``same``, count the largest of all processes.
 
     Raises:
-        UsageError: the optimizer is unknown, or steps in the backward.
+        UsageError: the optimizer is unknown.
     """
 
     def __init__(self, of: Blocks, whole: WholeStep, optimizer: str, sharing: Sharing) -> None:
         self.of, self.whole, self.sharing = of, whole, sharing
         self.device = device_of(of.model)
-        _check_hooks(of.model)
         self.resident_bytes = _resident_bytes(of.model, whole.example, optimizer, self.device)
         self._before = self._state = State([of.model, whole.run, whole.example])
         self._first_end_bytes: int | None = None
@@ -183,6 +182,7 @@ class StepMemory:
         gc.collect()  # or else memory of cycles that is freed meanwhile would seem to be the step's
         try:
             with generators_restored(self.device):
+                _without_hooks(self.of.model)
                 _drop_sparse_gradients(self.of.model, self.whole.example)
                 stretches = allocated_stretches(run, self.device)
         finally:
@@ -230,18 +230,14 @@ def _loss(result: Any) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 and tensors[0].numel() == 1 else unsaved_loss(tensors)
 
 
-def _check_hooks(model: nn.Module) -> None:
-    """Refuse optimizers that step in the backward: in a rehearsal they would step, too.
+def _without_hooks(model: nn.Module) -> None:
+    """Have hooks that run when a gradient is there not run in a rehearsal: those of an optimizer that steps in the backward would step.
 
-    Raises:
-        UsageError: there are such hooks.
+    So the plan has room for all gradients. The state that is put back has the hooks.
     """
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UsageError(
-                f"{name} has a hook that runs when its gradient is there, as of an optimizer that steps in the backward; blocks are "
-                "planned with steps of their own, so register such hooks after auto_schedule has planned (give it example inputs)"
-            )
+    for parameter in model.parameters():
+        if hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
+            hooks.clear()
 
 
 def _check_not_advanced(what: str) -> None:

@@ -323,3 +323,22 @@ def test_a_block_whose_result_has_no_gradient_runs_plainly() -> None:
     plain.layers[1] = Detached(32)
     mine = scheduled(plain, [(nothing, tokens())] * 2, "10 MB")
     assert [block.record is None for block in blocks_of(mine)] == [False, True]
+
+
+def test_an_optimizer_may_step_in_the_backward() -> None:
+    def in_backward(model: Any) -> None:
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.5)
+
+            def step(parameter: torch.Tensor, optimizer: Any = optimizer) -> None:
+                steps.append(1)
+                optimizer.step()
+                parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(step)
+
+    steps: list[int] = []
+    plain = Decoder(blocks=2)
+    mine = scheduled(plain, [(in_backward, tokens())] + [(nothing, tokens())] * 2, "90%")
+    assert len(steps) == 2 * 3 * len([*plain.parameters()])
+    assert any(block.record is not None for block in blocks_of(mine))

@@ -105,6 +105,39 @@ def test_sharded_blocks_keep_the_budget(tmp_path: Path) -> None:
     together(tmp_path, _sharded, Short, "80%", {}, within_seconds=300.0)
 
 
+def _accumulated_and_alone(rank: int) -> None:
+    """Micro-batches without synchronisation, then batches that one process alone has: larger, smaller, of one row."""
+    plan_briefly()
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    plain: Any = Decoder()
+    mine: Any = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="80%", blocks="layers.*", **OPTIONS)
+    plain, mine = sharded(plain), sharded(mine)
+    x = batch_of(rank)
+
+    def both(batches: list[torch.Tensor]) -> None:
+        for model in (plain, mine):
+            model.zero_grad()
+            torch.manual_seed(1)
+            for number, batch in enumerate(batches):
+                model.set_requires_gradient_sync(number == len(batches) - 1)
+                loss_of(model(batch)).backward()
+        for (name, one), other in zip(plain.named_parameters(), mine.parameters(), strict=True):
+            assert torch.equal(one.grad.to_local(), other.grad.to_local()), name
+
+    both([x[:32], x[32:]])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Short runs as plain PyTorch when it is called with")
+        both([batch_of(2)[: 32 * (1 + rank)]])
+        both([x[: 1 + 5 * rank]])
+        both([x[:8, : 32 - 31 * rank]])
+    assert bool(blocks_of(mine)[0]._plain_calls) == (rank == 1)
+
+
+@pytest.mark.slow
+def test_accumulation_and_batches_of_one_process_alone(tmp_path: Path) -> None:
+    together(tmp_path, _accumulated_and_alone)
+
+
 def _kept(rank: int) -> None:
     """The second start of both processes takes the plan of the first one's file, and counts its own rest again."""
     plan_briefly()
