@@ -60,6 +60,19 @@ class ProfileError(MonetError):
     """An operator could not be measured, or a profile lacks an operator."""
 
 
+class OutOfMemory(ProfileError):
+    """The machine has not enough memory to measure an operator.
+
+    Attributes:
+        task: the operator's name in the program.
+        told: what the allocator said.
+    """
+
+    def __init__(self, message: str, task: str, told: str) -> None:
+        super().__init__(message)
+        self.task, self.told = task, told
+
+
 class InfeasibleError(MonetError):
     """No schedule fits the memory budget.
 

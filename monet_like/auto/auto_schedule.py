@@ -21,7 +21,7 @@ from ..ir.defaults import MODE, SOLVER
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import Budget, parse_budget
 from ..replay.compatibility import call_difference
-from ..replay.wrapper import NewInput, ScheduleWrapper
+from ..replay.wrapper import NewInput, ScheduleWrapper, is_empty
 from . import parts
 from .block_menus import BlockSettings
 from .blocks import BlockNames, schedule_blocks
@@ -165,9 +165,11 @@ class AutoSchedule(ScheduleWrapper):
         return super().extra_repr() if self.record else "schedule: made at the first training call"
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Plan for calls with such arguments, now instead of at the first of them."""
+        """Plan for calls with such arguments, now instead of at the first of them; not for a batch of no elements."""
         kwargs = self._without_cache(args, kwargs)
         leaves, spec = flattened((args, kwargs))
+        if is_empty(leaves):
+            return
         self._new_step(self._key(leaves, spec), args, kwargs)
         self._begun = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress, announce
 from ..compiler.request import Request, captured_for, in_autograd_order
 from ..compiler.sources import Cached, keep
-from ..errors import InfeasibleError, ScheduleFileError, SolverError
+from ..errors import InfeasibleError, OutOfMemory, ProfileError, ScheduleFileError, SolverError
 from ..files import cache_folder
 from ..ir.schedule_file import PLAIN, ScheduleRecord
 from ..ir.simulate import simulate
@@ -134,6 +135,7 @@ def _compiled(
 
     Raises:
         InfeasibleError: nothing fits.
+        ProfileError: an operator could not be measured.
     """
     source, budget = Cached.of(device), settings.budget
     try:
@@ -155,6 +157,13 @@ def _compiled(
                 return _plain_record(request, ready, limit)
     except (InfeasibleError, SolverError) as error:
         raise _in_words(error, request, budget, quick=quick) from None
+    except OutOfMemory as error:
+        tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", error.told)
+        raise ProfileError(
+            f"{request.expression} for {specs_in_words(input_specs(*request.example))} cannot be planned on {device_name(device)}: "
+            f"{error.task} ran out of memory when it was measured by itself{f' (it wanted {tried[1]})' if tried else ''}; give smaller "
+            "inputs, or a machine with more memory"
+        ) from error
 
 
 def _plain_record(request: Request, ready: Prepared, limit: int) -> ScheduleRecord:

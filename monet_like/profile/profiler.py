@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..capture.captured import allocated_bytes
-from ..errors import ProfileError
+from ..errors import OutOfMemory, ProfileError, warn_caller
 from ..ir.mode import ALGORITHMS
 from ..ir.program import REFUSED, Cost, Task
 from ..ops import liger, runs_here
@@ -58,8 +58,9 @@ def measure(
         timed: measure seconds as well as workspace; else they are 0.
 
     Raises:
-        ProfileError: a task failed; out of memory is said to be that. An algorithm of a library's that fails is
-            `REFUSED` instead, and so is a kernel of Liger's: libraries do not say before which they have.
+        ProfileError: one of PyTorch's own operators failed; out of memory is said to be that. An operator variant that fails is
+            `REFUSED` instead, with a warning unless it is an algorithm of a library's or a kernel of Liger's: libraries do not say
+            before which they have.
     """
     passes = PASSES if timed else 0
     seconds, report = dict[str, float](), _reporter(progress, (1 + passes) * len(tasks))
@@ -130,12 +131,18 @@ def _tried(tasks: Mapping[str, Task], maker: Inputs, report: Callable[..., None]
 
 
 def _unless_refused(task: Task, what: Callable[[], _Found]) -> _Found | None:
-    """The result of ``what``; None if it fails and the task is an algorithm or a kernel of another library."""
+    """The result of ``what``; None if it fails and the task is none of PyTorch's own."""
     try:
         return what()
-    except ProfileError:
-        if task.word != ALGORITHMS and not any(liger.is_ours(call.op) for call in task.calls):
+    except ProfileError as error:
+        expected = task.word == ALGORITHMS or any(liger.is_ours(call.op) for call in task.calls)
+        if task.variant == "aten" and not expected:
             raise
+        if not expected:
+            warn_caller(
+                f"operator variant {task.variant} is left out where it does not run ({error}). The step is exact without it, but may "
+                "take more time or memory"
+            )
         return None
 
 
@@ -211,10 +218,12 @@ class _Trial:
                 return what(self._maker.of(task))
         except (RuntimeError, MemoryError, NotImplementedError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            reason, hint = "failed", ""
             if _is_out_of_memory(error):
-                reason, hint = "ran out of memory", "; measure at a smaller batch with --profile-batch"
-            raise ProfileError(f"profiling {task.name} {reason}: {task.cost}: {first}{hint}") from error
+                told = f"profiling {task.name} ran out of memory: {task.cost}: {first}"
+                raise OutOfMemory(
+                    f"{told}; measure at a smaller batch with --profile-batch", task.name, first
+                ) from error
+            raise ProfileError(f"profiling {task.name} failed: {task.cost}: {first}") from error
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

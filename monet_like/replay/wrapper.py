@@ -165,9 +165,9 @@ class ScheduleWrapper(StandIn):
             return self._model(*args, **kwargs)
         kwargs = self._without_cache(args, kwargs)
         leaves, spec = flattened((args, kwargs))
-        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if inputs and not any(tensor.numel() for tensor in inputs):  # an empty batch has nothing to save
+        if is_empty(leaves):
             return self._model(*args, **kwargs)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         known: tuple[Answer, ...] = ()
         while True:
             with self._lock:
@@ -480,6 +480,12 @@ def check_backend(backend: str, device: torch.device) -> None:
         raise UsageError(f"backend {backend!r} is unknown; give {' or '.join(BACKENDS)}")
     if backend == "inductor":
         check_inductor(device)
+
+
+def is_empty(leaves: Sequence[Any]) -> bool:
+    """Whether a call's tensors have no elements: such a batch has nothing to save, and runs as the plain model."""
+    inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return bool(inputs) and not any(tensor.numel() for tensor in inputs)
 
 
 def _residents(step: Step) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

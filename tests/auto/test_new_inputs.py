@@ -18,7 +18,7 @@ from monet_like.auto.auto_schedule import AutoSchedule
 from monet_like.auto.whole_plan import WholeSettings
 from monet_like.capture.captured import Captured
 from monet_like.compiler.request import Request
-from monet_like.errors import InfeasibleError, UsageError
+from monet_like.errors import InfeasibleError, ProfileError, UsageError
 from monet_like.ir.schedule_file import PLAIN, ScheduleRecord
 from monet_like.ir.units import MIB, format_apart
 from monet_like.plan.random_schedules import random_schedule
@@ -267,3 +267,25 @@ def test_a_second_way_of_calling_has_the_first_ones_bytes() -> None:
         wrapped = as_plain(Critics(), [(z, real), (z,), (z, real), (z,)], memory_budget="90%")
     first, second = wrapped.records
     assert 0.9 * second.plain_peak_bytes < second.budget_bytes == first.budget_bytes
+
+
+def test_an_example_of_no_rows_plans_nothing(plans: list[tuple[int, ...]]) -> None:
+    wrapped = monet_like.auto_schedule(mlp(8, 8, 8), torch.randn(0, 8), mode=EXACT)
+    assert plans == []
+    trained(wrapped, [rows(6), (torch.randn(0, 8),), rows(6)])
+    assert plans == [(6, 8)]
+
+
+def test_what_cannot_be_measured_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> int:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] can't allocate memory: you tried to allocate 64 bytes. Error 12"
+        )
+
+    monkeypatch.setattr("monet_like.profile.profiler.allocated_peak", fail)
+    said = (
+        r"^Sequential for float32\[6, 8\] cannot be planned on .*: \w+ ran out of memory when it was measured by itself \(it wanted "
+        r"64 bytes\); give smaller inputs, or a machine with more memory$"
+    )
+    with pytest.raises(ProfileError, match=said):
+        monet_like.auto_schedule(mlp(8, 8, 8), rows(6), mode="normal", effort="quick")
