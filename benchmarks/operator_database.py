@@ -40,6 +40,8 @@ RIGHT, VALUES, REFUSED, INVALID, NO_GRADIENT, RANDOM, SLOW, WRONG, CRASHED = STA
     "right", "depends on values", "refused", "invalid in plain PyTorch", "no gradient", "differs from itself", "slow",
     "wrong", "crashed",
 )  # fmt: skip
+#: All variants that are exact.
+MODE = "inplace_multiway_newnode"
 #: Shares of plain PyTorch's peak; the first one that has a plan is taken.
 BUDGETS = ("85%", "100%", "130%")
 SECONDS = 60
@@ -293,7 +295,7 @@ def _judged(sample: Sample) -> tuple[str, object]:
     if all(gradient is None for gradient in plain[0].gradients):
         return NO_GRADIENT, ""
     model, args, kwargs = sample.build()
-    options: dict[str, Any] = {"effort": "quick", "on_new_input": "error", "verbose": False}
+    options: dict[str, Any] = {"mode": MODE, "effort": "quick", "on_new_input": "error", "verbose": False}
     for share in BUDGETS:
         try:
             planned = monet_like.auto_schedule(model, args, kwargs=kwargs or None, memory_budget=share, **options)

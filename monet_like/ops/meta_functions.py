@@ -38,7 +38,7 @@ def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> T
     return log_probs.new_empty(log_probs.shape)
 
 
-def _margin_loss_backward(grad: Tensor, x: Tensor, *_: Any, **__: Any) -> Tensor:
+def _like_second(grad: Tensor, x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -103,14 +103,14 @@ def group_norm_layout(x: Tensor) -> torch.memory_format:
 
 @cache
 def register() -> None:
-    """Register, once, results of Gamma and Dirichlet samplers, CTC loss with lists of lengths, margin losses, group norm, products of
-    groups, and a GRU's cell on a GPU."""
+    """Register, once, results of Gamma and Dirichlet samplers, CTC loss with lists of lengths, margin losses, fractional
+    pooling in 3-D, group norm, products of groups, and a GRU's cell on a GPU."""
     for name in ("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad"):
         torch.library.register_fake(f"aten::{name}", _row_major, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss", _ctc_loss, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss_backward", _ctc_loss_backward, allow_override=True)
-    for name in ("multi_margin_loss_backward", "multilabel_margin_loss_backward"):
-        torch.library.register_fake(f"aten::{name}", _margin_loss_backward, allow_override=True)
+    for name in ("multi_margin_loss_backward", "multilabel_margin_loss_backward", "fractional_max_pool3d_backward"):
+        torch.library.register_fake(f"aten::{name}", _like_second, allow_override=True)
     torch.library.register_fake("aten::_grouped_mm", _grouped_mm, allow_override=True)
     torch.library.register_fake("aten::_thnn_fused_gru_cell", _gru_cell, allow_override=True)
     torch.library.register_fake("aten::_thnn_fused_gru_cell_backward", _gru_cell_backward, allow_override=True)
