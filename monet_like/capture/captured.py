@@ -148,6 +148,7 @@ class Captured:
             their new contents are the last of ``outputs``.
         changed: residents whose contents are others when the forward has ended.
         effects: what the forward sets beside its results.
+        made_to_require: positions among ``inputs`` of those on which the forward calls ``requires_grad_``.
         answers: to the questions about values that the forward asks; with others it is another program.
     """
 
@@ -179,6 +180,7 @@ class Captured:
     written: tuple[int, ...] = ()
     changed: frozenset[int] = frozenset()
     effects: Effects | None = None
+    made_to_require: tuple[int, ...] = ()
     answers: tuple[Answer, ...] = ()
 
     @property

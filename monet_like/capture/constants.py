@@ -35,6 +35,7 @@ Place = tuple[Any, Any, Any]
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 _GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
+_REQUIRES: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
 _SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
 
 
@@ -54,6 +55,14 @@ def constant_name(number: int) -> str:
     return f"<constant {number}>"
 
 
+class InputRequires(BaseException):
+    """Ends a trace whose forward calls ``requires_grad_`` on an input: it is made again with that input requiring a gradient."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.position = position
+
+
 class HeldTensors(TorchFunctionMode):
     """While a model is traced: puts the tracer's tensors in the place of those that live outside the trace.
 
@@ -61,7 +70,7 @@ class HeldTensors(TorchFunctionMode):
 
     Args:
         replacements: the tracer's tensors by those outside; new ones are added.
-        leaves: the tracer's parameters and inputs, which live for longer than this.
+        parameters, inputs: the tracer's, which live for longer than this.
         looking: whether to replace new ones, too.
 
     Attributes:
@@ -69,10 +78,18 @@ class HeldTensors(TorchFunctionMode):
         aliases: those that are a frozen parameter in another object.
     """
 
-    def __init__(self, replacements: WeakTensorKeyDictionary, leaves: Iterable[torch.Tensor], *, looking: bool) -> None:
+    def __init__(
+        self,
+        replacements: WeakTensorKeyDictionary,
+        parameters: Iterable[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        looking: bool,
+    ) -> None:
         super().__init__()
         self.replacements, self.looking = replacements, looking
-        self._leaves = frozenset(map(id, leaves))
+        self._inputs = {id(tensor): position for position, tensor in enumerate(inputs)}
+        self._leaves = frozenset((*map(id, parameters), *self._inputs))
         self.found: list[torch.Tensor] = []
         self.aliases: list[torch.Tensor] = []
         self._frozen = {
@@ -104,6 +121,13 @@ class HeldTensors(TorchFunctionMode):
             raise CaptureError(
                 "the forward sets .grad of a parameter or an input, and a schedule would not; set it before or after the call"
             )
+        if (
+            func in _REQUIRES
+            and _dispatch_depth() >= self._depth
+            and (_outside(args[0]) or id(args[0]) in self._leaves)
+        ):
+            self._check_requires(args[0], (*args[1:], *(kwargs or {}).values(), True)[0])
+            return args[0]
         args, kwargs = self.replaced(given)
         if not self.looking and args and _outside(args[0]) and self._changes(func, kwargs):
             raise foreign_memory()
@@ -111,6 +135,22 @@ class HeldTensors(TorchFunctionMode):
         if args and result is args[0] and args[0] is not given[0][0]:
             return given[0][0]  # changed in place: ``self.count += 1`` leaves the attribute as it is
         return result
+
+    def _check_requires(self, leaf: torch.Tensor, wanted: bool) -> None:
+        """Check that an input or a parameter can require a gradient, or none, from here on.
+
+        Raises:
+            InputRequires: an input will, in the next trace.
+            CaptureError: a schedule would not do it.
+        """
+        if leaf.requires_grad == wanted:
+            return
+        if wanted and id(leaf) in self._inputs and leaf.grad_fn is None:
+            raise InputRequires(self._inputs[id(leaf)])
+        raise CaptureError(
+            f"the forward sets requires_grad of {'an input' if id(leaf) in self._inputs else 'a parameter or buffer'} to {wanted}, and a "
+            "schedule would not; set it before the call"
+        )
 
     def _changes(self, func: Any, kwargs: Mapping[str, Any]) -> bool:
         changes = changes_its_first(func, kwargs) or getattr(func, "__name__", "") == "__setitem__"

@@ -57,6 +57,7 @@ class FlatModule(nn.Module):
         self.reads: Reads | None = None
         self.recorder: Recorder | None = None
         self.answers: tuple[Answer, ...] | None = None  # of a plain forward; None: it was not asked
+        self.made_to_require: set[int] = set()  # positions of inputs, see `Captured`
         self.held, self.tries = nn.Module(), _TRIES
         self.state_objects: StateObjects | None = None  # of the last forward
         self.aliases: list[torch.Tensor] = []  # frozen parameters as other objects hold them
@@ -185,7 +186,7 @@ class FlatModule(nn.Module):
             if (before := self.before.get(name)) is not None:
                 own[before] = tensor
                 keep_attributes(tensor, before)
-        mode = HeldTensors(own, [*self.parameters(), *tensors], looking=self.tries > 0)
+        mode = HeldTensors(own, self.parameters(), tensors, looking=self.tries > 0)
         attributes = [(tensor, dict(vars(tensor))) for tensor in (*tensors, *self.parameters(), *self.buffers())]
         self.state_objects = StateObjects(mode.replacement, self.recorder.watch if self.recorder else lambda *_: True)
         try:

@@ -394,6 +394,7 @@ class Lowering(Values):
             written=tuple(sorted(self.written, key=self.written.__getitem__)),
             changed=frozenset(self.changed),
             effects=self.flat.effects,
+            made_to_require=tuple(sorted(self.flat.made_to_require)),
             answers=self.flat.answers or (),
         )
         if not late:

@@ -34,7 +34,7 @@ from ..ops import meta_functions as fakes_of_pytorchs
 from . import absent_gpu
 from .captured import fake_mode
 from .checks import check_attributes
-from .constants import ConstantsFound
+from .constants import ConstantsFound, InputRequires
 from .flat_module import FlatModule
 from .graph_edits import drop_tokens, restore_literals, restore_views
 from .guards.recorder import Recorder
@@ -89,11 +89,17 @@ def trace_joint(
     """
     modes = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
     mode = modes[0] if modes else fake_mode()
-    fakes = tuple(t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors)
+    fakes: tuple[torch.Tensor, ...] = tuple(
+        t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors
+    )
     while True:
         try:
             with _tangents_in_rows() if row_major_gradients else contextlib.nullcontext():
                 return _traced(flat, fakes, target, processes), mode
+        except InputRequires as asked:
+            own = fakes[asked.position].detach().requires_grad_()
+            fakes = (*fakes[: asked.position], own, *fakes[asked.position + 1 :])
+            flat.made_to_require.add(asked.position)
         except ConstantsFound as found:
             flat.hold(found.tensors)
             flat.tries = found.tries

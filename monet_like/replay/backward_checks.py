@@ -75,12 +75,17 @@ class _Watch:
             )
 
 
-def check_backward(captured: Captured) -> None:
+def check_backward(captured: Captured, gradients: Sequence[torch.Tensor | None] = ()) -> None:
     """Check that a backward which begins is one that a schedule can do. Warns if it is called inside of autocast.
 
     Raises:
-        UsageError: it is to have a graph of its own.
+        UsageError: it is to have a graph of its own, or its ``gradients`` are many at once.
     """
+    if any(gradient is not None and _is_batched(gradient) for gradient in gradients):
+        raise UsageError(
+            "a schedule's backward was called for many gradients at once (is_grads_batched=True, jacobian(vectorize=True), vmap), and "
+            "it computes one; call it for one after the other, or call the model that the schedule wraps"
+        )
     if torch.is_grad_enabled():
         raise UsageError(
             "a schedule's backward was called with create_graph=True, and second derivatives are not supported; compute "
@@ -93,3 +98,8 @@ def check_backward(captured: Captured) -> None:
             "advises",
             stacklevel=3,
         )
+
+
+def _is_batched(tensor: torch.Tensor) -> bool:
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)

@@ -225,7 +225,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
-        check_backward(call.step.captured)
+        check_backward(call.step.captured, grads)
         reads = call.step.reads
         if reads is not None and (change := reads.late_change()):
             raise UsageError(
@@ -303,6 +303,8 @@ def run_step(
         OtherAnswer: the call takes another branch than the capture; nothing has changed.
     """
     captured = step.captured
+    for position in captured.made_to_require:
+        inputs[position].requires_grad_()
     call = _Call(step)
     token = None
     for segment in reversed(step.segments):

@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from any_schedule import AnySchedule, assert_as_plain, step
 from nets import Net, linear, rows
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils.checkpoint import checkpoint
 
 from monet_like import auto_schedule
 from monet_like.capture.lowering import capture
-from monet_like.errors import CaptureError
+from monet_like.errors import CaptureError, UsageError
 
 SEEN: list[Any] = []
 LATEST: Any = None
@@ -398,3 +400,67 @@ def traced_in(*things: Any) -> list[Any]:
             waiting += [*value.values()] if isinstance(value, dict) else []
             waiting.append(getattr(value, "__dict__", None))
     return found
+
+
+# requires_grad and random numbers ---------------------------------------------------------------------------------
+
+
+def test_an_input_that_the_forward_has_require_a_gradient() -> None:
+    """As force fields do it."""
+
+    def energy(net: Any, layer: nn.Module, x: torch.Tensor, setter: bool) -> Any:
+        if setter:
+            x.requires_grad = True
+        else:
+            x.requires_grad_()
+        return layer(x).tanh().sum()
+
+    def script(model: nn.Module, net: nn.Module, note: Callable[..., None]) -> None:
+        for setter in (False, True, True):
+            x = rows()
+            value = model(x, setter)
+            (forces,) = torch.autograd.grad(value, x, retain_graph=True)
+            (value + forces.sum()).backward()
+            note(value, forces, x.grad, x.requires_grad)
+            note(model(x, setter), x.requires_grad)
+
+    assert_as_plain(lambda: build(energy), script, 4)
+
+
+def freezes(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    layer.bias.requires_grad_(False)
+    return layer(x)
+
+
+def thaws(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    net.frozen.requires_grad_()
+    return layer(x) * net.frozen
+
+
+@pytest.mark.parametrize(("forward", "wanted"), [(freezes, False), (thaws, True)])
+def test_parameters_that_a_forward_freezes_or_thaws_are_refused(forward: Forward, wanted: bool) -> None:
+    net = build(forward)
+    net.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+    with pytest.raises(CaptureError, match=f"sets requires_grad of a parameter or buffer to {wanted}"):
+        capture(net, (rows(),))
+    assert (net.layers[0].bias.requires_grad, net.frozen.requires_grad) == (True, False)
+
+
+@pytest.mark.parametrize(("share", "keeps"), [(0.5, False), (0.5, True), (0.0, False)])
+def test_a_checkpoint_that_draws_other_numbers_again_is_refused(share: float, keeps: bool) -> None:
+    def forward(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+        part = lambda y: F.dropout(layer(y), share) if share else layer(y).tanh()  # noqa: E731
+        return checkpoint(part, x, use_reentrant=False, preserve_rng_state=keeps).sin()
+
+    if share and not keeps:
+        with pytest.raises(CaptureError, match=r"checkpoint\(preserve_rng_state=False\) draws random numbers"):
+            capture(build(forward), (rows(),))
+    else:
+        assert_as_plain(lambda: build(forward), lambda model, net, note: note(step(model, rows())), 1)
+
+
+def test_many_gradients_at_once_are_refused() -> None:
+    wrapped, x = AnySchedule(build(lambda net, layer, x: layer(x).tanh())), rows().requires_grad_()
+    result, many = wrapped(x), torch.eye(48).view(48, 6, 8)
+    with pytest.raises(UsageError, match="many gradients at once"):
+        torch.autograd.grad(result, x, many, is_grads_batched=True)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -68,10 +69,16 @@ def checkpoints_checked(model: nn.Module, again: Callable[[Callable[..., Any]], 
     own = getattr(checkpoint, name)
 
     def checked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-        before = _changes_of_buffers(model)
+        before, calls = _changes_of_buffers(model), _calls()
         function, ended = again(function)
         yield from own(function, *args, **kwargs)
         ended()
+        keeps = kwargs.get("preserve_rng_state", args[:1] != (False,))  # by position before PyTorch 2.14
+        if not keeps and any(map(_draws, _calls()[len(calls) :])):
+            raise CaptureError(
+                "a function under torch.utils.checkpoint(preserve_rng_state=False) draws random numbers; plain PyTorch draws others when the "
+                f"function runs again in the backward, and a schedule does not. Leave checkpointing out of {type(model).__name__}"
+            )
         now = _changes_of_buffers(model)
         changed = [buffer for buffer, count in now.items() if count != before.get(buffer)]
         if changed:
@@ -100,6 +107,16 @@ def _without_reentrance(function: Callable[..., Any], preserve_rng_state: bool, 
         return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
     with torch.no_grad():
         return function(*args)
+
+
+def _calls() -> list[fx.Node]:
+    """The calls that were traced so far."""
+    mode = get_proxy_mode()
+    return [] if mode is None else [*mode.tracer.graph.nodes]
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _changes_of_buffers(model: nn.Module) -> dict[str, int]:
