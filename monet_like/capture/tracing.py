@@ -182,7 +182,8 @@ def _export(
         stack.enter_context(fakes_of_pytorchs.ctc_loss_by_steps())
         stack.enter_context(flat.autocast.outside_forward())
         stack.enter_context(_use_lazy_graph_module(True))  # writes no Python code of graphs, which nobody runs
-        with keeping_generators(f"a hook or a custom function of {type(flat.model).__name__}, in the backward,"):
+        in_backward = f"a hook or a custom function of {type(flat.model).__name__}, in the backward,"
+        with keeping_generators(in_backward), _uncaught():
             joint = _recorded(stack, flat, fakes)
         restore_literals(joint.graph_module)
         restore_views(joint.graph_module)
@@ -235,6 +236,34 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _uncaught() -> Iterator[None]:
+    """Raise the error of a question about values at the end, too: a model's ``except Exception`` may have caught it.
+
+    The trace has then taken a branch that no plain forward takes.
+    """
+    raised: list[Exception] = []
+    kinds: tuple[Any, ...] = (DataDependentOutputException, DynamicOutputShapeException)
+    own = [kind.__init__ for kind in kinds]
+
+    def noting(init: Callable[..., None]) -> Callable[..., None]:
+        def noted(error: Exception, *args: Any) -> None:
+            init(error, *args)
+            raised.append(error)
+
+        return noted
+
+    for kind, init in zip(kinds, own, strict=True):
+        kind.__init__ = noting(init)
+    try:
+        yield
+    finally:
+        for kind, init in zip(kinds, own, strict=True):
+            kind.__init__ = init
+    if raised:
+        raise raised[0]
 
 
 @contextlib.contextmanager
@@ -320,8 +349,8 @@ def _reason(error: BaseException) -> str:
     where = f" (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
     advice = next((said for operator_, said in _ADVICE.items() if operator_ in str(error)), "")
     if not advice:
-        told = (said for file, said in _ADVICE_FOR_FILES.items() if any(file in frame.filename for frame in every))
-        advice = next(told, "")
+        of_file = (said for file, said in _ADVICE_FOR_FILES.items() if any(file in frame.filename for frame in every))
+        advice = next(of_file, "")
     if advice:
         return f"{advice}{where}"
     if _of_values(error):
