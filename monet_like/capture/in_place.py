@@ -16,6 +16,20 @@ from ..ir.program import Call, Program, Ref, Task, refs
 from .captured import TensorMeta
 from .values import Values
 
+#: Operators that the trace makes of a write into a part of a tensor (``x[:4] = y``), and what is the part.
+PARTS = {"aten.slice_scatter.default": "aten.slice.Tensor", "aten.select_scatter.default": "aten.select.int"}
+
+
+def into_part(call: Call) -> tuple[Call, ...]:
+    """The calls that write into a part of the first argument of a call of one of `PARTS`, where that copies it whole."""
+    taken, source, *where = call.args
+    part = Ref(f"part_of_{taken.name}")
+    return (
+        Call(PARTS[call.op], (taken, *where), call.kwargs, (part,)),
+        Call("aten.copy_.default", (part, source), (), ()),
+        Call("aten.alias.default", (taken,), (), call.outs),
+    )
+
 
 def in_place_form(
     program: Program, task: Task, metas: Sequence[TensorMeta], saved: Set[int], readers: Mapping[int, int]
@@ -34,19 +48,22 @@ def in_place_form(
         does not show what the model's call overwrites.
     """
     *views, call = task.calls
-    if not (call.args and len(call.outs) == 1 and _has_in_place_form(call.op)):
+    if not (call.args and len(call.outs) == 1 and (call.op in PARTS or _has_in_place_form(call.op))):
         return None
     (first, *others), (out,) = call.args, call.outs
     if not (isinstance(first, Ref) and isinstance(first.name, int) and out is not None and isinstance(out.name, int)):
         return None
     if program.values[first.name].kind != "forward" or metas[first.name] != metas[out.name]:
         return None
+    once = readers[first.name] == 1 == sum(first == ref for other in task.calls for ref in refs(other))
+    if call.op in PARTS:
+        free = once and first.name not in program.outputs and out.name not in program.outputs
+        return ((*views, *into_part(call)), first.name) if free else None
     packet, name, overload = call.op.split(".")
     form = f"{packet}.{name}_.{overload}"
     if first.name in saved:
         copy = Call("aten.clone.default", (first,), (), (out,))
         return (*views, copy, Call(form, (out, *others), call.kwargs, ())), None
-    once = readers[first.name] == 1 == sum(first == ref for other in task.calls for ref in refs(other))
     if not once or first.name in program.outputs or out.name in program.outputs:
         return None
     return (*views, Call(form, call.args, call.kwargs, call.outs)), first.name
@@ -63,7 +80,7 @@ def with_in_place_calls(lowering: Values, program: Program) -> Program | None:
     readers = Counter(value for task in program.every_task() for value in task.reads)
     tasks = list(program.tasks)
     for index, task in enumerate(tasks):
-        if not lowering.in_place.issuperset(task.writes):
+        if not lowering.in_place.issuperset(task.writes) and task.calls[-1].op not in PARTS:
             continue
         if (found := in_place_form(program, task, lowering.metas, lowering.saved, readers)) is not None:
             calls, overwrites = found

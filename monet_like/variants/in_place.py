@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..capture.captured import TensorMeta
+from ..capture.in_place import PARTS, into_part
 from ..ir.program import Call, Ref, Task, refs
 from .editor import Editor
 
@@ -97,6 +98,11 @@ def offer(editor: Editor) -> None:
                 suffix = "" if taken is call.args[0] else "_other"
                 options: dict[str, Any] = {"word": "inplace", "overwrites": taken.name, "runs": task.runs}
                 editor.add(task, (write,), task.writes, f"in_place{suffix}", **options)
+    for task, call in editor.find(*PARTS):
+        taken = call.args[0]
+        if isinstance(taken, Ref) and taken.name not in needed and _is_free(editor, task, call, taken):
+            options = {"word": "inplace", "overwrites": taken.name, "runs": task.runs}
+            editor.add(task, into_part(call), task.writes, "in_place", **options)
     _backward(editor)
 
 
@@ -125,11 +131,20 @@ def _backward(editor: Editor) -> None:
         (out,) = first.writes
         for way in list(ways):
             call = way.calls[-1]
-            for grad, write in overwriting(call, BACKWARD[call.op], editor.meta_of) if call.op in BACKWARD else ():
+            for grad, writes in _overwriting_gradient(call, editor.meta_of):
                 once = sum(grad == ref for call in way.calls for ref in refs(call)) == 1
                 if once and editor.replaceable(grad, slot, Ref(out)):
                     # A way that needs a word of its own is offered in place only beside it.
                     variant = "in_place" if way is first else f"{way.variant}_in_place"
-                    calls = (*way.calls[:-1], write)
+                    calls = (*way.calls[:-1], *writes)
                     editor.add_way(slot, calls, variant, word=way.word or "inplace", overwrites=grad.name)
                     break
+
+
+def _overwriting_gradient(call: Call, meta_of: MetaOf) -> Iterator[tuple[Any, tuple[Call, ...]]]:
+    """The arguments that the last call of a way can overwrite, each with the calls that do so."""
+    if call.op in PARTS:
+        yield call.args[0], into_part(call)
+    elif call.op in BACKWARD:
+        for taken, write in overwriting(call, BACKWARD[call.op], meta_of):
+            yield taken, (write,)

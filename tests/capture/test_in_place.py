@@ -1,5 +1,7 @@
 """Plain PyTorch's program calls in place what the model calls in place."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.request import Request
 from monet_like.ir.program import Task
 from monet_like.replay.verify import step_peak
+from monet_like.testing import check_variant
 from monet_like.variants import with_variants
 
 CPU = torch.device("cpu")
@@ -101,3 +104,65 @@ def test_plain_peak_is_that_of_calls_in_place(in_place: bool, copies: int) -> No
     peak = step_peak(model, ((x,), {}), CPU)
     assert ready.plain.peak_bytes == pytest.approx(peak, abs=16 * 1024)
     assert round(peak / (4 * 512 * 64 * 8)) == copies
+
+
+class InChunks(torch.autograd.Function):
+    """A loss whose forward writes its gradient into a buffer, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        gradient, loss = torch.empty_like(x), x.new_zeros(())
+        for rows in range(0, len(x), 16):
+            chunk = x[rows : rows + 16] @ weight
+            loss = loss + chunk.square().sum()
+            gradient[rows : rows + 16] = 2 * chunk @ weight.t()
+        ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, tangent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0] * tangent, None
+
+
+class Chunked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1024)
+        self.register_buffer("weight", torch.randn(1024, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return InChunks.apply(self.layer(x), self.weight)
+
+
+class Rows(nn.Module):
+    """Results written into rows and columns of new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found, h = torch.zeros(3, len(x), 8), x
+        for row in range(3):
+            h = self.layer(h).tanh()
+            found[row] = h
+        z = self.layer(x)
+        z[:, 2:4] = h[:, :2] * 2
+        return found, z
+
+
+def test_writes_into_parts_copy_no_whole_tensor() -> None:
+    model, x = Chunked().train(), torch.randn(256, 8)
+    request = Request(model, ((x,), {}), "inplace_multiway_newnode", profile_batch=256)
+    ready = prepare(request, CPU)
+    assert ready.plain.peak_bytes == pytest.approx(step_peak(model, ((x,), {}), CPU), abs=64 * 1024)
+    scatters = [task for task in changed(capture(model, (x,))) if "slice_scatter" in task.name]
+    assert len(scatters) == 16
+    assert all(task.overwrites is not None for task in scatters)
+
+
+@pytest.mark.parametrize("model", [Chunked(), Rows()])
+def test_writes_into_parts_are_exact(model: nn.Module) -> None:
+    check = check_variant("in_place", model.train(), torch.randn(64, 8))
+    assert check.judgement == "exact"
+    assert check.taken["in_place"]
