@@ -62,6 +62,9 @@ BACKENDS = ("eager", "inductor")
 #: Number of captures of one model after which a warning is given.
 MANY_STEPS = 16
 
+#: Number of captures of one kind of call after which a value that changes by the forward itself is named.
+OWN_STEPS = 3
+
 #: Number of captured steps that are kept. Without a limit, a number that changes in every step would fill the memory.
 KEPT_STEPS = 32
 
@@ -323,6 +326,8 @@ class ScheduleWrapper(StandIn):
             captured = None  # the model has been changed since
         earlier = self._steps.get(key)
         change = earlier[-1].change() if earlier else None
+        if change is not None and earlier is not None and len(earlier) == OWN_STEPS:
+            _warn_of_own(self._model, earlier[-1].captured, change)
         if change is None and known:
             change = Change(f"the answer of {known[-1].op.split('.')[1]} in the forward", "another", known[-1].shown)
         started, inputs = time.monotonic(), input_specs(args, kwargs)
@@ -468,6 +473,16 @@ def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> Sche
         limits = known_limits(machine_at(device).name)
         return find_record(str(solution), device=device.type, near=limits.name if limits else "")
     return ScheduleRecord.load(Path(solution))
+
+
+def _warn_of_own(model: nn.Module, captured: Captured, change: Change) -> None:
+    """Warn if what has changed since a capture is what its forward itself sets."""
+    own = next((p for p in captured.effects.paths if p in change.path), None) if captured.effects is not None else None
+    if own is not None:
+        warn_caller(
+            f"{type(model).__name__}.forward reads {own} and sets it to another value in each call ({change}), so each call is captured, "
+            "which takes seconds; keep a number as a buffer (self.step.add_(1)), and empty a list after each step"
+        )
 
 
 def check_backend(backend: str, device: torch.device) -> None:

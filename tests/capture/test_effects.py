@@ -6,6 +6,7 @@ import collections
 import contextvars
 import dataclasses
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -464,3 +465,16 @@ def test_many_gradients_at_once_are_refused() -> None:
     result, many = wrapped(x), torch.eye(48).view(48, 6, 8)
     with pytest.raises(UsageError, match="many gradients at once"):
         torch.autograd.grad(result, x, many, is_grads_batched=True)
+
+
+@pytest.mark.parametrize(("forward", "path"), [(counts, "self.calls"), (queue, "self.queue"), (last_hidden, "")])
+def test_a_value_that_each_forward_reads_and_sets_is_named_once(forward: Forward, path: str) -> None:
+    net = build(forward)
+    net.queue = []
+    wrapped = AnySchedule(net)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            wrapped(rows())
+    named = [str(each.message) for each in said if "in each call" in str(each.message)]
+    assert len(named) == bool(path) and all(f"Net.forward reads {path} and sets it" in message for message in named)
