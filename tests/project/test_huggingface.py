@@ -77,6 +77,49 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return list(mine) == list(theirs) and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
+def of_many_lengths(count: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of 5 to 16 tokens."""
+    rows = (TOKENS.repeat(8, 1)[number, : 5 + 7 * number % 12] for number in range(count))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch that is as long as its longest row."""
+    pad = nn.utils.rnn.pad_sequence
+    ids = pad([row["input_ids"] for row in rows], batch_first=True, padding_value=0)
+    labels = pad([row["labels"] for row in rows], batch_first=True, padding_value=-100)
+    return {"input_ids": ids, "labels": labels, "attention_mask": (labels >= 0).long()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (13, {}),  # a last batch of one
+        (16, {"train_sampling_strategy": "group_by_length", "label_smoothing_factor": 0.1}),
+        (16, {"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 3}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*runs as plain PyTorch")
+def test_whole_epochs_of_batches_of_many_lengths(rows: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """No batch ends the run, and the weights are the plain model's."""
+    results = []
+    for callbacks in (None, [huggingface.MemoryBudget("70%", **QUICK)]):
+        given = {"max_steps": -1, "num_train_epochs": 1, "logging_steps": 1, "seed": 3, **options}
+        model, folder = llama(), str(tmp_path / str(callbacks is None))
+        words = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+        arguments = transformers.TrainingArguments(folder, per_device_train_batch_size=4, **words, **given)
+        loop = transformers.Trainer(
+            model, arguments, train_dataset=of_many_lengths(rows), data_collator=padded, callbacks=callbacks
+        )
+        loop.train()
+        results.append((model, [entry.get("loss") for entry in loop.state.log_history]))
+    assert same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    wrapper = callbacks[0].wrapper if callbacks else None
+    assert wrapper is not None and any(wrapper._steps.values())  # not all of it was plain PyTorch
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "how"), [(llama, "wrapper"), (gpt2, "callback")])
 def test_trainer_saves_resumes_and_loads_as_without(make: Any, how: str, tmp_path: Path) -> None:
