@@ -232,6 +232,34 @@ def test_a_forward_that_asks_for_gradients_itself() -> None:
     assert [type(answer.value) for answer in recorded_answers(Body(decide), inputs()[0], {})] == [bool]
 
 
+def test_a_mask_of_ones_is_left_out_as_in_plain_pytorch() -> None:
+    """Libraries ask whether they are compiled, and take the general path then, which keeps the square of the length."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 18)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            q, k, v = self.inner(x).chunk(3, -1)
+            if mask is None or (not torch.compiler.is_compiling() and mask.all()):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            square = mask[:, None, :].bool().expand(-1, x.shape[1], -1).tril()
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=square)
+
+    ones, padded = torch.ones(2, 37), torch.ones(2, 37)
+    padded[0, 30:] = 0
+    x = torch.randn(2, 37, 6)
+    programs = [capture(Attention(), (x, mask)).program for mask in (None, ones, padded)]
+    assert ["37, 37" in str([value.spec for value in program.values]) for program in programs] == [False, False, True]
+
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        for mask in (ones, padded, ones, None, padded):
+            note(step(called, x, mask), *(p.grad for p in model.parameters()))
+
+    assert_as_plain(Attention, script, captures=3)
+
+
 def test_the_users_own_error_is_raised() -> None:
     """Also in the middle of the training, which can go on."""
 
