@@ -1,6 +1,6 @@
 """Trains classes of Transformers, built small, with and without a schedule, and compares losses, gradients and buffers to the bit.
 
-    python -m benchmarks.transformers_classes                          all classes for text and images, in ten minutes to an hour
+    python -m benchmarks.transformers_classes                          all classes for text and images
     python -m benchmarks.transformers_classes --shard 3/8 --out 3.jsonl   every eighth class, from the fourth on; one line of JSON each
     python -m benchmarks.transformers_classes --only Llama,T5          classes whose names begin so
 
