@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
 from .code import Untraced, names_read, words
@@ -81,7 +82,8 @@ class Recorder:
             self._walk.add(Entries(module._modules), f"{self._path(module)}._modules")
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
-                    self._walk.add(Attributes(tensor, vars(tensor)), f"{self._path(module)}.{name}")
+                    if not isinstance(tensor, FakeTensor):  # whose attributes are PyTorch's own
+                        self._walk.add(Attributes(tensor, vars(tensor)), f"{self._path(module)}.{name}")
                     self._walk.add(Gradient(tensor), f"{self._path(module)}.{name}")
         for position, argument in enumerate(self.arguments):
             self._walk.follow(argument, f"argument {position}")
