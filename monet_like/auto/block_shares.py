@@ -48,15 +48,18 @@ class Share:
             point.adding_peak_bytes + kept, places,
         )  # fmt: skip
 
+    def excess(self, point: Point, program: Program) -> tuple[int, str, int, int]:
+        """By how many bytes another call of the block by this point needs more at most, where, what it needs and what there is."""
+        kept = _kept_bytes(point, program)
+        needed = (
+            point.carried_bytes + kept, point.forward_peak_bytes, point.backward_peak_bytes + kept, point.adding_peak_bytes + kept,
+        )  # fmt: skip
+        there = self.carried_bytes, self.forward_bytes, self.backward_bytes, self.adding_bytes
+        return max((need - has, where, need, has) for where, need, has in zip(_WHERE, needed, there, strict=True))
+
     def has_room(self, point: Point, program: Program) -> bool:
         """Whether another call of the block by this point needs no more."""
-        kept = _kept_bytes(point, program)
-        return (
-            point.carried_bytes + kept <= self.carried_bytes
-            and point.forward_peak_bytes <= self.forward_bytes
-            and point.backward_peak_bytes + kept <= self.backward_bytes
-            and point.adding_peak_bytes + kept <= self.adding_bytes
-        )
+        return self.excess(point, program)[0] <= 0
 
     def held_in(self, captured: Captured) -> tuple[int, ...]:
         """The values of another call's program that the rest of the model holds; all of them, if it has other results."""
@@ -67,6 +70,15 @@ class Share:
                 {value for place, value in enumerate(ends) if value is not None and (place in self.held or not alike)}
             )
         )
+
+
+#: The numbers of a share, in words.
+_WHERE = (
+    "between its forward and its backward",
+    "in its forward",
+    "in its backward",
+    "in a backward that adds gradients",
+)
 
 
 def _ends(captured: Captured) -> Iterator[int | None]:
@@ -118,13 +130,12 @@ class OwnPlans:
             return record_of(call, ready, min(fitting, key=lambda point: point.numbers))
         if share.has_room(plain, ready.captured.plain):
             return None
-        least = min(point.carried_bytes + _kept_bytes(point, ready.captured.program) for point in points)
+        _, where, needed, there = min(share.excess(point, ready.captured.program) for point in points)
         return InfeasibleError(
-            f"no schedule for {specs_in_words(call.inputs)} fits what the plan of the whole step leaves to the block: it may carry "
-            f"{format_bytes(share.carried_bytes)} ({share.carried_bytes} bytes) from its forward to its backward, and needs "
-            f"{format_bytes(least)} ({least} bytes) at least, or more while it runs; plan with the largest inputs, with all layers "
-            "that are to be trained, or give a larger memory_budget",
-            least,
+            f"no schedule for {specs_in_words(call.inputs)} fits what the plan of the whole step leaves to the block: {where} it needs "
+            f"{format_bytes(needed)} ({needed} bytes) of {format_bytes(there)} ({there} bytes); plan with the largest inputs, with all "
+            "layers that are to be trained, or give a larger memory_budget",
+            needed,
             call.request.expression,
         )
 

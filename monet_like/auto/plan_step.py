@@ -20,8 +20,8 @@ def plan_step(model: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: 
     """Plan the blocks of ``model`` for a training step that is more than one call of the model and its backward.
 
     The step is rehearsed as it is. Each call of a block whose forward has ended and whose backward has not carries what its
-    schedule keeps, so that all micro-batches in flight count. Gradients, buffers and the state of random numbers are afterwards
-    what they were; gradients that exist already count, and are added to.
+    schedule keeps, so that all micro-batches in flight count. Everything that can be reached from the model and
+    the step is afterwards what it was; gradients that exist already count, and are added to.
 
     Args:
         model: what `auto_schedule` returned with ``blocks`` and without example inputs; in training mode. For a pipeline: the
