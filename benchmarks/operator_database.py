@@ -188,7 +188,10 @@ def _module_builder(kind: Any, sample: Any, device: str, dtype: torch.dtype) -> 
     def build() -> Any:
         torch.manual_seed(0)
         module = kind(*sample.constructor_input.args, **sample.constructor_input.kwargs).train()
-        return Contained(module.to(device, dtype)).to(device), sample.forward_input.args, sample.forward_input.kwargs
+        args, kwargs = sample.forward_input.args, sample.forward_input.kwargs
+        if any(nn.parameter.is_lazy(parameter) for parameter in module.parameters()):  # the first call makes them
+            module.to(device)(*args, **kwargs)
+        return Contained(module.to(device, dtype)).to(device), args, kwargs
 
     return build
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from ...errors import InfeasibleError, SolverError
+from ...errors import InfeasibleError, ScheduleError, SolverError
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report, simulate
@@ -193,7 +193,10 @@ def minimise_peak(
         if found.x is None:
             break
         schedule = decode(formulation, found.x)
-        report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
+        try:
+            report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
+        except ScheduleError:  # seconds cost nothing here, so it may make a value twice, which not every task may do
+            break
         if report.peak_bytes < best.report.peak_bytes:
             best = Lowest(schedule, report, best.proven_bytes)
         claimed = low + above * float(found.x[formulation.over_column]) + 0.5
