@@ -25,7 +25,12 @@ from ..replay.training_step import Step
 #: Programs that are kept: as many as `ScheduleWrapper` keeps of one model.
 KEPT = 32
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
-_HOOK_NOTES = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+#: What a module notes about some of its hooks, and where all of them are.
+_HOOK_NOTES = {
+    "_forward_hooks_with_kwargs": "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs": "_forward_pre_hooks",
+    "_forward_hooks_always_called": "_forward_hooks",
+}
 
 
 @dataclass(eq=False)
@@ -109,10 +114,11 @@ def outline_of(block: nn.Module) -> Any:
     tensors: dict[int, int] = {}
     storages: dict[int, int] = {}
     found: list[Any] = []
-    for name, module in block.named_modules(remove_duplicate=False):
-        found.append((name, modules.setdefault(id(module), len(modules)), type(module), module.training))
+    for _, module in block.named_modules(remove_duplicate=False):
+        found.append((modules.setdefault(id(module), len(modules)), type(module), module.training))
         notes = vars(module)
-        found.append(tuple(tuple(notes.get(note, ())) for note in _HOOK_NOTES))
+        noted = ((notes.get(note, ()), notes[hooks]) for note, hooks in _HOOK_NOTES.items())
+        found.append(tuple(tuple([hook in some for hook in hooks]) for some, hooks in noted))  # without their numbers
         found.append((bool(getattr(module, "no_dropit", False)), tuple(notes["_modules"])))
         for members in (module._parameters, module._buffers):
             for member, tensor in members.items():
@@ -131,11 +137,11 @@ def outline_of(block: nn.Module) -> Any:
 def _look(tensor: torch.Tensor) -> Any:
     """All of a tensor but its content; None for a tensor of a class, or with attributes, whose meaning is not known."""
     own = [(name, form_of_plain(value)) for name, value in sorted(vars(tensor).items())]
-    if type(tensor) not in _PLAIN_TYPES or _unknown(own):
+    if type(tensor) not in _PLAIN_TYPES or tensor.layout != torch.strided or _unknown(own):
         return None
     storage = tensor.untyped_storage().nbytes(), tensor.storage_offset()
     flags = tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg(), bool(tensor._backward_hooks)
-    looks = tensor.dtype, tensor.device, tensor.layout, tuple(tensor.shape), tensor.stride()
+    looks = tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride()
     return type(tensor), *looks, *storage, *flags, tuple(own)
 
 

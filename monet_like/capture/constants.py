@@ -9,7 +9,6 @@ the user's object holds, sees what is written into it, and gives it a gradient. 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
@@ -232,7 +231,6 @@ class Constants:
         tensors: by the name that the program has for them.
         places: (container, key, what was there) on the way from the model's attributes to tensors among them.
         described: layout, dtype, device and whether it requires a gradient, of every tensor at capture.
-        model: the model they are of.
     """
 
     __repr__ = short_repr
@@ -240,7 +238,6 @@ class Constants:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     places: tuple[Place, ...] = ()
     described: tuple[Any, ...] = ()
-    model: weakref.ref[nn.Module] | None = None
 
     @staticmethod
     def of(
@@ -257,11 +254,7 @@ class Constants:
         if not tensors:
             return Constants()
         places = tuple(_places(model, arguments, (*tensors.values(), *aliases)))
-        return Constants(dict(tensors), places, _described(tensors.values()), weakref.ref(model))
-
-    def are_of(self, model: nn.Module) -> bool:
-        """Whether a program with these constants can be that of ``model``, which may be a copy of another."""
-        return self.model is None or self.model() is model
+        return Constants(dict(tensors), places, _described(tensors.values()))
 
     @property
     def bytes(self) -> int:

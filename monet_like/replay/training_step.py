@@ -263,8 +263,7 @@ class _SegmentNode(torch.autograd.Function):
     def backward(ctx: Any, _: None) -> Any:
         call: _Call = ctx.call
         segment: Segment = ctx.segment
-        if call.segments is None:
-            raise RuntimeError("a segment of the backward was reached before the one above it")
+        assert call.segments is not None, "a segment of the backward was reached before the one above it"
         call.check_versions(segment)
         memory = call.step.memory
         with memory.backward() if memory else nullcontext(), torch._C._DisableAutocast():

@@ -403,7 +403,7 @@ class ScheduleWrapper(StandIn):
         record = self.record
         if reason := mismatch(record, self._model, args, kwargs):
             raise ScheduleFileError(reason)
-        if captured is None or not captured.constants.are_of(self._model):
+        if captured is None:
             captured = capture(
                 self._model, args, kwargs, made_last=record.made_last,
                 optimizer_in_backward=record.optimizer_in_backward,

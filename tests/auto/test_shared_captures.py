@@ -196,3 +196,76 @@ def test_an_outline_tells_tied_tensors_and_shared_memory() -> None:
         outlines.append(outline_of(layer))
     assert all(one != other for n, one in enumerate(outlines) for other in outlines[:n])
     assert outline_of(Scaled(8)) == outlines[0] is not None
+
+
+def test_blocks_with_sparse_tensors_have_no_outline() -> None:
+    layer = Scaled(8)
+    layer.register_buffer("table", torch.eye(8).to_sparse())
+    assert outline_of(layer) is None
+
+
+def _again(layer: Any) -> None:
+    layer.again = layer.dropout
+
+
+def _renamed(layer: Any) -> None:
+    name, part = layer._modules.popitem()  # the last one
+    layer.add_module(f"other_{name}", part)
+
+
+def _buffer(make: Callable[[], torch.Tensor]) -> Callable[[Any], Any]:
+    return lambda layer: layer.register_buffer("other", make())
+
+
+def _ones() -> torch.Tensor:
+    return torch.ones(4, dtype=torch.complex64)
+
+
+#: Two changes of a block, whose outlines differ in one part.
+PARTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "name": (lambda layer: None, _renamed),
+    "module": (_again, lambda layer: setattr(layer, "again", copy.deepcopy(layer.dropout))),
+    "class": (lambda layer: None, _set("__class__", Halved)),
+    "training": (lambda layer: None, lambda layer: layer.dropout.eval()),
+    "note on hooks": (
+        lambda layer: layer.up.register_forward_hook(print),
+        lambda layer: layer.up.register_forward_hook(print, with_kwargs=True),
+    ),
+    "no_dropit": (lambda layer: None, _set("no_dropit", True)),
+    "absent part": (lambda layer: None, lambda layer: layer.register_module("none", None)),
+    "absent parameter": (lambda layer: None, lambda layer: layer.register_parameter("none", None)),
+    "name of a tensor": (_buffer(_ones), lambda layer: layer.register_buffer("another", _ones())),
+    "tied": (
+        lambda layer: layer.register_buffer("other", layer.shift),
+        lambda layer: layer.register_buffer("other", layer.shift.view_as(layer.shift)),
+    ),
+    "memory": (
+        lambda layer: layer.register_buffer("other", layer.shift.view_as(layer.shift)),
+        lambda layer: layer.register_buffer("other", layer.shift.clone()),
+    ),
+    "class of a tensor": (_buffer(_ones), _buffer(lambda: nn.Parameter(_ones(), requires_grad=False))),
+    "dtype": (_buffer(lambda: torch.ones(4)), _buffer(lambda: torch.ones(4, dtype=torch.int32))),
+    "device": (_buffer(lambda: torch.ones(4)), _buffer(lambda: torch.ones(4, device="meta"))),
+    "shape": (
+        _buffer(lambda: torch.ones(4).as_strided((1, 2), (2, 1))),
+        _buffer(lambda: torch.ones(4).as_strided((2, 2), (2, 1))),
+    ),
+    "stride": (_buffer(lambda: torch.ones(4, 4)), _buffer(lambda: torch.ones(4, 4).t())),
+    "storage": (_buffer(lambda: torch.ones(4)), _buffer(lambda: torch.ones(5)[:4])),
+    "offset": (_buffer(lambda: torch.ones(5)[:4]), _buffer(lambda: torch.ones(5)[1:])),
+    "gradient": (lambda layer: None, lambda layer: layer.up.weight.requires_grad_(False)),
+    "leaf": (_buffer(lambda: torch.ones(4).requires_grad_()), _buffer(lambda: torch.ones(4).requires_grad_() * 1)),
+    "conjugated": (_buffer(_ones), _buffer(lambda: _ones().conj())),
+    "negated": (_buffer(lambda: _ones().imag), _buffer(lambda: _ones().conj().imag)),
+    "hook": (lambda layer: None, lambda layer: layer.up.weight.register_hook(print)),
+    "attribute": (lambda layer: setattr(layer.up.weight, "note", 1), lambda layer: setattr(layer.up.weight, "note", 2)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_outline_tells_blocks_apart_that_differ_in_one_part(part: str) -> None:
+    layers = [Scaled(8) for _ in range(4)]
+    for layer, change in zip(layers, (*PARTS[part], *PARTS[part]), strict=True):
+        change(layer)
+    one, other, like_one, like_other = map(outline_of, layers)
+    assert one == like_one != other == like_other and None not in (one, other)

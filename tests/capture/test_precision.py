@@ -115,7 +115,9 @@ def test_what_a_schedule_was_not_solved_for_is_refused() -> None:
     with pytest.raises(ScheduleFileError, match=r"called with float32\[4, 3, 16, 16\] channels_last"):
         wrapped(x.to(memory_format=torch.channels_last))
     model.to(memory_format=torch.channels_last)
-    with pytest.raises(ScheduleFileError, match="weights in the default layout, the model's are in channels_last"):
+    with pytest.raises(
+        ScheduleFileError, match="weights in the default layout, the model was called with weights in channels_last"
+    ):
         ScheduleWrapper(model, wrapped.record)
     half = record_of(*pictures(), autocast="bfloat16")
     fresh, _ = pictures()

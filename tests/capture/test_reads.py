@@ -155,7 +155,7 @@ HOLDERS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]], Calla
         {"config": lambda: types.SimpleNamespace(scale=0.5)},
         into("config.scale"),
     ),
-    "vars": (lambda net, y: y * vars(net.config)["sc" + "ale"], {"config": Config}, into("config.scale")),
+    "vars": (lambda net, y: y * vars(net.config)["".join(("sc", "ale"))], {"config": Config}, into("config.scale")),
     "getattr": (lambda net, y: y * getattr(net.config, "scale"), {"config": Config}, into("config.scale")),  # noqa: B009
     "list": (lambda net, y: y * net.items[0], {"items": lambda: [0.5]}, into("items[0]")),
     "longer list": (lambda net, y: y * len(net.items), {"items": lambda: [1]}, lambda net, to: net.items.append(to)),
@@ -181,6 +181,7 @@ HOLDERS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]], Calla
     "numpy scalar": (lambda net, y: y * float(net.scale), {"scale": lambda: np.float64(0.5)}, into("scale")),
     "numpy array": (lambda net, y: y * float(net.scale[1]), {"scale": lambda: np.full(2, 0.5)}, into("scale[1]")),
     "int, then float": (lambda net, y: y * (2 if isinstance(net.scale, int) else 3), {"scale": lambda: 2}, lambda net, to: setattr(net, "scale", 2.0)),
+    "int, then bool": (lambda net, y: y * (2 if net.scale is True else 3), {"scale": lambda: 1}, lambda net, to: setattr(net, "scale", True)),
     "-0.0": (lambda net, y: y * (2.0 if str(net.scale) == "0.0" else 3.0), {"scale": lambda: 0.0}, lambda net, to: setattr(net, "scale", -0.0)),
     "size": (lambda net, y: y * net.size.numel(), {"size": lambda: torch.Size([2])}, lambda net, to: setattr(net, "size", torch.Size([3]))),
     "range": (lambda net, y: y * len(net.times), {"times": lambda: range(2)}, lambda net, to: setattr(net, "times", range(3))),
@@ -196,6 +197,7 @@ HOLDERS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]], Calla
     "default of getattr, object": (lambda net, y: y * getattr(net.config, "later", 0.5), {"config": Config}, into("config.later")),
     "class attribute of the module": (lambda net, y: y * net.kind, {}, into("kind")),
     "class attribute": (lambda net, y: y * net.kind, {}, lambda net, to: setattr(type(net), "kind", to)),
+    "class attribute of an object": (lambda net, y: y * net.config.kind, {"config": Config}, lambda net, to: setattr(Config, "kind", to)),
     "type(self)": (lambda net, y: y * type(net).kind, {}, lambda net, to: setattr(type(net), "kind", to)),
     "global": (lambda net, y: y * SCALE, {}, set_global("SCALE")),
     "global dict": (lambda net, y: y * TABLE["scale"], {}, lambda net, to: TABLE.update(scale=to)),
@@ -291,6 +293,37 @@ def test_a_variable_that_a_hook_reads_is_followed() -> None:
     follows(Reader(hooked(lambda net: lambda g: -scale * box.scale * g)), change)
 
 
+def test_a_list_that_was_empty_is_followed() -> None:
+    model = Reader(lambda net, y: y * (2 if net.items else 3), items=[])
+    follows(model, lambda: model.items.append(1))
+
+
+def test_another_module_in_an_attribute_is_followed() -> None:
+    """Which is no part of the model."""
+    model = Reader(lambda net, y: y if net.box.mode is net.layer else 2 * y, box=types.SimpleNamespace())
+    model.box.mode = model.layer
+    follows(model, lambda: setattr(model.box, "mode", nn.Identity()))
+
+
+def test_a_key_that_changes_is_followed() -> None:
+    value = [0.5]
+    model = Reader(lambda net, y: y * len(next(iter(net.items))), items={"a": value})
+    follows(model, lambda: (model.items.pop("a"), model.items.update(bb=value))[1])
+
+
+def plus(y: torch.Tensor) -> torch.Tensor:
+    return y + 1
+
+
+def minus(y: torch.Tensor) -> torch.Tensor:
+    return y - 1
+
+
+def test_other_code_of_a_function_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a notebook's autoreload gives it."""
+    follows(Reader(lambda net, y: plus(y)), lambda: monkeypatch.setattr(plus, "__code__", minus.__code__))
+
+
 def test_an_object_that_is_an_argument_is_followed() -> None:
     config = Table()
     model = Reader(lambda net, y, config: y * config())
@@ -374,6 +407,16 @@ def test_what_a_hook_reads_may_not_change_before_the_backward(kind: str) -> None
     ):
         result.sum().backward()
     assert all(map(torch.equal, step(model), step(wrapped)))
+
+
+def test_how_long_a_list_is_that_a_hook_reads_may_not_change_before_the_backward() -> None:
+    model = Reader(hooked(lambda net: lambda g: g * len(net.items)), items=[1])
+    result = AnySchedule(model)(rows())
+    model.items.append(2)
+    with pytest.raises(
+        UsageError, match=r"len\(self\.items\) was 1, is 2: this was set between a forward and its backward"
+    ):
+        result.sum().backward()
 
 
 def test_what_only_the_forward_reads_may_change_before_the_backward() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from cudnn_setting import cudnn_enabled
 from fake_gpu import build
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
 
 from monet_like import auto_schedule
+from monet_like.capture.guards.settings import SETTINGS
 from monet_like.capture.lowering import capture
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime.batch_norm import CUDNN, NATIVE
@@ -96,6 +99,53 @@ def test_a_setting_that_changes_is_followed(case: str) -> None:
         with pytest.warns(UserWarning, match=f"planning {make.__name__} anew: {name} was .*, is "):
             assert same(model, wrapped, x)
     assert same(model, wrapped, x)
+
+
+def set_for_a_while(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    yield
+    setattr(module, name, before)
+
+
+def switched(setting: Callable[[bool], Any], on: bool) -> Iterator[None]:
+    setting(on)
+    yield
+    setting(not on)
+
+
+#: Ways to change each of the settings.
+CHANGES: dict[str, Callable[[], Iterator[None] | AbstractContextManager[Any]]] = {
+    "torch.backends.cudnn.enabled": lambda: torch.backends.cudnn.flags(enabled=False),
+    "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "torch.backends.cuda.flash_sdp_enabled()": lambda: switched(torch.backends.cuda.enable_flash_sdp, False),
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": lambda: switched(
+        torch.backends.cuda.enable_mem_efficient_sdp, False
+    ),
+    "torch.backends.cuda.cudnn_sdp_enabled()": lambda: switched(torch.backends.cuda.enable_cudnn_sdp, False),
+    "torch.backends.cuda.math_sdp_enabled()": lambda: switched(torch.backends.cuda.enable_math_sdp, False),
+    "the order of sdpa_kernel(..., set_priority=True)": lambda: sdpa_kernel(
+        [SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION],
+        set_priority=True,
+    ),
+    "torch.backends.opt_einsum": lambda: set_for_a_while(torch.backends.opt_einsum, "enabled", False),
+    "torch.are_deterministic_algorithms_enabled()": lambda: switched(torch.use_deterministic_algorithms, True),
+    "torch.get_default_dtype()": DefaultDtype,
+    "the default device, or a TorchFunctionMode": lambda: torch.device("meta"),
+    "torch.nn.utils.parametrize.cached()": parametrize.cached,
+    "hooks on all modules": lambda: register_module_forward_hook(lambda *_: None),
+}
+
+
+def test_each_setting_is_compared() -> None:
+    reads = capture(nn.Linear(2, 2), (torch.randn(2, 2),)).reads
+    assert reads is not None and CHANGES.keys() == SETTINGS.keys()
+    for name, change in CHANGES.items():
+        made = change()
+        with contextmanager(lambda made=made: made)() if isinstance(made, Iterator) else made:
+            found = reads.change()
+            assert found is not None and found.path == name
+        assert reads.change() is None
 
 
 def test_a_capture_knows_whether_cudnn_was_on() -> None:

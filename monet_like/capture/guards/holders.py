@@ -273,7 +273,6 @@ class Function(Holder):
     def __init__(self, held: Any) -> None:
         super().__init__(held)
         self.own_path = f"{held.__module__}.{held.__qualname__}"
-        self.compared = bool(held.__defaults__ or held.__kwdefaults__)
 
     def contents(self, names: Set[str]) -> Mapping[Any, Any]:
         code, defaults = self.held.__code__, self.held.__defaults__ or ()

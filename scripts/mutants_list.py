@@ -1,0 +1,297 @@
+"""Faults for `scripts/mutants.py`: what is replaced by what, and the test that must fail then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A planted fault.
+
+    Attributes:
+        file: in ``monet_like/``.
+        text: that is replaced; found exactly once in the file.
+        instead: what is there in its place.
+        test: in ``tests/``; fails with the fault, passes without.
+    """
+
+    file: str
+    text: str
+    instead: str
+    test: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.text} -> {self.instead or 'nothing'}".replace("\n", " ")
+
+
+_MODEL = "replay/test_step_key.py::test_a_model_that_changes_between_calls[{}]"
+_CALL = "replay/test_step_key.py::test_arguments_that_differ_between_calls[{}]"
+_KEY = "replay/test_step_key.py::{}"
+_PLACE = "replay/test_calls_that_differ.py::test_the_same_modules_in_other_places_are_another_program[{}]"
+_DIFFERS = "replay/test_calls_that_differ.py::{}"
+_VALUE = "capture/test_reads.py::test_a_value_that_changes_is_followed[{}]"
+_READS = "capture/test_reads.py::{}"
+_LATE = "capture/test_reads.py::test_what_a_hook_reads_may_not_change_before_the_backward[{}]"
+_SETTING = "capture/test_settings_followed.py::test_a_setting_that_changes_is_followed[{}]"
+
+#: What a captured step is of: (text, in its place, test).
+_CALL_KEYS = [
+    ("tuple(map(weakref.ref, modules)), tree", "(weakref.ref(model),), tree", _MODEL.format("a layer was replaced by an equal one")),
+    ("tuple(map(type, modules)), tuple(names)", "(), tuple(names)", _PLACE.format("a layer has another class")),
+    ("tuple(names), tuple(again)", "(), tuple(again)", _PLACE.format("a layer is in another branch")),
+    ("tuple(names), tuple(again)", "tuple(names), ()", _PLACE.format("another layer that is there has a second name")),
+    ("names.append((*parts,))", "names.append(())", _PLACE.format("two layers have each other's name")),
+    ("(len(names), name, places[id(part)])", "(name, places[id(part)])", _MODEL.format("two branches have each other's layer")),
+    ("(len(names), name, places[id(part)])", "(len(names), places[id(part)])", _MODEL.format("two names have each other's layer")),
+    ("(len(names), name, places[id(part)])", "(len(names), name)", _MODEL.format("a second name is of another layer")),
+    ("tuple(map(_training, modules))", "()", _MODEL.format("a dropout is in eval mode")),
+    ("absent, tied, scattered, looks", "tied, scattered, looks", _MODEL.format("another parameter is there")),
+    ("absent, tied, scattered, looks", "absent, scattered, looks", _MODEL.format("two layers are no longer tied")),
+    ("absent, tied, scattered, looks", "absent, tied, looks", _MODEL.format("a weight lies otherwise")),
+    ("absent, tied, scattered, looks", "absent, tied, scattered", _MODEL.format("a layer is wider")),
+    ('attrgetter("shape", "dtype", "requires_grad")', 'attrgetter("dtype", "requires_grad")', _MODEL.format("a layer is wider")),
+    ('attrgetter("shape", "dtype", "requires_grad")', 'attrgetter("shape", "requires_grad")', _MODEL.format("a buffer has another dtype")),
+    ('attrgetter("shape", "dtype", "requires_grad")', 'attrgetter("shape", "dtype")', _MODEL.format("a parameter is frozen")),
+    ("tensors += module._buffers.values()", "pass", _MODEL.format("a buffer is longer")),
+    ("tensors += module._parameters.values()", "pass", _MODEL.format("a layer is wider")),
+    ("(type(leaf), *hashable(leaf))", "hashable(leaf)", _CALL.format("class of a number")),
+    ("(type(leaf), *hashable(leaf))", "(type(leaf),)", _CALL.format("a word")),
+    ("(one, None if plain else type(leaf), attributes_of(leaf))", "(None if plain else type(leaf), attributes_of(leaf))", _DIFFERS.format("test_inputs_that_are_one_tensor")),
+    ("(one, None if plain else type(leaf), attributes_of(leaf))", "(one, attributes_of(leaf))", _DIFFERS.format("test_an_input_whose_class_computes_otherwise_is_refused")),
+    ("(one, None if plain else type(leaf), attributes_of(leaf))", "(one, None if plain else type(leaf))", _DIFFERS.format("test_attributes_of_an_input_that_the_forward_reads_are_refused")),
+    ("leaf.shape, leaf.dtype, leaf.device", "leaf.dtype, leaf.device", _CALL.format("shape")),
+    ("leaf.shape, leaf.dtype, leaf.device", "leaf.shape, leaf.device", _CALL.format("dtype")),
+    ("leaf.shape, leaf.dtype, leaf.device", "leaf.shape, leaf.dtype", _KEY.format("test_a_key_knows_the_device_of_a_tensor")),
+    ("lies, leaf.requires_grad, leaf.is_leaf", "leaf.requires_grad, leaf.is_leaf", _CALL.format("strides")),
+    ("lies, leaf.requires_grad, leaf.is_leaf", "lies, leaf.is_leaf", _CALL.format("gradient")),
+    ("lies, leaf.requires_grad, leaf.is_leaf", "lies, leaf.requires_grad", _KEY.format("test_an_input_that_is_a_leaf_is_cast_once_under_autocast")),
+    ("leaf.start, leaf.stop, leaf.step", "leaf.stop, leaf.step", _CALL.format("start of a slice")),
+    ("leaf.start, leaf.stop, leaf.step", "leaf.start, leaf.step", _CALL.format("end of a slice")),
+    ("leaf.start, leaf.stop, leaf.step", "leaf.start, leaf.stop", _CALL.format("step of a slice")),
+    ("return (leaf,)", "return ()", _CALL.format("an object with a hash")),
+    ("leaf.shape, leaf.strides, str(leaf.dtype), leaf.tobytes()", "leaf.strides, str(leaf.dtype), leaf.tobytes()", _CALL.format("shape of an array")),
+    ("leaf.shape, leaf.strides, str(leaf.dtype), leaf.tobytes()", "leaf.shape, str(leaf.dtype), leaf.tobytes()", _CALL.format("strides of an array")),
+    ("leaf.shape, leaf.strides, str(leaf.dtype), leaf.tobytes()", "leaf.shape, leaf.strides, leaf.tobytes()", _CALL.format("dtype of an array")),
+    ("leaf.shape, leaf.strides, str(leaf.dtype), leaf.tobytes()", "leaf.shape, leaf.strides, str(leaf.dtype)", _CALL.format("numbers in an array")),
+]  # fmt: skip
+
+#: From a call to its step.
+_WRAPPER = [
+    ("structure(self._model), arguments(leaves)", "((),), arguments(leaves)", _MODEL.format("a dropout is in eval mode")),
+    ("structure(self._model), arguments(leaves)", "structure(self._model)", _CALL.format("shape")),
+    ("str(spec), device, autocast, group", "device, autocast, group", _CALL.format("nesting")),
+    ("str(spec), device, autocast, group", "str(spec), autocast, group", _KEY.format("test_a_key_knows_the_device_of_the_model")),
+    ("str(spec), device, autocast, group", "str(spec), device, group", _DIFFERS.format("test_autocast_with_and_without_its_cache")),
+    ("str(spec), device, autocast, group", "str(spec), device, autocast", _KEY.format("test_a_key_knows_the_processes_that_share_statistics")),
+    ("autocast_name(device), torch.is_autocast_cache_enabled()", "torch.is_autocast_cache_enabled()", _KEY.format("test_each_dtype_of_autocast_is_another_program")),
+    ("autocast_name(device), torch.is_autocast_cache_enabled()", "autocast_name(device)", _DIFFERS.format("test_autocast_with_and_without_its_cache")),
+    ("not self.training or not torch.is_grad_enabled()", "not torch.is_grad_enabled()", "replay/test_wrapper.py::test_eval_and_no_grad_run_the_plain_model"),
+    ("not self.training or not torch.is_grad_enabled()", "not self.training", _KEY.format("test_without_gradients_nothing_is_captured")),
+    ("if is_empty(leaves):", "if False:", _KEY.format("test_an_empty_batch_runs_as_the_plain_model")),
+    ("check_transforms(self._model, inputs)", "pass", _DIFFERS.format("test_more_than_a_backward_is_refused")),
+    ("if step.change() is None", "", _READS.format("test_a_variable_of_the_function_around_is_followed")),
+    ("step.captured.changed:", "False:", "replay/test_inputs_in_place.py::test_memory_that_two_inputs_share_is_not_changed"),
+    ("captured.reads.of(self._model).change()", "False", _READS.format("test_a_captured_model_that_was_changed_since_is_captured_anew")),
+    ("if reason := mismatch(record, self._model, args, kwargs)", 'if reason := ""', "replay/test_wrapper.py::test_a_larger_batch_another_size_or_another_model_is_refused"),
+    ("check_program(record, captured, type(self._model).__name__, captured.device)", "pass", "replay/test_matching.py::test_equal_parameters_and_another_program"),
+    ("self._begun or isinstance(error, NewInput)", "True", "replay/test_plain_calls.py::test_before_the_first_step_it_is_an_error"),
+    ("self._begun or isinstance(error, NewInput)", "False", "replay/test_plain_calls.py::test_a_form_that_cannot_be_captured_runs_as_the_plain_model_with_one_warning"),
+    ("record.autocast not in AUTOCASTS", "False", "capture/test_precision.py::test_what_a_schedule_was_not_solved_for_is_refused"),
+    ("name and name not in KINDS", "False", "capture/test_absent_gpu_attention.py::test_a_schedule_pins_the_attention_it_was_planned_with"),
+    ("isinstance(model, ScheduleWrapper):", "False:", "replay/test_wrapper.py::test_a_larger_batch_another_size_or_another_model_is_refused"),
+    ("check_initialized(model)", "pass", _KEY.format("test_a_model_without_memory_is_refused")),
+    ("backend not in BACKENDS", "False", "replay/test_fusion.py::test_an_unknown_backend_is_refused"),
+    ('"_steps": {}, "_plain_calls"', '"_plain_calls"', _KEY.format("test_a_wrapper_that_has_trained_can_be_pickled")),
+    ("> KEPT_STEPS:", "> 10**9:", _READS.format("test_values_that_come_again_are_captured_once_and_the_oldest_are_dropped")),
+]  # fmt: skip
+
+_INNER = "replay/test_gradients_of_results.py::test_the_whole_gradient_of_an_inner_result_is_refused"
+_IN_PLACE = "replay/test_inputs_in_place.py::{}"
+_WRAPPED = "replay/test_wrapper.py::{}"
+
+#: On the way from a call to its backward.
+_CHECKS = [
+    ("replay/changed_inputs.py", "value in captured.changed and uses[storage] > 1", "False", _IN_PLACE.format("test_memory_that_two_inputs_share_is_not_changed")),
+    ("replay/changed_inputs.py", "inputs[position].requires_grad and inputs[position].is_leaf", "False", _KEY.format("test_a_leaf_that_would_change_in_place_is_refused_before_anything_changes")),
+    ("replay/changed_inputs.py", "inputs[position].requires_grad and inputs[position].is_leaf", "inputs[position].requires_grad", _IN_PLACE.format("test_inputs_change_as_in_plain_pytorch")),
+    ("replay/backward_checks.py", "if torch.is_grad_enabled()", "if False", "capture/test_corners.py::test_second_derivatives_are_refused"),
+    ("replay/backward_checks.py", "if torch.is_autocast_enabled(captured.device.type)", "if False", "capture/test_precision.py::test_a_backward_inside_autocast_is_warned_of"),
+    ("replay/backward_checks.py", "gradient is not None and _is_batched(gradient) for", "False for", "capture/test_effects.py::test_many_gradients_at_once_are_refused"),
+    ("replay/backward_checks.py", "if asked:", "if False:", _INNER),
+    ("replay/backward_checks.py", "if users:", "if False:", _INNER),
+    ("replay/backward_checks.py", "result is not None and result.retains_grad", "False", _INNER),
+    ("replay/backward_checks.py", "not torch._C._will_engine_execute_node(self.next_node)", "False", _INNER),
+    ("replay/backward_checks.py", "if tangent in met", "if False", _INNER),
+    ("replay/one_pass.py", "function._backward_cls.register_prehook = refuse", "pass", "auto/test_pipelines.py"),
+    ("replay/transforms.py", "torch._C._functorch.peek_interpreter_stack() is None", "True", _DIFFERS.format("test_more_than_a_backward_is_refused")),
+    ("replay/transforms.py", "forward_ad._current_level < 0", "True", _DIFFERS.format("test_more_than_a_backward_is_refused")),
+    ("replay/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*model.parameters(), *model.buffers())", _DIFFERS.format("test_more_than_a_backward_is_refused")),
+    ("replay/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*inputs, *model.buffers())", _KEY.format("test_tangents_of_parameters_and_buffers_are_refused[parameter]")),
+    ("replay/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*inputs, *model.parameters())", _KEY.format("test_tangents_of_parameters_and_buffers_are_refused[buffer]")),
+    ("replay/training_step.py", "if not self.captured.constants.hold()", "if False", "capture/test_constants.py::test_unregistered_parameters_that_change_are_followed"),
+    ("replay/training_step.py", "self.reads.change() if self.reads is not None else None", "None", _VALUE.format("attribute")),
+    ("replay/training_step.py", "check_backward(call.step.captured, grads)", "pass", "capture/test_precision.py::test_a_backward_inside_autocast_is_warned_of"),
+    ("replay/training_step.py", "change := reads.late_change()", "change := None", _LATE.format("hook, attribute")),
+    ("replay/training_step.py", "call.step.for_gradients(grads)", "call.step", "replay/test_layouts_of_gradients.py"),
+    ("replay/training_step.py", "torch._C._autograd._get_current_graph_task_keep_graph()", "False", _WRAPPED.format("test_a_second_backward_reads_what_the_first_one_writes_over")),
+    ("replay/training_step.py", "tensor._version != version", "False", _KEY.format("test_a_weight_that_a_hook_changes_in_the_backward_is_pytorchs_error")),
+    ("replay/training_step.py", "if grads[position] is None)", "if False)", _WRAPPED.format("test_outputs_that_take_no_part_in_the_loss_leave_no_gradients")),
+    ("replay/training_step.py", "grad.resolve_conj().resolve_neg()", "grad", "capture/test_corners.py::test_a_conjugated_gradient_is_taken"),
+    ("replay/training_step.py", "grad.dtype != meta.dtype or not meta.lies_as(grad)", "not meta.lies_as(grad)", "replay/test_gradients_of_results.py"),
+    ("replay/training_step.py", "grad.dtype != meta.dtype or not meta.lies_as(grad)", "grad.dtype != meta.dtype", "replay/test_gradients_of_results.py"),
+    ("replay/training_step.py", "watch_results(step.inner_results, outputs)", "pass", _INNER),
+    ("replay/training_step.py", "inputs[position].copy_(output)", "pass", _IN_PLACE.format("test_inputs_change_as_in_plain_pytorch")),
+    ("replay/training_step.py", "if t is None)", "if False)", _KEY.format("test_a_result_without_gradient_has_none")),
+]  # fmt: skip
+
+_C = "replay/compatibility.py"
+_NOT_SOLVED = "capture/test_precision.py::test_what_a_schedule_was_not_solved_for_is_refused"
+_LARGER = _WRAPPED.format("test_a_larger_batch_another_size_or_another_model_is_refused")
+#: From a call to its schedule.
+_SCHEDULES = [
+    (_C, "if not fits_within(found, record.inputs):", "if False:", _LARGER),
+    (_C, "if autocast != record.autocast:", "if False:", _NOT_SOLVED),
+    (_C, "if layout != record.layout:", "if False:", _NOT_SOLVED),
+    (_C, "replace(mine, shape=other.shape) == other", "True", _NOT_SOLVED),
+    (_C, "extent <= most for", "True for", _LARGER),
+    (_C, "if program.fingerprint != record.fingerprint:\n", "if False:\n", "replay/test_matching.py::test_equal_parameters_and_another_program"),
+    (_C, "if reason := exceeds(record, captured, name, device):", 'if reason := "":', "replay/test_matching.py::test_a_literal_that_makes_results_larger_is_refused"),
+    (_C, "if needed <= promised + rounded:", "if True:", "replay/test_matching.py::test_a_literal_that_makes_results_larger_is_refused"),
+    (_C, "if needed <= max(promised, budget):", "if True:", "ops/test_twins.py"),
+]  # fmt: skip
+
+_UNFIT = "auto/test_kept_blocks.py::test_a_file_that_does_not_fit_is_planned_anew[{}]"
+_ANEW = "auto/test_kept_blocks.py::test_what_changes_the_plan_plans_anew[{}]"
+_P = "auto/block_plan.py"
+#: From a model with blocks to its kept plan.
+_KEPT = [
+    ("auto/kept_blocks.py", 'if content["sha256"] != _digest(', "if False and _digest(", "auto/test_kept_blocks.py::test_no_changed_byte_is_read"),
+    (_P, "if len(kept.records) != len(of.blocks):", "if False:", _UNFIT.format("fewer blocks")),
+    (_P, "if (call is None) != (record is None):", "if False:", _UNFIT.format("no schedule")),
+    (_P, "check_program(record, captured, block._block_name, device_of(of.model))", "pass", _UNFIT.format("another program")),
+    (_P, "if not set(point.shared) <= set(range(len(captured.program.values))):", "if False:", _UNFIT.format("wrong value")),
+    (_P, "settings.budget.bytes or settings.budget.share, settings.mode", "0, settings.mode", _ANEW.format("budget")),
+]  # fmt: skip
+
+#: Values that a step reads.
+_R, _H, _O, _T, _S = (f"capture/guards/{name}.py" for name in ("reads", "holders", "objects", "traversal", "settings"))
+_EACH_SETTING = "capture/test_settings_followed.py::test_each_setting_is_compared"
+_GUARDS = [
+    *((_S, f"torch._C._get_{name}", "bool", _EACH_SETTING) for name in (
+        "cudnn_enabled", "mkldnn_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled", "math_sdp_enabled",
+        "sdp_priority_order", "deterministic_algorithms",
+    )),
+    (_S, "lambda: (opt_einsum.enabled, opt_einsum.strategy)", "bool", _EACH_SETTING),
+    (_S, "torch.get_default_dtype,", "bool,", _SETTING.format("default dtype")),
+    (_S, 'TorchFunctionMode": _function_modes', 'TorchFunctionMode": bool', _DIFFERS.format("test_modes_of_functions_are_followed")),
+    (_S, "parametrize._cache_enabled > 0", "False", _DIFFERS.format("test_cached_parametrizations_are_refused[False]")),
+    (_S, '"hooks on all modules": hooks_on_all_modules', '"hooks on all modules": bool', _DIFFERS.format("test_hooks_on_all_modules_are_refused[False]")),
+    (_S, "(type(mode), [(name, form_of_plain(value)) for name, value in vars(mode).items()])", "(type(mode),)", _DIFFERS.format("test_modes_of_functions_are_followed")),
+    (_R, "walk.add(Attributes(module, module.__dict__, only=self.attributes.get(name, frozenset())), path)", "pass", _VALUE.format("attribute")),
+    (_R, "class_holders(type(module), self.names)", "()", _VALUE.format("class attribute")),
+    (_R, "marked or not self.names.isdisjoint(vars(tensor))", "False", _DIFFERS.format("test_what_a_forward_reads_of_parameters")),
+    (_R, "any(attribute in found for found in members)", "0", _VALUE.format("default of getattr")),
+    (_R, "walk.add(Variables(mapping, mapping, python_module, names), python_module)", "pass", _VALUE.format("global")),
+    (_R, 'walk.form(argument, f"argument {position}")', "0", _READS.format("test_an_object_that_is_an_argument_is_followed")),
+    (_R, "if (settings := settings_now()) != self._settings:", "if False:", _EACH_SETTING),
+    (_R, "return label in self.late_attributes.get(", "return label in {}.get(", _LATE.format("hook, attribute")),
+    (_R, "            return label in self.late_names", "            return False", _LATE.format("hook, object")),
+    (_R, "Reads(self.roots, model, self.forms)", "Reads(self.roots, model)", "auto/test_shared_captures.py::test_blocks_that_differ[0]"),
+    (_R, "if any(self._empty):", "if False:", _READS.format("test_a_list_that_was_empty_is_followed")),
+    (_R, "not all(map(operator.is_, values, self._values))", "False", _VALUE.format("attribute")),
+    (_R, "not all(map(operator.eq, map(list, self._mappings), self._names))", "False", _VALUE.format("default of getattr, object")),
+    (_R, "any(mapping.get(name) is not same.of() for mapping, name, same in self._weak)", "False", _READS.format("test_another_module_in_an_attribute_is_followed")),
+    (_R, "return all(map(_as_before, self._others))", "return True", _VALUE.format("list")),
+    (_R, "if was != now:", "if False:", _VALUE.format("attribute")),
+    (_T, "return kind, value\n", "return value\n", _VALUE.format("int, then bool")),
+    (_T, "return kind, repr(value)", "return kind, value", _VALUE.format("-0.0")),
+    (_T, 'tuple([self.form(item, f"{path}[{i}]") for i, item in enumerate(value)])', "len(value)", _VALUE.format("size")),
+    (_T, 'return "function", value.__code__, paths', 'return "function", paths', _VALUE.format("lambda")),
+    (_T, "tuple([self.form(key, path) for key in holder.own_keys()])", "0", _VALUE.format("ordered dict")),
+    (_T, "int, len(holder.held)", "0", _READS.format("test_how_long_a_list_is_that_a_hook_reads_may_not_change_before_the_backward")),
+    (_T, "self.form(value, part, hooks=of_module", "0 and self.form(value, part, hooks=of_module", _VALUE.format("list")),
+    (_T, "mine is other.of()", "True", _VALUE.format("function")),
+    (_T, "self.add(Attributes(value, value.__dict__, only=read), path)", "pass", _VALUE.format("unregistered module in eval mode")),
+    (_H, "every or name in names", "name in names", _VALUE.format("vars")),
+    (_H, "every or name in names", "every", _VALUE.format("dataclass")),
+    (_H, "return (*self.kind.keys(self.held), *self.kind.values(self.held))", "return (*self.kind.keys(self.held),)", _VALUE.format("dict")),
+    (_H, "return (*self.kind.keys(self.held), *self.kind.values(self.held))", "return (*self.kind.values(self.held),)", _READS.format("test_a_key_that_changes_is_followed")),
+    (_H, "return (*self.held.keys(), *self.held.values())", "return ()", _VALUE.format("mapping proxy")),
+    (_H, "tuple(self.kind.__iter__(self.held))", "()", _VALUE.format("list")),
+    (_H, "return tuple(self.held)\n", "return ()\n", _VALUE.format("set")),
+    (_H, "return (self.held.cell_contents,)", "return ()", _READS.format("test_a_variable_of_the_function_around_is_followed")),
+    (_H, "return (self.held.get(None),)", "return ()", _VALUE.format("context variable")),
+    (_H, "self.held.__code__, self.held.__defaults__, *", "self.held.__defaults__, *", _READS.format("test_other_code_of_a_function_is_followed")),
+    (_H, "self.held.__code__, self.held.__defaults__, *", "self.held.__code__, *", _VALUE.format("default")),
+    (_H, "setattr(self.held, name, value)\n\n\nclass Slots", "pass\n\n\nclass Slots", _READS.format("test_what_a_forward_sets_is_put_back_after_the_capture")),
+    (_H, "return self.parts", "return ()", _VALUE.format("bound method")),
+    (_H, "self.held.cache_clear()", "pass", _READS.format("test_a_function_with_a_cache_keeps_no_tensor_of_the_trace")),
+    (_H, "(str(held.dtype), held.shape, held.tobytes())", "(str(held.dtype), held.shape)", _VALUE.format("numpy array")),
+    (_H, "return tuple(getattr(self.held, name, ABSENT) for name in self.slots)", "return ()", _VALUE.format("slots")),
+    (_H, "return [] if self.state() == then else [path]", "return []", _READS.format("test_what_a_backward_sets_or_draws_is_refused[own generator]")),
+    (_H, 'return [] if self.held.grad is then[0] else [f"{path}.grad"]', "return []", "capture/test_effects.py::test_what_cannot_be_set_again_is_named[grad in the backward]"),
+    (_O, "yield from class_holders(type(value), names)", "pass", _VALUE.format("class attribute of an object")),
+    (_O, "yield Members(value)", "return", _VALUE.format("set")),
+    (_O, "yield Items(value)", "return", _VALUE.format("list")),
+    (_O, "yield Entries(value, hooks=hooks)", "return", _VALUE.format("dict")),
+    (_O, "yield Elements(value)", "return", _VALUE.format("numpy array")),
+    (_O, "yield Slots(value, slots)", "pass", _VALUE.format("slots")),
+    (_O, "*([Attributes(value, value.__dict__)] if value.__dict__ else [])", "", _VALUE.format("function attribute")),
+    (_O, "or isinstance(value, _OPEN)", "", _VALUE.format("namespace")),
+    (_O, "lambda it: Parts(it, it.__func__, it.__self__)", "lambda it: Parts(it)", _VALUE.format("bound method")),
+    (_O, "lambda it: Parts(it, it.func, it.args, it.keywords)", "lambda it: Parts(it, it.func)", _VALUE.format("partial")),
+    (_O, "lambda it: Cache(it, it.__wrapped__)", "lambda it: Parts(it)", _READS.format("test_a_function_with_a_cache_keeps_no_tensor_of_the_trace")),
+    (_O, "(types.CellType, Variable),", "", _READS.format("test_a_variable_of_the_function_around_is_followed")),
+    (_O, "(types.MappingProxyType, ReadOnlyEntries),", "", _VALUE.format("mapping proxy")),
+    (_O, "(contextvars.ContextVar, Context),", "", _VALUE.format("context variable")),
+    (_O, "(itertools.count, lambda it: Drawn(it, lambda: repr(it))),", "", _READS.format("test_what_a_forward_draws_is_refused")),
+    (_O, "(types.GeneratorType, lambda it: Drawn(it, lambda: _generator_state(it))),", "", _READS.format("test_what_a_forward_draws_is_refused")),
+]  # fmt: skip
+
+_OUTLINE = "auto/test_shared_captures.py::test_an_outline_tells_blocks_apart_that_differ_in_one_part[{}]"
+_BLOCKS_DIFFER = "auto/test_shared_captures.py::test_blocks_that_differ[{}]"
+#: What equal blocks are.
+_SHARED = [
+    ("(modules.setdefault(id(module), len(modules)), type(module), module.training)", "(type(module), module.training)", _OUTLINE.format("module")),
+    ("(modules.setdefault(id(module), len(modules)), type(module), module.training)", "(modules.setdefault(id(module), len(modules)), module.training)", _OUTLINE.format("class")),
+    ("(modules.setdefault(id(module), len(modules)), type(module), module.training)", "(modules.setdefault(id(module), len(modules)), type(module))", _OUTLINE.format("training")),
+    ("hook in some for hook in hooks", "hook in () for hook in hooks", _OUTLINE.format("note on hooks")),
+    ('(bool(getattr(module, "no_dropit", False)), tuple(notes["_modules"]))', '(tuple(notes["_modules"]),)', _OUTLINE.format("no_dropit")),
+    ('(bool(getattr(module, "no_dropit", False)), tuple(notes["_modules"]))', '(bool(getattr(module, "no_dropit", False)),)', _OUTLINE.format("name")),
+    ("or tensor.layout != torch.strided", "", "auto/test_shared_captures.py::test_blocks_with_sparse_tensors_have_no_outline"),
+    ("found.append((member, None))", "pass", _OUTLINE.format("absent parameter")),
+    ("(member, number, memory, look)", "(number, memory, look)", _OUTLINE.format("name of a tensor")),
+    ("(member, number, memory, look)", "(member, memory, look)", _OUTLINE.format("tied")),
+    ("(member, number, memory, look)", "(member, number, look)", _OUTLINE.format("memory")),
+    ("(member, number, memory, look)", "(member, number, memory)", _OUTLINE.format("dtype")),
+    ("return type(tensor), *looks, *storage, *flags, tuple(own)", "return *looks, *storage, *flags, tuple(own)", _OUTLINE.format("class of a tensor")),
+    ("tensor.dtype, tensor.device, ", "tensor.device, ", _OUTLINE.format("dtype")),
+    ("tensor.dtype, tensor.device, ", "tensor.dtype, ", _OUTLINE.format("device")),
+    ("tuple(tensor.shape), tensor.stride()\n", "tensor.stride()\n", _OUTLINE.format("shape")),
+    ("tuple(tensor.shape), tensor.stride()\n", "tuple(tensor.shape)\n", _OUTLINE.format("stride")),
+    ("tensor.untyped_storage().nbytes(), tensor.storage_offset()", "0, tensor.storage_offset()", _OUTLINE.format("storage")),
+    ("tensor.untyped_storage().nbytes(), tensor.storage_offset()", "tensor.untyped_storage().nbytes(), 0", _OUTLINE.format("offset")),
+    ("tensor.requires_grad, tensor.is_leaf", "tensor.is_leaf", _OUTLINE.format("gradient")),
+    ("tensor.requires_grad, tensor.is_leaf", "tensor.requires_grad", _OUTLINE.format("leaf")),
+    ("tensor.is_conj(), tensor.is_neg()", "tensor.is_neg()", _OUTLINE.format("conjugated")),
+    ("tensor.is_conj(), tensor.is_neg()", "tensor.is_conj()", _OUTLINE.format("negated")),
+    ("bool(tensor._backward_hooks)", "0", _OUTLINE.format("hook")),
+    ("*flags, tuple(own)", "*flags", _OUTLINE.format("attribute")),
+    ("_reads_alike(found.captured, block)", "True", _BLOCKS_DIFFER.format(0)),
+    ("found.outline == outline", "True", _BLOCKS_DIFFER.format(0)),
+]  # fmt: skip
+
+
+def _listed() -> Iterator[Mutant]:
+    for text, instead, test in _CALL_KEYS:
+        yield Mutant("replay/call_keys.py", text, instead, test)
+    for text, instead, test in _WRAPPER:
+        yield Mutant("replay/wrapper.py", text, instead, test)
+    for file, text, instead, test in (*_CHECKS, *_SCHEDULES, *_KEPT, *_GUARDS):
+        yield Mutant(file, text, instead, test)
+    for text, instead, test in _SHARED:
+        yield Mutant("auto/shared_captures.py", text, instead, test)
+
+
+MUTANTS = tuple(_listed())
