@@ -309,7 +309,7 @@ def test_searches_for_a_quick_plan_have_a_limit_together(monkeypatch: pytest.Mon
     def search(ready: Prepared, request: Request, *, strategy: str, budget_bytes: int, **options: Any) -> None:
         nonlocal now
         if strategy == "heuristic":
-            took = 0.0 if options["enough"]() else 6.0
+            took = 0.0 if options["enough"](False) else 6.0
             assert options["seconds"] == pytest.approx(pipeline.QUICK_SECONDS - now)
         else:
             took = 2 * request.time_limit_seconds
