@@ -36,6 +36,8 @@ _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 _GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
 _REQUIRES: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
 _SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
+#: What a leaf of autograd's graph answers, which the tracer's tensor in its place is not.
+_OF_LEAF: Any = {vars(torch._C.TensorBase)["is_leaf"].__get__: True, vars(torch._C.TensorBase)["grad_fn"].__get__: None}
 
 
 class ConstantsFound(BaseException):
@@ -70,6 +72,7 @@ class HeldTensors(TorchFunctionMode):
     Args:
         replacements: the tracer's tensors by those outside; new ones are added.
         parameters, inputs: the tracer's, which live for longer than this.
+        leaves: those among all of them that stand for leaves of autograd's graph.
         looking: whether to replace new ones, too.
 
     Attributes:
@@ -82,13 +85,15 @@ class HeldTensors(TorchFunctionMode):
         replacements: WeakTensorKeyDictionary,
         parameters: Iterable[torch.Tensor],
         inputs: Sequence[torch.Tensor],
+        leaves: Iterable[torch.Tensor],
         *,
         looking: bool,
     ) -> None:
         super().__init__()
         self.replacements, self.looking = replacements, looking
         self._inputs = {id(tensor): position for position, tensor in enumerate(inputs)}
-        self._leaves = frozenset((*map(id, parameters), *self._inputs))
+        self._given = frozenset((*map(id, parameters), *self._inputs))
+        self._leaves = frozenset(map(id, leaves))
         self.found: list[torch.Tensor] = []
         self.aliases: list[torch.Tensor] = []
         self._frozen = {
@@ -107,24 +112,18 @@ class HeldTensors(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = (args, dict(kwargs or {}))
-        if func == _GRAD and _dispatch_depth() >= self._depth and (_outside(args[0]) or id(args[0]) in self._leaves):
+        if func in _OF_LEAF and _dispatch_depth() >= self._depth and id(args[0]) in self._leaves:
+            return _OF_LEAF[func]
+        if func == _GRAD and _dispatch_depth() >= self._depth and (_outside(args[0]) or id(args[0]) in self._given):
             raise CaptureError(
                 "the forward reads .grad of a parameter or an input, which changes with every step, and a schedule would not see it; "
                 "give it as an argument, or copy it into a buffer before the call"
             )
-        if (
-            func == _SET_GRAD
-            and _dispatch_depth() >= self._depth
-            and (_outside(args[0]) or id(args[0]) in self._leaves)
-        ):
+        if func == _SET_GRAD and _dispatch_depth() >= self._depth and (_outside(args[0]) or id(args[0]) in self._given):
             raise CaptureError(
                 "the forward sets .grad of a parameter or an input, and a schedule would not; set it before or after the call"
             )
-        if (
-            func in _REQUIRES
-            and _dispatch_depth() >= self._depth
-            and (_outside(args[0]) or id(args[0]) in self._leaves)
-        ):
+        if func in _REQUIRES and _dispatch_depth() >= self._depth and (_outside(args[0]) or id(args[0]) in self._given):
             self._check_requires(args[0], (*args[1:], *(kwargs or {}).values(), True)[0])
             return args[0]
         args, kwargs = self.replaced(given)

@@ -182,11 +182,13 @@ class FlatModule(nn.Module):
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
         """The leaves of the model's result, with the tracer's tensors in the place of those that the user's objects hold."""
         own = WeakTensorKeyDictionary()
+        leaves = self._leaf_inputs(tensors)
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if (before := self.before.get(name)) is not None:
                 own[before] = tensor
                 keep_attributes(tensor, before)
-        mode = HeldTensors(own, self.parameters(), tensors, looking=self.tries > 0)
+                leaves += [tensor] if before.is_leaf else []
+        mode = HeldTensors(own, self.parameters(), tensors, leaves, looking=self.tries > 0)
         attributes = [(tensor, dict(vars(tensor))) for tensor in (*tensors, *self.parameters(), *self.buffers())]
         self.state_objects = StateObjects(mode.replacement, self.recorder.watch if self.recorder else lambda *_: True)
         try:

@@ -680,3 +680,20 @@ def gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_scripted_functions_are_captured() -> None:
     net = Net(lambda net, layer, x: gated(layer(x), x), linear())
     assert_as_plain(lambda: net, lambda called, model, note: [note(step(called, rows())) for _ in range(4)], captures=1)
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_inputs_and_parameters_say_whether_they_are_leaves(leaf: bool) -> None:
+    def forward(_: Net, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        y = layer(x) * (2 if x.is_leaf else 3) * (5 if layer.weight.is_leaf else 7)
+        return (
+            y
+            * (11 if x.grad_fn is None else 13)
+            * (17 if layer.weight.grad_fn is None else 19)
+            * (23 if y.is_leaf else 29)
+        )
+
+    model, x = Net(forward, linear()), rows().requires_grad_()
+    x = x if leaf else x * 1
+    wrapped = auto_schedule(model, x, memory_budget="200%", effort="quick")
+    assert torch.equal(wrapped(x), model(x))
