@@ -33,7 +33,7 @@ from ..nn import sync_batch_norm
 from ..ops import meta_functions as fakes_of_pytorchs
 from . import absent_gpu
 from .captured import fake_mode
-from .checks import check_attributes
+from .checks import check_attributes, may_have_gradient
 from .constants import ConstantsFound, InputRequires
 from .flat_module import FlatModule
 from .graph_edits import drop_tokens, restore_literals, restore_views
@@ -89,9 +89,7 @@ def trace_joint(
     """
     modes = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
     mode = modes[0] if modes else fake_mode()
-    fakes: tuple[torch.Tensor, ...] = tuple(
-        t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors
-    )
+    fakes = _fakes(tensors, mode)
     while True:
         try:
             with _tangents_in_rows() if row_major_gradients else contextlib.nullcontext():
@@ -103,6 +101,19 @@ def trace_joint(
         except ConstantsFound as found:
             flat.hold(found.tensors)
             flat.tries = found.tries
+
+
+def _fakes(tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> tuple[torch.Tensor, ...]:
+    """Fake tensors for inputs: one for each tensor that may have a gradient, and one for each place of others, as keys of steps have it."""
+    fakes: list[torch.Tensor] = []
+    for position, tensor in enumerate(tensors):
+        if any(tensor is other for other in tensors[:position]) and not may_have_gradient(tensor):
+            with mode:
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        else:
+            fake = tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
+        fakes.append(fake)
+    return tuple(fakes)
 
 
 def _traced(

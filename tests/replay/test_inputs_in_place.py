@@ -149,6 +149,29 @@ def test_memory_that_two_inputs_share_is_not_changed() -> None:
     assert wrapped(x, rows()).requires_grad
 
 
+def test_token_ids_given_twice_are_not_changed() -> None:
+    """As FSMT's labels, of which it makes the decoder's input: one capture is for both calls, with one tensor and with two."""
+
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        labels.masked_fill_(labels == -100, 0)
+        y = layer(x)
+        return y[labels].sum() + y[ids].sum(), y
+
+    ids = torch.tensor([1, 0, 2])
+    for first in ((ids, ids), (ids, ids.clone())):
+        net = net_of(forward)
+        captured = admitted(capture(net, (rows(), *first)), "normal")
+        assert len(captured.inputs) == 3
+        record = record_for(captured, random_schedule(captured.program, 0, drop=0.0), "normal", (net, (rows(), *first), {}))
+        wrapped = ScheduleWrapper(net, record, captured=captured)
+        with pytest.raises(UsageError, match=r"input2 in place.*shares its memory; give a clone"):
+            wrapped(rows(), ids, ids)
+        labels = torch.tensor([1, -100, 2])
+        plain = copy.deepcopy(net)(rows(), ids, labels.clone())
+        assert_same([*wrapped(rows(), ids, labels)], [*plain])
+        assert labels.tolist() == ids.tolist()
+
+
 def test_what_the_backward_needs_as_it_was_is_pytorchs_error() -> None:
     def forward(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = layer(x)
