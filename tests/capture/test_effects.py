@@ -466,6 +466,14 @@ def test_a_checkpoint_that_draws_other_numbers_again_is_refused(share: float, ke
         assert_as_plain(lambda: build(forward), lambda model, net, note: note(step(model, rows())), 1)
 
 
+def test_a_reentrant_checkpoint_of_inputs_without_gradients_has_pytorchs_error() -> None:
+    net = build(lambda net, layer, x: checkpoint(lambda y: layer(y).relu(), x, use_reentrant=True))
+    for model in (net, AnySchedule(net)):
+        assert not (result := model(rows())).requires_grad
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            result.sum().backward()
+
+
 def test_many_gradients_at_once_are_refused() -> None:
     wrapped, x = AnySchedule(build(lambda net, layer, x: layer(x).tanh())), rows().requires_grad_()
     result, many = wrapped(x), torch.eye(48).view(48, 6, 8)

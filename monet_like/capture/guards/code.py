@@ -34,6 +34,12 @@ def words(constants: tuple[Any, ...]) -> Iterator[str]:
             yield from words(constant)
 
 
+def calls_trace(frame: types.FrameType) -> bool:
+    """Whether it is the function of no module that PyTorch's tracer writes around what it traces."""
+    before = None if "__name__" in frame.f_globals else frame.f_back
+    return before is not None and before.f_globals.get("__name__") == "torch.fx.experimental.proxy_tensor"
+
+
 class Untraced(TorchFunctionMode):
     """Switches tracing off inside PyTorch's own functions, because Python traces slowly.
 

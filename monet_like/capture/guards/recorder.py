@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
-from .code import Untraced, names_read, words
+from .code import Untraced, calls_trace, names_read, words
 from .effects import Assigned, Before, Effects, effects_of, walk_through
 from .holders import ABSENT, Attributes, Entries, Gradient, Variables
 from .objects import class_holders, is_library
@@ -336,7 +336,7 @@ class Recorder:
 
     def _new_code(self, frame: types.FrameType, code: types.CodeType) -> None:
         python_module = frame.f_globals.get("__name__")
-        if not is_library(python_module) and _importing(frame):
+        if not is_library(python_module) and (_importing(frame) or calls_trace(frame)):
             return
         self._codes[id(code)] = code
         self._entered.add(id(code))
