@@ -20,7 +20,7 @@ from ..errors import CaptureError, UsageError, warn_caller
 from ..ir.defaults import MODE, SOLVER
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import Budget, parse_budget
-from ..replay.compatibility import call_difference
+from ..replay.compatibility import OTHER_STEP, call_difference
 from ..replay.wrapper import NewInput, ScheduleWrapper, is_empty
 from . import parts
 from .block_menus import BlockSettings
@@ -200,9 +200,7 @@ class AutoSchedule(ScheduleWrapper):
             if is_of(record, found, device):
                 return record, found
         if self.records:
-            reason = reason or (
-                str(change) if change else "other parameters are frozen, other parts in eval mode, or results larger"
-            )
+            reason = reason or (str(change) if change else OTHER_STEP)
             if self._on_new_input != "plan":
                 raise NewInput(f"no plan of {type(self._model).__name__} serves this call: {reason}")
             warn_caller(f"planning {type(self._model).__name__} anew: {reason}")

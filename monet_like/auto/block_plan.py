@@ -22,13 +22,13 @@ from ..plan.block_points import Point
 from ..plan.blocks import Choice, ChoiceStatus, Moment, choose, peak_of, seconds_of, smallest
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
-from ..replay.compatibility import check_program
 from .agreement import all_agree, all_do, gathered, planned_by, processes
 from .block_bounds import BoundedBlocks
 from .block_menus import BlockSettings, Kind, check_alike, kinds_of, menus_of, read_point, records_of
 from .block_shares import OwnPlans, Share
 from .kept_blocks import NOTHING, BlockKey, KeptBlocks, most_of_rest
 from .step_memory import Blocks, Rehearsed, StepMemory, WholeStep
+from .whole_plan import is_of
 
 #: Choices that are made at most: each after a rehearsal that keeps what the one before it keeps.
 ROUNDS = 3
@@ -201,7 +201,8 @@ def _check_kept(of: Blocks, kept: KeptBlocks) -> None:
             raise ScheduleFileError(f"the file has no schedule for {block._block_name}, or one too many")
         if call is not None and record is not None:
             captured = call.as_in(record)
-            check_program(record, captured, block._block_name, device_of(of.model))
+            if not is_of(record, captured, device_of(of.model)):
+                raise ScheduleFileError(f"in the file {block._block_name} has a schedule that does not fit its program")
             if not set(point.shared) <= set(range(len(captured.program.values))):
                 raise ScheduleFileError(f"in the file {block._block_name} keeps a value that it does not have")
 

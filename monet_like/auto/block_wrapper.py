@@ -21,7 +21,7 @@ from ..capture.trees import flattened, tensors_of
 from ..compiler.request import Request, captured_for, in_autograd_order
 from ..errors import ScheduleFileError, UsageError, warn_caller
 from ..ir.schedule_file import InputSpec, ScheduleRecord
-from ..replay.compatibility import call_difference
+from ..replay.compatibility import OTHER_STEP, call_difference
 from ..replay.rehearsal import Rehearsal
 from ..replay.stand_in import SignedAsModel
 from ..replay.training_step import Step
@@ -210,12 +210,14 @@ class BlockSchedule(ScheduleWrapper):
         described = (*key[1:], self._block_mode, record and (record.attention, record.made_last))
         if captured is None:
             captured = self._block_shared.find(self._model, described, known)
+        earlier = self._steps.get(key)
+        change = earlier[-1].change() if earlier else None
         try:
             step = super()._step(key, args, kwargs, captured, known)
-        except ScheduleFileError as error:
+        except ScheduleFileError:
             if self._on_new_input != "plan" or self._block_share is None or known:
                 differs = record and call_difference(record, self._model, args, kwargs)
-                reason = f"it was planned {differs[0]}, and is called {differs[1]}" if differs else str(error)
+                reason = f"it was planned {differs[0]}, and is called {differs[1]}" if differs else change or OTHER_STEP
                 raise NewInput(f"no plan of the block {self._block_name} serves this call: {reason}") from None
             step = self._own_step(key, args, kwargs)
         if step is not None:

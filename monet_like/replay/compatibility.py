@@ -106,6 +106,10 @@ def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kw
     )
 
 
+#: Why a plan does not serve a call from which `call_difference` tells no difference.
+OTHER_STEP = "other parameters are frozen, other parts in eval mode, or results larger"
+
+
 def call_difference(
     record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, str] | None:

@@ -130,6 +130,20 @@ def test_the_rule_for_new_inputs(rule: str, planned: int) -> None:
     assert bool(blocks_of(mine)[0]._plain_calls) == (rule == "plain")
 
 
+def test_the_rule_for_changes_of_the_blocks() -> None:
+    """What differs from the plan is said, and nothing of schedule files."""
+    model = Decoder(blocks=2)
+    mine: Any = monet_like.auto_schedule(model, tokens(8, 16), memory_budget="1 MB", on_new_input="error", **QUICK)
+    loss_of(mine(tokens(8, 16))).backward()
+    model.layers[0].up.requires_grad_(False)  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match=r"block layers.0 serves this call: other parameters are frozen, .* larger$"):
+        mine(tokens(8, 16))
+    model.layers[0].up.requires_grad_()  # type: ignore[union-attr]
+    model.layers[0].dropout.p = 0.0  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match=r"block layers.0 serves this call: self.dropout.p was 0\.\d+, is 0\.0$"):
+        mine(tokens(8, 16))
+
+
 class Masked(Short):
     """A block with a mask that is given for padded batches alone, as Transformers' layers are called."""
 
