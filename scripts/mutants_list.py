@@ -142,6 +142,14 @@ _CHECKS = [
     ("replay/training_step.py", "grad.dtype != meta.dtype or not meta.lies_as(grad)", "grad.dtype != meta.dtype", "replay/test_gradients_of_results.py"),
     ("replay/training_step.py", "watch_results(step.inner_results, outputs)", "pass", _INNER),
     ("replay/training_step.py", "inputs[position].copy_(output)", "pass", _IN_PLACE.format("test_inputs_change_as_in_plain_pytorch")),
+    ("replay/branches.py", "except (OtherAnswer, NotRepeated):", "except OtherAnswer:", "replay/test_effects_that_fail.py::test_what_a_call_cannot_set_again_is_plain_pytorchs_to_do"),
+    ("replay/wrapper.py", "self._steps.pop(key, None)  # or each call would begin by it", "raise", "replay/test_effects_that_fail.py::test_what_a_call_cannot_set_again_is_plain_pytorchs_to_do"),
+    ("capture/guards/effects.py", "_load(tried.getvalue(), alone.kept.__getitem__)", "pass", "replay/test_effects_that_fail.py::test_what_no_call_can_set_again_is_refused_by_name"),
+    ("capture/guards/effects.py", "            self._check_function(value)", "            pass", "replay/test_effects_that_fail.py::test_what_no_call_can_set_again_is_refused_by_name"),
+    ("capture/guards/effects.py", "                    holder.put_back(then)", "                    pass", "replay/test_effects_that_fail.py::test_what_a_call_cannot_set_again_is_plain_pytorchs_to_do"),
+    ("capture/guards/recorder.py", "effects.found_in(reads)", "effects", "replay/test_effects_that_fail.py::test_what_the_backward_reads_moves_no_place"),
+    ("capture/guards/recorder.py", "set_again=effects.paths", "set_again=()", "replay/test_effects_that_fail.py::test_what_the_backward_reads_moves_no_place"),
+    ("capture/guards/traversal.py", "if isinstance(holder.held, deque):", "if False:", "replay/test_effects_that_fail.py::test_a_deque_of_another_length_is_another_one"),
     ("replay/training_step.py", "if t is None)", "if False)", _KEY.format("test_a_result_without_gradient_has_none")),
 ]  # fmt: skip
 

@@ -215,7 +215,7 @@ def _recorded(stack: contextlib.ExitStack, flat: FlatModule, fakes: tuple[torch.
         each for each in vars(joint.graph_module).values() if isinstance(each, torch.Tensor)
     )  # that the backward reads
     flat.used.update(dict.fromkeys(own, True))
-    flat.reads = flat.recorder.reads(flat.used)
+    flat.reads, flat.effects = flat.recorder.found(flat.used, flat.effects)
     return joint
 
 

@@ -1,7 +1,8 @@
 """Branches: what a step's Python code decides by values of tensors, see `monet_like.capture.answers`.
 
 A step asks its questions again in every call. Where an answer is another one, everything that the call has changed so far is
-undone, and the call begins anew with the step of the other branch.
+undone, and the call begins anew with the step of the other branch; likewise with the plain model where side effects cannot be
+set again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from ..capture.answers import Answer
 from ..capture.captured import Captured
+from ..capture.guards.effects import NotRepeated
 from ..capture.undone import Contents, default_generators, written_places
 from ..errors import UsageError
 from ..ir.program import Ref, Task
@@ -28,9 +30,11 @@ def written_residents(tasks: Sequence[Task], residents: Sequence[int]) -> tuple[
     """Positions of the parameters, buffers and inputs that tasks write into."""
     found: set[int] = set()
     for call in (call for task in tasks for call in task.calls):
-        for place in written_places(call.op, schema_of(call.op)):
-            given = call.args[place] if place < len(call.args) else None
-            found.update(leaf.name for leaf in _leaves(given) if isinstance(leaf.name, int))
+        schema, named = schema_of(call.op), dict(call.kwargs)
+        further = schema.arguments[len(call.args) :] if schema is not None else ()
+        given = [*call.args, *(named.get(argument.name) for argument in further)]
+        for place in written_places(call.op, schema):
+            found.update(leaf.name for leaf in _leaves(given[place : place + 1]) if isinstance(leaf.name, int))
     return tuple(position for position, value in enumerate(residents) if value in found)
 
 
@@ -43,8 +47,9 @@ def _leaves(given: object) -> Iterator[Ref]:
 
 
 @contextmanager
-def undone_if_other(captured: Captured, written: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restore ``written`` and PyTorch's generators if a question has another answer than at the capture."""
+def undone_if_ended(captured: Captured, written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Restore ``written`` and PyTorch's generators if a question has another answer than at the capture, or if side effects cannot
+    be set again."""
     contents = Contents()
     for generator in default_generators(captured.device):
         contents.keep_generator(generator)
@@ -52,7 +57,7 @@ def undone_if_other(captured: Captured, written: Sequence[torch.Tensor]) -> Iter
         contents.keep(tensor)
     try:
         yield
-    except OtherAnswer:
+    except (OtherAnswer, NotRepeated):
         contents.restore()
         raise
 

@@ -24,7 +24,7 @@ from ..runtime.codegen import Block, compile_block, compile_chain, liveness
 from ..runtime.questions import ASK, Asking
 from .arena import StepMemory
 from .backward_checks import check_backward, inner_results, watch_results
-from .branches import undone_if_other, written_residents
+from .branches import undone_if_ended, written_residents
 from .functional import without_cudnn
 from .fusion import Fused, fuse
 from .missing_gradients import without_missing
@@ -47,7 +47,8 @@ class Step:
     Attributes:
         parameter_slots, buffer_slots: (dict, key) where the module keeps the captured tensors.
         forward: from the residents to (outputs, what ``saved`` lists).
-        written: positions of the residents that it changes; not noted of one that asks for no values.
+        may_end: whether a call of the forward may end without a result: it asks for values, or has side effects.
+        written: positions of the residents that such a forward changes.
         backward: from what ``saved`` and then ``tangents`` list to the gradients of one segment after the other.
         saved: values that the backward reads.
         overwritten: positions among ``saved`` of those whose memory the backward writes into.
@@ -106,7 +107,8 @@ class Step:
             blocks, functions = list(self.fused.blocks), self.fused.functions
         asking = {ASK: Asking([answer.shown for answer in captured.answers])}
         self.forward = compile_block(blocks[0], "forward", {**functions, **asking}, watch)
-        self.written = written_residents(forward, self.residents) if captured.answers else ()
+        self.may_end = bool(captured.answers) or captured.effects is not None
+        self.written = written_residents(forward, self.residents) if self.may_end else ()
         self.backward: Backward = compile_chain(blocks[1:], "backward", functions, watch)
         place = {value: i for i, value in enumerate(self.saved) if program.values[value].kind in RESIDENT_KINDS}
         self.segments = tuple(
@@ -300,6 +302,7 @@ def run_step(
 
     Raises:
         OtherAnswer: the call takes another branch than the capture; nothing has changed.
+        NotRepeated: its side effects cannot be set again; nothing has changed.
     """
     captured = step.captured
     for position in captured.made_to_require:
@@ -311,8 +314,10 @@ def run_step(
         token = _SegmentNode.apply(call, segment, token, *leaves)
     residents = [*parameters, *buffers, *inputs]
     written = [residents[position] for position in step.written]
-    with undone_if_other(captured, written) if captured.answers else nullcontext():
+    with undone_if_ended(captured, written) if step.may_end else nullcontext():
         outputs = _Head.apply(call, token, residents)
+        if captured.effects is not None and step.reads is not None:
+            captured.effects.repeat(step.reads, outputs, inputs, arguments)
     watch_results(step.inner_results, outputs)
     leaves_out = list(captured.output_leaves)
     for positions, output in zip(captured.output_positions, outputs, strict=False):
@@ -320,6 +325,4 @@ def run_step(
             leaves_out[position] = output
     for position, output in zip(captured.written, outputs[len(captured.output_positions) :], strict=True):
         inputs[position].copy_(output)  # so that gradients of what the caller makes of it reach the model
-    if captured.effects is not None and step.reads is not None:
-        captured.effects.repeat(step.reads, outputs, inputs, arguments)
     return pytree.tree_unflatten(leaves_out, captured.output_spec)

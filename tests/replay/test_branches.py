@@ -275,7 +275,10 @@ def test_the_users_own_error_is_raised() -> None:
     assert_as_plain(lambda: Body(asserted), script, captures=1)
 
 
-def test_invalid_parameters_of_a_distribution_are_an_error_as_in_plain_pytorch() -> None:
+def test_invalid_parameters_of_a_distribution_are_an_error_as_in_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # PyTorch checks them by default, until something in the process is compiled.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
     def decide(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return torch.distributions.Normal(m.first(x), t).rsample()
 

@@ -7,6 +7,7 @@ serves an equal model. An object that the forward made is made anew for each cal
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import types
@@ -21,7 +22,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ...errors import CaptureError, UsageError
 from ..trees import children_of
-from .holders import ABSENT, Attributes, Holder
+from .holders import ABSENT, Attributes, Holder, Variable
+from .objects import is_library
 from .reads import Reads
 from .traversal import Place, Walk, form_of_plain
 
@@ -40,8 +42,11 @@ class _CannotRepeat(Exception):
     """A value that cannot be set again; its text says what the value is."""
 
 
-@dataclass(frozen=True)
-class _Ref:
+class NotRepeated(UsageError):
+    """What a forward sets could not be set again in one call, after its operators have run; nothing of it is set."""
+
+
+class _Ref(NamedTuple):
     """Something that a call has, in the place of what the trace had.
 
     Attributes:
@@ -54,46 +59,65 @@ class _Ref:
     key: Any
     label: Any = None
 
+    @property
+    def at_place(self) -> bool:
+        return self.kind in ("held", "content")
+
 
 @dataclass(frozen=True, eq=False)
 class Effects:
     """What one forward sets.
 
     Attributes:
-        content: by place, what is set there; pickled.
+        content: what is set at each of ``at``, then tensors and attributes that are set on them; pickled.
+        at: key of each place at which something is set, and the names of the attributes that are set there, if it has any.
         refs: of the pickle's persistent objects.
         tensors: results of the step among them; only while it is traced.
-        results: the same, as positions among the program's outputs.
-        paths: what is set, for people.
-        places: key of each place, and the label if it is an attribute, of what is set.
+        held: the model's own objects among them, by the key of their place; only while it is traced.
+        results: of the tensors, as positions among the program's outputs.
         marks: names of the parameters and buffers on which attributes are set.
         fills: whether some of them are in containers among the arguments.
         shared: whether another model may have it, too: nothing of it is an object of this one.
     """
 
     content: bytes
+    at: tuple[tuple[str, tuple[str, ...]], ...]
     refs: tuple[_Ref, ...]
     tensors: tuple[torch.Tensor, ...]
-    paths: tuple[str, ...]
-    places: frozenset[tuple[str, Any]]
     marks: frozenset[str]
     fills: bool
     shared: bool
+    held: Mapping[str, Holder]
     results: tuple[int, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What is set, for people."""
+        found = ((key.partition(" ")[2], names) for key, names in self.at)
+        return tuple(path for held, names in found for path in ([f"{held}.{name}" for name in names] or [held]))
 
     def of_outputs(self, results: Sequence[int]) -> Effects:
         """The same after the trace: of its tensors only their positions among the outputs."""
         return replace(self, tensors=(), results=tuple(results))
 
+    def found_in(self, reads: Reads) -> Effects:
+        """The same after the trace, with the keys that places have in its guards: what its backward reads may have changed them."""
+        keys = {(type(holder), id(holder.held)): key for key, holder in reads.holders.items()}
+        now = {key: keys[type(holder), id(holder.held)] for key, holder in self.held.items()}
+        refs = tuple(ref._replace(key=now.get(ref.key, ref.key)) if ref.at_place else ref for ref in self.refs)
+        return replace(self, held={}, at=tuple((now.get(key, key), names) for key, names in self.at), refs=refs)
+
     def check(self, reads: Reads, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
         """Check that everything can be set, as `repeat` does after the forward, with the same arguments.
 
         Raises:
-            UsageError: an argument lacks the object in which something is to be set.
+            UsageError: an argument lacks the object in which something is to be set, or what is to be set elsewhere.
         """
-        holders = self._holders(reads, arguments)
-        needed = {*(key for key, _ in self.places), *(ref.key for ref in self.refs if ref.kind in ("held", "content"))}
-        for key in sorted(needed - holders.keys()):
+        holders, names = self._holders(reads, arguments), reads.roots.names
+        needed = {*(key for key, _ in self.at), *(ref.key for ref in self.refs if ref.at_place)}
+        contents = {key: holders[key].contents(names) for key in needed & holders.keys()}
+        lacking = {ref.key for ref in self.refs if ref.kind == "content" and ref.label not in contents.get(ref.key, ())}
+        for key in sorted({*(needed - holders.keys()), *lacking}):
             raise UsageError(
                 f"the forward fills {key.partition(' ')[2]}, which is not as it was in the capture; give lists and dicts of tensors"
             )
@@ -117,7 +141,32 @@ class Effects:
             reads: of the model, which has found no change before the forward.
             outputs, inputs: tensors of the call.
             arguments: positional and by keyword.
+
+        Raises:
+            NotRepeated: it cannot be set, such as in an array that has become read-only.
         """
+        before: list[tuple[Holder, Any]] = []
+        try:
+            for holder, content in self._loaded(reads, outputs, inputs, arguments):
+                before.append((holder, holder.copy()))
+                holder.repeat(content)
+        except Exception as error:  # of the user's own objects
+            for holder, then in reversed(before):
+                with contextlib.suppress(Exception):  # what could not be set is as it was
+                    holder.put_back(then)
+            raise NotRepeated(
+                f"the forward sets {', '.join(self.paths)}, which could not be set again ({type(error).__name__}: {error}); "
+                "return it, or set it outside the model"
+            ) from error
+
+    def _loaded(
+        self,
+        reads: Reads,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
+    ) -> list[tuple[Holder, Any]]:
+        """Where something is set, and what."""
         holders, names, model = self._holders(reads, arguments), reads.roots.names, reads.model()
         assert model is not None
         before: dict[str, Any] = {}
@@ -140,14 +189,17 @@ class Effects:
                 return before[ref.key][ref.label]
             return ref.key
 
-        loader = pickle.Unpickler(io.BytesIO(self.content))
-        refs = self.refs
-        loader.persistent_load = lambda number: found(refs[number])  # type: ignore[method-assign]
-        sets, marked = loader.load()
-        for key, content in sets:
-            holders[key].repeat(content)
-        for tensor, content in marked:
-            Attributes(tensor, vars(tensor)).repeat(content)
+        sets, marked = _load(self.content, lambda number: found(self.refs[number]))
+        return [
+            *((holders[key], content) for (key, _), content in zip(self.at, sets, strict=True)),
+            *((Attributes(tensor, vars(tensor)), content) for tensor, content in marked),
+        ]
+
+
+def _load(content: bytes, found: Callable[[int], Any]) -> Any:
+    loader = pickle.Unpickler(io.BytesIO(content))
+    loader.persistent_load = found  # type: ignore[method-assign]
+    return loader.load()
 
 
 def given_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -225,7 +277,8 @@ class _Numbers:
         self.refs: list[_Ref] = []
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []
+        self.kept: list[Any] = []  # what each number stands for
+        self.own = False  # whether a function among it holds objects of this model
         self._given, self._before = given, before
 
     def number(self, value: Any) -> int | None:
@@ -236,7 +289,7 @@ class _Numbers:
             ref = self._ref(value)
             if ref is None:
                 return None
-            self._kept.append(value)
+            self.kept.append(value)
             known = self._numbers[id(value)] = len(self.refs)
             self.refs.append(ref)
         return known
@@ -255,18 +308,36 @@ class _Numbers:
             return before
         if isinstance(value, FakeTensor):
             raise _CannotRepeat("a tensor that is not of the step")
-        if isinstance(value, types.FunctionType) and any(map(_holds_traced, value.__closure__ or ())):
-            raise _CannotRepeat("a function that holds a tensor of the step")
+        if isinstance(value, types.FunctionType) and not is_library(value.__module__):
+            self._check_function(value)
         if value is ABSENT or isinstance(value, (torch.Tensor, *_FIXED)):
             return _Ref("same", value)
         return None
 
+    def _check_function(self, function: types.FunctionType) -> None:
+        """Check that a function which the forward may have made holds nothing that another call's would not hold.
 
-def _holds_traced(cell: Any) -> bool:
-    try:
-        return isinstance(cell.cell_contents, FunctionalTensor)
-    except ValueError:
-        return False
+        Raises:
+            _CannotRepeat: it does.
+        """
+        waiting: list[Any] = [function]
+        seen: dict[int, None] = {}
+        while waiting:
+            held = waiting.pop()
+            if id(held) in seen or form_of_plain(held) is not None:
+                continue
+            seen[id(held)] = None
+            if id(held) in self._before.refs or id(held) in self._before.modules:
+                self.own = True
+            elif isinstance(held, types.FunctionType) and not is_library(held.__module__):
+                cells = (each for cell in held.__closure__ or () for each in Variable(cell).flat())
+                waiting += (*cells, held.__defaults__, *(held.__kwdefaults__ or {}).values(), *vars(held).values())
+            elif isinstance(held, tuple):
+                waiting += held
+            elif isinstance(held, FunctionalTensor):
+                raise _CannotRepeat("a function that holds a tensor of the step")
+            elif not isinstance(held, _FIXED):
+                raise _CannotRepeat(f"a function that holds a {type(held).__name__} of one call")
 
 
 class Assigned(NamedTuple):
@@ -296,7 +367,9 @@ def effects_of(
     named = [("a tensor's " + ", ".join(content), [tensor, content]) for tensor, content in marked]
     for what, value in [*((", ".join(paths), content) for _, content, paths in sets), *named]:
         try:
-            _Pickler(io.BytesIO(), _Numbers(before, given).number).dump(value)
+            tried, alone = io.BytesIO(), _Numbers(before, given)
+            _Pickler(tried, alone.number).dump(value)
+            _load(tried.getvalue(), alone.kept.__getitem__)
         except Exception as error:  # whatever an object's own code for pickle raises
             why = error if isinstance(error, _CannotRepeat) else f"what cannot be copied ({error})"
             raise CaptureError(
@@ -308,15 +381,13 @@ def effects_of(
             raise CaptureError(
                 f"{who} registers a parameter again, by setting {', '.join(paths)}; register it in __init__"
             )
-    _Pickler(file, numbers.number).dump(([(place.key, content) for place, content, _ in sets], [*marked]))
-    places = {(p.key, label) for p, content, _ in sets for label in (content if isinstance(content, dict) else (None,))}
+    _Pickler(file, numbers.number).dump(([content for _, content, _ in sets], [*marked]))
+    at = tuple((place.key, tuple(content) if isinstance(content, dict) else ()) for place, content, _ in sets)
     among = before.among_arguments
-    own = any(ref.kind == "same" and isinstance(ref.key, torch.Tensor) for ref in numbers.refs)
+    own = numbers.own or any(ref.kind == "same" and isinstance(ref.key, torch.Tensor) for ref in numbers.refs)
     refs, tensors = tuple(numbers.refs), tuple(numbers.tensors)
-    fills = any(key in among for key, _ in places) or any(
-        ref.kind in ("held", "content") and ref.key in among for ref in refs
-    )
-    paths = tuple(path for each in sets for path in each.paths)
+    keys = {*(key for key, _ in at), *(ref.key for ref in refs if ref.at_place)}
+    held = {place.key: place.holder for place in before.walks[0].places if place.key in keys}
     given_names = (given[id(tensor)] for tensor, _ in marked if id(tensor) in given)
     marks = frozenset(key for kind, key in given_names if kind in ("parameter", "buffer"))
-    return Effects(file.getvalue(), refs, tensors, paths, frozenset(places), marks, fills, not own)
+    return Effects(file.getvalue(), at, refs, tensors, marks, bool(keys & among), not own, held)

@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,20 +102,23 @@ class Recorder:
             nn.Module.__getattribute__ = self._before  # type: ignore[method-assign]
         self._put_back()
 
-    def reads(self, used: Container[Any]) -> Reads:
-        """The guards of the trace, to be compared before every step; call it after leaving.
+    def found(self, used: Container[Any], effects: Effects | None) -> tuple[Reads, Effects | None]:
+        """The guards of the trace, to be compared before every step, and what its forward sets at their places; call it after leaving.
 
         Args:
             used: tensors that an operator takes.
         """
-        return Reads(self._roots(used), self.model)
+        reads = Reads(self._roots(used), self.model)
+        if effects is None:
+            return reads, None
+        effects = effects.found_in(reads)
+        return Reads(replace(reads.roots, set_again=effects.paths), self.model), effects
 
     def _roots(self, used: Container[Any] | None = None) -> Roots:
-        paths = self.effects.paths if self.effects is not None else ()
         return Roots(
             frozenset(self._read_names), self.attributes, self.absent, self.others,
             tuple((mapping, name, frozenset(read)) for mapping, name, _, read in self.variables.values()),
-            self.arguments, frozenset(self.late_names), self.late_attributes, frozenset(self._parts), used, paths,
+            self.arguments, frozenset(self.late_names), self.late_attributes, frozenset(self._parts), used, (),
             self.effects.marks if self.effects is not None else frozenset(),
         )  # fmt: skip
 

@@ -169,6 +169,8 @@ class Walk:
             self.forms[f"{path}.keys()"] = tuple([self.form(key, path) for key in holder.own_keys()])
         elif isinstance(holder, Items):
             self.forms[f"len({path})"] = int, len(holder.held)
+            if isinstance(holder.held, deque):
+                self.forms[f"{path}.maxlen"] = form_of_plain(holder.held.maxlen)
         of_module = isinstance(holder.held, nn.Module)
         for label, value in holder.contents(self.names).items():
             part = holder.part(path, label)
