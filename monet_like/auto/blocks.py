@@ -16,7 +16,7 @@ from ..errors import UsageError
 from ..replay.stand_in import caching_config
 from ..replay.wrapper import ScheduleWrapper
 from .block_calls import CallPlans, plans_of
-from .block_menus import BlockSettings
+from .block_menus import BlockSettings, NoBlockCalled
 from .block_plan import BlockPlan, plan_blocks
 from .block_wrapper import BlockSchedule, blocks_of
 from .shared_captures import SharedCaptures
@@ -240,10 +240,12 @@ def _plan_when_called(model: nn.Module) -> None:
             module._compiled_call_impl = before
             try:
                 _plans(module).plan(module, (args, kwargs))
+                _waiting.pop(module, None)
+            except NoBlockCalled:  # it needs no plan
+                module._compiled_call_impl = planned_first
             except BaseException:
                 module._compiled_call_impl = planned_first
                 raise
-            _waiting.pop(module, None)
         return (before or module._call_impl)(*args, **kwargs)
 
     planned_first = torch.compiler.disable(call, reason="monet_like plans the schedules of blocks here")

@@ -257,6 +257,18 @@ def test_the_first_layers_may_be_dropped() -> None:
     )
 
 
+def test_the_first_call_may_drop_all_layers() -> None:
+    x, none = tokens(), keep(False, False, False)
+    mine = scheduled(Dropped(), [(none, x), (none, x), (keep(True, True, True), x), (none, x), (nothing, x)])
+    plans = plans_of(mine)
+    assert plans is not None and len(plans.plans) == 1
+    model = Dropped()
+    none(model)
+    with pytest.raises(UsageError, match="step of Dropped calls none of its blocks; give blocks that it calls"):
+        monet_like.auto_schedule(model, x, memory_budget="80%", **QUICK)
+    assert not blocks_of(model)
+
+
 class Halves(Decoder):
     """A block is called twice in different ways, with and without a gradient of its input."""
 
