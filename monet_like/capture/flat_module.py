@@ -148,6 +148,13 @@ class FlatModule(nn.Module):
                     f"{type(self.model).__name__} returned a {type(leaf).__name__}, which a schedule cannot make anew; return tensors "
                     "in tuples, lists, dicts or dataclasses (for Hugging Face models: use_cache=False)"
                 )
+        try:
+            pytree.tree_unflatten(flat, self.out_spec)
+        except Exception as error:  # of the user's own classes
+            raise CaptureError(
+                f"{type(self.model).__name__} returned what a schedule cannot make anew ({type(error).__name__}: {error}); return tensors "
+                "in tuples, lists, dicts or dataclasses"
+            ) from error
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return (*self._apart([tensor for tensor, _ in results.values()], tensors), *answers.asked)
 

@@ -279,6 +279,8 @@ class _SegmentNode(torch.autograd.Function):
 
 def as_captured(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """Convert an incoming gradient to the layout that the program was captured with."""
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
     grad = grad.resolve_conj().resolve_neg()
     if grad.dtype != meta.dtype or not meta.lies_as(grad):
         return meta.empty().copy_(grad)

@@ -469,7 +469,8 @@ def test_a_checkpoint_that_draws_other_numbers_again_is_refused(share: float, ke
 def test_a_reentrant_checkpoint_of_inputs_without_gradients_has_pytorchs_error() -> None:
     net = build(lambda net, layer, x: checkpoint(lambda y: layer(y).relu(), x, use_reentrant=True))
     for model in (net, AnySchedule(net)):
-        assert not (result := model(rows())).requires_grad
+        result = model(rows())
+        assert not result.requires_grad
         with pytest.raises(RuntimeError, match="does not require grad"):
             result.sum().backward()
 

@@ -94,3 +94,17 @@ def test_a_gradient_is_copied_only_where_its_elements_lie_otherwise() -> None:
     for gradient in (alike, in_rows, alike.double()):
         taken = as_captured(gradient, meta)
         assert (taken.stride(), taken.dtype) == (meta.stride, meta.dtype) and torch.equal(taken, alike)
+
+
+def test_a_sparse_gradient_of_a_result_is_taken() -> None:
+    """As an embedding sends it back to a table that the model makes."""
+    grads = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        net = Net(lambda net, x: net.weight * x)
+        net.weight = nn.Parameter(torch.randn(6, 8))
+        model = AnySchedule(net) if wrapped else net
+        table = model(rows())
+        torch.nn.functional.embedding(torch.tensor([0, 2, 2]), table, sparse=True).square().sum().backward()
+        grads.append(net.weight.grad.to_dense())  # type: ignore[union-attr]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)

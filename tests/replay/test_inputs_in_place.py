@@ -162,7 +162,9 @@ def test_token_ids_given_twice_are_not_changed() -> None:
         net = net_of(forward)
         captured = admitted(capture(net, (rows(), *first)), "normal")
         assert len(captured.inputs) == 3
-        record = record_for(captured, random_schedule(captured.program, 0, drop=0.0), "normal", (net, (rows(), *first), {}))
+        record = record_for(
+            captured, random_schedule(captured.program, 0, drop=0.0), "normal", (net, (rows(), *first), {})
+        )
         wrapped = ScheduleWrapper(net, record, captured=captured)
         with pytest.raises(UsageError, match=r"input2 in place.*shares its memory; give a clone"):
             wrapped(rows(), ids, ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import datetime
 import types
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from torch import nn
 
 from monet_like import auto_schedule
 from monet_like.capture.example_inputs import with_batch
+from monet_like.capture.lowering import capture
 from monet_like.capture.trees import flattened, tensors_of
+from monet_like.errors import CaptureError
 
 
 @dataclasses.dataclass
@@ -239,6 +242,20 @@ def test_a_distribution_is_a_result() -> None:
             loss.backward()
 
     assert_as_plain(Policy, script, captures=1)
+
+
+def test_a_result_that_cannot_be_made_anew_is_refused() -> None:
+    class Dated(datetime.date):
+        """Only its own ``__new__`` makes one."""
+
+    class Returns(Scaled):
+        def forward(self, batch: Any) -> Any:
+            found: Any = Dated(2026, 1, 1)
+            found.image = super().forward(batch)
+            return found
+
+    with pytest.raises(CaptureError, match=r"Returns returned what a schedule cannot make anew \(TypeError: .*'year'"):
+        capture(Returns(), (Batch(torch.randn(4, 3), 2.0),))
 
 
 def test_other_objects_are_leaves() -> None:
