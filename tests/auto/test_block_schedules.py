@@ -30,7 +30,7 @@ from torchvision.models.resnet import BasicBlock
 import monet_like
 from monet_like.auto.agreement import _raised, _told, planned_by
 from monet_like.auto.block_wrapper import BlockSchedule, blocks_of
-from monet_like.errors import InfeasibleError, ScheduleFileError, UsageError
+from monet_like.errors import CaptureError, InfeasibleError, ScheduleFileError, UsageError
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify import resident_bytes
 
@@ -308,6 +308,33 @@ def test_wrong_calls_are_refused() -> None:
     caching.config = SimpleNamespace(text_config=text, get_text_config=lambda decoder: text)
     with pytest.raises(UsageError, match=r"set model.config.text_config.use_cache = False"):
         monet_like.auto_schedule(caching, blocks="layers.*")
+
+
+@pytest.mark.parametrize(("mark", "advice"), [("device_mesh", "the parts that are not split"), ("ds_id", "stage 1 or 2, or fully_shard")])
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_parameters_of_tensor_parallelism_and_zero_3_are_refused(
+    mark: str, advice: str, blocks: bool, late: bool
+) -> None:
+    """Whether the libraries split them before or after the call of `auto_schedule`; they mark them by these attributes."""
+    model = Decoder(blocks=2)
+    taken: dict[str, Any] = {"blocks": "layers.*", **QUICK} if blocks else {"effort": "quick"}
+
+    def split() -> None:
+        for part in model.layers:
+            setattr(next(part.parameters()), mark, 0)
+
+    def use() -> None:
+        mine: Any = monet_like.auto_schedule(model, memory_budget="90%", **taken)
+        if late:
+            split()
+        mine(tokens())
+
+    if not late:
+        split()
+    words = "gathers while the step runs" if mark == "ds_id" else "split among processes"
+    with pytest.raises((CaptureError, UsageError), match=rf"has parameters that .*{words}.*{advice}"):
+        use()
 
 
 def test_numbers_that_the_rest_draws_are_those_without_planning() -> None:
