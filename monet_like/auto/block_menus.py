@@ -82,22 +82,12 @@ class Kind:
         return f"held {self.held}"
 
 
-class NoBlockCalled(UsageError):
-    """Nothing can be planned for a call in which no block runs, as a layer drop may have it."""
-
-
 def kinds_of(of: Blocks, first: Rehearsed) -> list[Kind | None]:
     """The kind of every block; None if it has no gradient.
 
     Raises:
-        NoBlockCalled: none runs.
         UsageError: no block has one.
     """
-    if not any(first.calls):
-        raise NoBlockCalled(
-            f"the training step of {type(of.model).__name__} calls none of its blocks; give blocks that it calls, and an example in which it "
-            "does (a layer drop may leave out all of them)"
-        )
     found = [
         None if (call := block._block_call) is None else Kind(digest_of_call(call), tuple(sorted(first.held[number])))
         for number, block in enumerate(of.blocks)

@@ -117,6 +117,7 @@ class BlockSchedule(ScheduleWrapper):
 
     def _rehearsed(self, rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the block's stand-in; the block itself where nothing has a gradient."""
+        rehearsal.called = True
         kwargs = self._without_cache(args, kwargs)
         leaves, spec = flattened((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -16,11 +16,11 @@ from ..errors import UsageError
 from ..replay.stand_in import caching_config
 from ..replay.wrapper import ScheduleWrapper
 from .block_calls import CallPlans, plans_of
-from .block_menus import BlockSettings, NoBlockCalled
+from .block_menus import BlockSettings
 from .block_plan import BlockPlan, plan_blocks
 from .block_wrapper import BlockSchedule, blocks_of
 from .shared_captures import SharedCaptures
-from .step_memory import Blocks, WholeStep
+from .step_memory import Blocks, NoBlockCalled, WholeStep
 
 #: How blocks are named: modules of the model, or patterns of their names.
 BlockNames = Iterable[nn.Module] | str | Sequence[str]

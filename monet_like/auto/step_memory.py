@@ -78,6 +78,10 @@ def step_of(
     return WholeStep(run, example)
 
 
+class NoBlockCalled(UsageError):
+    """Nothing can be planned for a call in which no block runs, as a layer drop may have it."""
+
+
 @dataclass(frozen=True)
 class Rehearsed:
     """The result of a rehearsal.
@@ -139,6 +143,9 @@ class StepMemory:
 
         Args:
             kept: the inputs and results that each block keeps, as values of its program; None: all of them.
+
+        Raises:
+            NoBlockCalled: none is.
         """
         events, stretches = self._counted(kept)
         if self._first_end_bytes is not None:
@@ -190,7 +197,15 @@ class StepMemory:
         all_do(partial(_check_not_advanced, advanced), self.sharing)
         (rehearsal,) = rehearsals
         all_do(lambda: _raise(rehearsal.error), self.sharing)
+        all_do(lambda: self._check_called(rehearsal), self.sharing)
         return rehearsal.events, stretches
+
+    def _check_called(self, rehearsal: Rehearsal) -> None:
+        if not rehearsal.called:
+            raise NoBlockCalled(
+                f"the training step of {type(self.of.model).__name__} calls none of its blocks; give blocks that it calls, and an example in "
+                "which it does (a layer drop may leave out all of them)"
+            )
 
 
 def _raise(error: Exception | None) -> None:

@@ -267,6 +267,11 @@ def test_the_first_call_may_drop_all_layers() -> None:
     with pytest.raises(UsageError, match="step of Dropped calls none of its blocks; give blocks that it calls"):
         monet_like.auto_schedule(model, x, memory_budget="80%", **QUICK)
     assert not blocks_of(model)
+    frozen = Decoder(blocks=1)
+    frozen.embedding.requires_grad_(False)
+    frozen.layers.requires_grad_(False)
+    with pytest.raises(UsageError, match="no block of Decoder has a gradient in its training step; give blocks with"):
+        monet_like.auto_schedule(frozen, memory_budget="80%", **QUICK)(x)
 
 
 class Halves(Decoder):

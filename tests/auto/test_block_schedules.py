@@ -310,7 +310,9 @@ def test_wrong_calls_are_refused() -> None:
         monet_like.auto_schedule(caching, blocks="layers.*")
 
 
-@pytest.mark.parametrize(("mark", "advice"), [("device_mesh", "the parts that are not split"), ("ds_id", "stage 1 or 2, or fully_shard")])
+@pytest.mark.parametrize(
+    ("mark", "advice"), [("device_mesh", "the parts that are not split"), ("ds_id", "stage 1 or 2, or fully_shard")]
+)
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("late", [True, False])
 def test_parameters_of_tensor_parallelism_and_zero_3_are_refused(

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from any_schedule import AnySchedule, assert_as_plain
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from monet_like import auto_schedule
 from monet_like.errors import CaptureError
 
 pytestmark = pytest.mark.slow
@@ -136,3 +138,69 @@ def test_an_adjoint_that_looks_at_values_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="depends on the values of a tensor"):
         AnySchedule(Solved())(torch.randn(5, 3))
+
+
+# Layers that set what a schedule cannot set ----------------------------------------------------------------------------
+
+
+def spiking() -> nn.Module:
+    snntorch = pytest.importorskip("snntorch")
+
+    class Spiking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+            self.spikes = snntorch.Leaky(beta=0.9)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            state, found = self.spikes.init_leaky(), []
+            for _ in range(4):
+                spike, state = self.spikes(self.first(x), state)
+                found.append(self.second(spike))
+            return torch.stack(found).sum(0)
+
+    return Spiking()
+
+
+def private() -> nn.Module:
+    """Adapted as `opacus.PrivacyEngine` does it: gradients of each sample at the parameters, but for frozen layers."""
+    opacus = pytest.importorskip("opacus")
+    net = nn.Sequential(nn.Linear(16, 32), nn.Sequential(nn.Linear(32, 32), nn.GELU()), nn.Linear(32, 4))
+    net[1].requires_grad_(False)
+    adapted: nn.Module = opacus.GradSampleModule(net)
+    return adapted
+
+
+@pytest.mark.parametrize(
+    ("make", "refused", "parts"),
+    [
+        (spiking, r"forward assigns spikes\.mem, .* plan the parts that do not assign it: ", ["first", "second"]),
+        (private, r"sets self\._module\.\d\.\w+\.\w+ in the backward, .* plan the parts without it: ", ["_module.1"]),
+    ],
+)
+def test_the_parts_beside_layers_that_cannot_be_planned_train(
+    make: Callable[[], nn.Module], refused: str, parts: list[str]
+) -> None:
+    """The advice of the refusal, which comes before the first step, can be followed."""
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(0)
+    plain, x = make(), torch.randn(8, 16)
+    with pytest.raises(CaptureError, match=refused + r"auto_schedule\(model, blocks=\[\.\.\.\]\)"):
+        auto_schedule(model, x, memory_budget="150%", effort="quick")
+    assert not any(
+        "grad_sample" in vars(parameter) and parameter.grad_sample is not None for parameter in model.parameters()
+    )
+    mine = auto_schedule(
+        model, memory_budget="150%", effort="quick", blocks=[model.get_submodule(name) for name in parts]
+    )
+    for number in range(3):
+        given, found = torch.randn(8, 16), []
+        for net in (plain, mine):
+            net.zero_grad()
+            torch.manual_seed(number)
+            loss = net(given).square().mean()
+            loss.backward()
+            found.append([loss.detach(), *[(p.grad, getattr(p, "grad_sample", None)) for p in net.parameters()]])
+        for ours, theirs in zip(pytree.tree_leaves(found[1]), pytree.tree_leaves(found[0]), strict=True):
+            assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours is theirs

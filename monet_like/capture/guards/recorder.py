@@ -231,7 +231,8 @@ class Recorder:
         for path in (path for place, copy in since for path in place.holder.changed(place.path, copy)):
             raise CaptureError(
                 f"a hook or a custom function of {type(self.model).__name__} sets {path} in the backward, and a schedule would "
-                "not; register the hook on the wrapper's results or on parameters, or compute it outside the model"
+                "not; register the hook on the wrapper's results or on parameters, compute it outside the model, or plan the parts without "
+                "it: auto_schedule(model, blocks=[...])"
             )
 
     def watch(self, value: Any, path: str) -> bool:

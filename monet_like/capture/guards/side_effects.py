@@ -39,7 +39,8 @@ def keeping_tensors(model: nn.Module) -> Iterator[None]:
                 if tensors.get(member) is not now.get(member):
                     raise CaptureError(
                         f"{type(model).__name__}.forward assigns {f'{name}.{member}'.lstrip('.')}, and a schedule cannot; "
-                        f"write into the tensor that is there: self.{member}.copy_(...)"
+                        f"write into the tensor that is there (self.{member}.copy_(...)), or plan the parts that do not assign it: "
+                        "auto_schedule(model, blocks=[...])"
                     )
     finally:
         for _, module, tensors in before:
