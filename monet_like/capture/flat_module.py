@@ -148,6 +148,7 @@ class FlatModule(nn.Module):
                     f"{type(self.model).__name__} returned a {type(leaf).__name__}, which a schedule cannot make anew; return tensors "
                     "in tuples, lists, dicts or dataclasses (for Hugging Face models: use_cache=False)"
                 )
+        assert self.out_spec is not None
         try:
             pytree.tree_unflatten(flat, self.out_spec)
         except Exception as error:  # of the user's own classes
