@@ -93,6 +93,22 @@ def restore_views(module: fx.GraphModule) -> None:
         node.target = torch.ops.aten.view.default
 
 
+def drop_copies_of_parts(module: fx.GraphModule) -> None:
+    """Write into a part of a tensor what is to be there, not a copy of it.
+
+    ``part.copy_(x)`` is traced as a copy that lies as the part does, gaps and all, and a write of that into the whole.
+    """
+    aten = torch.ops.aten
+    scatters = (aten.slice_scatter.default, aten.select_scatter.default)
+    for node in module.graph.find_nodes(op="call_function", target=aten.copy.default):
+        source: Any = node.args[1]
+        made, given = node.meta["val"], source.meta["val"]
+        alike = (made.shape, made.dtype, made.device) == (given.shape, given.dtype, given.device)
+        if alike and all(user.target in scatters and user.args[0] is not node for user in node.users):
+            replace_uses(node, source)
+            module.graph.erase_node(node)
+
+
 def drop_tokens(module: fx.GraphModule) -> None:
     """Call operators that must run in order, such as the check of ``torch.linalg.inv``, as any others, without PyTorch's tokens.
 

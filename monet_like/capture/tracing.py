@@ -36,7 +36,7 @@ from .captured import fake_mode
 from .checks import check_attributes, may_have_gradient
 from .constants import ConstantsFound, InputRequires
 from .flat_module import FlatModule
-from .graph_edits import drop_tokens, restore_literals, restore_views
+from .graph_edits import drop_copies_of_parts, drop_tokens, restore_literals, restore_views
 from .guards.recorder import Recorder
 from .guards.side_effects import keeping_generators
 from .known_values import KnownValues
@@ -198,6 +198,7 @@ def _export(
             joint = _recorded(stack, flat, fakes)
         restore_literals(joint.graph_module)
         restore_views(joint.graph_module)
+        drop_copies_of_parts(joint.graph_module)
         drop_tokens(joint.graph_module)
         graph: fx.Graph = joint.graph_module.graph
         return graph
