@@ -180,7 +180,7 @@ class ScheduleWrapper(StandIn):
             if step is None:
                 return self._model(*args, **kwargs)
             if self._arena is not None and step.memory is None:
-                step.memory = self._arena.memory_of(step.captured.device)
+                self._place(step, self._arena)
             try:
                 result = run_step(step, parameters, buffers, inputs, (args, kwargs))
             except OtherAnswer as other:
@@ -198,6 +198,14 @@ class ScheduleWrapper(StandIn):
                 return self._model(*args, **kwargs)
             self._begun = True
             return result
+
+    def _place(self, step: Step, arena: Arena) -> None:
+        """Have a step's tensors placed; on a device on which they cannot be, warn, and place none from now on."""
+        try:
+            step.memory = arena.memory_of(step.captured.device)
+        except UsageError as error:
+            self._arena = None
+            warn_caller(f"the memory of {type(self._model).__name__}'s steps is placed no longer: {error}")
 
     def _step_or_plain(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec,

@@ -349,3 +349,26 @@ def test_what_cannot_be_placed_is_said() -> None:
     blocks = monet_like.auto_schedule(nn.Sequential(Net()), memory_budget="80%", blocks=["0"])
     with pytest.raises(UsageError, match="it takes a ScheduleWrapper, or a model of auto_schedule without blocks"):
         monet_like.place_memory(next(m for m in blocks.modules() if isinstance(m, ScheduleWrapper)))
+
+
+def test_a_device_on_which_nothing_can_be_placed_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one to which the model moves in the middle of its training."""
+    usual, placed = pair()
+
+    def refuse(kind: str) -> None:
+        raise UsageError(f"memory can be placed on a CPU or a CUDA device, not on {kind}")
+
+    monkeypatch.setattr("monet_like.replay.arena.arena_library", refuse)
+    with pytest.warns(
+        UserWarning, match="the memory of Net's steps is placed no longer: memory can be placed on a CPU"
+    ) as told:
+        found = [loss_of(called) for called in (usual, placed) for _ in range(2)]
+    assert len(told) == 1
+    assert found[:2] == found[2:]
+
+
+def loss_of(called: nn.Module) -> float:
+    torch.manual_seed(0)
+    loss = called(images()).square().mean()
+    loss.backward()
+    return loss.item()
