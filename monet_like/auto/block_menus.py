@@ -95,7 +95,7 @@ def kinds_of(of: Blocks, first: Rehearsed) -> list[Kind | None]:
     if not any(found):
         raise UsageError(
             f"no block of {type(of.model).__name__} has a gradient in its training step; give blocks with parameters that are "
-            "trained, or whose inputs have gradients"
+            "trained, or whose inputs have gradients, in training mode (model.train())"
         )
     return found
 

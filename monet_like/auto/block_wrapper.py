@@ -96,6 +96,8 @@ class BlockSchedule(ScheduleWrapper):
         Raises:
             UsageError: the block was sharded after it was planned.
         """
+        if self._rehearsal is not None:
+            self._rehearsal.called = True
         if not self.training or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         if self._rehearsal is not None:
@@ -117,7 +119,6 @@ class BlockSchedule(ScheduleWrapper):
 
     def _rehearsed(self, rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the block's stand-in; the block itself where nothing has a gradient."""
-        rehearsal.called = True
         kwargs = self._without_cache(args, kwargs)
         leaves, spec = flattened((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..capture.checks import is_sharded
-from ..errors import UsageError
+from ..errors import UsageError, warn_caller
 from ..replay.stand_in import caching_config
 from ..replay.wrapper import ScheduleWrapper
 from .block_calls import CallPlans, plans_of
@@ -241,8 +241,9 @@ def _plan_when_called(model: nn.Module) -> None:
             try:
                 _plans(module).plan(module, (args, kwargs))
                 _waiting.pop(module, None)
-            except NoBlockCalled:  # it needs no plan
+            except NoBlockCalled as error:  # it needs no plan
                 module._compiled_call_impl = planned_first
+                warn_caller(f"nothing is planned for this call, but for the next one: {error}")
             except BaseException:
                 module._compiled_call_impl = planned_first
                 raise

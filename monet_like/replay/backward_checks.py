@@ -70,8 +70,8 @@ class _Watch:
         if asked:
             raise UsageError(
                 f"result {self.position} of the model {asked}, and other results are made from it; a schedule knows only the part "
-                "of its gradient that comes from outside the model. Register a hook in the forward, or call the model that the "
-                "schedule wraps"
+                "of its gradient that comes from outside the model. Register a hook in the forward, give auto_schedule blocks= (as DeepSpeed's "
+                "engine needs, which has hooks on results), or call the model that the schedule wraps"
             )
 
 

@@ -79,7 +79,7 @@ class Rehearsal:
         self.kept, self.mark, self.defers = kept, mark, defers
         self.events: list[Event] = []
         self.error: Exception | None = None
-        self.called = False  # whether any block was, with a gradient or without
+        self.called = False  # whether any block was, also in eval mode or without a gradient
 
     def reach(self, kind: Kind, call: Call, value: int = -1) -> None:
         """Note an event, which ends a stretch."""

@@ -259,7 +259,10 @@ def test_the_first_layers_may_be_dropped() -> None:
 
 def test_the_first_call_may_drop_all_layers() -> None:
     x, none = tokens(), keep(False, False, False)
-    mine = scheduled(Dropped(), [(none, x), (none, x), (keep(True, True, True), x), (none, x), (nothing, x)])
+    with pytest.warns(
+        UserWarning, match="nothing is planned for this call, but for the next one: .* none of its blocks"
+    ):
+        mine = scheduled(Dropped(), [(none, x), (none, x), (keep(True, True, True), x), (none, x), (nothing, x)])
     plans = plans_of(mine)
     assert plans is not None and len(plans.plans) == 1
     model = Dropped()
@@ -267,11 +270,14 @@ def test_the_first_call_may_drop_all_layers() -> None:
     with pytest.raises(UsageError, match="step of Dropped calls none of its blocks; give blocks that it calls"):
         monet_like.auto_schedule(model, x, memory_budget="80%", **QUICK)
     assert not blocks_of(model)
-    frozen = Decoder(blocks=1)
-    frozen.embedding.requires_grad_(False)
-    frozen.layers.requires_grad_(False)
-    with pytest.raises(UsageError, match="no block of Decoder has a gradient in its training step; give blocks with"):
-        monet_like.auto_schedule(frozen, memory_budget="80%", **QUICK)(x)
+    for change in ("frozen", "in eval mode"):  # it is called, but has no gradient to plan for
+        wrong = Decoder(blocks=1)
+        wrong.embedding.requires_grad_(change != "frozen")
+        wrong.layers.requires_grad_(change != "frozen").train(change == "frozen")
+        with pytest.raises(
+            UsageError, match=r"no block of Decoder has a gradient .*, in training mode \(model.train\(\)"
+        ):
+            monet_like.auto_schedule(wrong, memory_budget="80%", **QUICK)(x)
 
 
 class Halves(Decoder):
