@@ -15,7 +15,7 @@ from torch import nn
 from ..capture.captured import allocated_bytes
 from ..capture.example_inputs import Example, device_of
 from ..capture.guards.side_effects import generators_restored
-from ..capture.trees import tensors_of
+from ..capture.trees import map_tensors, tensors_of
 from ..compiler.request import OPTIMIZERS
 from ..errors import UsageError
 from ..plan.blocks import Moment
@@ -68,6 +68,8 @@ def step_of(
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if any(tensor.grad_fn is not None for tensor in tensors_of((args, kwargs))):
+            args, kwargs = map_tensors(_Cut.of, (args, kwargs))
         kept = [model(*args, **kwargs)]
         total = (loss or _loss)(kept[0])
         if not keeps_result:
@@ -76,6 +78,26 @@ def step_of(
         return kept, total
 
     return WholeStep(run, example)
+
+
+class _Cut(torch.autograd.Function):
+    """An input that another computation has made, whose own backward is the caller's: a rehearsal must not run it."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with a gradient that leads nowhere, if it has one."""
+        if tensor.grad_fn is None:
+            return tensor
+        cut: torch.Tensor = _Cut.apply(tensor.detach().requires_grad_())
+        return cut
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
 
 
 class NoBlockCalled(UsageError):

@@ -280,6 +280,40 @@ def test_the_first_call_may_drop_all_layers() -> None:
             monet_like.auto_schedule(wrong, memory_budget="80%", **QUICK)(x)
 
 
+class Upper(Decoder):
+    """A decoder whose input another model has made; it may write into it."""
+
+    writes = False
+
+    def forward(self, x: torch.Tensor, more: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        if self.writes:
+            x.mul_(0.5)
+        for layer in self.layers:
+            x = layer(x if more is None else x + more["state"])
+        return self.head(self.norm(x))
+
+
+@pytest.mark.slow(but=["True"])
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_has_made_the_inputs_keeps_its_graph(writes: bool) -> None:
+    """Planning runs backwards of its own, at the first call and at those of another form, and none of them leaves the model."""
+    grads = []
+    for scheduled in (False, True):
+        torch.manual_seed(0)
+        lower, upper = nn.Sequential(nn.Linear(32, 32), nn.Tanh()), Upper(blocks=2)
+        upper.writes = writes
+        called: Any = monet_like.auto_schedule(upper, memory_budget="4 MB", **QUICK) if scheduled else upper
+        for batch in (4, 5):
+            x = lower(torch.randn(batch, 16, 32)) + 1
+            torch.manual_seed(1)
+            first = called(x)
+            loss_of(called(first @ torch.ones(50, 32), {"state": lower(torch.ones(batch, 16, 32))})).backward()
+        grads.append([p.grad for p in (*lower.parameters(), *upper.parameters()) if p.grad is not None])
+    plans = plans_of(upper)
+    assert plans is not None and len(plans.plans) == 4
+    assert all(torch.equal(mine, plain) for mine, plain in zip(grads[1], grads[0], strict=True))
+
+
 class Halves(Decoder):
     """A block is called twice in different ways, with and without a gradient of its input."""
 
