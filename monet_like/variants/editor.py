@@ -267,16 +267,14 @@ def in_turn(tasks: Sequence[Task], between: Iterable[int], metas: Sequence[Tenso
 
 
 def views_of(ways: Iterable[Task], *wanted: Ref | None) -> list[Call]:
-    """The view calls of tasks by which these arguments are made from values, views of views included, each call once."""
+    """The view calls of tasks by which these arguments are made from values, views of views included, each once, in their order."""
     made = {out: call for way in ways for call in way.calls[:-1] for out in call.outs}
-    found: list[Call] = []
+    needed: list[Call] = []
     for ref in wanted:
-        chain: list[Call] = []
         while ref is not None and not isinstance(ref.name, int):
-            chain.append(made[ref])
+            needed.append(made[ref])
             ref = made[ref].args[0]
-        found += [call for call in reversed(chain) if call not in found]
-    return found
+    return [call for call in dict.fromkeys(made.values()) if call in needed]
 
 
 def renamed(leaf: Any, names: Mapping[Ref, Ref]) -> Any:

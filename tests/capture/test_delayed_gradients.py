@@ -180,7 +180,7 @@ def test_a_gradient_with_a_large_workspace_is_not_delayed(tmp_path: Path, monkey
         assert wrapped.record is not None
         assert wrapped.record.made_last == delayed
         with pytest.MonkeyPatch.context() as patch:  # another start takes it from the cache
-            patch.setattr("monet_like.auto.auto_schedule.compile_schedule", None)
+            patch.setattr("monet_like.auto.whole_plan.prepare", None)
             again = auto_schedule(model, x, memory_budget="100 %", effort="full", time_limit_seconds=20)
         assert again.record == wrapped.record
         for path in tmp_path.glob("schedule_*"):

@@ -93,8 +93,11 @@ def sft(folder: Path) -> Any:
 
 def dpo(folder: Path) -> Any:
     config = trl.DPOConfig(**settings(folder, max_length=96))
-    data = rows("prompt", "chosen", "rejected")
-    return trl.DPOTrainer(causal(), args=config, train_dataset=data, processing_class=letters())
+    data, base = rows("prompt", "chosen", "rejected"), folder / "base"
+    causal().save_pretrained(base)  # the reference is loaded from there
+    return trl.DPOTrainer(
+        transformers.LlamaForCausalLM.from_pretrained(base), args=config, train_dataset=data, processing_class=letters()
+    )
 
 
 def reward(folder: Path) -> Any:
