@@ -8,7 +8,7 @@ asks again in every step: a step whose answers are others is another branch, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,13 +164,20 @@ class _Again(_Asked):
 
 
 @contextlib.contextmanager
-def tolist_by_elements() -> Iterator[None]:
-    """Have ``tolist`` of a tensor that is traced ask for each element: PyTorch's own does so below all modes."""
-    traced: Any = FunctionalTensor
+def number_by_number(parameters: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Have a forward and its trace ask for the same numbers where PyTorch's own methods tell traced tensors from others.
+
+    ``tolist`` asks for each element, and the text of a number, as in ``f"{loss:.3f}"``, for that number.
+
+    Args:
+        parameters: what a trace has in the place of parameters, whose text is not their number's.
+    """
+    traced: Any = FunctionalTensor  # has a ``tolist`` that asks below all modes
     own = traced.tolist
     traced.tolist = _tolist
     try:
-        yield
+        with _NumberByNumber(parameters):
+            yield
     finally:
         traced.tolist = own
 
@@ -179,15 +186,26 @@ def _tolist(tensor: torch.Tensor) -> Any:
     return [_tolist(part) for part in tensor] if tensor.dim() else tensor.item()
 
 
-class _ElementByElement(TorchFunctionMode):
-    """Has ``tolist`` ask for each element, as in a trace."""
+class _NumberByNumber(TorchFunctionMode):
+    """See `number_by_number`."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._parameters = {id(parameter) for parameter in parameters}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") == "tolist" and len(args) == 1 and isinstance(args[0], torch.Tensor):
             return _tolist(args[0])
+        if func is torch.Tensor.__format__ and self._formatted_by_value(args[0]):
+            return format(args[0].detach().item(), *args[1:])
         return func(*args, **(kwargs or {}))
+
+    def _formatted_by_value(self, tensor: torch.Tensor) -> bool:
+        """Whether the text of a tensor is its number's, by PyTorch's own condition. Under a compiler nobody looks at values."""
+        own_type = type(tensor) in (torch.Tensor, FunctionalTensor) and id(tensor) not in self._parameters
+        return own_type and tensor.dim() == 0 and not tensor.is_meta and not torch.compiler.is_compiling()
 
 
 def recorded_answers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Answer, ...]:
@@ -236,7 +254,7 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         recorder.undone(),
         KnownValues(),
         InPlaceCalls(),
-        _ElementByElement(),
+        number_by_number(),
         recording,
     ):
         model(*args, **kwargs)

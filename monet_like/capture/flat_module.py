@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import CaptureError
 from ..nn.sync_batch_norm import is_synchronised, world
 from .annotations import InPlaceCalls, marked_modules, named_layers
-from .answers import Answer, Given, recorded_answers, tolist_by_elements
+from .answers import Answer, Given, number_by_number, recorded_answers
 from .checks import may_have_gradient
 from .constants import ConstantsFound, HeldTensors, constant_name
 from .guards.effects import Effects, given_containers
@@ -124,7 +124,7 @@ class FlatModule(nn.Module):
                 stack.enter_context(context)
             if self.recorder is not None:
                 stack.enter_context(self.recorder.forward(self._given(tensors), given_containers(args, kwargs)))
-            stack.enter_context(tolist_by_elements())
+            stack.enter_context(number_by_number(self.parameters()))
             if self.answers:
                 stack.enter_context(answers)
             flat = self._called(args, kwargs, tensors)
