@@ -112,15 +112,26 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error() -> None:
             loss.backward()
 
 
+class CountedHead(nn.Linear):
+    """Each call sets an attribute of the module and one of its weight."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls, self.weight.used = self.calls + 1, True
+        return super().forward(x)
+
+
 @pytest.mark.slow
-def test_replaced_parts_are_never_taken_for_what_they_replaced() -> None:
+@pytest.mark.parametrize("head", [nn.Linear, CountedHead])
+def test_replaced_parts_are_never_taken_for_what_they_replaced(head: type[nn.Linear]) -> None:
     """A new head may get the address of the old one."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    model.add_module("head", nn.Linear(8, 8))
+    model.add_module("head", head(8, 8))
     x = torch.randn(4, 8)
     mine = wrapped(model, x)
     for _ in range(12):
-        mine.head = nn.Linear(8, 8)
+        mine.head = head(8, 8)
         gc.collect()
         outputs = mine(x)
         assert torch.equal(outputs, mine._model(x))

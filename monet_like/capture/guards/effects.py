@@ -100,9 +100,13 @@ class Effects:
         """The same after the trace: of its tensors only their positions among the outputs."""
         return replace(self, tensors=(), results=tuple(results))
 
-    def found_in(self, reads: Reads) -> Effects:
-        """The same after the trace, with the keys that places have in its guards: what its backward reads may have changed them."""
-        keys = {(type(holder), id(holder.held)): key for key, holder in reads.holders.items()}
+    def found_in(self, walk: Walk) -> Effects:
+        """The same after the trace, with the keys that places have in its guards: what its backward reads may have changed them.
+
+        Args:
+            walk: of the guards, through the model as it was before the forward.
+        """
+        keys = {(type(place.holder), id(place.holder.held)): place.key for place in walk.places}
         now = {key: keys[type(holder), id(holder.held)] for key, holder in self.held.items()}
         refs = tuple(ref._replace(key=now.get(ref.key, ref.key)) if ref.at_place else ref for ref in self.refs)
         return replace(self, held={}, at=tuple((now.get(key, key), names) for key, names in self.at), refs=refs)

@@ -129,7 +129,7 @@ class Reads:
         self.roots, self.model = roots, weakref.ref(model)
         walk = roots.walk(model)
         self.forms = walk.forms if forms is None else forms
-        self.holders = {place.key: place.holder for place in walk.places}
+        self.holders = {place.key: _unowned(place.holder) for place in walk.places}
         late = bool(roots.late_names or roots.late_attributes)
         self._all = _Compared(walk.places, roots.names, lambda place, label: True)
         self._late = _Compared(walk.places if late else [], roots.names, roots.is_late)
@@ -239,6 +239,25 @@ class _Compared:
         if any(mapping.get(name) is not same.of() for mapping, name, same in self._weak):
             return False
         return all(map(_as_before, self._others))
+
+
+class _Unowned(Attributes):
+    """The attributes of a module or a tensor that is not kept alive: they are in a dict of their own."""
+
+    @property
+    def held(self) -> Any:
+        return self._of()
+
+    @held.setter
+    def held(self, held: Any) -> None:
+        self._of = weakref.ref(held)
+
+
+def _unowned(holder: Holder) -> Holder:
+    """To set something there later; tensors and modules are not kept alive."""
+    if type(holder) is Attributes and isinstance(holder.held, torch.Tensor | nn.Module):
+        return _Unowned(holder.held, holder.mapping, holder.own_path, holder.only)
+    return holder
 
 
 def _kept(value: Any) -> Any:

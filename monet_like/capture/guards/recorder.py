@@ -108,11 +108,11 @@ class Recorder:
         Args:
             used: tensors that an operator takes.
         """
-        reads = Reads(self._roots(used), self.model)
-        if effects is None:
-            return reads, None
-        effects = effects.found_in(reads)
-        return Reads(replace(reads.roots, set_again=effects.paths), self.model), effects
+        roots = self._roots(used)
+        if effects is not None:
+            effects = effects.found_in(roots.walk(self.model))
+            roots = replace(roots, set_again=effects.paths)
+        return Reads(roots, self.model), effects
 
     def _roots(self, used: Container[Any] | None = None) -> Roots:
         return Roots(
