@@ -17,6 +17,7 @@ from torch import nn
 
 import monet_like
 from monet_like.auto.block_wrapper import blocks_of
+from monet_like.auto.blocks import plan_no_more
 from monet_like.auto.kept_state import State
 from monet_like.auto.step_memory import Blocks, StepMemory, step_of
 from monet_like.errors import UsageError
@@ -205,6 +206,7 @@ def rehearsed(beside: Callable[[Model, torch.Tensor], Any], *, given: bool = Fal
         return result.square().mean()
 
     monet_like.auto_schedule(model, blocks="layers.*", mode="inplace_multiway_newnode")
+    plan_no_more(model)  # the rehearsals here are the only ones
     global_state = random.getstate, np.random.get_state, torch.get_rng_state
     plain = model.layers[0]._model
 
