@@ -120,7 +120,7 @@ def drop_tokens(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             plain = module.graph.call_function(op, tuple(args), node.kwargs)
         made = tuple(node.meta["val"])[1:]
-        plain.meta = {**node.meta, "val": made if len(op._schema.returns) > 1 else made[0]}
+        plain.meta = {**node.meta, "val": made if len(op._schema.returns) > 1 else made[0], "in_order": True}
         for user in [user for user in node.users if user.target is operator.getitem]:
             if user.args[1] == 0:
                 user.replace_all_uses_with(token)

@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -191,6 +192,7 @@ def _export(
         if not flat.has_values():
             stack.enter_context(_unvalidated())
         stack.enter_context(fakes_of_pytorchs.ctc_loss_by_steps())
+        stack.enter_context(_checked_matrices())
         stack.enter_context(flat.autocast.outside_forward())
         stack.enter_context(_use_lazy_graph_module(True))  # writes no Python code of graphs, which nobody runs
         in_backward = f"a hook or a custom function of {type(flat.model).__name__}, in the backward,"
@@ -323,6 +325,18 @@ def _eager_operators() -> Iterator[None]:
         for op, key, kernel in removed:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _checked_matrices() -> Iterator[None]:
+    """Keep the checks of ``torch.linalg.inv`` and the like: PyTorch 2.11 drops them from traces, later versions run them in order."""
+    effect = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    before = effect.effect
+    effect.register(EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        effect.register(before)
 
 
 @contextlib.contextmanager

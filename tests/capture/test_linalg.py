@@ -67,3 +67,10 @@ def test_a_check_runs_once_and_nothing_of_it_is_kept() -> None:
     (check,) = (task for task in captured.program.tasks if "check_errors" in task.calls[-1].op)
     assert (check.runs, check.cost) == ("first", "")
     assert sum(captured.program.values[v].bytes for v in check.writes) == 0
+
+
+def test_pytorchs_own_tracing_is_left_as_it_was() -> None:
+    effect = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    before = effect.effect
+    capture(Matrix(torch.linalg.inv), (torch.tensor(1.0),))
+    assert effect.effect is before
