@@ -22,6 +22,13 @@ UNUSUAL = (
 REFUSED = re.compile(r"layout torch\.sparse|momentum=None")
 
 
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of cuDNN, which the command changes, as they were afterwards."""
+    for name in ("allow_tf32", "deterministic"):
+        monkeypatch.setattr(torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+
+
 def judged(samples: object) -> None:
     """Assert that all samples are right or, where that is allowed, refused; and that most are trained at all."""
     found = [database.judge(sample) for sample in samples]  # type: ignore[attr-defined]
