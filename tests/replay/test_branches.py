@@ -244,10 +244,10 @@ def test_a_mask_of_ones_is_left_out_as_in_plain_pytorch() -> None:
             self.inner = nn.Linear(6, 18)
 
         def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-            q, k, v = self.inner(x).chunk(3, -1)
+            q, k, v = self.inner(x)[:, None].chunk(3, -1)
             if mask is None or (not torch.compiler.is_compiling() and mask.all()):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            square = mask[:, None, :].bool().expand(-1, x.shape[1], -1).tril()
+            square = mask[:, None, None].bool().expand(-1, -1, x.shape[1], -1).tril()
             return F.scaled_dot_product_attention(q, k, v, attn_mask=square)
 
     ones, padded = torch.ones(2, 37), torch.ones(2, 37)
