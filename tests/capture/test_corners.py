@@ -695,5 +695,5 @@ def test_inputs_and_parameters_say_whether_they_are_leaves(leaf: bool) -> None:
 
     model, x = Net(forward, linear()), rows().requires_grad_()
     x = x if leaf else x * 1
-    wrapped = auto_schedule(model, x, memory_budget="200%", effort="quick")
+    wrapped = auto_schedule(model, x, memory_budget="200%", mode="inplace_multiway_newnode", effort="quick")
     assert torch.equal(wrapped(x), model(x))

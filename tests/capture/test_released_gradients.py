@@ -128,8 +128,9 @@ def test_auto_schedule_fits_less_than_all_gradients_and_trains_as_plain_pytorch(
         monet_like.auto_schedule(twin(model), args, memory_budget=budget, effort="quick")
     plain = twin(model)
     mine = monet_like.auto_schedule(
-        twin(model), args, memory_budget=budget, effort="quick", optimizer_in_backward=True, optimizer="sgd"
-    )
+        twin(model), args, memory_budget=budget, mode="inplace_multiway_newnode", effort="quick",
+        optimizer_in_backward=True, optimizer="sgd",
+    )  # fmt: skip
     assert mine.record.optimizer_in_backward and mine.record.peak_bytes <= budget
     for candidate in (plain, mine):
         stepping(candidate)

@@ -166,7 +166,9 @@ def test_an_array_beside_the_tensors_is_read_anew() -> None:
 def test_it_is_planned_with_objects(kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
     image = torch.randn(4, 3)
-    model = auto_schedule(Scaled(), MAKERS[kind](image, 2.0), memory_budget="100%", effort="quick")
+    model = auto_schedule(
+        Scaled(), MAKERS[kind](image, 2.0), memory_budget="100%", mode="inplace_multiway_newnode", effort="quick"
+    )
     model(MAKERS[kind](image, 2.0)).sum().backward()
     (args, _) = with_batch(((MAKERS[kind](image, 2.0),), {}), 7)
     assert [tuple(t.shape) for t in tensors_of(args)] == [(7, 3)]
