@@ -192,7 +192,11 @@ def test_the_parts_beside_layers_that_cannot_be_planned_train(
         "grad_sample" in vars(parameter) and parameter.grad_sample is not None for parameter in model.parameters()
     )
     mine = auto_schedule(
-        model, memory_budget="150%", effort="quick", blocks=[model.get_submodule(name) for name in parts]
+        model,
+        memory_budget="150%",
+        mode="inplace_multiway_newnode",
+        effort="quick",
+        blocks=[model.get_submodule(name) for name in parts],
     )
     for number in range(3):
         given, found = torch.randn(8, 16), []
