@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -11,6 +9,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from .guards.side_effects import generators_restored
 
 
 class Contents:
@@ -80,11 +80,8 @@ class Undone(TorchDispatchMode):
         self._made: dict[int, None] = {}  # storages that operators have made since
 
     def __enter__(self) -> Undone:
-        for generator in default_generators(self._device):
-            self._contents.keep_generator(generator)
-        self._python = random.getstate()
-        numpy: Any = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._generators = generators_restored(self._device)
+        self._generators.__enter__()
         super().__enter__()
         return self
 
@@ -95,9 +92,7 @@ class Undone(TorchDispatchMode):
         for leaf, wanted in self._leaves:
             if leaf.requires_grad is not wanted and leaf.is_leaf:
                 leaf.requires_grad_(wanted)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        self._generators.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
