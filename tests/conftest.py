@@ -95,7 +95,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     slow = item.get_closest_marker("slow")
     if slow is not None and slow.kwargs.get("full"):
         return (yield)
-    with mock.patch.dict(searcher.EVALUATIONS, FEW):
+    with mock.patch.object(searcher, "EVALUATIONS", FEW):
         return (yield)
 
 

@@ -1,8 +1,8 @@
 // The planner's local search: turns policies into schedules, evaluates them, and improves them by simulated annealing.
 //
-// monet_like/plan/local_search/policy.py describes the method. reference.py there is the twin of this file in Python:
-// same arrays, same order of floating-point operations, same random numbers, hence the same answer to the bit. Needs
-// nothing but the C++ library.
+// monet_like/plan/local_search/policy.py describes the method. judge.py there evaluates policies in Python:
+// same arrays and same order of floating-point operations, hence the same answer to the bit. Needs nothing but the C++
+// library.
 
 #include <algorithm>
 #include <cmath>

@@ -10,7 +10,7 @@ from monet_like.profile import cache_state
 
 #: A user's plan searches this many times more, which takes seconds.
 FEWER = 40
-FEW = {engine: count // FEWER for engine, count in searcher.EVALUATIONS.items()}
+FEW = searcher.EVALUATIONS // FEWER
 #: Bytes that the profiler reads before each timed run to empty the caches. A user's reads as much as they hold, which takes longer than
 #: the operators of small nets do; no test asserts a time.
 FORGOTTEN_BYTES = 2**21
@@ -22,5 +22,5 @@ def be_brief(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     Args:
         replace: such as ``monkeypatch.setattr``, which undoes it when a test has ended.
     """
-    replace(searcher, "EVALUATIONS", dict(FEW))
+    replace(searcher, "EVALUATIONS", FEW)
     replace(cache_state, "_FORGOTTEN", FORGOTTEN_BYTES)

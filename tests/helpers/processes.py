@@ -115,7 +115,7 @@ def in_processes(
     They search as many schedules as this one does, and the profiler empties as much of the caches.
     """
     _start_server()
-    everything = (dict(os.environ), dict(searcher.EVALUATIONS), cache_state._FORGOTTEN, work, args)
+    everything = (dict(os.environ), searcher.EVALUATIONS, cache_state._FORGOTTEN, work, args)
     running = mp.start_processes(_run, everything, nprocs=processes, join=False, start_method="forkserver")
     end = time.monotonic() + within_seconds
     while not running.join(timeout=1.0):
@@ -128,14 +128,14 @@ def in_processes(
 def _run(
     rank: int,
     environment: dict[str, str],
-    evaluations: dict[str, int],
+    evaluations: int,
     forgotten: int,
     function: Callable[..., None],
     given: tuple[Any, ...],
 ) -> None:
     os.environ.clear()  # the server's, of the test that started it
     os.environ.update(environment)
-    searcher.EVALUATIONS.update(evaluations)
+    searcher.EVALUATIONS = evaluations
     cache_state._FORGOTTEN = forgotten
     torch.set_num_threads(1)
     gc.freeze()  # what is loaded is no garbage: a collection would look at all of it

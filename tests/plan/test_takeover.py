@@ -12,8 +12,8 @@ from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.plan import plan
 from monet_like.plan.ilp.formulation import Formulation
+from monet_like.plan.local_search.judge import Judge
 from monet_like.plan.local_search.policy import make_tables
-from monet_like.plan.local_search.reference import PythonEngine
 
 X, H, Y, GY, GH, GX = range(6)
 COSTS = {"t": Cost(1.0)}
@@ -71,5 +71,5 @@ def test_neither_formulation_nor_tables_have_a_way_over_a_value_that_is_used_lat
         tables = make_tables(made, COSTS)
         assert [way.way for option in tables.options[0] for way in tables.ways[option]] == possible
         policy = tables.policy([True] * 6, hold=False, smallest=False)
-        judged = PythonEngine(tables).judge(policy, 1000)
+        judged = Judge(tables).judge(policy, 1000)
         assert judged is not None and judged[0].peak_bytes == (230 if later else 130)

@@ -1,4 +1,4 @@
-"""The compiled local search: csrc/plan/local_search.cpp through ctypes. Without it, reference.py does the same, slower."""
+"""The compiled local search: csrc/plan/local_search.cpp through ctypes. Without it, judge.py evaluates policies, slower."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 from ...build import library_path
+from .judge import Judge
 from .policy import Judgement, Policy, Runs, Settings, Tables
-from .reference import PythonEngine
 
 _TYPES: dict[str, Any] = {"i": ctypes.c_int32, "q": ctypes.c_int64, "d": ctypes.c_double, "B": ctypes.c_uint8}
 
@@ -57,16 +57,14 @@ def library() -> ctypes.CDLL | None:
     return loaded if sizes == [ctypes.sizeof(s) for s in (_Tables, _Policy, _Settings, _Runs)] else None
 
 
-def engine(tables: Tables) -> NativeEngine | PythonEngine:
-    """The compiled engine, or its Python twin where the library is missing."""
+def engine(tables: Tables) -> NativeEngine | Judge:
+    """The compiled engine; where the library is missing, a judge in Python, which improves nothing."""
     loaded = library()
-    return PythonEngine(tables) if loaded is None else NativeEngine(tables, loaded)
+    return Judge(tables) if loaded is None else NativeEngine(tables, loaded)
 
 
 class NativeEngine:
-    """The same as `PythonEngine`. Calls release the interpreter's lock: several may run at once."""
-
-    name = "native"
+    """Evaluates and anneals policies of one program. Calls release the interpreter's lock: several may run at once."""
 
     def __init__(self, tables: Tables, loaded: ctypes.CDLL) -> None:
         self.t, self.library = tables, loaded
@@ -125,7 +123,7 @@ class NativeEngine:
         return {start: self._starts(lists), entries: self._point("i", (v for one in lists for v in one))}
 
     def judge(self, policy: Policy, budget_bytes: int) -> tuple[Judgement, Runs] | None:
-        """See `PythonEngine.judge`."""
+        """The cost of a policy, and what its schedule runs; None if it cannot be carried out."""
         slots = len(self.t.options)
         # A class runs at most once per stage.
         room = max(1, len(self.t.writes))
@@ -150,7 +148,7 @@ class NativeEngine:
         return judged, Runs(forward_tasks, again_tasks, [self.way_numbers[k] for k in ways[:slots]])
 
     def improve(self, policy: Policy, settings: Settings) -> Policy:
-        """See `PythonEngine.improve`."""
+        """Simulated annealing: the fastest policy seen that fits, or the one nearest to fitting."""
         current, best = policy.copy(), policy.copy()
         lists = [
             array("i", some) or array("i", [0]) for some in (settings.candidates, settings.choices, settings.preferring)

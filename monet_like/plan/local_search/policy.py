@@ -12,7 +12,7 @@ A `Policy` decides which values the backward may take from the forward (``keep``
    results nothing needs does not run. The forward, last in this order, runs what is needed at its end.
 
 Tasks that read and write the same values form a *class*, ways that read the same values an *option*. The search evaluates
-tens of thousands of policies a second in C++ (csrc/plan/local_search.cpp); reference.py is its twin in Python.
+tens of thousands of policies a second in C++ (csrc/plan/local_search.cpp); judge.py evaluates them in Python.
 """
 
 from __future__ import annotations

@@ -16,15 +16,15 @@ from ...errors import ScheduleError
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report, simulate
-from .native import NativeEngine, engine, library
+from .judge import Judge
+from .native import NativeEngine, engine
 from .policy import MOST_EARLY, Judgement, Policy, Settings, Tables, make_tables, to_policy, to_schedule
-from .reference import PythonEngine
 
 #: Policies evaluated by one annealing by default, and the most runs of tasks in all of them: a second or two.
-EVALUATIONS = {"native": 120_000, "python": 1200}
+EVALUATIONS = 120_000
 #: A quick plan has this share of them (ResNet-50 at 60 and 40 % of plain PyTorch's peak: 0.3 % longer steps).
 QUICK_SHARE = 0.25
-MOST_STEPS = {"native": 60_000_000, "python": 800_000}
+MOST_STEPS = 60_000_000
 #: Later annealings start at a lower temperature and a higher weight of the budget (measured: ResNet-50 at 5 GB on
 #: MONeT's costs, 10 s: 0.4 % better than with the first one's).
 LATER_TEMPERATURE, LATER_WEIGHT = 1e-3, 3.0
@@ -56,7 +56,7 @@ class Searcher:
         costs: Mapping[str, Cost],
         extra_bytes: int = 0,
         pin_bytes: int = 0,
-        with_engine: NativeEngine | PythonEngine | None = None,
+        with_engine: NativeEngine | Judge | None = None,
     ) -> None:
         self.program, self.costs, self.extra_bytes = program, costs, extra_bytes
         self.tables: Tables = with_engine.t if with_engine else make_tables(program, costs, extra_bytes, pin_bytes)
@@ -182,7 +182,7 @@ class Searcher:
             Settings(
                 budget_bytes=max(1, budget_bytes),
                 evaluations=effort * evaluations,
-                most_steps=effort * MOST_STEPS[self.engine.name],
+                most_steps=effort * MOST_STEPS,
                 seed=seed + number,
                 candidates=self.tables.changeable,
                 choices=tuple(slot for slot, options in enumerate(self.tables.options) if len(options) > 1),
@@ -199,7 +199,7 @@ class Searcher:
 
 def quick_evaluations() -> int:
     """`evaluations` of `find_start` for less than a second's search."""
-    return int(QUICK_SHARE * EVALUATIONS["python" if library() is None else "native"])
+    return int(QUICK_SHARE * EVALUATIONS)
 
 
 def find_start(
@@ -263,7 +263,7 @@ def smallest_known(
     starts = searcher.starts(0)
     if not starts:
         return None
-    count = evaluations if evaluations is not None else EVALUATIONS[searcher.engine.name] // 10
+    count = evaluations if evaluations is not None else EVALUATIONS // 10
     starts.sort(key=lambda f: f.judgement.peak_bytes)
     best = _lower_peak(searcher, starts[0], 0, count, seed, enough)
     planned = (searcher.plan(f.policy, f.judgement.peak_bytes) for f in (best, *starts))
@@ -308,14 +308,14 @@ def _search(
     def over() -> bool:
         return enough(best.judgement.peak_bytes <= budget_bytes)
 
-    count = evaluations if evaluations is not None else EVALUATIONS[searcher.engine.name]
+    count = evaluations if evaluations is not None else EVALUATIONS
     if given is not None:
         best = given
     else:
         starts = searcher.cut_starts(budget_bytes)
         if not starts:
             return None
-        if not count:
+        if not count or isinstance(searcher.engine, Judge):
             return starts[0]
         best = searcher.improve(starts[:2], budget_bytes, count, seed)
         rounds -= 1
@@ -336,7 +336,7 @@ def _search(
                 break
         best = _lower_peak(searcher, best, budget_bytes, count // 10, seed + 5000, over)
     for turn in range(rounds):
-        if over():
+        if isinstance(searcher.engine, Judge) or over():
             break
         best = searcher.improve([best, best], budget_bytes, count, seed + 2 * turn + 2, later=True, effort=effort)
     return best

@@ -1,48 +1,20 @@
-"""The local search in Python: the twin of csrc/plan/local_search.cpp, for machines without the compiled library.
+"""What a policy's schedule costs, in Python: the greedy start's judge on machines without the compiled library.
 
-A wheel or an installation from source may lack the library, where there was no compiler. Planning then works all the
-same, some hundred times slower: its 1,200 evaluations give 1 to 5 % shorter steps than the greedy start alone (chains
-of 30 and 80 layers at 70, 50 and 35 % of their memory). It is also the oracle of the compiled search in the tests: same
-order of floating-point operations and same random numbers, hence the same answer to the bit.
+A wheel or an installation from source may lack the library, where there was no compiler. A plan without a solver is then
+the greedy start, which nothing improves: 1 to 5 % longer steps (chains of 30 and 80 layers at 70, 50 and 35 % of their
+memory). In the tests, the compiled judge gives the same answers to the bit.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Iterable
 from math import inf
-from typing import Any
 
 from .policy import AGAIN, FIRST, MOST_EARLY, NEVER, Judgement, Policy, Runs, Settings, Tables
 
-#: Stages before a use from which a value may be made early.
-MOST_AHEAD = 5
 
-
-class Random:
-    """The random numbers of both engines: splitmix64 (Steele, Lea, Flood 2014)."""
-
-    def __init__(self, seed: int) -> None:
-        self.state = seed
-
-    def unit(self) -> float:
-        """In [0, 1)."""
-        mask = 2**64 - 1
-        self.state = z = (self.state + 0x9E3779B97F4A7C15) & mask
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        return ((z ^ (z >> 31)) >> 11) * 2.0**-53
-
-    def below(self, n: int) -> int:
-        """In 0 .. n - 1."""
-        return int(self.unit() * n)
-
-
-class PythonEngine:
-    """Evaluates and anneals policies of one program."""
-
-    name = "python"
+class Judge:
+    """Evaluates policies of one program."""
 
     def __init__(self, tables: Tables) -> None:
         self.t = tables
@@ -52,118 +24,9 @@ class PythonEngine:
         again = _derive(self.t, policy)
         return None if again is None else _Account(self.t, policy, budget_bytes).run(again)
 
-    def improve(self, policy: Policy, settings: Settings) -> Policy:
-        """Simulated annealing: the fastest policy seen that fits, or the one nearest to fitting."""
-        random, current = Random(settings.seed), policy.copy()
-        first = self.judge(current, settings.budget_bytes)
-        if first is None:
-            return policy
-        now = top = first[0]
-        best = current.copy()
-        steps = 0
-        for turn in range(settings.evaluations):
-            cooled = max(turn / settings.evaluations, steps / settings.most_steps)
-            if cooled >= 1.0:
-                break
-            undo = _change(self.t, current, settings, random)
-            judged = self.judge(current, settings.budget_bytes)
-            steps += judged[0].steps if judged else len(self.t.options)
-            weight = settings.first_weight * (settings.last_weight / settings.first_weight) ** cooled
-            temperature = (
-                settings.first_temperature * (settings.last_temperature / settings.first_temperature) ** cooled
-            )
-            slack = -temperature * now.seconds * math.log(1.0 - random.unit())
-            if judged is None or penalised(judged[0], settings, weight) > penalised(now, settings, weight) + slack:
-                for field, index, old in reversed(undo):
-                    field[index] = old
-                continue
-            now = judged[0]
-            if better(now, top, settings.budget_bytes):
-                top, best = now, current.copy()
-        return best
-
-
-def penalised(judged: Judgement, settings: Settings, weight: float) -> float:
-    """Seconds with a penalty for bytes over the budget: those of the peak, and the average of all runs."""
-    budget = float(settings.budget_bytes)
-    over = (
-        float(judged.peak_bytes - settings.budget_bytes) / budget if judged.peak_bytes > settings.budget_bytes else 0.0
-    )
-    return judged.seconds * (1.0 + weight * (over + judged.excess / (budget * float(judged.steps + 1))))
-
-
-def better(one: Judgement, other: Judgement, budget_bytes: int) -> bool:
-    """Whether one has fewer bytes over the budget than the other, or as many and fewer seconds."""
-    left, right = max(0, one.peak_bytes - budget_bytes), max(0, other.peak_bytes - budget_bytes)
-    return left < right if left != right else one.seconds < other.seconds
-
-
-def _change(t: Tables, policy: Policy, s: Settings, random: Random) -> list[tuple[Any, int, int]]:
-    """Make one to four random changes; returns what undoes them, as (field, index, old value).
-
-    They are often near each other, since neighbours replace each other; else apart, where one gives the memory that
-    another takes.
-    """
-    undo: list[tuple[Any, int, int]] = []
-
-    def put(field: Any, index: int, to: int) -> None:
-        undo.append((field, index, field[index]))
-        field[index] = to
-
-    if s.candidates and random.unit() < 0.1:
-        _repeat(t, policy, s, random, put)
-        return undo
-    centre = 0
-    for turn in range(1 + random.below(4)):
-        if s.candidates and (not turn or random.unit() < 0.4):
-            centre = random.below(len(s.candidates))
-        kind = random.unit()
-        if s.choices and (kind < 0.1 or not s.candidates):
-            slot = s.choices[random.below(len(s.choices))]
-            put(policy.option, slot, random.below(len(t.options[slot])))
-        elif s.preferring and kind < 0.15:
-            v = s.preferring[random.below(len(s.preferring))]
-            makers = (*t.first[v], -1)
-            put(policy.prefer, v, makers[random.below(len(makers))])
-        elif s.candidates:
-            near = centre + random.below(13) - 6
-            v = s.candidates[min(len(s.candidates) - 1, max(0, near))]
-            if kind < 0.35 and t.uses[v]:
-                slot = t.uses[v][random.below(len(t.uses[v]))]
-                put(policy.option, slot, random.below(len(t.options[slot])))
-            elif kind < 0.75:
-                put(policy.keep, v, 1 - policy.keep[v])
-            elif kind < 0.95:
-                put(policy.hold, v, 1 - policy.hold[v])
-            elif kind < 0.975:
-                ends = (*t.uses[v], NEVER)
-                put(policy.cut, v, ends[random.below(len(ends))])
-            else:
-                end = t.ends[v]
-                if t.uses[v] and random.unit() < 0.7:
-                    end = bisect_left(t.stages, t.uses[v][random.below(len(t.uses[v]))])
-                place = end - random.below(MOST_AHEAD + 1)
-                put(
-                    policy.early,
-                    MOST_EARLY * v + random.below(MOST_EARLY),
-                    t.stages[place] if 0 <= place < end else NEVER,
-                )
-    return undo
-
-
-def _repeat(t: Tables, policy: Policy, s: Settings, random: Random, put: Any) -> None:
-    """Copy the decisions of one stretch of values to another: models are made of blocks that repeat."""
-    length = 1 + random.below(12)
-    to, source = random.below(len(s.candidates)), random.below(len(s.candidates))
-    for v, like in zip(s.candidates[to : to + length], s.candidates[source : source + length], strict=False):
-        if len(t.uses[v]) != len(t.uses[like]):
-            return
-        for field in (policy.keep, policy.hold):
-            if field[v] != field[like]:
-                put(field, v, field[like])
-        for slot, other in zip(t.uses[v], t.uses[like], strict=True):
-            if policy.option[other] < len(t.options[slot]):
-                put(policy.option, slot, policy.option[other])
+    def improve(self, policy: Policy, _: Settings) -> Policy:
+        """The policy as it is: only the compiled library anneals."""
+        return policy
 
 
 def _derive(t: Tables, policy: Policy) -> list[list[int]] | None:
