@@ -122,7 +122,7 @@ def draw_memory(path: Path) -> None:
 def draw_house(path: Path) -> None:
     """The packages and modules at the root, each above all that it imports; arrows that others imply are left out."""
     graph = house.boxes(house.arrows())
-    graph.remove_nodes_from(["__init__", "__main__", "_version", "errors", "interrupts", "dropit"])
+    graph.remove_nodes_from(["__init__", "__main__", "_version", "errors", "interrupts"])
     floors = [sorted(names) for names in nx.topological_generations(graph.reverse())]
     figure, axes = pyplot.subplots(figsize=(8.6, 5.6), layout="constrained")
     axes.set(xlim=(-0.6, 5.75), ylim=(-0.4, len(floors) - 0.6))

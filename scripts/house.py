@@ -29,7 +29,7 @@ ORDER = (
     ("compiler",),
     ("zoo",),
     ("replay",),
-    ("cards", "dropit", "inductor", "report", "testing"),
+    ("cards", "inductor", "report", "testing"),
     ("export", "job"),
     ("auto",),
     ("cli", "integrations"),

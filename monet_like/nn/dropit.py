@@ -9,9 +9,7 @@ ReLU nets that costs memory.
 from __future__ import annotations
 
 import functools
-import math
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,114 +24,14 @@ from ..ops.caches import kept_of_block
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Shape, dtype and layout of a dropped tensor: enough to restore it."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def zeros(self) -> Tensor:
-        """A tensor of this kind, of zeros; row-major if the tensor had gaps."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A way to drop elements: packs a tensor into what is kept, and unpacks that into a tensor with zeros."""
-
-    pack: Callable[[Tensor, float, int], tuple[Tensor, ...]]
-    unpack: Callable[[tuple[Tensor, ...], float, int, Layout], Tensor]
-
-
-def _pack_block(x: Tensor, share: float, _: int) -> tuple[Tensor, ...]:
-    return (torch.ops.monet_like.pack_largest(x, kept_of_block(share)),)
-
-
-def _unpack_block(kept: tuple[Tensor, ...], share: float, _: int, like: Layout) -> Tensor:
-    keep = kept_of_block(share)
-    made: Tensor = torch.ops.monet_like.unpack_largest(kept[0], keep, like.shape, like.dtype, like.stride)
-    return made
-
-
-def _by_mask(choose: Callable[[Tensor, float], Tensor]) -> Strategy:
-    """Keep the elements that ``choose`` marks: their values in row-major order, and a bit for each element."""
-
-    def pack(x: Tensor, share: float, _: int) -> tuple[Tensor, ...]:
-        mask = choose(x, share).contiguous()
-        return x[mask], torch.ops.monet_like.pack_bool(mask)
-
-    def unpack(kept: tuple[Tensor, ...], share: float, _: int, like: Layout) -> Tensor:
-        mask: Tensor = torch.ops.monet_like.unpack_bool(kept[1], like.shape)
-        return like.zeros().masked_scatter_(mask, kept[0])
-
-    return Strategy(pack, unpack)
-
-
-def _highest(scores: Tensor, share: float) -> Tensor:
-    """A mask of the elements of highest score, all but ``share`` of them."""
-    flat = scores.reshape(-1)
-    mask = torch.zeros_like(flat, dtype=torch.bool)
-    mask[flat.topk(_kept(flat.numel(), share), sorted=False).indices] = True
-    return mask.view(scores.shape)
-
-
-def _kept(count: int, share: float) -> int:
-    return min(count, max(1, count - round(share * count)))
-
-
-def _random(x: Tensor, share: float) -> Tensor:
-    scores = torch.rand(x.shape, device=x.device, generator=_generator(x.device))
-    return _highest(scores, share)
-
-
-@functools.cache
-def _generator(device: torch.device) -> torch.Generator:
-    """A random generator of its own, so that dropout masks stay those of the plain model."""
-    return torch.Generator(device).manual_seed(torch.initial_seed())
-
-
-def _beyond_sigma(x: Tensor, share: float) -> Tensor:
-    """Further from the mean than so many deviations that a normal distribution has ``share`` within them."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    deviations = math.sqrt(2.0) * float(torch.erfinv(torch.tensor(share, dtype=torch.float64)))
-    return (wide - wide.mean()).abs() > deviations * wide.std(correction=0)
-
-
-def _pack_channels(x: Tensor, share: float, dim: int) -> tuple[Tensor, ...]:
-    """The channels of largest 2-norm."""
-    others = [d for d in range(x.dim()) if d != dim % x.dim()]
-    norms = torch.linalg.vector_norm(x, dim=others, dtype=torch.promote_types(x.dtype, torch.float32))
-    kept = norms.topk(_kept(len(norms), share)).indices.sort().values
-    return x.index_select(dim, kept), kept
-
-
-def _unpack_channels(kept: tuple[Tensor, ...], share: float, dim: int, like: Layout) -> Tensor:
-    return like.zeros().index_copy_(dim, kept[1], kept[0])
-
-
-#: ``block``: the largest of every 16,384 elements; ``largest``: of the whole tensor; ``random``: whichever; ``channel``:
-#: whole channels, of largest norm; ``sigma``: those far from the mean, about as many as asked for.
-STRATEGIES: Mapping[str, Strategy] = {
-    "block": Strategy(_pack_block, _unpack_block),
-    "largest": _by_mask(lambda x, share: _highest(x.abs(), share)),
-    "random": _by_mask(_random),
-    "channel": Strategy(_pack_channels, _unpack_channels),
-    "sigma": _by_mask(_beyond_sigma),
-}
-
-
 @dataclass
 class Dropped:
-    """The elements that a changed layer drops: ``share`` of its input, chosen by a named strategy.
+    """A changed layer drops ``share`` of its input's elements, those of smallest magnitude among each 16,384.
 
     Attributes:
         freed_bytes: by how much the last forward's cache was smaller than its input.
     """
 
-    strategy: str
     share: float
     freed_bytes: int = 0
 
@@ -142,16 +40,17 @@ class Dropped:
         self.__dict__.update(state)
         ops.load()
 
-    def pack(self, ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """The tensors to save instead of ``x``; ``ctx`` notes how to restore it."""
-        ctx.dropped, ctx.dim, ctx.layout = self, dim, Layout(x.shape, x.stride(), x.dtype, x.device)
-        kept = STRATEGIES[self.strategy].pack(x, self.share, dim)
-        self.freed_bytes = x.nbytes - sum(tensor.nbytes for tensor in kept)
+    def pack(self, ctx: Any, x: Tensor) -> Tensor:
+        """What to save instead of ``x``; ``ctx`` notes how to restore it."""
+        ctx.keep, ctx.layout = kept_of_block(self.share), (x.shape, x.dtype, x.stride())
+        kept: Tensor = torch.ops.monet_like.pack_largest(x, ctx.keep)
+        self.freed_bytes = x.nbytes - kept.nbytes
         return kept
 
 
-def _unpack(ctx: Any, kept: tuple[Tensor, ...]) -> Tensor:
-    return STRATEGIES[ctx.dropped.strategy].unpack(kept, ctx.dropped.share, ctx.dim, ctx.layout)
+def _unpack(ctx: Any, kept: Tensor) -> Tensor:
+    x: Tensor = torch.ops.monet_like.unpack_largest(kept, ctx.keep, *ctx.layout)
+    return x
 
 
 class _Linear(torch.autograd.Function):
@@ -160,22 +59,23 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, dropped: Dropped) -> Tensor:
         ctx.turned = turned
-        ctx.save_for_backward(weight, *dropped.pack(ctx, x, -1))
+        ctx.save_for_backward(weight, dropped.pack(ctx, x))
         matrix = weight if turned else weight.t()
         return x @ matrix if bias is None else torch.addmm(bias, x, matrix)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        weight, *kept = ctx.saved_tensors
+        weight, kept = ctx.saved_tensors
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
             turned = weight.t() if ctx.turned else weight
             # For an input that lies the other way round PyTorch multiplies the other way round.
-            across = ctx.layout.stride == (1, ctx.layout.shape[0])
+            (shape, _, stride) = ctx.layout
+            across = stride == (1, shape[0])
             of_x = (turned.t() @ grad.t()).t() if across else grad @ turned
         if ctx.needs_input_grad[1]:
-            x = _unpack(ctx, tuple(kept))
+            x = _unpack(ctx, kept)
             of_weight = x.t() @ grad if ctx.turned else grad.t() @ x
         if ctx.needs_input_grad[2]:
             of_bias = grad.sum(0)
@@ -190,16 +90,16 @@ class _Convolution(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...], dropped: Dropped
     ) -> Tensor:
         ctx.options, ctx.bias_sizes = options, None if bias is None else bias.shape
-        ctx.save_for_backward(weight, *dropped.pack(ctx, x, 1))
+        ctx.save_for_backward(weight, dropped.pack(ctx, x))
         return F.conv2d(x, weight, bias, *options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        weight, *kept = ctx.saved_tensors
+        weight, kept = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.options
         rest = (ctx.bias_sizes, stride, padding, dilation, False, [0, 0], groups, ctx.needs_input_grad[:3])
         # The input's gradient reads only the shape of what is in the input's place.
-        found = _aten.convolution_backward(grads[0], _unpack(ctx, tuple(kept)), weight, *rest)
+        found = _aten.convolution_backward(grads[0], _unpack(ctx, kept), weight, *rest)
         return *found, None, None
 
 
@@ -274,7 +174,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def to_dropit(model: nn.Module, strategy: str = "block", gamma: float = 0.9) -> nn.Module:
+def to_dropit(model: nn.Module, gamma: float = 0.9) -> nn.Module:
     """Change the layers of ``model`` in place so that they drop a share ``gamma`` of their saved input's elements.
 
     Changed are `nn.Linear`, `nn.Conv2d` and Hugging Face's `Conv1D`, but no subclasses of theirs, whose forward may be
@@ -282,17 +182,14 @@ def to_dropit(model: nn.Module, strategy: str = "block", gamma: float = 0.9) -> 
     evaluation and without gradients the layers run as before. `freed_bytes` tells what each of them saved.
 
     Args:
-        strategy: one of `STRATEGIES`.
         gamma: share of the elements to drop, at least 0 and below 1; with 0 the model stays as it is.
 
     Returns:
         the model.
 
     Raises:
-        UsageError: an unknown strategy, a share out of range, or a model without such layers.
+        UsageError: a share out of range, or a model without such layers.
     """
-    if strategy not in STRATEGIES:
-        raise UsageError(f"strategy {strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
     if not 0 <= gamma < 1:
         raise UsageError(f"gamma {gamma!r} is the share of elements to drop; give a number of at least 0 and below 1")
     found = [(layer, kind) for layer in _allowed(model) if (kind := _kind(layer)) is not None]
@@ -305,7 +202,7 @@ def to_dropit(model: nn.Module, strategy: str = "block", gamma: float = 0.9) -> 
         ops.load()
         for layer, kind in found:
             layer.__class__ = kind
-            layer.dropped = Dropped(strategy, float(gamma))  # type: ignore[assignment]
+            layer.dropped = Dropped(float(gamma))  # type: ignore[assignment]
     return model
 
 
