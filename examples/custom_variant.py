@@ -17,7 +17,7 @@ from monet_like.variants import unregister_variant
 from monet_like.variants.editor import Editor, like
 
 
-@monet_like.register_variant(before="in_place")
+@monet_like.register_variant
 def offer_softshrink(editor: Editor) -> None:
     """PyTorch keeps softshrink's input x for ``grad where |x| > lambda, else 0``: exactly where its output is not 0."""
     makers = {call.args[0]: (task, call) for task, call in editor.find("aten.softshrink.default")}

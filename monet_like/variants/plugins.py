@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import TypeVar
 
 from ..errors import UsageError
 from ..ir.mode import DROPIT, forget_word, known_words, register_word
@@ -62,19 +62,16 @@ class Plugin:
 _plugins: dict[str, Plugin] = {}
 
 
-@overload
-def register_variant(name: Function, /) -> Function: ...
-@overload
 def register_variant(
-    name: str = "", /, *, before: str = "in_place", word: str = "", lossy: bool = False
-) -> Callable[[Function], Function]: ...
-def register_variant(name: Any = "", /, *, before: str = "in_place", word: str = "", lossy: bool = False) -> Any:
-    """Decorator: a function ``offer(editor)`` adds operator variants to every program that is captured from here on.
+    offer: Function, *, name: str = "", before: str = "in_place", word: str = "", lossy: bool = False
+) -> Function:
+    """A function ``offer(editor)`` adds operator variants to every program that is captured from here on; also a decorator.
 
     Programs in which it finds nothing stay as they are, and so do their schedules. A schedule of a program to which it
     adds something can only be replayed where it is registered, too.
 
     Args:
+        offer: the function, which is returned.
         name: of the variant; default: the function's, without ``offer_``. The names of what it adds, such as
             ``softshrink.packed``, begin with it.
         before: the name of the variant before which it is offered (`names`), or ``end``. By default it comes before the
@@ -87,28 +84,22 @@ def register_variant(name: Any = "", /, *, before: str = "in_place", word: str =
         UsageError: the name or the word is taken, there is no variant ``before``, or the function does not take one
             argument, the editor.
     """
-    if callable(name):
-        return register_variant()(name)
-
-    def register(offer: Function) -> Function:
-        chosen = name or _default_name(offer)
-        if chosen in names():
-            owner = f"by {_plugins[chosen].offer.__module__}" if chosen in _plugins else "in this package"
-            advice = f", or unregister_variant({chosen!r}) first" if chosen in _plugins else ""
-            raise UsageError(f"there is a variant {chosen!r} already, {owner}; give another name{advice}")
-        if before not in (*names(), END):
-            raise UsageError(f"there is no variant {before!r} to stand before; there are: {', '.join((*names(), END))}")
-        if not chosen.replace("_", "").isalnum():
-            raise UsageError(f"a variant's name has letters, digits and _ only, {chosen!r} has others")
-        _check_signature(offer, chosen)
-        if lossy and not word:
-            raise UsageError(f"variant {chosen} is lossy, and so needs a mode word of its own: give word=")
-        if word:
-            register_word(word, lossy=lossy)
-        _plugins[chosen] = Plugin(chosen, offer, before, word)
-        return offer
-
-    return register
+    chosen = name or _default_name(offer)
+    if chosen in names():
+        owner = f"by {_plugins[chosen].offer.__module__}" if chosen in _plugins else "in this package"
+        advice = f", or unregister_variant({chosen!r}) first" if chosen in _plugins else ""
+        raise UsageError(f"there is a variant {chosen!r} already, {owner}; give another name{advice}")
+    if before not in (*names(), END):
+        raise UsageError(f"there is no variant {before!r} to stand before; there are: {', '.join((*names(), END))}")
+    if not chosen.replace("_", "").isalnum():
+        raise UsageError(f"a variant's name has letters, digits and _ only, {chosen!r} has others")
+    _check_signature(offer, chosen)
+    if lossy and not word:
+        raise UsageError(f"variant {chosen} is lossy, and so needs a mode word of its own: give word=")
+    if word:
+        register_word(word, lossy=lossy)
+    _plugins[chosen] = Plugin(chosen, offer, before, word)
+    return offer
 
 
 def unregister_variant(name: str) -> None:

@@ -35,10 +35,11 @@ def test_a_registered_strategy_is_one_like_any_other() -> None:
         given.append({"extra_bytes": extra_bytes, "gap": gap})
         return store_all(program)
 
-    @register_strategy("planned")
     def by_the_heuristic(program: Program, costs: Any, budget_bytes: int, **settings: Any) -> Plan:
         given.append(settings)
         return STRATEGIES["heuristic"](program, costs, budget_bytes, **settings)
+
+    register_strategy(by_the_heuristic, name="planned")
 
     program, costs = network(4)
     check_strategy("keep_all")
@@ -52,17 +53,17 @@ def test_a_registered_strategy_is_one_like_any_other() -> None:
 
 def test_wrong_strategies_are_refused_in_words() -> None:
     with pytest.raises(UsageError, match=r"a strategy 'milp' already; give another name$"):
-        register_strategy("milp")(lambda program, costs, budget_bytes, *, extra_bytes=0: None)
+        register_strategy(lambda program, costs, budget_bytes, *, extra_bytes=0: None, name="milp")
     with pytest.raises(
         UsageError, match=r"strategy two must be a function \(program, costs, budget_bytes, \*, extra_bytes=0\)"
     ):
-        register_strategy("two")(lambda program, costs: None)
+        register_strategy(lambda program, costs: None, name="two")
     with pytest.raises(UsageError, match="no strategy 'milp' has been registered; registered: none"):
         unregister_strategy("milp")
     program, costs = network(3)
-    register_strategy("nothing")(lambda program, costs, budget_bytes, **settings: None)
+    register_strategy(lambda program, costs, budget_bytes, **settings: None, name="nothing")
     with pytest.raises(UsageError, match=r"a strategy 'nothing' already; .* unregister_strategy\('nothing'\) first"):
-        register_strategy("nothing")(lambda program, costs, budget_bytes, **settings: None)
+        register_strategy(lambda program, costs, budget_bytes, **settings: None, name="nothing")
     with pytest.raises(UsageError, match="strategy nothing returned NoneType, not a Schedule or a Plan"):
         plan(program, costs, peak(program, costs), strategy="nothing")
     with pytest.raises(UsageError, match=r"unknown strategy 'nowhere'; there are: .*nothing"):

@@ -74,11 +74,11 @@ def variants_of(program: Program) -> set[str]:
 def test_a_registered_variant_is_offered_in_its_place_and_replayed() -> None:
     seen: list[set[str]] = []
 
-    @monet_like.register_variant(before="in_place")
+    @monet_like.register_variant
     def offer_first(editor: Editor) -> None:
         seen.append({task.variant for task in editor.every_task()})
 
-    register_variant(before="first")(offering())
+    register_variant(offering(), before="first")
     order = names()
     place = order.index("softplus")
     assert order[place : place + 3] == ("softplus", "first", "in_place")
@@ -112,10 +112,11 @@ def test_a_word_of_its_own_admits_it_and_nothing_else_does() -> None:
         parse_mode("inplace_soft")
     asked: list[frozenset[str]] = []
 
-    @register_variant("softplus", word="soft", lossy=True)
     def offer(editor: Editor) -> None:
         asked.append(editor.words)
         offering(word="soft")(editor)
+
+    register_variant(offer, name="softplus", word="soft", lossy=True)
 
     assert "softplus.other" in variants_of(program_of(f"{MODE}_soft"))
     assert program_of().fingerprint == before
@@ -131,15 +132,15 @@ def test_a_word_of_its_own_admits_it_and_nothing_else_does() -> None:
 @pytest.mark.parametrize(
     ("register", "words"),
     [
-        (lambda: register_variant("relu")(offering()), r"there is a variant 'relu' already, in this package; give another"),
-        (lambda: register_variant(before="inplace")(offering()), r"no variant 'inplace' to stand before; there are: copy_slices, conc.*end"),
-        (lambda: register_variant("two")(lambda: None), r"must be a function of one argument, the editor: too many"),
-        (lambda: register_variant("two")(lambda editor, other: None), "two must be a function of one argument"),
-        (lambda: register_variant("a.b")(offering()), r"letters, digits and _ only, 'a\.b' has others"),
-        (lambda: register_variant(lossy=True)(offering()), "is lossy, and so needs a mode word of its own"),
-        (lambda: register_variant(word="conv")(offering()), "mode word 'conv' is taken"),
-        (lambda: register_variant(word="dropitall")(offering()), "mode word 'dropitall' is taken"),
-        (lambda: register_variant(word="a_b")(offering()), "mode word 'a_b' must be of small letters and digits"),
+        (lambda: register_variant(offering(), name="relu"), r"there is a variant 'relu' already, in this package; give another"),
+        (lambda: register_variant(offering(), before="inplace"), r"no variant 'inplace' to stand before; there are: copy_slices, conc.*end"),
+        (lambda: register_variant(lambda: None, name="two"), r"must be a function of one argument, the editor: too many"),
+        (lambda: register_variant(lambda editor, other: None, name="two"), "two must be a function of one argument"),
+        (lambda: register_variant(offering(), name="a.b"), r"letters, digits and _ only, 'a\.b' has others"),
+        (lambda: register_variant(offering(), lossy=True), "is lossy, and so needs a mode word of its own"),
+        (lambda: register_variant(offering(), word="conv"), "mode word 'conv' is taken"),
+        (lambda: register_variant(offering(), word="dropitall"), "mode word 'dropitall' is taken"),
+        (lambda: register_variant(offering(), word="a_b"), "mode word 'a_b' must be of small letters and digits"),
         (lambda: unregister_variant("relu"), "no variant 'relu' has been registered; registered: none"),
     ],
 )  # fmt: skip
@@ -155,7 +156,7 @@ def test_a_name_is_registered_once_and_kept_while_others_need_it() -> None:
         UsageError, match=r"'softplus' already, by test_plugins; give .* unregister_variant\('softplus'\) first"
     ):
         register_variant(offering())
-    register_variant("other", before="softplus")(offering(variant="other"))
+    register_variant(offering(variant="other"), name="other", before="softplus")
     with pytest.raises(UsageError, match="variant other is registered to stand before softplus"):
         unregister_variant("softplus")
 
@@ -200,8 +201,8 @@ def of_an_error(editor: Editor) -> None:
 )
 def test_a_variant_that_fails_is_left_out_with_a_warning(offer: Callable[[Editor], None], words: str) -> None:
     without = program_of()
-    register_variant("faulty")(offer)
-    register_variant("softplus")(offering())
+    register_variant(offer, name="faulty")
+    register_variant(offering(), name="softplus")
     with pytest.warns(UserWarning, match=rf"operator variant faulty is left out of this program.*{words}"):
         found = program_of()
     assert variants_of(found) == {*variants_of(without), "softplus.other"}
@@ -251,7 +252,7 @@ def test_rounding_is_told_from_errors() -> None:
 
 def test_registered_and_built_in_variants_are_checked_by_name() -> None:
     model, x = small()
-    register_variant(word="soft", lossy=True)(offering(1.5, word="soft"))
+    register_variant(offering(1.5, word="soft"), word="soft", lossy=True)
     assert check_variant("softplus", model, (x,)).judgement == "wrong"
     convolutions = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
     found = check_variant("relu", convolutions, torch.randn(2, 3, 8, 8))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar
 
 from ...errors import InfeasibleError, SolverError, UsageError
 from ...ir.program import Cost, Program
@@ -163,35 +163,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _BUILT_IN = frozenset(STRATEGIES)
 
 
-@overload
-def register_strategy(name: Function, /) -> Function: ...
-@overload
-def register_strategy(name: str = "", /) -> Callable[[Function], Function]: ...
-def register_strategy(name: Any = "", /) -> Any:
-    """Decorator: adds a strategy to `STRATEGIES`, so that `plan`, ``--strategy`` and ``monet-like compare`` know it.
+def register_strategy(make: Function, *, name: str = "") -> Function:
+    """Add a strategy, so that `plan`, ``--strategy`` and ``monet-like compare`` know it; also a decorator.
 
     The function is called as ``make(program, costs, budget_bytes, extra_bytes=...)``, with those of ``solver``,
     ``time_limit_seconds``, ``gap``, ``threads`` and ``progress`` that it has, and further options of `plan`. It returns a
     `Schedule`, which the simulator judges, or a `Plan`.
 
     Args:
+        make: the function, which is returned.
         name: of the strategy; default: the function's.
 
     Raises:
         UsageError: the name is taken, or the function does not take these arguments.
     """
-    if callable(name):
-        return register_strategy()(name)
-
-    def register(make: Function) -> Function:
-        chosen = name or make.__name__
-        if chosen in STRATEGIES:
-            advice = "" if chosen in _BUILT_IN else f", or unregister_strategy({chosen!r}) first"
-            raise UsageError(f"there is a strategy {chosen!r} already; give another name{advice}")
-        STRATEGIES[chosen] = _registered(chosen, make)
-        return make
-
-    return register
+    chosen = name or make.__name__
+    if chosen in STRATEGIES:
+        advice = "" if chosen in _BUILT_IN else f", or unregister_strategy({chosen!r}) first"
+        raise UsageError(f"there is a strategy {chosen!r} already; give another name{advice}")
+    STRATEGIES[chosen] = _registered(chosen, make)
+    return make
 
 
 def unregister_strategy(name: str) -> None:
