@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..ir.display import html_table
 from ..ir.frames import frame_of
 from ..ir.units import format_bytes, format_seconds
 
@@ -123,10 +122,6 @@ class Fits:
     def __repr__(self) -> str:
         count = sum(row.fits for row in self.rows if row.way == "ours")
         return f"Fits({self.title}: our plan fits on {count} of {len(self.cards)} cards)"
-
-    def _repr_html_(self) -> str:
-        header, cells = self.table()
-        return html_table(f"{self.title}; {self.note}", header, cells, len(cells))
 
 
 def _cell(row: Row) -> str:

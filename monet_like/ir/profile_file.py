@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleFileError
 from ..files import read_text, write_atomically
-from .display import html_table
 from .frames import frame
 from .program import REFUSED, Cost
-from .units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import pandas
@@ -54,12 +52,6 @@ class Profile:
     def __repr__(self) -> str:
         note = f", {self.note.partition(' (')[0]}" if self.note else ""
         return f"Profile({len(self.costs)} operators on {self.device}{note})"
-
-    def _repr_html_(self) -> str:
-        known = ((key, cost) for key, cost in self.costs.items() if cost != REFUSED)
-        longest = sorted(known, key=lambda item: -item[1].seconds)
-        rows = ((key, format_seconds(cost.seconds), format_bytes(cost.workspace_bytes)) for key, cost in longest)
-        return html_table(repr(self), ("operator, the longest first", "time", "workspace"), rows, len(longest))
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per operator: its name as `Task.cost`, seconds and workspace; ``seconds`` is inf if it does not run there."""

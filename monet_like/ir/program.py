@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import MonetError
-from .display import html_table
 from .frames import frame
 from .units import format_bytes
 
@@ -191,15 +190,6 @@ class Program:
             f"Program({len(self.values)} values, {len(self.tasks)} forward tasks, {len(self.slots)} backward slots, "
             f"{count} parameters in {format_bytes(held)})"
         )
-
-    def _repr_html_(self) -> str:
-        def sizes(values: tuple[int, ...]) -> str:
-            return ", ".join(f"{self.values[v].name} ({format_bytes(self.values[v].bytes)})" for v in values)
-
-        stages = [("forward", (task,)) for task in self.tasks] + [(f"slot {k}", s) for k, s in enumerate(self.slots)]
-        rows = ((name, t.name, t.variant, t.word, sizes(t.reads), sizes(t.writes)) for name, s in stages for t in s)
-        header = ("stage", "task", "variant", "mode word", "reads", "writes")
-        return html_table(repr(self), header, rows, len(self.every_task()))
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per task: the forward's in order, then the ways of every backward slot.

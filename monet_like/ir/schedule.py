@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .display import html_table
 from .frames import frame
 from .program import Program
 
@@ -30,10 +29,6 @@ class Schedule:
 
     def __repr__(self) -> str:
         return f"Schedule({len(self.forward)} forward tasks, {self.rerun_count} recomputed, {len(self.ways)} backward slots)"
-
-    def _repr_html_(self) -> str:
-        rows = ((slot, ", ".join(map(str, self.again[slot])), way) for slot, way in enumerate(self.ways))
-        return html_table(repr(self), ("slot", "tasks recomputed before it", "way"), rows, len(self.ways))
 
     def to_frame(self, program: Program | None = None) -> pandas.DataFrame:
         """One row per backward slot: the way it takes, and the forward tasks that are recomputed just before it.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleFileError
 from ..files import read_bytes, write_atomically
-from .display import html_table
 from .frames import frame
 from .plain_pickle import dump_plain, load_plain
 from .schedule import Schedule
@@ -116,25 +115,6 @@ class ScheduleRecord:
             f"ScheduleRecord({self.model}, {inputs}, {self.mode}: {format_bytes(self.peak_bytes)} of "
             f"{format_bytes(self.budget_bytes)}, step {format_seconds(self.seconds)} predicted for {self.device})"
         )
-
-    def _repr_html_(self) -> str:
-        def both(peak_bytes: int, seconds: float) -> str:
-            return f"{format_bytes(peak_bytes)}, {format_seconds(seconds)}"
-
-        gap = "not proven" if self.gap is None else f"{100 * self.gap:.2f} %"
-        rows = (
-            ("model", self.model),
-            ("inputs", ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.inputs)),
-            ("mode", self.mode),
-            ("budget", format_bytes(self.budget_bytes)),
-            ("predicted peak memory and step", both(self.peak_bytes, self.seconds)),
-            ("plain PyTorch's, predicted", both(self.plain_peak_bytes, self.plain_seconds)),
-            ("recomputed tasks", self.schedule.rerun_count),
-            ("gap to the optimum", gap),
-            ("planned by", f"{self.solver} in {format_seconds(self.solve_seconds)}"),
-            ("profiled on", self.device),
-        )
-        return html_table(repr(self), ("", ""), rows, len(rows))
 
     @property
     def extra_bytes(self) -> int:

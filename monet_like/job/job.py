@@ -19,7 +19,6 @@ from ..compiler.progress import Progress
 from ..compiler.request import Request, captured_for, solver_and_strategy
 from ..compiler.sources import Source, capability_of
 from ..errors import UsageError
-from ..ir.display import html_table
 from ..ir.profile_file import Profile
 from ..ir.program import Program
 from ..ir.schedule import Schedule
@@ -302,10 +301,6 @@ class Job:
 
     def __repr__(self) -> str:
         return "\n".join(f"{what + ':':15}{text}" for what, text in self._rows())
-
-    def _repr_html_(self) -> str:
-        rows = self._rows()
-        return html_table("Job", ("", ""), rows, len(rows))
 
 
 def _read_budgets(budgets: str | Iterable[str | int | Budget]) -> list[Budget]:

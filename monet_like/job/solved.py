@@ -16,7 +16,6 @@ from ..compiler.progress import Progress
 from ..compiler.request import Request
 from ..errors import UsageError
 from ..files import check_writable
-from ..ir.display import html_table
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
@@ -184,7 +183,3 @@ class SolvedPlan:
 
     def __repr__(self) -> str:
         return "\n".join(f"{what + ':':16}{text}" for what, text in self._rows())
-
-    def _repr_html_(self) -> str:
-        rows = self._rows()
-        return html_table("SolvedPlan", ("", ""), rows, len(rows))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..ir.display import html_table
 from ..ir.schedule import Schedule
 from ..ir.simulate import Report
 from ..ir.units import format_bytes, format_seconds
@@ -54,16 +53,3 @@ class Plan:
             f"Plan({self.status}: peak {format_bytes(self.report.peak_bytes)}, step {format_seconds(self.report.seconds)}, "
             f"{gap}, found by {self.found_by})"
         )
-
-    def _repr_html_(self) -> str:
-        stages = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.stage_seconds.items())
-        rows = (
-            ("peak memory", format_bytes(self.report.peak_bytes)),
-            ("step", format_seconds(self.report.seconds)),
-            ("of it recomputation", format_seconds(self.report.rerun_seconds)),
-            ("lower bound of the step", f"{format_seconds(self.bound_seconds)} ({self.bound_kind})"),
-            ("recomputed tasks", self.schedule.rerun_count),
-            ("integer program", f"{self.rows} rows, {self.columns} columns"),
-            ("planning", stages),
-        )
-        return html_table(repr(self), ("", ""), rows, len(rows))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..compiler.comparison import StrategyPoint
-from ..ir.display import html_table
 from ..ir.frames import frame
 from ..ir.simulate import Report
 from ..ir.units import GIB, format_bytes, format_seconds
@@ -86,23 +85,6 @@ class Front:
             )
         return f"Front({len(planned)} plans at {len(self.points)} budgets{least})"
 
-    def _repr_html_(self) -> str:
-        saved = percent_per_tenth(self.points)
-        rows = [
-            (
-                format_bytes(point.budget_bytes),
-                format_bytes(point.plan.report.peak_bytes),
-                format_seconds(point.plan.report.seconds),
-                f"{_overhead(point.plan.report, self.plain) or 0:+.1f} %",
-                "" if more is None else f"{more:.1f} %",
-            )
-            if point.plan
-            else (format_bytes(point.budget_bytes), *["-"] * 4)
-            for point, more in zip(self.points, saved, strict=True)
-        ]
-        header = ("budget", "predicted peak", "predicted step", "against plain PyTorch", "10 % more memory saves")
-        return html_table(repr(self), header, rows, len(rows))
-
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
@@ -155,21 +137,6 @@ class Comparison:
         budgets = {point.budget_bytes for point in self.points}
         found = sum(point.report is not None for point in self.points)
         return f"Comparison({len(self.strategies)} strategies at {len(budgets)} budgets: {found} schedules)"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (
-                point.strategy,
-                format_bytes(point.budget_bytes),
-                format_bytes(point.report.peak_bytes) if point.report else "-",
-                format_seconds(point.report.seconds) if point.report else "-",
-                point.reason,
-            )
-            for point in self.points
-        ]
-        return html_table(
-            repr(self), ("strategy", "budget", "predicted peak", "predicted step", "no schedule"), rows, len(rows)
-        )
 
 
 def stars(plain: Report) -> Stars:

@@ -56,7 +56,6 @@ def test_a_job_is_four_lines(job: Job) -> None:
     assert len(lines) == 4
     assert "Sequential, float32[8, 3, 32, 32], inplace_multiway_newnode" in lines[0]
     assert "roofline:cpu" in lines[2] and lines[3].endswith("(predicted)")
-    assert job._repr_html_().count("<tr>") == 4 + 1  # the first is the empty header
 
 
 def test_a_plan_says_what_its_record_says(job: Job, plan: SolvedPlan) -> None:
