@@ -25,10 +25,10 @@ from monet_like.cards.decoder import read_question
 from monet_like.cards.pieces import Piece
 from monet_like.cards.points import Priced, checkpointed
 from monet_like.cards.step import step_of, with_way
+from monet_like.ir.step import Point, peak_of, seconds_of
 from monet_like.ir.units import format_bytes, format_seconds
 from monet_like.plan.baseline import plain_step
-from monet_like.plan.block_points import Point, point_of
-from monet_like.plan.blocks import peak_of, seconds_of
+from monet_like.plan.block_points import point_of
 from monet_like.profile.devices import DEVICES, DeviceLimits
 from monet_like.profile.roofline import roofline
 
@@ -100,15 +100,14 @@ def main(model: str, seq: int, batch: int, card: str) -> None:
         prices = {piece: answer.priced(piece, sheet) for piece in pieces.every}
         step = step_of(question, pieces, sheet.cublas_bytes)
         found = rules(answer, prices, sheet)
-        once = [1] * len(found["plain"])
-        least = seconds_of(found["plain"], once)
+        least = seconds_of(step, found["plain"])
         print(f"\n{name}: plain {format_seconds(least)}\n")
         print("| rule | peak | step | ours at that peak |\n|---|---|---|---|")
-        for rule, points in sorted(found.items(), key=lambda item: -peak_of(item[1], step.moments)[0]):
-            peak = peak_of(points, step.moments)[0]
+        for rule, points in sorted(found.items(), key=lambda item: -peak_of(step, item[1])[0]):
+            peak = peak_of(step, points)[0]
             choice = answer.chosen(sheet, step, peak).choice
             ours = "none found" if choice is None else f"{100 * (choice.seconds / least - 1):+.1f} %"
-            time = f"{100 * (seconds_of(points, once) / least - 1):+.1f} %"
+            time = f"{100 * (seconds_of(step, points) / least - 1):+.1f} %"
             print(f"| {rule} | {format_bytes(peak)} | {time} | {ours} |")
 
 

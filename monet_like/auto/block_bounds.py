@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..compiler.prepared import Prepared
 from ..ir.schedule import Schedule
-from ..plan.block_bound import Asked, step_bound
-from ..plan.block_points import Point
+from ..ir.step import Point, Step, seconds_of
+from ..plan.block_bound import Bound, step_bound
 from ..plan.block_relaxation import BlockRelaxation, block_relaxation
-from ..plan.blocks import Moment, seconds_of
 from ..plan.proven_choice import BOUND_SECONDS, NEAR, longer_menus
 from .block_menus import BlockSettings, Kind, content_of, own_point
-from .step_memory import Blocks, Rehearsed
+from .step_memory import Blocks
 
 #: Wall seconds for each of the two bounds of a quick plan.
 QUICK_BOUND_SECONDS = 2.0
@@ -26,20 +26,17 @@ class BoundedBlocks:
 
     Attributes:
         of, kinds, settings: as of the plan.
-        first: the first rehearsal.
-        least: its moments with bases that no schedules make smaller.
+        step: with bases that no schedules make smaller.
         budget_bytes: of the step, without cuBLAS's workspaces.
         found: programs with their costs; empty in processes that do not plan.
     """
 
     of: Blocks
     kinds: Sequence[Kind | None]
-    first: Rehearsed
-    least: Sequence[Moment]
+    step: Step
     budget_bytes: int
     settings: BlockSettings
     found: Mapping[str, Prepared]
-    _relaxations: dict[str, BlockRelaxation] = field(default_factory=dict)
 
     def longer_menus(self, menus: Sequence[Sequence[Point]]) -> dict[str, Any]:
         """The menus with the schedules that a bound found them to lack, and that bound, as plain data.
@@ -47,9 +44,9 @@ class BoundedBlocks:
         Returns:
             ``menus``: distinct ones; ``of``: for every block, the number of its menu; ``bound``: in seconds, 0: nothing is known.
         """
-        asked = self._asked(menus)
-        found = step_bound(asked, known=None, gap=NEAR, time_limit_seconds=self._seconds)
-        contents = [[*map(content_of, menu)] for menu in longer_menus(asked, found.schedules, self._point)]
+        step, found = self.step.with_menus(menus), self._bound(menus, None)
+        longer = longer_menus(step, self._relaxations, found.schedules, self._point)
+        contents = [[*map(content_of, menu)] for menu in longer.menus]
         distinct = [content for number, content in enumerate(contents) if contents.index(content) == number]
         return {"menus": distinct, "of": [distinct.index(content) for content in contents], "bound": found.seconds}
 
@@ -60,26 +57,20 @@ class BoundedBlocks:
             points: of the plan.
             proven: the bound that is known.
         """
-        seconds = seconds_of(points, self.first.calls)
+        seconds = seconds_of(self.step, points)
         if proven < (1 - NEAR) * seconds:
-            found = step_bound(self._asked(menus), known=points, gap=NEAR, time_limit_seconds=self._seconds)
-            proven = max(proven, found.seconds)
+            proven = max(proven, self._bound(menus, points).seconds)
         return min(proven, seconds)
 
-    @property
-    def _seconds(self) -> float:
-        limit = QUICK_BOUND_SECONDS if self.settings.quick else BOUND_SECONDS / 2
-        return min(limit, self.settings.time_limit_seconds)
+    def _bound(self, menus: Sequence[Sequence[Point]], known: Sequence[Point] | None) -> Bound:
+        limit = min(QUICK_BOUND_SECONDS if self.settings.quick else BOUND_SECONDS / 2, self.settings.time_limit_seconds)
+        step = self.step.with_menus(menus)
+        return step_bound(step, self._relaxations, self.budget_bytes, known=known, gap=NEAR, time_limit_seconds=limit)
 
-    def _asked(self, menus: Sequence[Sequence[Point]]) -> Asked:
-        relaxations = [None if kind is None else self._relaxation(kind) for kind in self.kinds]
-        return Asked(relaxations, menus, self.least, self.budget_bytes, self.first.calls)
-
-    def _relaxation(self, kind: Kind) -> BlockRelaxation:
-        if kind.program not in self._relaxations:
-            ready = self.found[kind.program]
-            self._relaxations[kind.program] = block_relaxation(ready.captured.program, ready.costs)
-        return self._relaxations[kind.program]
+    @cached_property
+    def _relaxations(self) -> list[BlockRelaxation | None]:
+        made = {key: block_relaxation(ready.captured.program, ready.costs) for key, ready in self.found.items()}
+        return [kind and made[kind.program] for kind in self.kinds]
 
     def _point(self, block: int, schedule: Schedule) -> Point:
         kind = self.kinds[block]

@@ -21,9 +21,10 @@ from ..errors import UsageError
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import simulate
+from ..ir.step import Point
 from ..ir.units import Budget
 from ..plan.baseline import plain_step
-from ..plan.block_points import Point, efficient, menu, point_of
+from ..plan.block_points import efficient, menu, point_of
 from ..plan.result import Plan
 from ..replay.segments import handed_gradients
 from .agreement import Sharing, gathered

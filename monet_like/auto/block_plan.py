@@ -17,9 +17,9 @@ from ..compiler.progress import announce
 from ..compiler.sources import keep
 from ..errors import InfeasibleError, ScheduleFileError, warn_caller
 from ..ir.schedule_file import ScheduleRecord
+from ..ir.step import Point, Step, peak_of, seconds_of
 from ..ir.units import format_bytes, format_seconds
-from ..plan.block_points import Point
-from ..plan.blocks import Choice, ChoiceStatus, Moment, choose, peak_of, seconds_of, smallest
+from ..plan.blocks import Choice, ChoiceStatus, choose, smallest
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from .agreement import all_agree, all_do, gathered, planned_by, processes
@@ -27,7 +27,7 @@ from .block_bounds import BoundedBlocks
 from .block_menus import BlockSettings, Kind, check_alike, kinds_of, menus_of, read_point, records_of
 from .block_shares import OwnPlans, Share
 from .kept_blocks import NOTHING, BlockKey, KeptBlocks, most_of_rest
-from .step_memory import Blocks, Rehearsed, StepMemory, WholeStep
+from .step_memory import Blocks, StepMemory, WholeStep
 from .whole_plan import is_of
 
 #: Choices that are made at most: each after a rehearsal that keeps what the one before it keeps.
@@ -86,30 +86,30 @@ def plan_blocks(of: Blocks, whole: WholeStep, settings: BlockSettings) -> BlockP
     """
     for block in of.blocks:
         block.take_plan(None)
-    step = all_do(lambda: StepMemory(of, whole, settings.optimizer, settings.sharing), settings.sharing)
+    memory = all_do(lambda: StepMemory(of, whole, settings.optimizer, settings.sharing), settings.sharing)
     try:
-        return _planned_with(of, step, settings)
+        return _planned_with(of, memory, settings)
     finally:
-        step.close()
+        memory.close()
 
 
-def _planned_with(of: Blocks, step: StepMemory, settings: BlockSettings) -> BlockPlan:
+def _planned_with(of: Blocks, memory: StepMemory, settings: BlockSettings) -> BlockPlan:
     """`plan_blocks` with what counts the memory of the step."""
     started, sharing = time.monotonic(), settings.sharing
-    first = step.rehearsed(None)
+    first = memory.rehearsed(None)
     kinds = all_do(lambda: kinds_of(of, first), sharing)
     check_alike(of, kinds, sharing)
-    key = _key(of, kinds, first, step, settings)
-    found = planned_by(partial(_kept_content, of, first, key, settings), sharing)
+    key = _key(of, kinds, first.step, memory, settings)
+    found = planned_by(partial(_kept_content, of, first.step, key, settings), sharing)
     answer = None
     if all_agree(bool(found), sharing):
-        reused = _reused(KeptBlocks.of_content(found, "the plan"), step)
+        reused = _reused(KeptBlocks.of_content(found, "the plan"), memory)
         answer = reused if all_agree(reused is not None, sharing) else None
     how = "" if answer is None else f"reused, planned on {answer[0].planned}"
     if answer is None:
         if _refines(key, settings):
             settings = replace(settings, quick=False)
-        answer = _planned(of, step, first, kinds, settings)
+        answer = _planned(of, memory, first.step, kinds, settings)
         new, place = answer[0], key.path(quick=settings.quick)
         if new.status != "searched" and any(new.records):  # else the solver may do better at the next start
             planned_by(lambda: keep(new, place), sharing)
@@ -125,7 +125,7 @@ def _planned_with(of: Blocks, step: StepMemory, settings: BlockSettings) -> Bloc
         if record is not None and call is not None and kind is not None:
             block._block_share = Share.of(point, call.as_in(record), kind.held)
     made = BlockPlan(
-        peak, moment, kept.budget_bytes, kept.plain_peak_bytes, seconds_of(kept.points, first.calls), kept.plain_seconds,
+        peak, moment, kept.budget_bytes, kept.plain_peak_bytes, seconds_of(first.step, kept.points), kept.plain_seconds,
         kept.kinds, kept.points, kept.status, reason, kept.bound_seconds,
     )  # fmt: skip
     _tell(of, made, how, settings.verbose)
@@ -149,15 +149,15 @@ Answer = tuple[KeptBlocks, int, str, str]
 
 
 def _key(
-    of: Blocks, kinds: Sequence[Kind | None], first: Rehearsed, step: StepMemory, settings: BlockSettings
+    of: Blocks, kinds: Sequence[Kind | None], first: Step, memory: StepMemory, settings: BlockSettings
 ) -> BlockKey:
     """Everything that the plan depends on, but for the memory of the rest of the model."""
     device = device_of(of.model)
     return BlockKey(
         tuple(kind and (kind.program, kind.text) for kind in kinds),
-        first.calls,
-        tuple((moment.carrying, moment.running, moment.stage, moment.adds) for moment in first.moments),
-        max(gathered(step.resident_bytes, settings.sharing)),
+        tuple(piece.calls for piece in first.pieces),
+        tuple(moment.what for moment in first.moments),
+        max(gathered(memory.resident_bytes, settings.sharing)),
         (
             settings.budget.bytes or settings.budget.share, settings.mode, settings.solver.upper(), settings.gap,
             settings.time_limit_seconds, settings.optimizer,
@@ -167,7 +167,7 @@ def _key(
     )  # fmt: skip
 
 
-def _kept_content(of: Blocks, first: Rehearsed, key: BlockKey, settings: BlockSettings) -> Any:
+def _kept_content(of: Blocks, first: Step, key: BlockKey, settings: BlockSettings) -> Any:
     """The plan in the cache that fits, as plain data; None if there is none, or a quick one that is to be refined.
 
     A full plan serves where a quick one is wanted.
@@ -182,7 +182,7 @@ def _kept_content(of: Blocks, first: Rehearsed, key: BlockKey, settings: BlockSe
         except ScheduleFileError as error:
             warn_caller(f"the blocks of {type(of.model).__name__} are planned anew: {error}")
             continue
-        if kept.same_rest(most_of_rest(first.moments)):
+        if kept.same_rest(most_of_rest(first)):
             return kept.content()
     return None
 
@@ -207,16 +207,15 @@ def _check_kept(of: Blocks, kept: KeptBlocks) -> None:
                 raise ScheduleFileError(f"in the file {block._block_name} keeps a value that it does not have")
 
 
-def _reused(kept: KeptBlocks, step: StepMemory) -> Answer | None:
+def _reused(kept: KeptBlocks, memory: StepMemory) -> Answer | None:
     """The plan from the cache with its peak at this start; None if the rest of the model takes another amount of memory."""
-    moments = step.rehearsed([point.shared for point in kept.points]).moments
-    peak, moment = peak_of(kept.points, moments)
+    peak, moment = peak_of(memory.step_with(kept.points), kept.points)
     peak += kept.cublas_bytes
     return (kept, peak, moment, "") if peak <= kept.budget_bytes and kept.same_peak(peak) else None
 
 
 def _planned(
-    of: Blocks, step: StepMemory, first: Rehearsed, kinds: Sequence[Kind | None], settings: BlockSettings
+    of: Blocks, memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: BlockSettings
 ) -> Answer:
     """Plan: a menu for each kind of block, and one choice for all."""
     found: dict[str, Prepared] = {}
@@ -225,37 +224,29 @@ def _planned(
     cublas = max(program["cublas_bytes"] for program in sent.values())
     menus = [[*map(read_point, sent[kind.program][kind.text]["menu"])] if kind else [NOTHING] for kind in kinds]
     plain = [read_point(sent[kind.program][kind.text]["plain"]) if kind else NOTHING for kind in kinds]
-    plain_peak, plain_moment = peak_of(plain, step.rehearsed([p.shared for p in plain]).moments)
+    plain_peak, plain_moment = peak_of(memory.step_with(plain), plain)
     plain_peak += cublas
     budget = settings.budget.of(plain_peak)
-    bounded = BoundedBlocks(of, kinds, first, step.least_moments(first), budget - cublas, settings, found)
+    bounded = BoundedBlocks(of, kinds, memory.least_step(first), budget - cublas, settings, found)
     longer = planned_by(partial(bounded.longer_menus, menus), sharing)
     menus = [[*map(read_point, longer["menus"][number])] for number in longer["of"]]
-    plain_choice = Choice(
-        tuple(plain), plain_peak - cublas, plain_moment, seconds_of(plain, first.calls), 0.0, "feasible"
-    )
-    best = _chosen(step, menus, first, budget - cublas, settings, plain_choice)
+    plain_seconds = seconds_of(first, plain)
+    plain_choice = Choice(tuple(plain), plain_peak - cublas, plain_moment, plain_seconds, 0.0, "feasible")
+    best = _chosen(memory, first.with_menus(menus), budget - cublas, settings, plain_choice)
     points, peak = best.points, best.peak_bytes
     bound = planned_by(partial(bounded.bound, menus, points, longer["bound"]), sharing)
     scheduled = best is not plain_choice
     contents = planned_by(lambda: records_of(of, kinds if scheduled else [None] * len(kinds), points, found), sharing)
     records = tuple(ScheduleRecord.of_content(content, "the plan") if content else None for content in contents)
     kept = KeptBlocks(
-        datetime.date.today().isoformat(), budget, peak + cublas, plain_peak, seconds_of(plain, first.calls), cublas,
-        len({kind.program for kind in kinds if kind}), most_of_rest(first.moments), points, records, best.status,
+        datetime.date.today().isoformat(), budget, peak + cublas, plain_peak, plain_seconds, cublas,
+        len({kind.program for kind in kinds if kind}), most_of_rest(first), points, records, best.status,
         bound,
     )  # fmt: skip
     return kept, peak + cublas, best.moment, best.reason
 
 
-def _chosen(
-    step: StepMemory,
-    menus: Sequence[Sequence[Point]],
-    first: Rehearsed,
-    budget_bytes: int,
-    settings: BlockSettings,
-    plain: Choice,
-) -> Choice:
+def _chosen(memory: StepMemory, first: Step, budget_bytes: int, settings: BlockSettings, plain: Choice) -> Choice:
     """The fastest points that fit, with the peak of a step in which blocks keep exactly what these points keep.
 
     The first choice is made as if blocks kept all inputs and results, which is never less than they do; the next as if they
@@ -267,18 +258,18 @@ def _chosen(
     Raises:
         InfeasibleError: nothing fits; says what would.
     """
-    moments, picked = first.moments, None
+    step, picked = first, None
     best: Choice | None = None
     least: Choice | None = None
     for _ in range(ROUNDS):
         before = picked
-        work = partial(_picked, menus, moments, budget_bytes, first.calls, settings)
+        work = partial(_picked, step, budget_bytes, settings)
         picked, status, reason = planned_by(work, settings.sharing)
         if all_agree(picked == before, settings.sharing):
             break
-        points = tuple(menu[p] for menu, p in zip(menus, picked, strict=True))
-        moments = step.rehearsed([p.shared for p in points]).moments
-        found = Choice(points, *peak_of(points, moments), seconds_of(points, first.calls), 0.0, status, reason)
+        points = tuple(menu[p] for menu, p in zip(step.menus, picked, strict=True))
+        step = memory.step_with(points).with_menus(step.menus)
+        found = Choice(points, *peak_of(step, points), seconds_of(step, points), 0.0, status, reason)
         if least is None or found.peak_bytes < least.peak_bytes:
             least = found
         if found.peak_bytes <= budget_bytes and (best is None or found.seconds < best.seconds):
@@ -311,19 +302,13 @@ def _check_fits(fits: bool, least: Choice, budget_bytes: int, solver: str) -> No
         )
 
 
-def _picked(
-    menus: Sequence[Sequence[Point]],
-    moments: Sequence[Moment],
-    budget_bytes: int,
-    calls: Sequence[int],
-    settings: BlockSettings,
-) -> tuple[list[int], ChoiceStatus, str]:
+def _picked(step: Step, budget_bytes: int, settings: BlockSettings) -> tuple[list[int], ChoiceStatus, str]:
     """The place of a point in every menu: the fastest that fit, or those with the lowest peak; `Choice.status` and its reason."""
     limit = max(settings.time_limit_seconds, CHOICE_SECONDS)
-    found = choose(menus, moments, budget_bytes, calls=calls, solver=settings.solver, time_limit_seconds=limit)
+    found = choose(step, budget_bytes, solver=settings.solver, time_limit_seconds=limit)
     if found is None:
-        found = smallest(menus, moments, solver=settings.solver, time_limit_seconds=limit)
-    places = [menu.index(point) for menu, point in zip(menus, found.points, strict=True)]
+        found = smallest(step, solver=settings.solver, time_limit_seconds=limit)
+    places = [menu.index(point) for menu, point in zip(step.menus, found.points, strict=True)]
     return places, found.status, found.reason
 
 

@@ -17,8 +17,8 @@ from ..compiler.progress import Progress
 from ..errors import InfeasibleError
 from ..ir.program import Program
 from ..ir.schedule_file import ScheduleRecord
+from ..ir.step import Point
 from ..ir.units import format_bytes
-from ..plan.block_points import Point
 from .block_menus import BlockSettings, Kind, costs_of_call, digest_of_call, plain_point, points_of_call, record_of
 from .block_wrapper import BlockCall
 

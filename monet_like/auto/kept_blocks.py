@@ -18,8 +18,8 @@ from ..files import cache_folder, read_bytes, write_atomically
 from ..ir.json_fields import headed, typed
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
-from ..plan.block_points import Point
-from ..plan.blocks import ChoiceStatus, Moment
+from ..ir.step import Point, Step
+from ..plan.blocks import ChoiceStatus
 
 FORMAT = "monet_like block plan"
 VERSION = 4
@@ -166,9 +166,9 @@ class KeptBlocks:
         return abs(peak_bytes - self.peak_bytes) <= OTHER_SHARE * self.peak_bytes
 
 
-def most_of_rest(moments: Sequence[Moment]) -> int:
+def most_of_rest(step: Step) -> int:
     """The most memory that the rest of the model takes at a moment of the step, in bytes."""
-    return max(moment.base_bytes for moment in moments)
+    return max(moment.base_bytes for moment in step.moments)
 
 
 _FIELDS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ from ..capture.guards.side_effects import generators_restored
 from ..capture.trees import map_tensors, tensors_of
 from ..compiler.request import OPTIMIZERS
 from ..errors import UsageError
-from ..plan.blocks import Moment
+from ..ir.step import Point, Step
 from ..profile.measure import Stretch, allocated_stretches, have_workspaces
 from ..replay.rehearsal import Event, Rehearsal, counted, held_values
 from ..replay.verify import unsaved_loss
@@ -109,13 +109,11 @@ class Rehearsed:
     """The result of a rehearsal.
 
     Attributes:
-        moments: of the step; ``base_bytes`` is the largest of all processes that share a plan.
-        calls: how often each block runs.
+        step: its pieces are the blocks, without menus; ``base_bytes`` is the largest of all processes that share a plan.
         held: by block, see `held_values`.
     """
 
-    moments: list[Moment]
-    calls: tuple[int, ...]
+    step: Step
     held: Mapping[int, frozenset[int]]
 
 
@@ -177,19 +175,18 @@ class StepMemory:
             self._first_end_bytes = None
         mine = counted(events, stretches, self.of.names, self.resident_bytes)
         _check_same_steps(mine, self.sharing)
-        every = gathered([moment.base_bytes for moment in mine], self.sharing)
-        moments = [replace(m, base_bytes=max(base)) for m, base in zip(mine, zip(*every, strict=True), strict=True)]
-        forwards = [event.call.block for event in events if event.kind == "forward"]
-        calls = tuple(forwards.count(number) for number in range(len(self.of.blocks)))
-        return Rehearsed(moments, calls, held_values(events, stretches))
+        every = gathered([moment.base_bytes for moment in mine.moments], self.sharing)
+        return Rehearsed(_with_bases(mine, map(max, zip(*every, strict=True))), held_values(events, stretches))
 
-    def least_moments(self, first: Rehearsed) -> list[Moment]:
-        """The moments of a rehearsal with bases that no schedules make smaller: blocks keep none of their inputs and results."""
-        least = self.rehearsed([()] * len(self.of.blocks)).moments
-        return [
-            replace(m, base_bytes=min(m.base_bytes, low.base_bytes))
-            for m, low in zip(first.moments, least, strict=True)
-        ]
+    def step_with(self, points: Iterable[Point]) -> Step:
+        """The step, rehearsed with blocks that keep what these points keep."""
+        return self.rehearsed([point.shared for point in points]).step
+
+    def least_step(self, first: Step) -> Step:
+        """The step of a rehearsal with bases that no schedules make smaller: blocks keep none of their inputs and results."""
+        least = self.rehearsed([()] * len(self.of.blocks)).step
+        both = zip(first.moments, least.moments, strict=True)
+        return _with_bases(first, (min(m.base_bytes, low.base_bytes) for m, low in both))
 
     def _counted(self, kept: Sequence[Collection[int]] | None) -> tuple[list[Event], list[Stretch]]:
         """The events of a rehearsal and the memory between them."""
@@ -230,18 +227,23 @@ class StepMemory:
             )
 
 
+def _with_bases(step: Step, bases: Iterable[int]) -> Step:
+    moments = (replace(moment, base_bytes=base) for moment, base in zip(step.moments, bases, strict=True))
+    return replace(step, moments=tuple(moments))
+
+
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
 
 
-def _check_same_steps(moments: Sequence[Moment], sharing: Sharing) -> None:
+def _check_same_steps(step: Step, sharing: Sharing) -> None:
     """Refuse one plan for processes whose steps run blocks in another order, as the stages of a pipeline do.
 
     Raises:
         UsageError: in every process.
     """
-    every = gathered([[moment.carrying, moment.running, moment.stage, moment.adds] for moment in moments], sharing)
+    every = gathered([moment.what for moment in step.moments], sharing)
     for rank, theirs in enumerate(every):
         if theirs != every[0]:
             raise UsageError(

@@ -8,17 +8,16 @@ from contextlib import contextmanager
 
 from ..ir.program import Cost
 from ..ir.schedule import Schedule
-from ..plan.block_bound import Asked
-from ..plan.block_points import Point
+from ..ir.step import Point, Step, peak_of, seconds_of
 from ..plan.block_relaxation import BlockRelaxation, block_relaxation
-from ..plan.blocks import peak_of, seconds_of, smallest
+from ..plan.blocks import smallest
 from ..plan.proven_choice import ProvenChoice, choose_with_proof
 from ..profile.devices import DeviceLimits
 from ..profile.roofline import roofline
 from .decoder import Question
 from .pieces import Capability, Capturing, Piece, Pieces
 from .points import Priced, alike, own_point, own_schedules, priced
-from .step import Step, step_of, with_way
+from .step import step_of, with_way
 from .table import WAYS, Row
 
 #: Wall seconds for the choice of schedules for a card.
@@ -59,13 +58,12 @@ class Answer:
         step = step_of(self.asked, pieces, card.cublas_bytes)
         self.say(f"choosing schedules for {card.name}")
         plain = with_way(pieces, lambda piece: prices[piece].plain)
-        once = [1] * len(plain)
         for way in WAYS[:2]:
             points = with_way(pieces, lambda piece, way=way: prices[piece].of(way))  # type: ignore[misc]
-            peak, moment = peak_of(points, step.moments)
-            self._row(card, way, peak, moment, seconds_of(points, once), seconds_of(plain, once))
+            peak, moment = peak_of(step, points)
+            self._row(card, way, peak, moment, seconds_of(step, points), seconds_of(step, plain))
         with self.timed("choice"):
-            self._choose(card, step, seconds_of(plain, once))
+            self._choose(card, step, seconds_of(step, plain))
 
     def budget(self, card: DeviceLimits) -> int:
         """What a step may use of a card."""
@@ -74,19 +72,18 @@ class Answer:
     def chosen(self, card: DeviceLimits, step: Step, budget: int) -> ProvenChoice:
         """Our schedules for the parts of a step within a budget, and a bound for all schedules."""
         order = with_way(self.pieces(card.capability), lambda piece: piece)
-        menus = [self.priced(piece, card).ours for piece in order]
+        step = step.with_menus(self.priced(piece, card).ours for piece in order)
         relaxations = [self.relaxation(piece, card) for piece in order]
 
         def point(block: int, schedule: Schedule) -> Point:
             return own_point(order[block].captured, schedule, self.costs(order[block], card))
 
-        asked = Asked(relaxations, menus, step.moments, budget, [1] * len(order))
-        return choose_with_proof(asked, point, choice_seconds=CHOICE_SECONDS)
+        return choose_with_proof(step, relaxations, budget, point, choice_seconds=CHOICE_SECONDS)
 
     def _choose(self, card: DeviceLimits, step: Step, plain: float) -> None:
         proven = self.chosen(card, step, self.budget(card))
         if (found := proven.choice) is None:
-            least = smallest(proven.menus, step.moments)
+            least = smallest(proven.step)
             self._row(card, "ours", least.peak_bytes, least.moment, None, plain)
             return
         self._row(card, "ours", found.peak_bytes, found.moment, found.seconds, plain, proven.bound_seconds)
@@ -139,14 +136,14 @@ class Answer:
 def least_peak(pieces: Pieces, prices: Mapping[Piece, Priced], step: Step, way: str) -> int:
     """The lowest peak of a way; of ours, the lowest of those with one schedule for all equal blocks."""
     if way != "ours":
-        return peak_of(with_way(pieces, lambda piece: prices[piece].of(way)), step.moments)[0]
+        return peak_of(step, with_way(pieces, lambda piece: prices[piece].of(way)))[0]
     chosen: dict[Piece, Point] = {piece: prices[piece].checkpoint for piece in pieces.every}
-    best = peak_of(with_way(pieces, chosen.__getitem__), step.moments)[0]
+    best = peak_of(step, with_way(pieces, chosen.__getitem__))[0]
     for _ in range(2):
         for piece in pieces.every:
             for point in prices[piece].ours:
                 tried = {**chosen, piece: point}
-                peak = peak_of(with_way(pieces, tried.__getitem__), step.moments)[0]
+                peak = peak_of(step, with_way(pieces, tried.__getitem__))[0]
                 if peak < best:
                     best, chosen = peak, tried
     return best

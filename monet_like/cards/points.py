@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from ..capture.captured import Captured
 from ..ir.program import Cost, Program, Task
 from ..ir.schedule import Schedule, prune
+from ..ir.step import Point
 from ..plan.baseline import plain_step, store_all
-from ..plan.block_points import Point, efficient, menu, point_of
+from ..plan.block_points import efficient, menu, point_of
 from .pieces import Piece
 
 #: Wall seconds for the menu of one part, about. The search ends by itself before, unless the machine is slow or very busy: so its

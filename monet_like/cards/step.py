@@ -10,11 +10,11 @@ end alone. Otherwise the optimizer steps with all gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..compiler.request import OPTIMIZERS
-from ..plan.blocks import Moment
+from ..ir import step
+from ..ir.step import Moment, Step
 from .decoder import Question
 from .pieces import Piece, Pieces, resident_bytes
 
@@ -24,16 +24,8 @@ Found = TypeVar("Found")
 _LOSS_BYTES = 2 * 512
 
 
-@dataclass(frozen=True)
-class Step:
-    """The moments of a step; blocks are numbered from the first on, then the head with the loss, then the embedding."""
-
-    moments: tuple[Moment, ...]
-    names: tuple[str, ...]
-
-
 def step_of(question: Question, pieces: Pieces, cublas_bytes: int) -> Step:
-    """The moments of a decoder's step.
+    """A decoder's step: its blocks from the first on, then the head with the loss, then the embedding; menus are empty.
 
     Args:
         cublas_bytes: that cuBLAS keeps on the card.
@@ -42,7 +34,7 @@ def step_of(question: Question, pieces: Pieces, cublas_bytes: int) -> Step:
     base = resident_bytes(question.model) + question.optimizer_bytes + pieces.input_bytes + cublas_bytes
     moments = tuple(_moments(question, pieces, kinds, base))
     names = (*(f"block {b}" for b in range(len(kinds))), "head and loss", *(["embedding"] if pieces.start else []))
-    return Step(moments, names)
+    return Step(tuple(map(step.Piece, names)), moments)
 
 
 def _moments(question: Question, pieces: Pieces, kinds: Sequence[Piece], base: int) -> Iterator[Moment]:
@@ -99,6 +91,6 @@ def _temporaries(question: Question, gradients: int) -> int:
 
 
 def with_way(pieces: Pieces, of: Callable[[Piece], Found]) -> tuple[Found, ...]:
-    """What ``of`` says of each part, such as a point or a menu, for every part in the numbering of `Step`."""
+    """What ``of`` says of each part, such as a point or a menu, for every part in the numbering of `step_of`."""
     found = [of(pieces.kinds[kind]) for kind in pieces.kind_of]
     return (*found, of(pieces.end), *([of(pieces.start)] if pieces.start is not None else []))

@@ -1,7 +1,7 @@
 """A bound of a step's seconds for all schedules of its blocks, by a Lagrangian relaxation of the memory at its moments.
 
 `blocks.choose` finds the fastest of the schedules in the menus. Here every schedule of a block's program may be taken. With a price
-``mu[m] >= 0``, in seconds per byte, on the memory of every moment ``m`` (notation of `blocks`), schedules that fit have at least
+``mu[m] >= 0``, in seconds per byte, on the memory of every moment ``m`` (notation of `monet_like.ir.step`), schedules that fit have at least
 
     sum[m] mu[m] (base[m] - budget) + sum[b] min over schedules s of block b of
         (calls[b] seconds(s) + sum[m] mu[m] (n[m,b] carried(s) + running[m,b,s]))
@@ -32,12 +32,11 @@ from dataclasses import dataclass
 from math import inf
 
 from ..ir.schedule import Schedule
+from ..ir.step import Moment, Point, Step, seconds_of
 from ..solvers.dialects import MEANING
 from ..solvers.matrix import Builder, Expr, total
 from ..solvers.pool import Pool
-from .block_points import Point
 from .block_relaxation import Amounts, BlockRelaxation, Limit, Prices, amounts_of
-from .blocks import Moment, distinct_moments
 
 #: Distance of a bound from the most that its prices can prove, relative to the step, at which the search for prices ends.
 ENOUGH = 2e-4
@@ -61,25 +60,6 @@ Answer = tuple[float, Amounts]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A step whose bound is asked for.
-
-    Attributes:
-        relaxations: by block, one object for equal blocks; None: of a block that takes the points of its menu alone.
-        menus: by block, known schedules. They need not be schedules of the relaxation's program: the bound holds for them, too.
-        moments: of the step, with bases that no schedules of the blocks make smaller.
-        budget_bytes: of the whole step.
-        calls: how often every block runs.
-    """
-
-    relaxations: Sequence[BlockRelaxation | None]
-    menus: Sequence[Sequence[Point]]
-    moments: Sequence[Moment]
-    budget_bytes: int
-    calls: Sequence[int]
-
-
-@dataclass(frozen=True)
 class Bound:
     """A bound of the blocks' seconds.
 
@@ -96,17 +76,32 @@ class Bound:
     schedules: tuple[tuple[Schedule, ...], ...]
 
 
-def step_bound(asked: Asked, *, known: Sequence[Point] | None, gap: float, time_limit_seconds: float) -> Bound:
+#: By piece, one object for equal pieces; None: of a piece that takes the points of its menu alone.
+Relaxations = Sequence[BlockRelaxation | None]
+
+
+def step_bound(
+    step: Step,
+    relaxations: Relaxations,
+    budget_bytes: int,
+    *,
+    known: Sequence[Point] | None,
+    gap: float,
+    time_limit_seconds: float,
+) -> Bound:
     """A bound of the seconds of all blocks together, for all their schedules.
 
     Args:
+        step: its bases are such that no schedules of the blocks make them smaller. Its menus have known schedules, which need not be
+            schedules of the relaxation's program: the bound holds for them, too.
+        budget_bytes: of the whole step.
         known: the fastest schedules of the blocks that are known to fit; None: none are, and the step is not split.
         gap: relative distance from these at which no part is looked at further.
         time_limit_seconds: wall seconds after which nothing new is begun.
     """
     ends = time.monotonic() + time_limit_seconds
     with Pool() as pool:
-        return _Search(asked, known, gap, pool, lambda: ends - time.monotonic()).run()
+        return _Search(step, relaxations, budget_bytes, known, gap, pool, lambda: ends - time.monotonic()).run()
 
 
 @dataclass(frozen=True)
@@ -122,25 +117,26 @@ class _Search:
     """The search for a bound of one step; arguments as of `step_bound`."""
 
     def __init__(
-        self, asked: Asked, known: Sequence[Point] | None, gap: float, pool: Pool, time_left: Callable[[], float]
-    ) -> None:
-        self.asked, self.pool, self.time_left = asked, pool, time_left
-        self.budget, self.calls = asked.budget_bytes, asked.calls
-        points = known or [min(menu, key=lambda p: p.numbers) for menu in asked.menus]
-        self.moments = sorted(distinct_moments(asked.moments), key=lambda m: -m.bytes(points))
+        self, step: Step, relaxations: Relaxations, budget_bytes: int, known: Sequence[Point] | None, gap: float, pool: Pool,
+        time_left: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.relaxations, self.budget, self.pool, self.time_left = relaxations, budget_bytes, pool, time_left
+        self.calls = [piece.calls for piece in step.pieces]
+        points = known or [min(menu, key=lambda p: p.numbers) for menu in step.menus]
+        self.moments = sorted(step.distinct_moments, key=lambda m: -m.bytes(points))
         if self.moments[0].bytes(points) <= self.budget:
             known = points
         self.carrying = [dict(moment.carrying) for moment in self.moments]
-        self.given = [[amounts_of(point) for point in menu] for menu in asked.menus]
+        self.given = [[amounts_of(point) for point in menu] for menu in step.menus]
         self.known = [list(dict.fromkeys(given)) for given in self.given]
-        self.schedules: list[dict[Schedule, None]] = [{} for _ in asked.menus]
+        self.schedules: list[dict[Schedule, None]] = [{} for _ in step.pieces]
         seconds = [
             count * min(one.seconds for one in given) for count, given in zip(self.calls, self.given, strict=True)
         ]
         self.unit = sum(seconds) or 1.0
         self.most = MOST_PRICE * self.unit / max(1, self.budget)
         #: Of the fastest schedules that are known to fit; and the bound with which the search ends.
-        self.fastest = inf if known is None else sum(n * p.seconds for n, p in zip(self.calls, known, strict=True))
+        self.fastest = inf if known is None else seconds_of(step, known)
         self.wanted = (1 - gap) * self.fastest
         self.rounds = 0
 
@@ -227,7 +223,7 @@ class _Search:
         return -self._shrinkage(moment) if moment.adds else one.backward - one.carried
 
     def _shrinkage(self, moment: Moment) -> int:
-        relaxation = None if moment.running is None else self.asked.relaxations[moment.running]
+        relaxation = None if moment.running is None else self.relaxations[moment.running]
         return 0 if relaxation is None else relaxation.shrinkage_bytes
 
     def _prices(self, block: int, of_moments: Sequence[float]) -> tuple[Prices, float]:
@@ -254,9 +250,9 @@ class _Search:
         priced = [self._prices(block, of_moments) for block in range(len(self.calls))]
         keys = [
             (id(relaxation), prices, limits.get(block, ()))
-            for block, (relaxation, (prices, _)) in enumerate(zip(self.asked.relaxations, priced, strict=True))
+            for block, (relaxation, (prices, _)) in enumerate(zip(self.relaxations, priced, strict=True))
         ]
-        first = {key: block for block, key in enumerate(keys) if self.asked.relaxations[block] is not None}
+        first = {key: block for block, key in enumerate(keys) if self.relaxations[block] is not None}
         solved = self._programs({block: key[1] for key, block in first.items()}, limits)
         if solved is None:
             return None
@@ -270,7 +266,7 @@ class _Search:
 
     def _programs(self, prices: Mapping[int, Prices], limits: Limits) -> dict[int, Answer] | None:
         """The answers of the programs of some blocks; None if one is not solved in time."""
-        relaxations = {block: relaxation for block in prices if (relaxation := self.asked.relaxations[block])}
+        relaxations = {block: relaxation for block in prices if (relaxation := self.relaxations[block])}
         matrices = [one.priced(prices[block], limits.get(block, ())) for block, one in relaxations.items()]
         answers = self.pool.solve(matrices, PROGRAM_SECONDS, PROGRAM_GAP, self.time_left)
         found: dict[int, Answer] = {}
@@ -287,7 +283,7 @@ class _Search:
 
     def _learn(self, relaxation: BlockRelaxation, one: Amounts, schedule: Schedule) -> None:
         """Add a solution to those of all equal blocks."""
-        for block, other in enumerate(self.asked.relaxations):
+        for block, other in enumerate(self.relaxations):
             if other is relaxation:
                 self.schedules[block].setdefault(schedule)
                 if one not in self.known[block]:
@@ -299,7 +295,7 @@ class _Search:
         Of the solutions that cost about the same at the part's prices, those are taken whose amounts differ most in price.
         """
         best: tuple[float, int, Limit, Limit] | None = None
-        kinds = list(self.asked.relaxations)
+        kinds = list(self.relaxations)
         for block, relaxation in enumerate(kinds):
             if relaxation is None or sum(other is relaxation for other in kinds) > 1:
                 continue

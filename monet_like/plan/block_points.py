@@ -21,6 +21,7 @@ from ..ir.defaults import SOLVER
 from ..ir.program import Cost, Program, Task
 from ..ir.schedule import Schedule, kept_values
 from ..ir.simulate import Report, Step, simulate
+from ..ir.step import Point
 from . import plan
 from .budgets import smallest_budget
 from .local_search.searcher import quick_evaluations, smallest_known
@@ -33,39 +34,6 @@ REST = "the rest of the model"
 CARRIED_SHARES = (0.0, 0.5, 0.15, 0.75, 0.3)
 #: The same for the peak, as shares of the way from the least peak to that of a point.
 PEAK_SHARES = (0.0, 0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A schedule of a block and its cost.
-
-    Attributes:
-        schedule: of the block's program.
-        seconds: of the block's forward and backward.
-        carried_bytes: kept from the forward to the backward. Inputs and results of the block do not count: see ``shared``.
-        forward_peak_bytes: above what exists when the forward begins.
-        backward_peak_bytes: above what would exist when the backward begins if the block carried nothing; the gradients
-            of its parameters included.
-        adding_peak_bytes: the same in a backward whose gradients are added to gradients that exist already, as those of
-            an earlier micro-batch: each is freed as soon as it is added.
-        shared: inputs and results of the block that it keeps for the backward: values of the program. Their storage may
-            be kept by other blocks as well.
-    """
-
-    schedule: Schedule
-    seconds: float
-    carried_bytes: int
-    forward_peak_bytes: int
-    backward_peak_bytes: int
-    adding_peak_bytes: int
-    shared: tuple[int, ...] = ()
-
-    @property
-    def numbers(self) -> tuple[float, int, int, int, int]:
-        """Seconds and bytes: a point is no worse than another if none of them is larger."""
-        return (
-            self.seconds, self.carried_bytes, self.forward_peak_bytes, self.backward_peak_bytes, self.adding_peak_bytes
-        )  # fmt: skip
 
 
 def point_of(

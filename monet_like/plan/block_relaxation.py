@@ -1,6 +1,6 @@
 """A lower bound of what any schedule of a block costs at given prices of its bytes.
 
-A block of a model gives three amounts of bytes to the moments of the whole step (`block_points.Point`): what it carries from its
+A block of a model gives three amounts of bytes to the moments of the whole step (`monet_like.ir.step.Point`): what it carries from its
 forward to its backward, the peak of its forward and the peak of its backward. With prices ``c``, ``f`` and ``r`` in seconds for a
 byte of each, no schedule has fewer seconds and priced bytes than the optimum of
 
@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ..ir.program import REFUSED, Cost, Program, Task
 from ..ir.schedule import Schedule
 from ..ir.simulate import cost_of
+from ..ir.step import Point
 from ..solvers.matrix import Expr, MatrixProgram, total
 from .analysis import net_workspace
-from .block_points import Point
 from .ilp.relaxation import BIG_SHARE, NO_BUDGET, BlockProgram, RelaxationBuilder
 from .subprogram import Subprogram, without_refused
 

@@ -1,44 +1,33 @@
-"""One budget over many blocks: a schedule for each block, chosen so that the whole step of a model fits.
+"""One budget over the pieces of a step: a point for each, chosen so that the whole step fits and is fastest.
 
-A step is a row of **moments**: the forward or the backward of one block, or what the rest of the model does between two of
-them. Block ``b`` has a menu of points ``p`` (`block_points`), of which it takes one. With
+With the notation of `monet_like.ir.step` and
 
-* ``x[b,p]``: 1 if block ``b`` takes point ``p``;
-* ``seconds``, ``carried``, ``forward``, ``backward`` and ``adding``: of a point;
-* ``base[m]``: the bytes that exist at moment ``m`` whatever the blocks' schedules are: parameters, gradients so far, buffers
-  of a sharded model, the rest's own activations;
-* ``n[m,b]``: calls of block ``b`` whose forward has ended and whose backward has not, the running one included;
+* ``x[b,p]``: 1 if piece ``b`` takes point ``p`` of its menu;
+* ``rise[m,b,p]``: what ``p`` adds at moment ``m`` if ``b`` runs there, else 0
 
 the program is::
 
-    minimise    sum[b,p] calls[b] seconds[b,p] x[b,p]                                              `_program`
-    (choice)    sum[p] x[b,p] = 1                                             for every block      `_program`
-    (memory)    base[m] + sum[b,p] (n[m,b] carried[b,p] + running[m,b,p]) x[b,p] <= budget
+    minimise    sum[b,p] calls[b] seconds[p] x[b,p]                                                `_program`
+    (choice)    sum[p] x[b,p] = 1                                             for every piece      `_program`
+    (memory)    base[m] + sum[b,p] (n[m,b] carried[p] + rise[m,b,p]) x[b,p] <= budget
                                                                               for every moment     `_contents`
 
-where ``running[m,b,p]`` is ``forward[b,p]`` if the forward of ``b`` runs at ``m``, ``backward[b,p] - carried[b,p]`` if its
-backward does, else 0. A backward whose gradients are added to those of an earlier micro-batch has ``adding[b,p]`` in the place of
-``backward[b,p]``. Several micro-batches may be in flight, as in a pipeline: ``n[m,b]`` counts their calls.
-
-Blocks and moments are few, so HiGHS solves the program to optimality, mostly within a second. Where it finds nothing in time or
+Pieces and moments are few, so HiGHS solves the program to optimality, mostly within a second. Where it finds nothing in time or
 fails, a search chooses (`_searched`), and `Choice.status` says so. Every result is counted again in whole bytes (`peak_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import warn_caller
 from ..ir.defaults import SOLVER
+from ..ir.step import Moment, Point, Step, peak_of, seconds_of
 from ..solvers.interface import Solution, solve
 from ..solvers.matrix import Builder, Expr, total
-from .block_points import Point
 
-#: A menu for every block.
-Menus = Sequence[Sequence[Point]]
-Stage = Literal["", "forward", "backward"]
 #: ``optimal``: proven to the gap asked for; ``feasible``: a solver's choice, not proven; ``searched``: by a search without a solver.
 ChoiceStatus = Literal["optimal", "feasible", "searched"]
 
@@ -49,47 +38,14 @@ SPARE = 1e-6
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A part of the step and the memory that it takes whatever the blocks' schedules are.
-
-    Attributes:
-        name: for people, such as ``backward of layers.3``.
-        base_bytes: everything that exists then, without what blocks carry and without what the running block makes.
-        carrying: (block, calls) of the calls whose forward has ended and whose backward has not; the one whose backward
-            runs is among them.
-        running: the block whose forward or backward runs; None: the rest of the model.
-        stage: which of the two.
-        adds: the gradients of the running block's parameters exist already, and its own are added to them.
-    """
-
-    name: str
-    base_bytes: int
-    carrying: tuple[tuple[int, int], ...] = ()
-    running: int | None = None
-    stage: Stage = ""
-    adds: bool = False
-
-    def bytes(self, points: Sequence[Point]) -> int:
-        """The memory at this moment if every block has the point given for it."""
-        carried = sum(calls * points[block].carried_bytes for block, calls in self.carrying)
-        return self.base_bytes + carried + (0 if self.running is None else self.rise(points[self.running]))
-
-    def rise(self, point: Point) -> int:
-        """What the running block adds by a point, above what is carried."""
-        if self.stage == "backward":
-            return (point.adding_peak_bytes if self.adds else point.backward_peak_bytes) - point.carried_bytes
-        return point.forward_peak_bytes if self.stage == "forward" else 0
-
-
-@dataclass(frozen=True)
 class Choice:
-    """A point for every block.
+    """A point for every piece.
 
     Attributes:
-        points: by block.
+        points: by piece.
         peak_bytes: of the whole step.
         moment: name of the moment with that peak.
-        seconds: of all blocks together.
+        seconds: of all pieces together.
         bound_seconds: no choice within the budget is faster.
         status: how well it is known to be the fastest, or of `smallest` to have the lowest peak.
         reason: where it was ``searched``: why the solver found nothing, in its own words.
@@ -104,23 +60,10 @@ class Choice:
     reason: str = ""
 
 
-def peak_of(points: Sequence[Point], moments: Iterable[Moment]) -> tuple[int, str]:
-    """The largest memory of all moments, and the name of that moment."""
-    found = max(moments, key=lambda moment: moment.bytes(points))
-    return found.bytes(points), found.name
-
-
-def seconds_of(points: Sequence[Point], calls: Sequence[int]) -> float:
-    """Seconds of all blocks together, each run as often as ``calls`` says."""
-    return sum(count * point.seconds for count, point in zip(calls, points, strict=True))
-
-
 def choose(
-    menus: Menus,
-    moments: Sequence[Moment],
+    step: Step,
     budget_bytes: int,
     *,
-    calls: Sequence[int] | None = None,
     solver: str = SOLVER,
     time_limit_seconds: float = 60.0,
     enough_seconds: float = 0.0,
@@ -128,10 +71,7 @@ def choose(
     """The fastest points with which every moment of the step is within the budget; None if none are found.
 
     Args:
-        menus: the points of every block.
-        moments: the step.
         budget_bytes: of the whole step.
-        calls: how often every block runs in a step; default: once.
         solver: a name that `monet_like.solvers.interface.check_solver` accepts.
         time_limit_seconds: wall seconds.
         enough_seconds: HiGHS stops at a choice that is as fast as this.
@@ -141,37 +81,35 @@ def choose(
     Raises:
         SolverError: the solver is missing.
     """
-    calls = calls or [1] * len(menus)
-    fastest = tuple(min(menu, key=lambda p: p.numbers) for menu in menus)
-    seconds = seconds_of(fastest, calls)
-    if peak_of(fastest, moments)[0] <= budget_bytes:
-        return _choice(fastest, moments, calls, seconds)
-    bound, unit = 0.0, seconds / len(menus) or 1.0
+    fastest = tuple(min(menu, key=lambda p: p.numbers) for menu in step.menus)
+    seconds = seconds_of(step, fastest)
+    if peak_of(step, fastest)[0] <= budget_bytes:
+        return _choice(step, fastest, seconds)
+    bound, unit = 0.0, seconds / len(step.pieces) or 1.0
     target = {"objective_target": enough_seconds / unit} if enough_seconds and solver.upper() == "HIGHS" else None
     for limit in (budget_bytes, int(budget_bytes * (1 - SPARE))):
-        builder, columns = _program(menus, calls, unit)
-        for row in distinct_moments(moments):
-            builder.fits(_contents(row, menus, columns), limit)
+        builder, columns = _program(step, unit)
+        for row in step.distinct_moments:
+            builder.fits(_contents(row, step, columns), limit)
         found = solve(builder.finish(unit), solver, time_limit_seconds=time_limit_seconds, gap=GAP, options=target)
         if found.x is None and found.status != "infeasible":
             _tell_failure(solver, found)
-            searched = _searched(menus, moments, budget_bytes, calls)
-            return None if searched is None else _choice(searched, moments, calls, seconds, "searched", found.message)
+            searched = _searched(step, budget_bytes)
+            return None if searched is None else _choice(step, searched, seconds, "searched", found.message)
         if found.x is None:
             return None
-        points = _points(menus, columns, found.x)
+        points = _points(step, columns, found.x)
         bound = bound or found.bound_seconds
-        if peak_of(points, moments)[0] <= budget_bytes:
-            return _choice(points, moments, calls, min(bound, seconds_of(points, calls)), _known(found))
+        if peak_of(step, points)[0] <= budget_bytes:
+            return _choice(step, points, min(bound, seconds_of(step, points)), _known(found))
     return None
 
 
 def _choice(
-    points: tuple[Point, ...], moments: Sequence[Moment], calls: Sequence[int], bound_seconds: float,
-    status: ChoiceStatus = "optimal", reason: str = "",
-) -> Choice:  # fmt: skip
+    step: Step, points: tuple[Point, ...], bound_seconds: float, status: ChoiceStatus = "optimal", reason: str = ""
+) -> Choice:
     """The points with what they promise."""
-    return Choice(points, *peak_of(points, moments), seconds_of(points, calls), bound_seconds, status, reason)
+    return Choice(points, *peak_of(step, points), seconds_of(step, points), bound_seconds, status, reason)
 
 
 def _known(found: Solution) -> ChoiceStatus:
@@ -188,99 +126,83 @@ def _tell_failure(solver: str, found: Solution) -> None:
         )
 
 
-def _searched(
-    menus: Menus, moments: Sequence[Moment], budget_bytes: int, calls: Sequence[int]
-) -> tuple[Point, ...] | None:
+def _searched(step: Step, budget_bytes: int) -> tuple[Point, ...] | None:
     """Points within the budget, by a search that needs no solver; None if it finds none.
 
-    It begins with the points that carry least, or with those whose backward has the lowest peak. It changes one block at a time:
+    It begins with the points that carry least, or with those whose backward has the lowest peak. It changes one piece at a time:
     first so that the step's peak falls most, until it fits; then so that most seconds are gained and it still fits.
     """
 
     def peak(points: tuple[Point, ...]) -> int:
-        return peak_of(points, moments)[0]
+        return peak_of(step, points)[0]
 
     def seconds(points: tuple[Point, ...]) -> float:
-        return seconds_of(points, calls)
+        return seconds_of(step, points)
 
     starts = (lambda p: (p.carried_bytes, p.numbers), lambda p: (p.backward_peak_bytes, p.numbers))
-    points = min((tuple(min(menu, key=key) for menu in menus) for key in starts), key=peak)
+    points = min((tuple(min(menu, key=key) for menu in step.menus) for key in starts), key=peak)
     while peak(points) > budget_bytes:
-        lower = min(_one_changed(points, menus), key=peak)
+        lower = min(_one_changed(step, points), key=peak)
         if peak(lower) >= peak(points):
             return None
         points = lower
     while True:
-        faster = sorted((p for p in _one_changed(points, menus) if seconds(p) < seconds(points)), key=seconds)
+        faster = sorted((p for p in _one_changed(step, points) if seconds(p) < seconds(points)), key=seconds)
         fitting = next((p for p in faster if peak(p) <= budget_bytes), None)
         if fitting is None:
             return points
         points = fitting
 
 
-def _one_changed(points: tuple[Point, ...], menus: Menus) -> Iterator[tuple[Point, ...]]:
-    """The same points with another one for one block."""
-    for block, menu in enumerate(menus):
+def _one_changed(step: Step, points: tuple[Point, ...]) -> Iterator[tuple[Point, ...]]:
+    """The same points with another one for one piece."""
+    for place, menu in enumerate(step.menus):
         for point in menu:
-            yield (*points[:block], point, *points[block + 1 :])
+            yield (*points[:place], point, *points[place + 1 :])
 
 
-def smallest(
-    menus: Menus, moments: Sequence[Moment], *, solver: str = SOLVER, time_limit_seconds: float = 60.0
-) -> Choice:
+def smallest(step: Step, *, solver: str = SOLVER, time_limit_seconds: float = 60.0) -> Choice:
     """The points with the lowest peak of the whole step; where the solver finds none in time, those that carry least."""
-    lean = tuple(min(menu, key=lambda p: (p.carried_bytes, p.numbers)) for menu in menus)
-    above = peak_of(lean, moments)[0]
-    builder, columns = _program(menus, None, 1.0)
+    lean = tuple(min(menu, key=lambda p: (p.carried_bytes, p.numbers)) for menu in step.menus)
+    above = peak_of(step, lean)[0]
+    builder, columns = _program(step, None)
     share = builder.column(1.0, integral=False)  # of that peak
-    for row in distinct_moments(moments):
-        builder.at_most(total(_contents(row, menus, columns)) * (1 / above), share)
+    for row in step.distinct_moments:
+        builder.at_most(total(_contents(row, step, columns)) * (1 / above), share)
     found = solve(builder.finish(1.0), solver, time_limit_seconds=time_limit_seconds, gap=SPARE)
-    calls = [1] * len(menus)
     if found.x is None:
         _tell_failure(solver, found)
-        return _choice(lean, moments, calls, 0.0, "searched", found.message)
-    points = min(lean, _points(menus, columns, found.x), key=lambda p: peak_of(p, moments))
-    return _choice(points, moments, calls, 0.0, _known(found))
+        return _choice(step, lean, 0.0, "searched", found.message)
+    points = min(lean, _points(step, columns, found.x), key=lambda p: peak_of(step, p))
+    return _choice(step, points, 0.0, _known(found))
 
 
-def _program(menus: Menus, calls: Sequence[int] | None, unit: float) -> tuple[Builder, list[list[Expr]]]:
-    """The columns with their seconds, in units of ``unit``, and the rows (choice). No ``calls``: seconds do not count."""
+def _program(step: Step, unit: float | None) -> tuple[Builder, list[list[Expr]]]:
+    """The columns with their seconds, in units of ``unit``, and the rows (choice). No unit: seconds do not count."""
     builder = Builder()
     columns: list[list[Expr]] = []
-    for block, menu in enumerate(menus):
-        count = calls[block] if calls is not None else 0
-        mine = [builder.column(count * point.seconds / unit) for point in menu]
+    for piece in step.pieces:
+        mine = [builder.column(piece.calls * point.seconds / unit if unit else 0.0) for point in piece.menu]
         builder.equal(total(mine), Expr(1.0))
         columns.append(mine)
     return builder, columns
 
 
-def _contents(moment: Moment, menus: Menus, columns: Sequence[Sequence[Expr]]) -> list[Expr]:
+def _contents(moment: Moment, step: Step, columns: Sequence[Sequence[Expr]]) -> list[Expr]:
     """The terms of the row (memory) of a moment, in bytes."""
     parts = [Expr(float(moment.base_bytes))]
-    for block, calls in moment.carrying:
-        parts += [x * float(calls * p.carried_bytes) for x, p in zip(columns[block], menus[block], strict=True)]
+    for place, calls in moment.carrying:
+        menu = step.pieces[place].menu
+        parts += [x * float(calls * p.carried_bytes) for x, p in zip(columns[place], menu, strict=True)]
     if moment.running is not None:
-        of = zip(columns[moment.running], menus[moment.running], strict=True)
+        of = zip(columns[moment.running], step.pieces[moment.running].menu, strict=True)
         parts += [x * float(moment.rise(p)) for x, p in of]
     return parts
 
 
-def distinct_moments(moments: Iterable[Moment]) -> list[Moment]:
-    """One moment of all that differ in their base alone: the one with the largest."""
-    found: dict[object, Moment] = {}
-    for moment in moments:
-        running = None if moment.running is None else (moment.running, moment.stage, moment.adds)
-        key = (moment.carrying, running)
-        if key not in found or found[key].base_bytes < moment.base_bytes:
-            found[key] = moment
-    return list(found.values())
-
-
-def _points(menus: Menus, columns: Sequence[Sequence[Expr]], x: Any) -> tuple[Point, ...]:
+def _points(step: Step, columns: Sequence[Sequence[Expr]], x: Any) -> tuple[Point, ...]:
     """The points that a solution takes."""
     return tuple(
         menu[max(range(len(menu)), key=lambda p, mine=mine: mine[p].value(x))]  # type: ignore[misc]
-        for menu, mine in zip(menus, columns, strict=True)
+        for menu, mine in zip(step.menus, columns, strict=True)
     )

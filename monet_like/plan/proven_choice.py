@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from ..errors import ScheduleError
 from ..ir.defaults import SOLVER
 from ..ir.schedule import Schedule
-from .block_bound import Asked, step_bound
-from .block_points import Point, efficient
-from .blocks import Choice, Moment, choose
+from ..ir.step import Point, Step
+from .block_bound import Relaxations, step_bound
+from .block_points import efficient
+from .blocks import Choice, choose
 
 #: Relative distance from the bound at which no better bound and no faster choice is looked for.
 NEAR = 0.003
@@ -32,20 +33,21 @@ class ProvenChoice:
 
     Attributes:
         choice: None: no schedules that fit were found.
-        menus: by block, with the schedules that were found on the way.
-        bound_seconds: no schedules of the blocks that fit are faster; 0: nothing is known.
+        step: with the schedules in its menus that were found on the way.
+        bound_seconds: no schedules of the pieces that fit are faster; 0: nothing is known.
     """
 
     choice: Choice | None
-    menus: tuple[tuple[Point, ...], ...]
+    step: Step
     bound_seconds: float
 
 
 def choose_with_proof(
-    asked: Asked,
+    step: Step,
+    relaxations: Relaxations,
+    budget_bytes: int,
     point: Callable[[int, Schedule], Point],
     *,
-    moments: Sequence[Moment] | None = None,
     solver: str = SOLVER,
     choice_seconds: float,
     bound_seconds: float = BOUND_SECONDS,
@@ -53,62 +55,63 @@ def choose_with_proof(
     """The fastest points with which every moment is within the budget, and a bound for all schedules.
 
     Args:
-        asked: the step. Equal blocks have one relaxation and equal menus.
-        point: what a schedule of a block costs, by the block's number. A schedule that it refuses with `ScheduleError` is left out.
-        moments: those to choose with, if their bases are larger than those of ``asked``.
+        step, relaxations, budget_bytes: see `step_bound`. Equal pieces have one relaxation and equal menus.
+        point: what a schedule of a piece costs, by the piece's number. A schedule that it refuses with `ScheduleError` is left out.
         solver: of the choice; bounds are HiGHS's.
         choice_seconds, bound_seconds: wall seconds for the first choice, and for all bounds together.
 
     Raises:
         SolverError: the solver is missing.
     """
-    menus = tuple(map(tuple, asked.menus))
     choice: Choice | None = None
     proven, spent = 0.0, 0.0
     for limit in (choice_seconds, min(choice_seconds, SECOND_SECONDS)):
         started = time.monotonic()
         known = None if choice is None else choice.points
-        step = replace(asked, menus=menus)
-        found = step_bound(step, known=known, gap=NEAR, time_limit_seconds=max(0.0, bound_seconds - spent))
+        left = max(0.0, bound_seconds - spent)
+        found = step_bound(step, relaxations, budget_bytes, known=known, gap=NEAR, time_limit_seconds=left)
         spent += time.monotonic() - started
         proven = max(proven, found.seconds)
-        longer = longer_menus(step, found.schedules, point)
-        if choice is not None and (longer == menus or proven >= (1 - NEAR) * choice.seconds):
+        longer = longer_menus(step, relaxations, found.schedules, point)
+        if choice is not None and (longer == step or proven >= (1 - NEAR) * choice.seconds):
             break
-        menus = longer
+        step = longer
         better = choose(
-            menus, moments or asked.moments, asked.budget_bytes, calls=asked.calls, solver=solver,
-            time_limit_seconds=limit, enough_seconds=(1 + ENOUGH) * proven if proven < inf else 0.0,
+            step, budget_bytes, solver=solver, time_limit_seconds=limit,
+            enough_seconds=(1 + ENOUGH) * proven if proven < inf else 0.0,
         )  # fmt: skip
         choice = min((one for one in (choice, better) if one is not None), key=lambda one: one.seconds, default=None)
         if choice is None or proven >= (1 - NEAR) * choice.seconds:
             break
-    return ProvenChoice(choice, menus, proven if choice is None else min(proven, choice.seconds))
+    return ProvenChoice(choice, step, proven if choice is None else min(proven, choice.seconds))
 
 
 def longer_menus(
-    asked: Asked, schedules: Sequence[Sequence[Schedule]], point: Callable[[int, Schedule], Point]
-) -> tuple[tuple[Point, ...], ...]:
-    """The menus with further schedules, by block, where the program's rules admit them; equal blocks get the same.
+    step: Step,
+    relaxations: Relaxations,
+    schedules: Sequence[Sequence[Schedule]],
+    point: Callable[[int, Schedule], Point],
+) -> Step:
+    """The step whose menus have further schedules, where the program's rules admit them; equal pieces get the same.
 
     Args:
-        asked, point: see `choose_with_proof`.
+        step, relaxations, point: see `choose_with_proof`.
         schedules: see `Bound.schedules`.
     """
     menus: list[tuple[Point, ...]] = []
-    for block, (relaxation, menu) in enumerate(zip(asked.relaxations, asked.menus, strict=True)):
-        first = asked.relaxations.index(relaxation)
-        if relaxation is not None and first < block and asked.menus[first] == menu:
+    for place, (relaxation, menu) in enumerate(zip(relaxations, step.menus, strict=True)):
+        first = relaxations.index(relaxation)
+        if relaxation is not None and first < place and step.menus[first] == menu:
             menus.append(menus[first])
             continue
         known = {one.schedule for one in menu}
         more = []
-        for schedule in schedules[block]:
+        for schedule in schedules[place]:
             if schedule not in known:
                 try:
-                    more.append(point(block, schedule))
+                    more.append(point(place, schedule))
                 except ScheduleError:  # such as a task in place before the last reader of what it takes over
                     continue
         longer = efficient([*menu, *more])
-        menus.append(longer if {one.numbers for one in longer} != {one.numbers for one in menu} else tuple(menu))
-    return tuple(menus)
+        menus.append(longer if {one.numbers for one in longer} != {one.numbers for one in menu} else menu)
+    return step.with_menus(menus)

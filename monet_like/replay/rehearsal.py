@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 
 from ..capture.captured import Captured, Tensor, TensorMeta
 from ..capture.trees import taken_apart
-from ..plan.blocks import Moment
+from ..ir.step import Moment, Piece, Step
 from ..profile.measure import Stretch
 from .one_pass import apart, refuse
 from .training_step import as_captured
@@ -270,10 +270,8 @@ def held_values(events: Sequence[Event], stretches: Sequence[Stretch]) -> dict[i
     return blocks
 
 
-def counted(
-    events: Sequence[Event], stretches: Sequence[Stretch], names: Sequence[str], resident_bytes: int
-) -> list[Moment]:
-    """The moments of a step, with the memory of everything but the blocks' own.
+def counted(events: Sequence[Event], stretches: Sequence[Stretch], names: Sequence[str], resident_bytes: int) -> Step:
+    """The step, with the memory of everything but the blocks' own; menus are empty.
 
     Args:
         events, stretches: of a rehearsal; there is one stretch more than there are events.
@@ -301,4 +299,5 @@ def counted(
             inside = False
             carrying[block] += event.kind == "forward done"
     found.append(Moment(f"after {after}", resident_bytes + stretches[-1].peak_bytes))
-    return found
+    calls = Counter(event.call.block for event in events if event.kind == "forward")
+    return Step(tuple(Piece(name, calls[block]) for block, name in enumerate(names)), tuple(found))

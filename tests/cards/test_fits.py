@@ -25,10 +25,10 @@ from monet_like.cli import main
 from monet_like.errors import CaptureError, UsageError
 from monet_like.ir.schedule import kept_values
 from monet_like.ir.simulate import Report, simulate
+from monet_like.ir.step import peak_of
 from monet_like.models import Decoder, Shape
 from monet_like.plan.baseline import plain_report, store_all
 from monet_like.plan.block_relaxation import Prices, amounts_of, block_relaxation
-from monet_like.plan.blocks import peak_of
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES, DeviceLimits
 from monet_like.profile.roofline import roofline
@@ -81,7 +81,7 @@ def by_parts(
     pieces = captured_parts(model, batch, length, card.capability, **options)
     prices = {piece: priced(piece.captured, (), roofline(piece.captured, card)) for piece in pieces.every}
     step = step_of(read(model, optimizer=optimizer, **options), pieces, card.cublas_bytes if cublas else 0)
-    return *peak_of(with_way(pieces, lambda piece: prices[piece].of(way)), step.moments), pieces
+    return *peak_of(step, with_way(pieces, lambda piece: prices[piece].of(way))), pieces
 
 
 @pytest.mark.slow

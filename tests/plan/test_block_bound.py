@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import pytest
 from random_programs import ProgramMaker, all_schedules, random_program
-from test_blocks import in_a_row
+from steps import in_a_row, pieces_of
 
 from monet_like.errors import ScheduleError
 from monet_like.ir.program import Cost, Program
 from monet_like.ir.schedule import Schedule
+from monet_like.ir.step import Point, Step, peak_of, seconds_of
 from monet_like.plan import block_bound, blocks
-from monet_like.plan.block_bound import Asked, step_bound
-from monet_like.plan.block_points import Point, efficient, point_of
+from monet_like.plan.block_bound import Relaxations, step_bound
+from monet_like.plan.block_points import efficient, point_of
 from monet_like.plan.block_relaxation import block_relaxation
-from monet_like.plan.blocks import peak_of, seconds_of
 from monet_like.plan.proven_choice import choose_with_proof, longer_menus
 
 #: Steps of the sweep.
@@ -35,7 +35,7 @@ def small(seed: int) -> Small:
 
 
 @functools.cache
-def random_asked(seed: int) -> tuple[Asked, list[Small], int, float | None]:
+def random_bounded(seed: int) -> tuple[Step, Relaxations, list[Small], int, float]:
     """Two or three blocks of one or two kinds with short menus; their programs, a budget, and the fewest seconds that fit."""
     rng = random.Random(seed)
     kinds = [small(rng.randint(0, 10**6)) for _ in range(rng.randint(1, 2))]
@@ -46,34 +46,31 @@ def random_asked(seed: int) -> tuple[Asked, list[Small], int, float | None]:
     calls = [rng.randint(1, 2) for _ in of]
     relaxations = {id(kind): block_relaxation(kind[0], kind[1]) for kind in kinds}
     menus = {id(kind): kind[2][:1] for kind in kinds}
-    every = [
-        (peak_of(points, moments)[0], seconds_of(points, calls)) for points in itertools.product(*(k[2] for k in of))
-    ]
+    step = Step(pieces_of([menus[id(k)] for k in of], calls), moments)
+    every = [(peak_of(step, points)[0], seconds_of(step, points)) for points in itertools.product(*(k[2] for k in of))]
     peaks = sorted({peak for peak, _ in every})
     budget = peaks[len(peaks) // rng.choice((2, 3, 4))]
     best = min(seconds for peak, seconds in every if peak <= budget)
-    asked = Asked([relaxations[id(k)] for k in of], [menus[id(k)] for k in of], moments, budget, calls)
-    return asked, of, budget, best
+    return step, [relaxations[id(k)] for k in of], of, budget, best
 
 
 @pytest.mark.slow(every=20)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_choice_of_any_schedules_is_faster(seed: int) -> None:
-    asked, of, budget, best = random_asked(seed)
-    assert best is not None
+    step, relaxations, of, budget, best = random_bounded(seed)
 
     def point(block: int, schedule: Schedule) -> Point:
         return point_of(of[block][0], schedule, of[block][1])
 
-    found = choose_with_proof(asked, point, choice_seconds=20.0)
+    found = choose_with_proof(step, relaxations, budget, point, choice_seconds=20.0)
     assert found.bound_seconds <= best + 1e-6
     if found.choice is not None:
         assert found.choice.seconds >= best - 1e-6
-        assert peak_of(found.choice.points, asked.moments)[0] <= budget
-    exact = replace(asked, menus=[kind[2] for kind in of])
-    choice = blocks.choose(exact.menus, exact.moments, budget, calls=exact.calls)
+        assert peak_of(step, found.choice.points)[0] <= budget
+    exact = step.with_menus(kind[2] for kind in of)
+    choice = blocks.choose(exact, budget)
     assert choice is not None and choice.seconds == pytest.approx(best, abs=1e-6)
-    split = step_bound(exact, known=choice.points, gap=0.0, time_limit_seconds=20.0)
+    split = step_bound(exact, relaxations, budget, known=choice.points, gap=0.0, time_limit_seconds=20.0)
     assert split.seconds <= best + 1e-6
 
 
@@ -81,13 +78,12 @@ def test_no_choice_of_any_schedules_is_faster(seed: int) -> None:
 def test_bounds_are_mostly_near_and_menus_grow() -> None:
     near = grown = tried = 0
     for seed in range(40):
-        asked, of, _, best = random_asked(seed)
-        assert best is not None
+        step, relaxations, of, budget, best = random_bounded(seed)
 
         def point(block: int, schedule: Schedule, of: list[Small] = of) -> Point:
             return point_of(of[block][0], schedule, of[block][1])
 
-        found = choose_with_proof(asked, point, choice_seconds=20.0)
+        found = choose_with_proof(step, relaxations, budget, point, choice_seconds=20.0)
         tried += 1
         near += found.bound_seconds >= 0.9 * best - 1e-6
         grown += found.choice is not None and found.choice.seconds <= 1.1 * best + 1e-6
@@ -109,35 +105,34 @@ def test_a_block_alone_of_its_kind_is_no_mixture_of_two_schedules() -> None:
     )
     points = [point_of(program, Schedule((task,), ((),), (0,)), maker.costs) for task in (0, 1)]
     assert [(point.seconds, point.forward_peak_bytes) for point in points] == [(2.0, 11), (6.0, 1)]
-    asked = Asked([block_relaxation(program, maker.costs)], [points], in_a_row(1, 0), 7, [1])
-    mixed = step_bound(asked, known=None, gap=0.0, time_limit_seconds=20.0)
+    asked = Step(pieces_of([points]), in_a_row(1, 0)), [block_relaxation(program, maker.costs)], 7
+    mixed = step_bound(*asked, known=None, gap=0.0, time_limit_seconds=20.0)
     assert mixed.parts == 1
     assert mixed.seconds == pytest.approx(2.0 + 4.0 * (11 - 7) / 10, abs=1e-3)
-    apart = step_bound(asked, known=[points[1]], gap=0.0, time_limit_seconds=20.0)
+    apart = step_bound(*asked, known=[points[1]], gap=0.0, time_limit_seconds=20.0)
     assert apart.parts > 1
     assert apart.seconds == pytest.approx(6.0, abs=1e-3)
 
 
 def test_nothing_fits_is_a_high_bound() -> None:
-    asked, *_ = random_asked(1)
-    none = replace(asked, budget_bytes=1)
-    found = choose_with_proof(none, lambda block, schedule: none.menus[block][0], choice_seconds=20.0)
+    step, relaxations, *_ = random_bounded(1)
+    found = choose_with_proof(step, relaxations, 1, lambda block, schedule: step.menus[block][0], choice_seconds=20.0)
     assert found.choice is None
-    assert found.bound_seconds > 5 * sum(min(p.seconds for p in menu) for menu in none.menus)
+    assert found.bound_seconds > 5 * sum(min(p.seconds for p in menu) for menu in step.menus)
 
 
 def test_nothing_is_known_without_time_or_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, *_ = random_asked(1)
-    assert step_bound(asked, known=None, gap=0.0, time_limit_seconds=0.0).seconds == 0.0
+    step, relaxations, _, budget, _ = random_bounded(1)
+    assert step_bound(step, relaxations, budget, known=None, gap=0.0, time_limit_seconds=0.0).seconds == 0.0
     monkeypatch.setattr(block_bound.Pool, "solve", lambda self, problems, *rest: [None] * len(problems))
-    assert step_bound(asked, known=None, gap=0.0, time_limit_seconds=9.0).seconds == 0.0
+    assert step_bound(step, relaxations, budget, known=None, gap=0.0, time_limit_seconds=9.0).seconds == 0.0
 
 
 def test_a_schedule_that_breaks_a_rule_joins_no_menu() -> None:
-    asked, of, *_ = random_asked(2)
+    step, relaxations, of, *_ = random_bounded(2)
 
     def refuses(block: int, schedule: Schedule) -> Point:
         raise ScheduleError("a rule")
 
     schedules = [[Schedule((), (), ())] for _ in of]
-    assert longer_menus(asked, schedules, refuses) == tuple(map(tuple, asked.menus))
+    assert longer_menus(step, relaxations, schedules, refuses) == step

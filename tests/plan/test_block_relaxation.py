@@ -11,7 +11,8 @@ from operator import le
 import pytest
 from random_programs import all_schedules, random_program
 
-from monet_like.plan.block_points import Point, point_of
+from monet_like.ir.step import Point
+from monet_like.plan.block_points import point_of
 from monet_like.plan.block_relaxation import (
     Amounts,
     BlockRelaxation,

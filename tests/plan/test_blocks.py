@@ -6,99 +6,47 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from planning import crash_solvers, network
 from random_programs import random_program
+from steps import point, random_step
 
 from monet_like.errors import SolverError
 from monet_like.ir.program import Program
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
+from monet_like.ir.step import peak_of, seconds_of
 from monet_like.plan import block_points, blocks, store_all
-from monet_like.plan.block_points import Point, efficient, menu, point_of, with_rest, without_rest
-from monet_like.plan.blocks import Moment, choose, peak_of, seconds_of, smallest
+from monet_like.plan.block_points import efficient, menu, point_of, with_rest, without_rest
+from monet_like.plan.blocks import choose, smallest
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.solvers.interface import Solution
-
-NONE = Schedule((), (), ())
-
-
-def point(
-    seconds: float, carried: int, forward: int, backward: int, shared: tuple[int, ...] = (), saves: int = 0
-) -> Point:
-    """``saves``: bytes by which the backward's peak is lower where its gradients are added to earlier ones."""
-    return Point(NONE, seconds, carried, forward, backward, backward - saves, shared)
-
-
-def in_a_row(blocks: int, base_bytes: int, extra: dict[str, int] | None = None) -> tuple[Moment, ...]:
-    """The moments of a step that runs each block once, one after the other, and then their backward.
-
-    Args:
-        blocks: how many.
-        base_bytes: of every moment.
-        extra: further bytes by the moment's name: ``forward 0``, ``loss``, ``backward 0``, ``end`` and so on.
-    """
-    more = extra or {}
-    found = []
-    for block in range(blocks):
-        before = tuple((other, 1) for other in range(block))
-        found.append(Moment(f"forward {block}", base_bytes, before, block, "forward"))
-    found.append(Moment("loss", base_bytes, tuple((other, 1) for other in range(blocks))))
-    for block in reversed(range(blocks)):
-        there = tuple((other, 1) for other in range(block + 1))
-        found.append(Moment(f"backward {block}", base_bytes, there, block, "backward"))
-    found.append(Moment("end", base_bytes))
-    return tuple(Moment(m.name, m.base_bytes + more.get(m.name, 0), m.carrying, m.running, m.stage) for m in found)
-
-
-def random_step(seed: int) -> tuple[list[list[Point]], tuple[Moment, ...], list[int]]:
-    """Two to four blocks with one to four points each, in a step with random bytes of its own at every moment."""
-    rng = random.Random(seed)
-    menus = []
-    for _ in range(rng.randint(2, 4)):
-        carried = [rng.randint(0, 60) for _ in range(rng.randint(1, 4))]
-        sizes = [(rng.randint(0, 40), c + rng.randint(0, 40), rng.randint(0, 20)) for c in carried]
-        found = zip(carried, sizes, strict=True)
-        menus.append([point(rng.randint(1, 50) / 10, c, one, other, saves=less) for c, (one, other, less) in found])
-    names = [moment.name for moment in in_a_row(len(menus), 0)]
-    moments = in_a_row(len(menus), rng.randint(0, 30), {name: rng.randint(0, 40) for name in names})
-    moments = tuple(replace(m, adds=m.stage == "backward" and rng.random() < 0.5) for m in moments)
-    return menus, moments, [rng.randint(1, 3) for _ in menus]
 
 
 @pytest.mark.slow(every=6)
 @pytest.mark.parametrize("seed", range(12))
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
-    menus, moments, calls = random_step(seed)
-    every = [(peak_of(points, moments)[0], seconds_of(points, calls)) for points in itertools.product(*menus)]
+    step = random_step(seed)
+    every = [(peak_of(step, points)[0], seconds_of(step, points)) for points in itertools.product(*step.menus)]
     peaks = sorted({peak for peak, _ in every})
     budget = peaks[len(peaks) // 3]
-    found = choose(menus, moments, budget, calls=calls)
+    found = choose(step, budget)
     assert found is not None
     best = min(seconds for peak, seconds in every if peak <= budget)
-    assert found.peak_bytes == peak_of(found.points, moments)[0] <= budget
+    assert found.peak_bytes == peak_of(step, found.points)[0] <= budget
     assert found.seconds == pytest.approx(best, rel=1e-4)
     assert found.bound_seconds <= found.seconds
-    assert smallest(menus, moments).peak_bytes == peaks[0]
+    assert smallest(step).peak_bytes == peaks[0]
 
 
 def test_the_smallest_points_fit_and_less_does_not() -> None:
-    menus, moments, _ = random_step(3)
-    least = smallest(menus, moments)
-    assert choose(menus, moments, least.peak_bytes - 1) is None
-    found = choose(menus, moments, least.peak_bytes)
+    step = random_step(3)
+    least = smallest(step)
+    assert choose(step, least.peak_bytes - 1) is None
+    found = choose(step, least.peak_bytes)
     assert found is not None and found.peak_bytes == least.peak_bytes
-
-
-def test_bytes_of_a_moment() -> None:
-    points = (point(1, 10, 3, 14), point(1, 20, 5, 27))
-    assert Moment("f", 100, ((0, 1),), 1, "forward").bytes(points) == 100 + 10 + 5
-    assert Moment("b", 100, ((0, 1), (1, 1)), 1, "backward").bytes(points) == 100 + 10 + 27
-    assert Moment("two calls", 100, ((0, 2), (1, 1)), 0, "backward").bytes(points) == 100 + 10 + 20 + 14
-    assert Moment("loss", 100, ((0, 2), (1, 1))).bytes(points) == 140
 
 
 def test_points_of_a_chain_by_hand() -> None:
@@ -217,17 +165,17 @@ def test_a_solver_that_finds_nothing_in_time_is_done_without(monkeypatch: pytest
     monkeypatch.setattr(blocks, "solve", lambda *_, **__: late)
     best = 0
     for seed in range(40):
-        menus, moments, calls = random_step(seed)
-        every = [(peak_of(points, moments)[0], seconds_of(points, calls)) for points in itertools.product(*menus)]
+        step = random_step(seed)
+        every = [(peak_of(step, points)[0], seconds_of(step, points)) for points in itertools.product(*step.menus)]
         peaks = sorted({peak for peak, _ in every})
         for budget in (peaks[0], peaks[len(peaks) // 3]):
-            choice = choose(menus, moments, budget, calls=calls)
+            choice = choose(step, budget)
             assert choice is not None
             least = min(seconds for peak, seconds in every if peak <= budget)
-            assert choice.peak_bytes == peak_of(choice.points, moments)[0] <= budget
-            assert choice.bound_seconds <= least <= choice.seconds == seconds_of(choice.points, calls)
+            assert choice.peak_bytes == peak_of(step, choice.points)[0] <= budget
+            assert choice.bound_seconds <= least <= choice.seconds == seconds_of(step, choice.points)
             best += choice.seconds == least
-        assert choose(menus, moments, peaks[0] - 1, calls=calls) is None
+        assert choose(step, peaks[0] - 1) is None
     assert best >= 75  # of 80
 
 
@@ -253,18 +201,18 @@ def _late(own: Any) -> Callable[..., Any]:
 
 def test_a_solver_that_crashes_is_told_and_a_search_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is killed as soon as it has started."""
-    menus, moments, calls = random_step(3)
-    least = smallest(menus, moments)
-    proven = choose(menus, moments, least.peak_bytes, calls=calls)
+    step = random_step(3)
+    least = smallest(step)
+    proven = choose(step, least.peak_bytes)
     assert proven is not None and (proven.status, proven.reason, least.status) == ("optimal", "", "optimal")
     crash_solvers(monkeypatch.setattr)
     with pytest.warns(
         UserWarning, match=r"the solver HIGHS failed \(the solver's process ended with code -11\), so a local search"
     ):
-        found = choose(menus, moments, least.peak_bytes, calls=calls)
+        found = choose(step, least.peak_bytes)
     assert found is not None and found.peak_bytes <= least.peak_bytes
     assert (found.status, found.reason) == ("searched", "the solver's process ended with code -11")
     assert found.bound_seconds <= proven.seconds <= found.seconds
     with pytest.warns(UserWarning, match="failed"):
-        lean = smallest(menus, moments)
+        lean = smallest(step)
     assert lean.status == "searched" and lean.peak_bytes >= least.peak_bytes
