@@ -107,6 +107,7 @@ _WRAPPER = [
 ]  # fmt: skip
 
 _INNER = "replay/test_gradients_of_results.py::test_the_whole_gradient_of_an_inner_result_is_refused"
+_ENGINE = "replay/test_gradients_of_results.py::test_an_engine_that_scales_gradients_of_inner_results_is_refused[{}]"
 _IN_PLACE = "replay/test_inputs_in_place.py::{}"
 _WRAPPED = "replay/test_wrapper.py::{}"
 
@@ -123,6 +124,8 @@ _CHECKS = [
     ("replay/backward_checks.py", "result is not None and result.retains_grad", "False", _INNER),
     ("replay/backward_checks.py", "not torch._C._will_engine_execute_node(self.next_node)", "False", _INNER),
     ("replay/backward_checks.py", "if tangent in met", "if False", _INNER),
+    ("replay/backward_checks.py", "returned is not None and returned is not given", "False", _ENGINE.format("result,features")),
+    ("replay/backward_checks.py", "torch.zeros(()) if gradient is None else gradient", "gradient", _ENGINE.format("result")),
     ("replay/one_pass.py", "function._backward_cls.register_prehook = refuse", "pass", "auto/test_pipelines.py"),
     ("replay/transforms.py", "torch._C._functorch.peek_interpreter_stack() is None", "True", _DIFFERS.format("test_more_than_a_backward_is_refused")),
     ("replay/transforms.py", "forward_ad._current_level < 0", "True", _DIFFERS.format("test_more_than_a_backward_is_refused")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from ..capture.captured import Captured
 from ..capture.guards.objects import is_library
 from ..errors import UsageError
 from .missing_gradients import gradients_met_by_others
+
+#: Modules of libraries whose hooks on results say when a backward begins, as those of DeepSpeed's engine do.
+_TOLD = frozenset({"deepspeed.runtime.utils"})
 
 
 def inner_results(captured: Captured) -> tuple[int, ...]:
@@ -32,10 +35,39 @@ def watch_results(positions: Sequence[int], results: Sequence[torch.Tensor]) -> 
         result = results[position]
         if result.grad_fn is not None:
             first = _Watch(position, result)
-            hooks: OrderedDict[int, Any] = OrderedDict({-1: first})
+            hooks = _Hooks({-1: first})
             first.hooks = weakref.ref(hooks)
             result._backward_hooks = hooks
             result.grad_fn._register_hook_dict(result)
+
+
+class _Hooks(OrderedDict[int, Any]):
+    """The hooks of one result."""
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(key, _Told(hook) if getattr(hook, "__module__", None) in _TOLD else hook)
+
+
+class _Told:
+    """A hook that is to be told that a backward begins, and changes no gradient: also where its part of one is None."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        """Call the hook.
+
+        Raises:
+            UsageError: it changes the gradient.
+        """
+        given = torch.zeros(()) if gradient is None else gradient
+        returned = self.hook(given)
+        if returned is not None and returned is not given:
+            raise UsageError(
+                "DeepSpeed's engine scales the gradient of each result when loss.backward() is called, and other results are made from "
+                "one of them; a schedule knows only the part of its gradient that comes from outside the model. Call "
+                "engine.backward(loss), which scales the loss, or give auto_schedule blocks="
+            )
 
 
 class _Watch:
@@ -59,7 +91,8 @@ class _Watch:
             UsageError: the gradient of the result.
         """
         result, hooks = self.result(), self.hooks() if self.hooks is not None else None
-        users = [hook for hook in (hooks or {}).values() if not is_library(getattr(hook, "__module__", None))]
+        others = [hook for hook in (hooks or {}).values() if not isinstance(hook, _Told)]
+        users = [hook for hook in others if not is_library(getattr(hook, "__module__", None))]
         asked = ""
         if users:
             asked = "has a hook"
@@ -70,8 +103,8 @@ class _Watch:
         if asked:
             raise UsageError(
                 f"result {self.position} of the model {asked}, and other results are made from it; a schedule knows only the part "
-                "of its gradient that comes from outside the model. Register a hook in the forward, give auto_schedule blocks= (as DeepSpeed's "
-                "engine needs, which has hooks on results), or call the model that the schedule wraps"
+                "of its gradient that comes from outside the model. Register a hook in the forward, give auto_schedule blocks=, or call the "
+                "model that the schedule wraps"
             )
 
 

@@ -58,6 +58,45 @@ def test_the_whole_gradient_of_an_inner_result_is_refused(use: Callable[..., Non
     assert called.captures == 1
 
 
+class Engine:
+    """As DeepSpeed's: it has hooks on all results, which prepare something at the first and scale gradients if it is told to."""
+
+    def __init__(self, scale: float | None) -> None:
+        self.scale, self.prepared = scale, 0
+
+    def watch(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def hook(gradient: torch.Tensor | None) -> torch.Tensor | None:
+            self.prepared += 1
+            return gradient if self.scale is None or gradient is None else gradient * self.scale
+
+        hook.__module__ = "deepspeed.runtime.utils"
+        for result in given.values():
+            result.register_hook(hook)
+        return given
+
+
+@pytest.mark.parametrize("used", ["result", "result,features", "features"])
+def test_hooks_that_are_told_of_a_backward_may_be_on_inner_results(used: str) -> None:
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        engine = Engine(None)
+        given = engine.watch(called(rows()))
+        sum(given[name].square().sum() for name in used.split(",")).backward()  # type: ignore[union-attr]
+        assert engine.prepared
+
+    assert_as_plain(lambda: Net(features, linear(), linear()), script, captures=1)
+
+
+@pytest.mark.parametrize("used", ["result", "result,features"])
+def test_an_engine_that_scales_gradients_of_inner_results_is_refused(used: str) -> None:
+    called = AnySchedule(Net(features, linear(), linear()))
+    given = Engine(0.5).watch(called(rows()))
+    with pytest.raises(
+        UsageError, match=r"scales the gradient of each result .* Call engine.backward\(loss\), .* blocks="
+    ):
+        sum(given[name].square().sum() for name in used.split(",")).backward()  # type: ignore[union-attr]
+    assert all(parameter.grad is None for parameter in called.parameters())
+
+
 def test_everything_else_is_as_in_plain_pytorch() -> None:
     def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
         given = called(rows())
