@@ -176,11 +176,11 @@ class _Asked:
         if fastest is None:
             raise SolverError("the planner found no schedule of the block at all")
         yield fastest
-        least = self.smallest(*with_rest(program, self.costs, room))
-        lean = point_of(program, without_rest(least.schedule), self.costs)
+        least, _ = self.smallest(*with_rest(program, self.costs, room))
+        lean = point_of(program, without_rest(least), self.costs)
         yield lean
-        smallest = self.smallest(program, self.costs)
-        yield point_of(program, smallest.schedule, self.costs)
+        schedule, smallest = self.smallest(program, self.costs)
+        yield point_of(program, schedule, self.costs)
         yield self.balanced(smallest.peak_bytes, lean.carried_bytes)
         low, high = lean.carried_bytes, fastest.carried_bytes
         for share in CARRIED_SHARES:
@@ -220,8 +220,8 @@ class _Asked:
 
         Of schedules with the least peak, any may be found first, however much it carries.
         """
-        found = self.smallest(*with_rest(self.program, self.costs, self.rest(peak_bytes, carried_bytes)))
-        return point_of(self.program, without_rest(found.schedule), self.costs)
+        schedule, _ = self.smallest(*with_rest(self.program, self.costs, self.rest(peak_bytes, carried_bytes)))
+        return point_of(self.program, without_rest(schedule), self.costs)
 
     def rest(self, peak_bytes: int, carried_bytes: int) -> int:
         """Bytes of the rest of the model with which a block that carries so much reaches this peak."""
@@ -229,23 +229,17 @@ class _Asked:
         ends = sum(program.values[v].bytes for v in (*program.outputs, *program.tangents))
         return max(0, peak_bytes - program.resident_bytes - ends - carried_bytes)
 
-    def smallest(self, program: Program, costs: Mapping[str, Cost]) -> _Found:
-        """The schedule with the lowest peak that is found."""
+    def smallest(self, program: Program, costs: Mapping[str, Cost]) -> tuple[Schedule, Report]:
+        """The schedule with the lowest peak that is found.
+
+        All tasks take equally long meanwhile: what fits must not depend on how busy the machine was when it was measured.
+        """
+        even = {key: replace(cost, seconds=1.0) if math.isfinite(cost.seconds) else cost for key, cost in costs.items()}
         if self.strategy == "milp":
             with suppress(SolverError):
-                found = smallest_budget(program, costs, solver=self.solver, time_limit_seconds=max(self.seconds, 0.5))
-                return _Found(found.schedule, found.report)
-        known = smallest_known(program, costs)
+                found = smallest_budget(program, even, solver=self.solver, time_limit_seconds=max(self.seconds, 0.5))
+                return found.schedule, found.report
+        known = smallest_known(program, even)
         if known is None:
             raise SolverError("the search found no schedule of the block at all")
-        return _Found(*known)
-
-
-@dataclass(frozen=True)
-class _Found:
-    schedule: Schedule
-    report: Report
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.report.peak_bytes
+        return known

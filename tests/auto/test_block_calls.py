@@ -69,9 +69,8 @@ def scheduled(plain: nn.Module, changes: list[Change], budget: str = "80%", **op
 
 def test_batches_that_grow_are_planned_within_the_first_budget() -> None:
     plain = Decoder(blocks=3)
-    mine = scheduled(
-        plain, [(nothing, tokens(8, 16)), (nothing, tokens(8, 20)), (nothing, tokens(8, 12)), (nothing, tokens(8, 18))]
-    )
+    batches: list[Change] = [(nothing, tokens(8, length)) for length in (16, 20, 12, 18)]
+    mine = scheduled(plain, batches, "90%")  # 10 % more than the larger batch needs at least
     plans = plans_of(mine)
     assert plans is not None
     small, large = plans.plans  # those of 12 and of 18 follow the plans for 16 and for 20
@@ -172,7 +171,8 @@ def test_padding_that_appears_or_vanishes(first: str) -> None:
     mine = scheduled(Padded(Masked, 2), [(nothing, batches[name]) for name in (first, other, first, other)])
     plans = plans_of(mine)
     assert plans is not None and len(plans.plans) == 1
-    assert measured_peak(mine, batches[other]) <= plans.plans[0].plan.budget_bytes or blocks_of(mine)[0]._plain_calls
+    runs_plainly = any(block._plain_calls for block in blocks_of(mine))
+    assert measured_peak(mine, batches[other]) <= plans.plans[0].plan.budget_bytes or runs_plainly
 
 
 def freeze(model: Any) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,6 +150,21 @@ def test_a_menu_that_has_no_time_has_a_point_that_carries_little_and_peaks_low(s
         schedule = random_schedule(program, number, drop=drop)
         other = point_of(program, schedule, costs)
         assert best <= above(other.carried_bytes, simulate(program, schedule, costs).peak_bytes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_fits_does_not_depend_on_measured_seconds(seed: int) -> None:
+    """A busy machine measures other seconds; a menu's least bytes are the same."""
+    program, costs = random_program(random.Random(seed), 20)
+    found = set()
+    for noise in range(4):
+        rng = random.Random(noise)
+        noisy = {key: replace(cost, seconds=cost.seconds * 10 ** rng.uniform(-1, 1)) for key, cost in costs.items()}
+        points = menu(program, noisy, strategy="heuristic", time_limit_seconds=0.0)
+        peaks = [simulate(program, p.schedule, costs).peak_bytes for p in points]
+        both = min(p.carried_bytes + peak for p, peak in zip(points, peaks, strict=True))
+        found.add((min(p.carried_bytes for p in points), min(peaks), both))
+    assert len(found) == 1
 
 
 def test_points_that_others_dominate_are_removed() -> None:
