@@ -28,7 +28,7 @@ from monet_like.capture.example_inputs import Example
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError
-from monet_like.replay.verify import step_peak, step_seconds, train_step
+from monet_like.replay.verify.steps import step_peak, step_seconds, train_step
 from monet_like.replay.wrapper import ScheduleWrapper
 
 MB = 10**6

@@ -3,7 +3,7 @@
     python -m benchmarks.decoder_planning --model 8B --seq 2048 --shares 90,75,60,50
 
 Budgets are shares of plain PyTorch's predicted peak. "Within 0.1 % of all" means that no schedules of the parts that fit are more than
-0.1 % faster, whether they were found or not (`monet_like.plan.block_bound`). "Without a limit" compares with the time of the fastest
+0.1 % faster, whether they were found or not (`monet_like.plan.bound.prices`). "Without a limit" compares with the time of the fastest
 schedules, which need not fit.
 """
 

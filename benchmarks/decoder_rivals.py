@@ -28,7 +28,7 @@ from monet_like.cards.step import step_of, with_way
 from monet_like.ir.step import Point, peak_of, seconds_of
 from monet_like.ir.units import format_bytes, format_seconds
 from monet_like.plan.baseline import plain_step
-from monet_like.plan.block_points import point_of
+from monet_like.plan.step.menus import point_of
 from monet_like.profile.devices import DEVICES, DeviceLimits
 from monet_like.profile.roofline import roofline
 

@@ -41,7 +41,7 @@ from monet_like.models.adapters import ADAPTED
 from monet_like.models.decoders import SHAPES, Shape
 from monet_like.profile.devices import device_name
 from monet_like.profile.measure import allocated_peak
-from monet_like.replay.verify import resident_bytes
+from monet_like.replay.verify.steps import resident_bytes
 
 #: A decoder that a CPU runs in seconds.
 TINY = Shape(width=64, blocks=3, heads=4, groups=2, hidden=160, vocabulary=512)

@@ -53,7 +53,7 @@ from monet_like.ir.schedule import Schedule
 from monet_like.plan.local_search.searcher import smallest_known
 from monet_like.plan.result import Plan
 from monet_like.profile.devices import device_name
-from monet_like.replay.verify import step_peak, train_step
+from monet_like.replay.verify.steps import step_peak, train_step
 
 CPU = torch.device("cpu")
 #: The local search ends after so many seconds once it has a plan that fits.

@@ -13,7 +13,7 @@ from torch import nn
 
 import monet_like
 from monet_like.capture.example_inputs import Example
-from monet_like.replay.verify import train_step
+from monet_like.replay.verify.steps import train_step
 
 #: The variants that schedules choose from.
 MODE = "inplace_conv_multiway_newnode"

@@ -45,8 +45,8 @@ from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 from monet_like.profile.settings import versions
-from monet_like.replay.comparison import Tensors, compare
-from monet_like.replay.verify import everything_after_a_step
+from monet_like.replay.verify.comparison import Tensors, compare
+from monet_like.replay.verify.steps import everything_after_a_step
 from monet_like.replay.wrapper import ScheduleWrapper
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from monet_like.capture.example_inputs import Example
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
 from monet_like.profile.devices import DEVICES
-from monet_like.replay.verify import step_seconds
+from monet_like.replay.verify.steps import step_seconds
 from monet_like.replay.wrapper import ScheduleWrapper
 
 CPU = torch.device("cpu")

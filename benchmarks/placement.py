@@ -26,8 +26,8 @@ from monet_like.files import write_atomically
 from monet_like.ir.program import Cost, Program
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import cost_of, moments
-from monet_like.plan.placement import Lifetime, most_at_once, place
 from monet_like.profile.devices import DEVICES
+from monet_like.replay.memory.placement import Lifetime, most_at_once, place
 
 PAGE = Path(__file__).parent / "results" / "placement.md"
 MIB, GB = 2**20, 10**9

@@ -25,7 +25,7 @@ from monet_like.compiler.pipeline import make_record, plan_for, prepare
 from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.models import UNet
-from monet_like.replay.verify import step_peak, step_seconds
+from monet_like.replay.verify.steps import step_peak, step_seconds
 from monet_like.replay.wrapper import ScheduleWrapper
 
 MB = 10**6

@@ -30,8 +30,8 @@ from benchmarks.malloc import keep_freed
 from benchmarks.resident_memory import resident_peak, status_bytes
 from benchmarks.work import Job
 from monet_like.capture.example_inputs import Example
-from monet_like.replay.comparison import Tensors
-from monet_like.replay.verify import (
+from monet_like.replay.verify.comparison import Tensors
+from monet_like.replay.verify.steps import (
     draws,
     everything_after_a_step,
     judged,
@@ -55,7 +55,7 @@ class Verdict:
         gradient_error: of all gradients together, relative, in the 2-norm; or that of the change of the loss.
         rounding: the same for plain PyTorch, with weights changed in the last places: see `Job`.
         checked: against what: plain, or finite differences where random masks are not plain PyTorch's.
-        correct: every gradient is plain PyTorch's but for rounding: see `monet_like.replay.comparison`.
+        correct: every gradient is plain PyTorch's but for rounding: see `monet_like.replay.verify.comparison`.
         first_seconds: of the first step, which compiles.
     """
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from monet_like import ScheduleWrapper
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.pipeline import make_record, plan_for, prepare
 from monet_like.compiler.request import Request
 from monet_like.profile.devices import DEVICES

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .nn.dropit import to_dropit
     from .nn.sync_batch_norm import convert_sync_batchnorm
     from .plan.strategies import register_strategy
-    from .replay.allocator import place_memory, reserve
+    from .replay.memory.allocator import place_memory, reserve
     from .replay.wrapper import ScheduleWrapper
     from .variants import register_variant
 
@@ -55,12 +55,12 @@ _LAZY = {
     "convert_sync_batchnorm": "nn.sync_batch_norm",
     "fits": "cards.fits",
     "mark": "capture.annotations",
-    "place_memory": "replay.allocator",
+    "place_memory": "replay.memory.allocator",
     "plan_step": "auto.plan_step",
     "problem": "job.start",
     "register_strategy": "plan.strategies",
     "register_variant": "variants",
-    "reserve": "replay.allocator",
+    "reserve": "replay.memory.allocator",
     "to_dropit": "nn.dropit",
     "unwrap": "auto.blocks",
 }

@@ -11,7 +11,7 @@ from torch import nn
 
 from .capture.captured import Captured
 from .capture.example_inputs import Example, device_of, input_specs
-from .capture.lowering import capture
+from .capture.lower.step import capture
 from .capture.precision import autocast_name, weights_layout
 from .errors import UsageError
 from .ir.mode import WORDS
@@ -19,8 +19,8 @@ from .ir.program import Task
 from .ir.schedule import Schedule
 from .ir.schedule_file import ScheduleRecord
 from .plan.random_schedules import random_schedule
-from .replay.comparison import Verdict
-from .replay.verify import everything_after_a_step, judged
+from .replay.verify.comparison import Verdict
+from .replay.verify.steps import everything_after_a_step, judged
 from .replay.wrapper import ScheduleWrapper
 from .variants.constraints import bitwise_where_compared, obeying_marks, reading_once
 from .variants.editor import Editor, Offer

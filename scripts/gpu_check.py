@@ -41,10 +41,10 @@ from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import InputSpec, ScheduleRecord
 from monet_like.models import build_model
 from monet_like.profile.devices import device_name, device_slug, known_limits, machine_at
-from monet_like.replay.allocator import place_memory, reserve
-from monet_like.replay.arena import RECORDED
-from monet_like.replay.comparison import Tensors
-from monet_like.replay.verify import judged, real_example, step_peak, step_seconds, takes_transforms, train_step
+from monet_like.replay.memory.allocator import place_memory, reserve
+from monet_like.replay.memory.arena import RECORDED
+from monet_like.replay.verify.comparison import Tensors
+from monet_like.replay.verify.steps import judged, real_example, step_peak, step_seconds, takes_transforms, train_step
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.zoo.registry import FILE_NAME, Registry
 
@@ -126,7 +126,7 @@ class Replay:
         profile: device the costs are from, on which predictions depend.
         gradient_error: of all gradients together, relative, in the 2-norm, of steps `in_float32`; ``rounding``: that of plain PyTorch with
             weights changed in the last places. ``wrong``: the gradients that are not plain PyTorch's, by
-            `monet_like.replay.comparison`.
+            `monet_like.replay.verify.comparison`.
         reserved_bytes: by the caching allocator, which had one block to begin with.
         placed_reserved_bytes, placed_seconds: the same, and the step, after `monet_like.place_memory`; 0: not compiled.
     """

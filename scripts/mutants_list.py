@@ -113,25 +113,25 @@ _WRAPPED = "replay/test_wrapper.py::{}"
 
 #: On the way from a call to its backward.
 _CHECKS = [
-    ("replay/changed_inputs.py", "value in captured.changed and uses[storage] > 1", "False", _IN_PLACE.format("test_memory_that_two_inputs_share_is_not_changed")),
-    ("replay/changed_inputs.py", "inputs[position].requires_grad and inputs[position].is_leaf", "False", _KEY.format("test_a_leaf_that_would_change_in_place_is_refused_before_anything_changes")),
-    ("replay/changed_inputs.py", "inputs[position].requires_grad and inputs[position].is_leaf", "inputs[position].requires_grad", _IN_PLACE.format("test_inputs_change_as_in_plain_pytorch")),
-    ("replay/backward_checks.py", "if torch.is_grad_enabled()", "if False", "capture/test_corners.py::test_second_derivatives_are_refused"),
-    ("replay/backward_checks.py", "if torch.is_autocast_enabled(captured.device.type)", "if False", "capture/test_precision.py::test_a_backward_inside_autocast_is_warned_of"),
-    ("replay/backward_checks.py", "gradient is not None and _is_batched(gradient) for", "False for", "capture/test_effects.py::test_many_gradients_at_once_are_refused"),
-    ("replay/backward_checks.py", "if asked:", "if False:", _INNER),
-    ("replay/backward_checks.py", "if users:", "if False:", _INNER),
-    ("replay/backward_checks.py", "result is not None and result.retains_grad", "False", _INNER),
-    ("replay/backward_checks.py", "not torch._C._will_engine_execute_node(self.next_node)", "False", _INNER),
-    ("replay/backward_checks.py", "if tangent in met", "if False", _INNER),
-    ("replay/backward_checks.py", "returned is not None and returned is not given", "False", _ENGINE.format("result,features")),
-    ("replay/backward_checks.py", "torch.zeros(()) if gradient is None else gradient", "gradient", _ENGINE.format("result")),
-    ("replay/one_pass.py", "function._backward_cls.register_prehook = refuse", "pass", "auto/test_pipelines.py"),
-    ("replay/transforms.py", "torch._C._functorch.peek_interpreter_stack() is None", "True", _DIFFERS.format("test_more_than_a_backward_is_refused")),
-    ("replay/transforms.py", "forward_ad._current_level < 0", "True", _DIFFERS.format("test_more_than_a_backward_is_refused")),
-    ("replay/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*model.parameters(), *model.buffers())", _DIFFERS.format("test_more_than_a_backward_is_refused")),
-    ("replay/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*inputs, *model.buffers())", _KEY.format("test_tangents_of_parameters_and_buffers_are_refused[parameter]")),
-    ("replay/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*inputs, *model.parameters())", _KEY.format("test_tangents_of_parameters_and_buffers_are_refused[buffer]")),
+    ("replay/checks/changed_inputs.py", "value in captured.changed and uses[storage] > 1", "False", _IN_PLACE.format("test_memory_that_two_inputs_share_is_not_changed")),
+    ("replay/checks/changed_inputs.py", "inputs[position].requires_grad and inputs[position].is_leaf", "False", _KEY.format("test_a_leaf_that_would_change_in_place_is_refused_before_anything_changes")),
+    ("replay/checks/changed_inputs.py", "inputs[position].requires_grad and inputs[position].is_leaf", "inputs[position].requires_grad", _IN_PLACE.format("test_inputs_change_as_in_plain_pytorch")),
+    ("replay/checks/backward_checks.py", "if torch.is_grad_enabled()", "if False", "capture/test_corners.py::test_second_derivatives_are_refused"),
+    ("replay/checks/backward_checks.py", "if torch.is_autocast_enabled(captured.device.type)", "if False", "capture/test_precision.py::test_a_backward_inside_autocast_is_warned_of"),
+    ("replay/checks/backward_checks.py", "gradient is not None and _is_batched(gradient) for", "False for", "capture/test_effects.py::test_many_gradients_at_once_are_refused"),
+    ("replay/checks/backward_checks.py", "if asked:", "if False:", _INNER),
+    ("replay/checks/backward_checks.py", "if users:", "if False:", _INNER),
+    ("replay/checks/backward_checks.py", "result is not None and result.retains_grad", "False", _INNER),
+    ("replay/checks/backward_checks.py", "not torch._C._will_engine_execute_node(self.next_node)", "False", _INNER),
+    ("replay/checks/backward_checks.py", "if tangent in met", "if False", _INNER),
+    ("replay/checks/backward_checks.py", "returned is not None and returned is not given", "False", _ENGINE.format("result,features")),
+    ("replay/checks/backward_checks.py", "torch.zeros(()) if gradient is None else gradient", "gradient", _ENGINE.format("result")),
+    ("replay/checks/one_pass.py", "function._backward_cls.register_prehook = refuse", "pass", "auto/test_pipelines.py"),
+    ("replay/checks/transforms.py", "torch._C._functorch.peek_interpreter_stack() is None", "True", _DIFFERS.format("test_more_than_a_backward_is_refused")),
+    ("replay/checks/transforms.py", "forward_ad._current_level < 0", "True", _DIFFERS.format("test_more_than_a_backward_is_refused")),
+    ("replay/checks/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*model.parameters(), *model.buffers())", _DIFFERS.format("test_more_than_a_backward_is_refused")),
+    ("replay/checks/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*inputs, *model.buffers())", _KEY.format("test_tangents_of_parameters_and_buffers_are_refused[parameter]")),
+    ("replay/checks/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*inputs, *model.parameters())", _KEY.format("test_tangents_of_parameters_and_buffers_are_refused[buffer]")),
     ("replay/training_step.py", "if not self.captured.constants.hold()", "if False", "capture/test_constants.py::test_unregistered_parameters_that_change_are_followed"),
     ("replay/training_step.py", "self.reads.change() if self.reads is not None else None", "None", _VALUE.format("attribute")),
     ("replay/training_step.py", "check_backward(call.step.captured, grads)", "pass", "capture/test_precision.py::test_a_backward_inside_autocast_is_warned_of"),
@@ -155,11 +155,11 @@ _CHECKS = [
     ("capture/guards/recorder.py", "set_again=effects.paths", "set_again=()", "replay/test_effects_that_fail.py::test_what_the_backward_reads_moves_no_place"),
     ("capture/guards/traversal.py", "if isinstance(holder.held, deque):", "if False:", "replay/test_effects_that_fail.py::test_a_deque_of_another_length_is_another_one"),
     ("replay/training_step.py", "if grad.layout is not torch.strided:", "if False:", "replay/test_gradients_of_results.py::test_a_sparse_gradient_of_a_result_is_taken"),
-    ("capture/flat_module.py", "            pytree.tree_unflatten(flat, self.out_spec)\n", "            pass\n", "replay/test_objects.py::test_a_result_that_cannot_be_made_anew_is_refused"),
+    ("capture/trace/flat_module.py", "            pytree.tree_unflatten(flat, self.out_spec)\n", "            pass\n", "replay/test_objects.py::test_a_result_that_cannot_be_made_anew_is_refused"),
     ("replay/training_step.py", "if t is None)", "if False)", _KEY.format("test_a_result_without_gradient_has_none")),
 ]  # fmt: skip
 
-_C = "replay/compatibility.py"
+_C = "replay/checks/compatibility.py"
 _NOT_SOLVED = "capture/test_precision.py::test_what_a_schedule_was_not_solved_for_is_refused"
 _LARGER = _WRAPPED.format("test_a_larger_batch_another_size_or_another_model_is_refused")
 #: From a call to its schedule.
@@ -299,7 +299,7 @@ _SHARED = [
 
 def _listed() -> Iterator[Mutant]:
     for text, instead, test in _CALL_KEYS:
-        yield Mutant("replay/call_keys.py", text, instead, test)
+        yield Mutant("replay/checks/call_keys.py", text, instead, test)
     for text, instead, test in _WRAPPER:
         yield Mutant("replay/wrapper.py", text, instead, test)
     for file, text, instead, test in (*_CHECKS, *_SCHEDULES, *_KEPT, *_GUARDS):

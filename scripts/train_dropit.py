@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from monet_like import ScheduleWrapper, to_dropit
 from monet_like.capture.captured import Captured
 from monet_like.capture.example_inputs import input_spec
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.capture.precision import weights_layout
 from monet_like.errors import UsageError
 from monet_like.files import write_atomically

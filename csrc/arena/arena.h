@@ -1,7 +1,7 @@
 // An arena: one block of memory from which the tensors of a training step are cut, each at a place that was chosen ahead.
 //
 // A step allocates the same sizes in the same order every time. So a plan first records what one step allocates and frees, then
-// monet_like/plan/placement.py chooses an offset for every allocation, and from then on the n-th allocation of a step gets the n-th
+// monet_like/replay/memory/placement.py chooses an offset for every allocation, and from then on the n-th allocation of a step gets the n-th
 // offset. Nothing relies on that: an allocation of another size, on another stream, or at a place that is still taken comes from
 // PyTorch's own allocator, as every small one does.
 //
@@ -350,7 +350,7 @@ int refill(int64_t block, int64_t bytes, Stream stream, int device, const Make& 
 
 }  // namespace monet_like::arena
 
-// The functions that monet_like/replay/arena.py calls, beside `arena_install`, `arena_fill` and `arena_enter` of each device.
+// The functions that monet_like/replay/memory/arena.py calls, beside `arena_install`, `arena_fill` and `arena_enter` of each device.
 #define MONET_LIKE_EXPORT extern "C" __attribute__((visibility("default")))
 #define MONET_LIKE_ARENA_FUNCTIONS                                                                               \
   using monet_like::arena::Arenas;                                                                               \

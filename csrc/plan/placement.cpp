@@ -3,7 +3,7 @@
 // This is dynamic storage allocation, which is NP-hard. Blocks are placed in an order, each at the lowest address that is free
 // during its life. The first orders are by size, by size times lifetime, by lifetime and by birth. Then a limit is set just below the
 // best height so far; a block that ends above the limit moves to an earlier place of the order, and placing goes on from there
-// ("Squeaky Wheel" Optimization, Joslin and Clements 1999). monet_like/plan/placement.py calls it. Needs nothing but the C++ library.
+// ("Squeaky Wheel" Optimization, Joslin and Clements 1999). monet_like/replay/memory/placement.py calls it. Needs nothing but the C++ library.
 
 #include <algorithm>
 #include <array>

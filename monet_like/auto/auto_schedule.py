@@ -20,7 +20,7 @@ from ..errors import CaptureError, UsageError, warn_caller
 from ..ir.defaults import MODE, SOLVER
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import Budget, parse_budget
-from ..replay.compatibility import OTHER_STEP, call_difference
+from ..replay.checks.compatibility import OTHER_STEP, call_difference
 from ..replay.wrapper import NewInput, ScheduleWrapper, is_empty
 from . import parts
 from .block_menus import BlockSettings

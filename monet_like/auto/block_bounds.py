@@ -1,4 +1,4 @@
-"""What no schedules of a model's blocks can beat, and the schedules that their menus lack (`monet_like.plan.block_bound`)."""
+"""What no schedules of a model's blocks can beat, and the schedules that their menus lack (`monet_like.plan.bound.prices`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from ..compiler.prepared import Prepared
 from ..ir.schedule import Schedule
 from ..ir.step import Point, Step, seconds_of
-from ..plan.block_bound import Bound, step_bound
-from ..plan.block_relaxation import BlockRelaxation, block_relaxation
-from ..plan.proven_choice import BOUND_SECONDS, NEAR, longer_menus
+from ..plan.bound.pieces import BlockRelaxation, block_relaxation
+from ..plan.bound.prices import Bound, step_bound
+from ..plan.step.proof import BOUND_SECONDS, NEAR, longer_menus
 from .block_menus import BlockSettings, Kind, content_of, own_point
-from .step_memory import Blocks
+from .rehearsal.memory import Blocks
 
 #: Wall seconds for each of the two bounds of a quick plan.
 QUICK_BOUND_SECONDS = 2.0

@@ -16,10 +16,10 @@ from ..capture.trees import map_tensors, tensors_of
 from ..errors import warn_caller
 from ..ir.units import Budget, format_bytes
 from .agreement import processes
+from .block import blocks_of
 from .block_menus import BlockSettings
 from .block_plan import BlockPlan, plan_blocks
-from .block_wrapper import blocks_of
-from .step_memory import Blocks, step_of
+from .rehearsal.memory import Blocks, step_of
 
 
 @dataclass(frozen=True)

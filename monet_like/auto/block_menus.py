@@ -24,12 +24,12 @@ from ..ir.simulate import simulate
 from ..ir.step import Point
 from ..ir.units import Budget
 from ..plan.baseline import plain_step
-from ..plan.block_points import efficient, menu, point_of
 from ..plan.result import Plan
+from ..plan.step.menus import efficient, menu, point_of
 from ..replay.segments import handed_gradients
 from .agreement import Sharing, gathered
-from .block_wrapper import BlockCall
-from .step_memory import Blocks, Rehearsed
+from .block import BlockCall
+from .rehearsal.memory import Blocks, Rehearsed
 
 #: Seconds for a menu in a quick plan.
 QUICK_SECONDS = 10.0

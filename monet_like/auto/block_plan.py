@@ -19,7 +19,7 @@ from ..errors import InfeasibleError, ScheduleFileError, warn_caller
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.step import Point, Step, peak_of, seconds_of
 from ..ir.units import format_bytes, format_seconds
-from ..plan.blocks import Choice, ChoiceStatus, choose, smallest
+from ..plan.step.choice import Choice, ChoiceStatus, choose, smallest
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from .agreement import all_agree, all_do, gathered, planned_by, processes
@@ -27,7 +27,7 @@ from .block_bounds import BoundedBlocks
 from .block_menus import BlockSettings, Kind, check_alike, kinds_of, menus_of, read_point, records_of
 from .block_shares import OwnPlans, Share
 from .kept_blocks import NOTHING, BlockKey, KeptBlocks, most_of_rest
-from .step_memory import Blocks, StepMemory, WholeStep
+from .rehearsal.memory import Blocks, StepMemory, WholeStep
 from .whole_plan import is_of
 
 #: Choices that are made at most: each after a rehearsal that keeps what the one before it keeps.

@@ -19,8 +19,8 @@ from ..ir.program import Program
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.step import Point
 from ..ir.units import format_bytes
+from .block import BlockCall
 from .block_menus import BlockSettings, Kind, costs_of_call, digest_of_call, plain_point, points_of_call, record_of
-from .block_wrapper import BlockCall
 
 
 @dataclass(frozen=True)

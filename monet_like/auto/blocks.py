@@ -15,12 +15,12 @@ from ..capture.checks import is_sharded
 from ..errors import UsageError, warn_caller
 from ..replay.stand_in import caching_config
 from ..replay.wrapper import ScheduleWrapper
+from .block import BlockSchedule, blocks_of
 from .block_calls import CallPlans, plans_of
 from .block_menus import BlockSettings
 from .block_plan import BlockPlan, plan_blocks
-from .block_wrapper import BlockSchedule, blocks_of
+from .rehearsal.memory import Blocks, NoBlockCalled, WholeStep
 from .shared_captures import SharedCaptures
-from .step_memory import Blocks, NoBlockCalled, WholeStep
 
 #: How blocks are named: modules of the model, or patterns of their names.
 BlockNames = Iterable[nn.Module] | str | Sequence[str]

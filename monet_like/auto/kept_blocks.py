@@ -19,7 +19,7 @@ from ..ir.json_fields import headed, typed
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.step import Point, Step
-from ..plan.blocks import ChoiceStatus
+from ..plan.step.choice import ChoiceStatus
 
 FORMAT = "monet_like block plan"
 VERSION = 4

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..capture.checks import check_arguments
-from ..capture.lowering import capture
-from ..capture.undone import Undone
+from ..capture.lower.step import capture
+from ..capture.trace.undone import Undone
 
 #: Limits of a search: parts that are tried, and seconds.
 MOST_TRIED, MOST_SECONDS = 24, 60.0

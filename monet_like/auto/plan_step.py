@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from ..errors import UsageError
-from ..replay.one_pass import apart
+from ..replay.checks.one_pass import apart
+from .block import blocks_of
 from .block_plan import BlockPlan
-from .block_wrapper import blocks_of
 from .blocks import plan_and_keep, plan_no_more
-from .step_memory import WholeStep
+from .rehearsal.memory import WholeStep
 
 
 def plan_step(model: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> BlockPlan:
@@ -57,7 +57,7 @@ def plan_step(model: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: 
 def _check_whole_backward(step: Callable[..., Any]) -> None:
     """Refuse a pipeline whose schedule has actions ``I`` and ``W``, before any process waits for another.
 
-    A function that calls the schedule hides it: then the rehearsal notices (`monet_like.replay.rehearsal`).
+    A function that calls the schedule hides it: then the rehearsal notices (`monet_like.auto.rehearsal.stand_ins`).
 
     Raises:
         UsageError: it has.

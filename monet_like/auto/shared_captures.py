@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.answers import Answer
 from ..capture.captured import Captured
 from ..capture.guards.traversal import form_of_plain
+from ..capture.trace.answers import Answer
 from ..ir.schedule import Schedule
 from ..replay.training_step import Step
 

@@ -28,7 +28,7 @@ from ..ir.units import Budget, format_apart, format_seconds
 from ..plan import Plan, store_all
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
-from ..replay.compatibility import exceeds, has_liger
+from ..replay.checks.compatibility import exceeds, has_liger
 
 
 @dataclass(frozen=True)

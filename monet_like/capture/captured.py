@@ -14,10 +14,10 @@ from ..ir.display import short_repr
 from ..ir.program import Call, Program, Ref, Task, refs
 from ..ops.sync_batch_norm import COMMUNICATING
 from .annotations import Mark
-from .answers import Answer
 from .constants import Constants
 from .guards.effects import Effects
 from .guards.reads import Reads
+from .trace.answers import Answer
 
 #: The CUDA caching allocator hands out multiples of this.
 CUDA_GRANULARITY_BYTES = 512

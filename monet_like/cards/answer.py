@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from ..ir.program import Cost
 from ..ir.schedule import Schedule
 from ..ir.step import Point, Step, peak_of, seconds_of
-from ..plan.block_relaxation import BlockRelaxation, block_relaxation
-from ..plan.blocks import smallest
-from ..plan.proven_choice import ProvenChoice, choose_with_proof
+from ..plan.bound.pieces import BlockRelaxation, block_relaxation
+from ..plan.step.choice import smallest
+from ..plan.step.proof import ProvenChoice, choose_with_proof
 from ..profile.devices import DeviceLimits
 from ..profile.roofline import roofline
 from .decoder import Question

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..capture.absent_gpu_attention import check_attention
+from ..capture.absent_gpu.attention import check_attention
 from ..compiler.problem import read_dtype
 from ..compiler.request import optimizer_bytes
 from ..errors import UsageError

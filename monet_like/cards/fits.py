@@ -39,7 +39,7 @@ def fits(
     """Predict which cards a decoder trains on; no card and no weights are needed.
 
     Each distinct block is captured once, on meta tensors as on the target card, and gets a menu of schedules. For each card one
-    integer program chooses a schedule for every block, so that the whole step fits (`monet_like.plan.blocks`).
+    integer program chooses a schedule for every block, so that the whole step fits (`monet_like.plan.step.choice`).
 
     Args:
         model: a name such as ``"llama_8b"``, ``"transformers:LlamaForCausalLM(config.json)"``, another MODEL of the command

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.absent_gpu_attention import Absent, attention
+from ..capture.absent_gpu.attention import Absent, attention
 from ..capture.captured import Captured, allocated_bytes
 from ..capture.example_inputs import Example
-from ..capture.meta_tensors import as_fakes
+from ..capture.trace.meta_tensors import as_fakes
 from ..compiler.request import Request, captured_for
 from ..errors import UsageError
 from .decoder import Question

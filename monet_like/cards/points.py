@@ -10,7 +10,7 @@ from ..ir.program import Cost, Program, Task
 from ..ir.schedule import Schedule, prune
 from ..ir.step import Point
 from ..plan.baseline import plain_step, store_all
-from ..plan.block_points import efficient, menu, point_of
+from ..plan.step.menus import efficient, menu, point_of
 from .pieces import Piece
 
 #: Wall seconds for the menu of one part, about. The search ends by itself before, unless the machine is slow or very busy: so its

@@ -34,7 +34,7 @@ from ..ir.units import format_bytes, format_seconds, parse_budget
 from ..plan.baseline import plain_report
 from ..plan.strategies.checkpointing import NO_LIMIT
 from ..profile.measure import allocated_peak
-from ..replay.verify import real_example, same_step, step_peak, step_seconds, train_step
+from ..replay.verify.steps import real_example, same_step, step_peak, step_seconds, train_step
 from ..replay.wrapper import ScheduleWrapper
 from .output import check_results, write_table
 from .prepare import job_of, source_of

@@ -14,8 +14,8 @@ from ..inductor.plan_file import CompilePlan, GraphDecisions, plan_model
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..job.job import Job
-from ..replay.compatibility import check_program
-from ..replay.verify import real_example
+from ..replay.checks.compatibility import check_program
+from ..replay.verify.steps import real_example
 from .output import check_results
 from .prepare import job_of, source_of
 from .report import problem_of, rates_of

@@ -13,7 +13,7 @@ from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..models import is_registered
 from ..profile.devices import DEVICES
-from ..replay.compatibility import check_program
+from ..replay.checks.compatibility import check_program
 from ..report.page import Figures, numbers, vega
 from ..report.write import figures_of, write_report
 from .output import check_results, write_table

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ..capture.absent_gpu_attention import attention_as
+from ..capture.absent_gpu.attention import attention_as
 from ..capture.example_inputs import Example
 from ..capture.precision import autocast_as
 from ..compiler.problem import Problem, read_problem
@@ -20,7 +20,7 @@ from ..errors import UsageError
 from ..ir.mode import parse_mode
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
-from ..replay.verify import real_example, same_step, step_peak, step_seconds
+from ..replay.verify.steps import real_example, same_step, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
 from .prepare import SOLUTIONS, schedule_path
 from .terminal import Terminal, aligned_table

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from ..capture.absent_gpu_attention import attention_as
+from ..capture.absent_gpu.attention import attention_as
 from ..capture.example_inputs import Example
 from ..capture.precision import autocast_as
 from ..compiler.pipeline import make_record, plan_for
@@ -23,7 +23,7 @@ from ..ir.units import format_bytes, format_seconds
 from ..plan import Plan
 from ..plan.budgets import fits
 from ..profile.devices import DeviceLimits
-from ..replay.verify import real_example, step_peak, step_seconds
+from ..replay.verify.steps import real_example, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
 from .batch_search import Batches, Trial, Tuner, largest_power
 from .output import check_results, draw, write_table

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..capture.captured import Captured
-from ..capture.delayed_gradients import LEAST_GAIN
+from ..capture.lower.delayed_gradients import LEAST_GAIN
 from ..errors import InfeasibleError
 from ..ir.profile_file import Profile
 from ..ir.program import FREE, Cost

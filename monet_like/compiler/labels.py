@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from ..capture.absent_gpu_attention import HALF, KINDS
+from ..capture.absent_gpu.attention import HALF, KINDS
 from ..capture.captured import Captured
 from ..capture.precision import weights_layout
 from ..ir.program import Program

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..capture.absent_gpu_attention import check_attention
+from ..capture.absent_gpu.attention import check_attention
 from ..capture.captured import fake_mode
 from ..capture.checks import check_initialized
 from ..capture.example_inputs import Example
-from ..capture.meta_tensors import is_meta
 from ..capture.precision import AUTOCASTS, LAYOUTS, in_layout
+from ..capture.trace.meta_tensors import is_meta
 from ..capture.trees import flattened, map_tensors
 from ..errors import UsageError
 from ..ir.display import short_repr

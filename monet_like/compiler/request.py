@@ -10,9 +10,9 @@ from torch import nn
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import Example
-from ..capture.lowering import capture
-from ..capture.meta_tensors import traced_device
+from ..capture.lower.step import capture
 from ..capture.precision import autocast_as
+from ..capture.trace.meta_tensors import traced_device
 from ..capture.trees import tensors_of
 from ..errors import UsageError
 from ..ir.defaults import SOLVER

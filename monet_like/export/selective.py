@@ -1,7 +1,7 @@
 """`checkpoint_policy`: the best plan that PyTorch's selective activation checkpointing can express, as its ``context_fn``.
 
 PyTorch asks a policy about every operator of a checkpointed region, in the order of execution, whether to save its results.
-`monet_like.plan.selective` says what the mechanism then does, and chooses. Here the operators that PyTorch calls are lined
+`monet_like.export.selection` says what the mechanism then does, and chooses. Here the operators that PyTorch calls are lined
 up with those of the captured program, and the choice becomes an answer for each call.
 """
 
@@ -29,12 +29,12 @@ from ..ir.program import Program
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..plan.baseline import plain_step
-from ..plan.selective import Item, Region, Step, choose
-from ..replay.verify import real_example
+from ..replay.verify.steps import real_example
 from ..report.figures import layers_of
 from ..runtime.operators import overload
 from .policy_file import RegionDecisions, SelectivePlan, read_policy, write_policy
 from .recording import Operator, find_regions, record_operators
+from .selection import Item, Region, Step, choose
 
 
 class SelectivePolicy:

@@ -21,9 +21,9 @@ from ..ir.schedule import Schedule
 from ..ir.simulate import Report, simulate
 from ..ir.units import Budget, format_bytes, format_seconds
 from ..plan import plan, store_all
-from ..plan.block_points import menu
 from ..plan.local_search.searcher import quick_evaluations
 from ..plan.result import Plan
+from ..plan.step.menus import menu
 from .emission import modules_of, saved_nodes
 from .groups import runs_of
 from .in_place import settled

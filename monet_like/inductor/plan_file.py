@@ -18,7 +18,7 @@ from ..errors import ScheduleFileError
 from ..files import read_bytes, write_atomically
 from ..ir.json_fields import headed, typed
 from ..ir.schedule import Schedule
-from ..replay.verify import train_step
+from ..replay.verify.steps import train_step
 from .partitioner import PlannedGraph, graph_key
 
 FORMAT, VERSION = "monet_like compile plan", 1

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..auto.auto_schedule import AutoSchedule, auto_schedule
+from ..auto.block import blocks_of
 from ..auto.block_plan import BlockPlan
-from ..auto.block_wrapper import blocks_of
 from ..auto.blocks import BlockNames, block_plan, unwrap
 from ..replay.stand_in import caching_config
 

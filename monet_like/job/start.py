@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.absent_gpu_attention import check_attention
-from ..capture.meta_tensors import is_meta, traced_device
+from ..capture.absent_gpu.attention import check_attention
 from ..capture.precision import autocast_name
+from ..capture.trace.meta_tensors import is_meta, traced_device
 from ..compiler.problem import absent_device, read_device
 from ..compiler.progress import Progress
 from ..compiler.request import Request, optimizer_bytes

@@ -1,4 +1,4 @@
-"""Branches: what a step's Python code decides by values of tensors, see `monet_like.capture.answers`.
+"""Branches: what a step's Python code decides by values of tensors, see `monet_like.capture.trace.answers`.
 
 A step asks its questions again in every call. Where an answer is another one, everything that the call has changed so far is
 undone, and the call begins anew with the step of the other branch; likewise with the plain model where side effects cannot be
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..capture.answers import Answer
 from ..capture.captured import Captured
 from ..capture.guards.effects import NotRepeated
-from ..capture.undone import Contents, default_generators, written_places
+from ..capture.trace.answers import Answer
+from ..capture.trace.undone import Contents, default_generators, written_places
 from ..errors import UsageError
 from ..ir.program import Ref, Task
 from ..runtime.operators import schema_of

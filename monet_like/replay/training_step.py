@@ -22,13 +22,13 @@ from ..ir.schedule import Schedule
 from ..ir.simulate import Free, simulate
 from ..runtime.codegen import Block, compile_block, compile_chain, liveness
 from ..runtime.questions import ASK, Asking
-from .arena import StepMemory
-from .backward_checks import check_backward, inner_results, watch_results
 from .branches import undone_if_ended, written_residents
+from .checks.backward_checks import check_backward, inner_results, watch_results
+from .checks.one_pass import in_one_pass
 from .functional import without_cudnn
 from .fusion import Fused, fuse
+from .memory.arena import StepMemory
 from .missing_gradients import without_missing
-from .one_pass import in_one_pass
 from .segments import Segment, Stretch, cut, cut_alike, tasks_of
 
 #: From saved values and incoming gradients to the gradients of one segment after the other.

@@ -13,19 +13,19 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ..capture.absent_gpu_attention import KINDS, attention_as
-from ..capture.alone import CAPTURING, CallLock
-from ..capture.answers import Answer, raised_by_model
+from ..capture.absent_gpu.attention import KINDS, attention_as
 from ..capture.captured import Captured
 from ..capture.checks import check_initialized
 from ..capture.example_inputs import device_of, example_of, input_specs, specs_in_words
 from ..capture.guards.effects import NotRepeated
 from ..capture.guards.reads import Change
 from ..capture.guards.side_effects import generators_restored
-from ..capture.lowering import capture
+from ..capture.lower.step import capture
 from ..capture.precision import AUTOCASTS, autocast_as, autocast_name
 from ..capture.quantised import settle
-from ..capture.tracing import asks_for_values
+from ..capture.trace.alone import CAPTURING, CallLock
+from ..capture.trace.answers import Answer, raised_by_model
+from ..capture.trace.joint import asks_for_values
 from ..capture.trees import flattened
 from ..errors import CaptureError, MonetError, ScheduleFileError, UsageError, warn_caller
 from ..ir.schedule_file import InputSpec, ScheduleRecord
@@ -34,11 +34,10 @@ from ..nn.sync_batch_norm import is_synchronised, world
 from ..profile.devices import known_limits, machine_at
 from ..runtime.questions import OtherAnswer
 from ..variants import admitted
-from .arena import Arena
 from .branches import Branches, known_answers
-from .call_keys import arguments, structure
-from .changed_inputs import check_changeable
-from .compatibility import (
+from .checks.call_keys import arguments, structure
+from .checks.changed_inputs import check_changeable
+from .checks.compatibility import (
     carried_over,
     check_program,
     check_shapes,
@@ -48,11 +47,12 @@ from .compatibility import (
     told_of_order,
     warn_elsewhere,
 )
+from .checks.transforms import check_transforms
+from .checks.twins import warn_of_liger, warn_of_twins
 from .inductor import check_inductor
+from .memory.arena import Arena
 from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
 from .training_step import Step, run_step
-from .transforms import check_transforms
-from .twins import warn_of_liger, warn_of_twins
 
 _log = logging.getLogger("monet_like")
 

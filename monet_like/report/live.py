@@ -17,7 +17,7 @@ from ..ir.display import short_repr
 from ..ir.schedule import Schedule
 from ..profile.measure import allocated_peaks, have_workspaces
 from ..replay.training_step import Step, run_step
-from ..replay.verify import resident_bytes, step_seconds, train_step
+from ..replay.verify.steps import resident_bytes, step_seconds, train_step
 
 #: Timed steps; one more warms up.
 STEPS = 3

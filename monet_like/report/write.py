@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..capture.absent_gpu_attention import attention_as
+from ..capture.absent_gpu.attention import attention_as
 from ..capture.precision import autocast_as
 from ..compiler.comparison import strategy_points
 from ..compiler.prepared import Prepared, with_workspaces_of
@@ -20,7 +20,7 @@ from ..ir.schedule_file import ScheduleRecord
 from ..plan import STRATEGIES
 from ..profile.cublas import multiplies
 from ..profile.devices import device_name
-from ..replay.verify import real_example
+from ..replay.verify.steps import real_example
 from .charts import Fronts
 from .figures import Course, course, plain_course
 from .live import live_step

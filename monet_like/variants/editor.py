@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ..capture.absent_gpu import convolutions
+from ..capture.absent_gpu.choices import convolutions
 from ..capture.captured import Captured, TensorMeta, fake_mode, make_task
 from ..ir.program import Call, Ref, Task, Value
 from ..runtime.operators import resolve

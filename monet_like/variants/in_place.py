@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..capture.captured import TensorMeta
-from ..capture.in_place import PARTS, into_part
+from ..capture.lower.in_place import PARTS, into_part
 from ..ir.program import Call, Ref, Task, refs
 from .editor import Editor
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import monet_like
+from monet_like.auto.block import blocks_of
 from monet_like.auto.block_calls import plans_of
-from monet_like.auto.block_wrapper import blocks_of
 from monet_like.errors import UsageError
 
 QUICK: dict[str, Any] = {"mode": EXACT, "loss": loss_of, "effort": "quick", "blocks": "layers.*"}

@@ -29,10 +29,10 @@ from torchvision.models.resnet import BasicBlock
 
 import monet_like
 from monet_like.auto.agreement import _raised, _told, planned_by
-from monet_like.auto.block_wrapper import BlockSchedule, blocks_of
+from monet_like.auto.block import BlockSchedule, blocks_of
 from monet_like.errors import CaptureError, InfeasibleError, UsageError
 from monet_like.profile.measure import allocated_peak
-from monet_like.replay.verify import resident_bytes
+from monet_like.replay.verify.steps import resident_bytes
 
 QUICK = {"mode": EXACT, "loss": loss_of, "effort": "quick"}
 

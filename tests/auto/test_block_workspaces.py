@@ -11,7 +11,7 @@ from block_models import EXACT, assert_same_step, loss_of, measured_peak, plan_b
 from torch import nn
 
 import monet_like
-from monet_like.auto.block_wrapper import blocks_of
+from monet_like.auto.block import blocks_of
 
 SIDE = 1024
 #: Bytes of the workspace of `weight_gradient`, by the sign of its last argument.

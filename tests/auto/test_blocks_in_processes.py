@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monet_like
 from monet_like.auto import block_plan
-from monet_like.auto.block_wrapper import blocks_of
-from monet_like.auto.step_memory import _resident_bytes
+from monet_like.auto.block import blocks_of
+from monet_like.auto.rehearsal.memory import _resident_bytes
 from monet_like.errors import InfeasibleError, UsageError
 from monet_like.profile.measure import allocated_peak
 

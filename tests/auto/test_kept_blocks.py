@@ -21,7 +21,7 @@ from torch import nn
 
 import monet_like
 from monet_like.auto import block_plan
-from monet_like.auto.block_wrapper import blocks_of
+from monet_like.auto.block import blocks_of
 from monet_like.auto.kept_blocks import KeptBlocks, _digest
 from monet_like.errors import ScheduleFileError
 from monet_like.files import cache_folder

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import monet_like
-from monet_like.auto.block_wrapper import blocks_of
+from monet_like.auto.block import blocks_of
 from monet_like.auto.blocks import plan_no_more
 from monet_like.auto.kept_state import State
-from monet_like.auto.step_memory import Blocks, StepMemory, step_of
+from monet_like.auto.rehearsal.memory import Blocks, StepMemory, step_of
 from monet_like.errors import UsageError
 
 CALLS = 0

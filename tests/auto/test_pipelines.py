@@ -27,8 +27,8 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 import monet_like
-from monet_like.auto.block_wrapper import blocks_of
-from monet_like.auto.step_memory import _resident_bytes
+from monet_like.auto.block import blocks_of
+from monet_like.auto.rehearsal.memory import _resident_bytes
 from monet_like.errors import CaptureError, InfeasibleError, UsageError
 from monet_like.profile.measure import allocated_stretches
 

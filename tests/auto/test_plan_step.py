@@ -12,10 +12,10 @@ from block_models import CPU, EXACT, Decoder, Layer, loss_of, plan_briefly, toke
 from torch import nn
 
 import monet_like
-from monet_like.auto.block_wrapper import blocks_of
+from monet_like.auto.block import blocks_of
 from monet_like.errors import UsageError
 from monet_like.profile.measure import allocated_peak
-from monet_like.replay.verify import resident_bytes
+from monet_like.replay.verify.steps import resident_bytes
 
 Step = Callable[[nn.Module, torch.Tensor], Any]
 

@@ -12,8 +12,8 @@ from block_models import EXACT, Decoder, Layer, Short, assert_same_step, loss_of
 from torch import nn
 
 import monet_like
-from monet_like.auto import block_wrapper
-from monet_like.auto.block_wrapper import blocks_of
+from monet_like.auto import block as block_wrapper
+from monet_like.auto.block import blocks_of
 from monet_like.auto.shared_captures import outline_of
 from monet_like.replay import wrapper
 

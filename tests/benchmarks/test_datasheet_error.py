@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from benchmarks.datasheet_error import rows
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ir.program import Cost
 
 

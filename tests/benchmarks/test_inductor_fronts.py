@@ -20,7 +20,7 @@ from monet_like.errors import UsageError
 from monet_like.inductor import prices
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
-from monet_like.replay.verify import step_peak, train_step
+from monet_like.replay.verify.steps import step_peak, train_step
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from training import run, twin
 
 from benchmarks.ogc import PUBLISHED, Planned, Row, render
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.cli.benchmark import ARCHS, accumulating, activation_peak, find_arch, weight_bytes
 from monet_like.cli.commands import benchmark_command
 from monet_like.compiler.pipeline import prepare

@@ -6,12 +6,12 @@ import pytest
 from zoo import MODELS
 
 from benchmarks.placement import MIB, best_fit, lifetimes
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ir.simulate import simulate
-from monet_like.plan.placement import Lifetime, most_at_once
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
+from monet_like.replay.memory.placement import Lifetime, most_at_once
 from monet_like.variants import admitted
 
 

@@ -14,9 +14,9 @@ from fake_gpu.captures import Grouped
 from torch import nn
 
 from monet_like import problem
-from monet_like.capture.absent_gpu_attention import KINDS, Call, attention_as, choice
+from monet_like.capture.absent_gpu.attention import KINDS, Call, attention_as, choice
 from monet_like.capture.captured import Captured, fake_mode
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError, ScheduleFileError, UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.replay.wrapper import ScheduleWrapper

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from training import run, twin
 
-from monet_like.capture import eager_results, lowering_rules
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower import eager_results
+from monet_like.capture.lower import rules as lowering_rules
+from monet_like.capture.lower.step import capture
 from monet_like.ir.program import Cost, Program, Task
 from monet_like.ir.simulate import simulate
 from monet_like.plan.baseline import store_all

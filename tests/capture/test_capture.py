@@ -16,12 +16,12 @@ from torch import nn
 from training import run, twin
 
 from monet_like.capture.captured import TensorMeta, fake_mode
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError
 from monet_like.ir.units import GIB, MIB
 from monet_like.plan import store_all
 from monet_like.profile.measure import allocated_peak
-from monet_like.replay.verify import resident_bytes
+from monet_like.replay.verify.steps import resident_bytes
 from monet_like.variants import admitted, with_variants
 
 

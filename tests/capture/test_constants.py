@@ -18,7 +18,7 @@ from training import run
 
 from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture.captured import fake_mode
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted

@@ -25,7 +25,7 @@ from training import run, twin
 
 from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture.example_inputs import device_of
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request
 from monet_like.errors import CaptureError, UsageError
@@ -33,7 +33,7 @@ from monet_like.files import cache_folder
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.random_schedules import random_schedule
-from monet_like.replay.verify import step_peak
+from monet_like.replay.verify.steps import step_peak
 from monet_like.variants import admitted
 
 FULL = "inplace_conv_multiway_newnode"

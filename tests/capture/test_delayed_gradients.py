@@ -16,8 +16,8 @@ from training import run
 
 from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture.captured import Captured
-from monet_like.capture.delayed_gradients import _least_bytes, find_delayed_gradients
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.delayed_gradients import _least_bytes, find_delayed_gradients
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.costs import to_profile
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for, in_autograd_order
@@ -26,7 +26,7 @@ from monet_like.errors import InfeasibleError, ScheduleFileError
 from monet_like.ir.program import FREE, Cost
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan.budgets import smallest_budget
-from monet_like.replay.verify import step_peak
+from monet_like.replay.verify.steps import step_peak
 
 CPU = torch.device("cpu")
 LOSS_BYTES = 100  # of a few scalars

@@ -23,7 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.checkpoint import checkpoint
 
 from monet_like import auto_schedule
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError, UsageError
 
 SEEN: list[Any] = []

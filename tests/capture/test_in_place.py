@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.request import Request
 from monet_like.ir.program import Task
-from monet_like.replay.verify import step_peak
+from monet_like.replay.verify.steps import step_peak
 from monet_like.testing import check_variant
 from monet_like.variants import with_variants
 

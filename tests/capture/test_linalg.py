@@ -11,7 +11,7 @@ from any_schedule import AnySchedule, assert_as_plain
 from nets import Net
 from torch import nn
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 
 WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "inv": torch.linalg.inv,

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from monet_like import problem
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.cli import main
 from monet_like.errors import UsageError
 

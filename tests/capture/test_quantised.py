@@ -24,7 +24,7 @@ from torch import nn
 from training import Outcome, run, twin
 
 from monet_like import ScheduleWrapper, auto_schedule
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all

@@ -20,7 +20,7 @@ from any_schedule import AnySchedule
 from torch import nn
 
 from monet_like import auto_schedule
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError, ScheduleFileError, UsageError
 from monet_like.replay.wrapper import KEPT_STEPS, ScheduleWrapper
 

@@ -15,7 +15,7 @@ from training import twin
 import monet_like
 from monet_like import ScheduleWrapper
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.cli.group import main
 from monet_like.errors import InfeasibleError
 from monet_like.ir.schedule_file import ScheduleRecord

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from monet_like import auto_schedule
 from monet_like.capture.guards.settings import SETTINGS
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime.batch_norm import CUDNN, NATIVE
 

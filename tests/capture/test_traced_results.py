@@ -11,8 +11,8 @@ from torch import fx, nn
 from zoo import MODELS
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
-from monet_like.capture.values import Values
+from monet_like.capture.lower.step import capture
+from monet_like.capture.lower.values import Values
 
 
 class _Layouts(nn.Module):

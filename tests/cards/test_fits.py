@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from monet_like import fits
 from monet_like.capture.captured import allocated_bytes
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.cards.decoder import Question, read_question
 from monet_like.cards.largest import largest_where
 from monet_like.cards.pieces import CUDA, Capturing, Pieces
@@ -28,7 +28,7 @@ from monet_like.ir.simulate import Report, simulate
 from monet_like.ir.step import peak_of
 from monet_like.models import Decoder, Shape
 from monet_like.plan.baseline import plain_report, store_all
-from monet_like.plan.block_relaxation import Prices, amounts_of, block_relaxation
+from monet_like.plan.bound.pieces import Prices, amounts_of, block_relaxation
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES, DeviceLimits
 from monet_like.profile.roofline import roofline

@@ -23,7 +23,7 @@ from monet_like.cli.group import main
 from monet_like.errors import InfeasibleError, ScheduleError, ScheduleFileError, UsageError
 from monet_like.export.selective import SelectivePolicy, checkpoint_policy
 from monet_like.job.solved import SolvedPlan
-from monet_like.replay.verify import step_peak
+from monet_like.replay.verify.steps import step_peak
 
 transformers = Later("transformers")
 CPU = torch.device("cpu")

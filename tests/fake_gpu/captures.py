@@ -17,7 +17,7 @@ from torchvision.models.efficientnet import MBConvConfig
 from torchvision.models.resnet import BasicBlock
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError
 from monet_like.models.unet import UNet
 from monet_like.variants import admitted

@@ -16,7 +16,7 @@ from torch import nn
 from torchvision.models import convnext
 
 from monet_like.capture.captured import Captured, TensorMeta
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.costs import inputs_on
 from monet_like.profile.task_inputs import Inputs
 from monet_like.runtime.codegen import Block, compile_block

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from replays import record_for
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import ScheduleFileError
 from monet_like.plan import store_all
 from monet_like.replay.wrapper import ScheduleWrapper

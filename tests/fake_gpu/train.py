@@ -34,7 +34,7 @@ from monet_like.models.unet import UNet
 from monet_like.profile.cublas import measured_bytes
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import UNSPLIT_BYTES, allocated_peak, seconds_of, unsplit_bytes
-from monet_like.replay.verify import resident_bytes, step_peak, unsaved_loss
+from monet_like.replay.verify.steps import resident_bytes, step_peak, unsaved_loss
 from monet_like.report.live import live_step
 
 plan_briefly()

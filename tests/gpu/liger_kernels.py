@@ -17,13 +17,13 @@ from torch import Tensor
 from training import run, twin
 
 import monet_like.ops
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request
 from monet_like.ir.simulate import simulate
 from monet_like.ops import liger, runs_here
 from monet_like.profile.devices import device_name
-from monet_like.replay.verify import step_peak
+from monet_like.replay.verify.steps import step_peak
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
 

@@ -14,7 +14,7 @@ from training import twin
 
 from monet_like import ops
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request
 from monet_like.ir.program import REFUSED

@@ -8,7 +8,7 @@ from offload_cases import MODELS, taken
 from replays import record_for
 from training import twin
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.plan import store_all
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper

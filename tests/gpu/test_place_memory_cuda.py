@@ -13,7 +13,7 @@ from monet_like.build import library_path
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
 from monet_like.profile.devices import DEVICES
-from monet_like.replay.arena import RECORDED
+from monet_like.replay.memory.arena import RECORDED
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)

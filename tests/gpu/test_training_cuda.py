@@ -22,10 +22,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import monet_like
-from monet_like.auto.block_wrapper import blocks_of
+from monet_like.auto.block import blocks_of
 from monet_like.capture.precision import autocast_as
 from monet_like.profile.cublas import measured_bytes
-from monet_like.replay.verify import step_peak
+from monet_like.replay.verify.steps import step_peak
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)

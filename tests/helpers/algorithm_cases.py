@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from monet_like.capture.captured import Captured, fake_mode
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.variants import admitted
 
 EXACT = "inplace_conv_multiway_newnode"

@@ -14,7 +14,7 @@ from training import tensors
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.guards.reads import Change
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper

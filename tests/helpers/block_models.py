@@ -14,9 +14,10 @@ from torch import nn
 from monet_like.auto import block_bounds, block_menus
 from monet_like.capture.precision import autocast_as
 from monet_like.compiler import quick
-from monet_like.plan import block_bound, block_points
+from monet_like.plan.bound import prices as block_bound
+from monet_like.plan.step import menus as block_points
 from monet_like.profile.measure import allocated_peak, have_workspaces
-from monet_like.replay.verify import resident_bytes
+from monet_like.replay.verify.steps import resident_bytes
 
 CPU = torch.device("cpu")
 #: Without the words whose variants sum in another order.

@@ -6,7 +6,7 @@ import torch
 from replays import record_for
 from torch import nn
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted

@@ -11,7 +11,7 @@ from torch import nn
 
 from monet_like.capture.trees import tensors_of
 from monet_like.profile.measure import allocated_peak
-from monet_like.replay.verify import unsaved_loss
+from monet_like.replay.verify.steps import unsaved_loss
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

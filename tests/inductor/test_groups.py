@@ -18,7 +18,7 @@ from monet_like.inductor import emission, groups, partitioner, prices
 from monet_like.inductor.emission import Run
 from monet_like.inductor.partitioner import PlannedGraph
 from monet_like.models.decoders import Decoder, Shape
-from monet_like.replay.verify import step_peak, train_step
+from monet_like.replay.verify.steps import step_peak, train_step
 
 inductor = Later("torch._inductor.compile_fx")
 CPU = torch.device("cpu")

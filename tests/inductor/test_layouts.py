@@ -10,7 +10,7 @@ from torch import nn
 
 import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
-from monet_like.replay.verify import step_peak, train_step
+from monet_like.replay.verify.steps import step_peak, train_step
 
 CPU = torch.device("cpu")
 #: Bytes of the loss and its gradient, which no plan counts.

@@ -16,7 +16,7 @@ from torch._higher_order_ops.invoke_subgraph import NestedCompileRegionOptions
 import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
 from monet_like.inductor.partitioner import PlannedPartitioner
-from monet_like.replay.verify import step_peak, train_step
+from monet_like.replay.verify.steps import step_peak, train_step
 from monet_like.torch_versions import release
 
 inductor = Later("torch._inductor.compile_fx")

@@ -18,7 +18,7 @@ from monet_like.inductor.in_place import settled
 from monet_like.inductor.partitioner import PlannedGraph
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
-from monet_like.replay.verify import step_peak, train_step
+from monet_like.replay.verify.steps import step_peak, train_step
 
 inductor = Later("torch._inductor.compile_fx")
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
 
 import monet_like
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.inductor import joint, partitioner, prices, split
 from monet_like.inductor.partitioner import PlannedGraph
 from monet_like.ir.program import Cost

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ops.meta_functions import bags, convolved, elementwise_result, group_norm_layout, register, unfolded
 from monet_like.profile.work import flops
 

@@ -24,9 +24,9 @@ from monet_like.ir.simulate import simulate
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import allocated_peak
 from monet_like.profile.task_inputs import Inputs
-from monet_like.replay import twins
-from monet_like.replay.compatibility import exceeds
-from monet_like.replay.twins import twins_of, warn_of_twins, workspace_of_twin, workspaces_of_twins
+from monet_like.replay.checks import twins
+from monet_like.replay.checks.compatibility import exceeds
+from monet_like.replay.checks.twins import twins_of, warn_of_twins, workspace_of_twin, workspaces_of_twins
 from monet_like.runtime.codegen import Block, compile_block
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

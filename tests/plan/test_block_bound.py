@@ -16,11 +16,12 @@ from monet_like.errors import ScheduleError
 from monet_like.ir.program import Cost, Program
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.step import Point, Step, peak_of, seconds_of
-from monet_like.plan import block_bound, blocks
-from monet_like.plan.block_bound import Relaxations, step_bound
-from monet_like.plan.block_points import efficient, point_of
-from monet_like.plan.block_relaxation import block_relaxation
-from monet_like.plan.proven_choice import choose_with_proof, longer_menus
+from monet_like.plan.bound import prices as block_bound
+from monet_like.plan.bound.pieces import block_relaxation
+from monet_like.plan.bound.prices import Relaxations, step_bound
+from monet_like.plan.step import choice as blocks
+from monet_like.plan.step.menus import efficient, point_of
+from monet_like.plan.step.proof import choose_with_proof, longer_menus
 
 #: Steps of the sweep.
 SEEDS = int(os.environ.get("MONET_LIKE_RANDOM_BLOCKS", "40"))

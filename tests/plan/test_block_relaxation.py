@@ -12,15 +12,8 @@ import pytest
 from random_programs import all_schedules, random_program
 
 from monet_like.ir.step import Point
-from monet_like.plan.block_points import point_of
-from monet_like.plan.block_relaxation import (
-    Amounts,
-    BlockRelaxation,
-    Limit,
-    Prices,
-    amounts_of,
-    block_relaxation,
-)
+from monet_like.plan.bound.pieces import Amounts, BlockRelaxation, Limit, Prices, amounts_of, block_relaxation
+from monet_like.plan.step.menus import point_of
 from monet_like.solvers.pool import Pool
 
 #: Programs of the sweep.

@@ -19,10 +19,12 @@ from monet_like.ir.program import Program
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.ir.step import peak_of, seconds_of
-from monet_like.plan import block_points, blocks, store_all
-from monet_like.plan.block_points import efficient, menu, point_of, with_rest, without_rest
-from monet_like.plan.blocks import choose, smallest
+from monet_like.plan import store_all
 from monet_like.plan.random_schedules import random_schedule
+from monet_like.plan.step import choice as blocks
+from monet_like.plan.step import menus as block_points
+from monet_like.plan.step.choice import choose, smallest
+from monet_like.plan.step.menus import efficient, menu, point_of, with_rest, without_rest
 from monet_like.solvers.interface import Solution
 
 

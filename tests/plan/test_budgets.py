@@ -12,9 +12,9 @@ from planning import ROOT, chain_of, network, optimum, peak
 from random_programs import best_seconds, random_program
 
 from monet_like.cli.group import main
+from monet_like.plan.bound.relaxation import block_program
 from monet_like.plan.budgets import pareto, seconds_per_gigabyte, smallest_budget
 from monet_like.plan.ilp.formulation import Formulation
-from monet_like.plan.ilp.relaxation import block_program
 from monet_like.solvers.matrix import Expr, total
 
 CHAIN = f"{ROOT / 'tests' / 'helpers' / 'chain.py'}:chain"

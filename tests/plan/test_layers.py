@@ -14,12 +14,12 @@ LAYERS = (
     ("plan.subprogram", "plan.baseline"),
     ("plan.offload",),
     ("plan.local_search",),
-    ("plan.ilp",),
+    ("plan.ilp", "plan.bound"),
     ("plan.strategies",),
     ("plan",),
     ("plan.budgets",),
-    ("plan.block_points", "plan.blocks"),
-    ("plan.block_relaxation", "plan.block_bound", "plan.proven_choice"),
+    ("plan.step",),
+    ("plan.bound.pieces", "plan.bound.prices", "plan.step.proof"),
 )
 OUTSIDE = {"ir", "build", "errors", "files", "interrupts"}
 

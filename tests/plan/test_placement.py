@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from monet_like.plan import placement
 from monet_like.plan.local_search.native import library
-from monet_like.plan.placement import Lifetime, Placement, most_at_once, place
+from monet_like.replay.memory import placement
+from monet_like.replay.memory.placement import Lifetime, Placement, most_at_once, place
 
 
 def of(*tensors: tuple[int, int, int]) -> list[Lifetime]:

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from monet_like.errors import InfeasibleError
+from monet_like.export.selection import Item, Region, Step, choose, report_of
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import Report, simulate
 from monet_like.plan.baseline import store_all
-from monet_like.plan.selective import Item, Region, Step, choose, report_of
 
 
 def chain(sizes: list[int], seconds: list[float], regions: list[range]) -> Step:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from monet_like.capture.captured import distinct_tasks
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import ProfileError
 from monet_like.ir.program import REFUSED

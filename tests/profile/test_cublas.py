@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from monet_like.capture.captured import fake_mode
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.cli.group import main
 from monet_like.cli.zoo import build as building
 from monet_like.compiler.pipeline import Compiled, compile_schedule, make_record, plan_for, prepare

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.operator_paces import HERE, Timed, fitted, from_frame, logs, table, timed_alone, to_frame
 from monet_like.capture.captured import Captured, fake_mode
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost, Task
 from monet_like.profile.devices import DEVICES

@@ -13,7 +13,7 @@ from fake_gpu import build
 from torch import nn
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.costs import inputs_on
 from monet_like.ir.program import Call
 from monet_like.profile.made_layouts import as_made

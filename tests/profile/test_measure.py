@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request
 from monet_like.errors import ProfileError

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from monet_like.capture.captured import Captured, fake_mode
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.request import Request
 from monet_like.ir.program import Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.profile.task_inputs import Inputs
 
 CPU = torch.device("cpu")

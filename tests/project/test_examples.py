@@ -26,8 +26,8 @@ from zoo import shallow_resnet
 
 import monet_like
 from monet_like.cli.group import main
-from monet_like.plan import block_points
 from monet_like.plan.local_search import searcher
+from monet_like.plan.step import menus as block_points
 
 ROOT = Path(__file__).parents[2]
 #: For the examples that plan themselves.

@@ -36,7 +36,7 @@ SCRIPT = """
 import atexit, os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 import torch, highspy
-import monet_like.cli.solve, monet_like.solvers.processes, monet_like.plan.ilp.search, monet_like.profile.profiler, monet_like.capture.lowering
+import monet_like.cli.solve, monet_like.solvers.processes, monet_like.plan.ilp.search, monet_like.profile.profiler, monet_like.capture.lower.step
 import monet_like.compiler.pipeline, monet_like.compiler.problem, monet_like.files
 from monet_like import __main__ as entry
 sys.argv = ["solve.py", *sys.argv[2:]]

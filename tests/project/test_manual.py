@@ -28,7 +28,7 @@ from torch import nn
 from training import run, twin
 
 import monet_like
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.cli.group import main
 from monet_like.files import cache_folder
 from monet_like.ir.plain_pickle import load_plain

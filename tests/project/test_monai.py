@@ -11,7 +11,7 @@ from torch import nn
 from training import run, twin
 
 import monet_like
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted
 

@@ -15,15 +15,15 @@ from scripts.mutants_list import MUTANTS, Mutant
 
 #: Functions whose tuples are keys: each element of each tuple is a part.
 KEYS = [
-    ("replay/call_keys.py", "structure"),
-    ("replay/call_keys.py", "arguments"),
-    ("replay/call_keys.py", "hashable"),
+    ("replay/checks/call_keys.py", "structure"),
+    ("replay/checks/call_keys.py", "arguments"),
+    ("replay/checks/call_keys.py", "hashable"),
     ("replay/wrapper.py", "_key"),
     ("auto/shared_captures.py", "outline_of"),
     ("auto/shared_captures.py", "_look"),
 ]
 #: Files in which each refusal under a condition is a check of a call.
-CHECKS = ["changed_inputs", "backward_checks", "transforms", "training_step"]
+CHECKS = ["checks/changed_inputs", "checks/backward_checks", "checks/transforms", "training_step"]
 
 
 def of_file(file: str) -> list[Mutant]:
@@ -131,7 +131,7 @@ def test_some_mutants_are_killed() -> None:
 def test_a_fault_that_no_test_sees_is_told() -> None:
     code = (
         "from scripts import mutants as m; test = 'replay/test_step_key.py::test_a_key_keeps_no_module_alive'; "
-        "print(*m.faults([m.Mutant('replay/call_keys.py', 'tuple(map(_training, modules))', '()', test)]))"
+        "print(*m.faults([m.Mutant('replay/checks/call_keys.py', 'tuple(map(_training, modules))', '()', test)]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "SURVIVES: replay/call_keys.py: tuple(map(_training, modules)) -> ()" in done.stdout, done.stderr
+    assert "SURVIVES: replay/checks/call_keys.py: tuple(map(_training, modules)) -> ()" in done.stdout, done.stderr

@@ -13,7 +13,7 @@ from torch import nn
 
 import monet_like
 from monet_like import torch_versions
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.torch_versions import TESTED, release, untested
 
 ROOT = Path(__file__).resolve().parents[2]

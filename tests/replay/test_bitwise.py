@@ -19,7 +19,7 @@ from torch.amp import custom_bwd, custom_fwd
 from training import tensors, twin
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import ScheduleFileError
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper

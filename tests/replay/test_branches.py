@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import monet_like
-from monet_like.capture.answers import recorded_answers
 from monet_like.capture.captured import fake_mode
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
+from monet_like.capture.trace.answers import recorded_answers
 from monet_like.errors import CaptureError
 
 Forward = Callable[..., torch.Tensor]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monet_like.capture.captured import Captured, fake_mode
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.cli.group import main
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.request import Request
@@ -28,8 +28,8 @@ from monet_like.ir.units import GIB
 from monet_like.models import build_model
 from monet_like.profile.devices import DEVICES, Machine, known_limits, machine_at, planned_for
 from monet_like.profile.roofline import roofline
-from monet_like.replay import compatibility
-from monet_like.replay.compatibility import difference, warn_elsewhere
+from monet_like.replay.checks import compatibility
+from monet_like.replay.checks.compatibility import difference, warn_elsewhere
 from monet_like.variants import admitted
 
 CUDA = torch.device("cuda", 0)

@@ -18,7 +18,7 @@ import torch
 from any_schedule import AnySchedule, step
 from torch import nn
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError
 
 

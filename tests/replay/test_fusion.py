@@ -13,16 +13,16 @@ from torch import nn
 from training import Outcome, run, twin
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import UsageError
 from monet_like.ir.program import Call, Ref, Task
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.local_search.searcher import find_start
-from monet_like.replay.comparison import compare
 from monet_like.replay.fusion import fuse, runs_of
 from monet_like.replay.training_step import Step
+from monet_like.replay.verify.comparison import compare
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime.codegen import Block
 from monet_like.variants import admitted

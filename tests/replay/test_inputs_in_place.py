@@ -13,7 +13,7 @@ from replays import record_for
 from torch import nn
 
 from monet_like import ScheduleWrapper
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError, ScheduleFileError, UsageError
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.variants import admitted

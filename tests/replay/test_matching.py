@@ -12,7 +12,7 @@ from training import run, twin
 
 import monet_like
 from monet_like import ScheduleWrapper
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import ScheduleFileError, UsageError

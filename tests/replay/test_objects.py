@@ -19,7 +19,7 @@ from torch import nn
 
 from monet_like import auto_schedule
 from monet_like.capture.example_inputs import with_batch
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.capture.trees import flattened, tensors_of
 from monet_like.errors import CaptureError
 

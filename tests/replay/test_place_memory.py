@@ -21,7 +21,7 @@ from monet_like.compiler.request import Request
 from monet_like.errors import UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.profile.devices import DEVICES
-from monet_like.replay.arena import MOST_RECORDINGS, RECORDED, StepMemory
+from monet_like.replay.memory.arena import MOST_RECORDINGS, RECORDED, StepMemory
 from monet_like.replay.wrapper import ScheduleWrapper
 
 if not library_path("arena").exists():
@@ -358,7 +358,7 @@ def test_a_device_on_which_nothing_can_be_placed_ends_no_run(monkeypatch: pytest
     def refuse(kind: str) -> None:
         raise UsageError(f"memory can be placed on a CPU or a CUDA device, not on {kind}")
 
-    monkeypatch.setattr("monet_like.replay.arena.arena_library", refuse)
+    monkeypatch.setattr("monet_like.replay.memory.arena.arena_library", refuse)
     with pytest.warns(
         UserWarning, match="the memory of Net's steps is placed no longer: memory can be placed on a CPU"
     ) as told:

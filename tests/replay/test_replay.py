@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import Outcome, run, twin
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ir.program import Cost
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all

@@ -19,7 +19,7 @@ from monet_like.profile.measure import seconds_of
 _CHILD = """
 import ctypes, gc, sys, json, torch
 import zoo
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from benchmarks.resident_memory import resident_peak
 from monet_like.plan import store_all
 from monet_like.plan.local_search.searcher import find_start

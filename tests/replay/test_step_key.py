@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from monet_like.errors import UsageError
 from monet_like.replay import wrapper
-from monet_like.replay.call_keys import arguments, structure
+from monet_like.replay.checks.call_keys import arguments, structure
 
 # The model -----------------------------------------------------------------------------------------------------------
 

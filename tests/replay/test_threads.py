@@ -13,7 +13,7 @@ from any_schedule import AnySchedule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 
 
 class Net(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from training import twin
 
 from monet_like.auto.auto_schedule import auto_schedule
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.plan import store_all
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper

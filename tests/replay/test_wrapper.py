@@ -22,7 +22,7 @@ from torch import nn
 from training import run, tensors, twin
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import ScheduleFileError, UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan import store_all

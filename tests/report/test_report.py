@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.cli.group import main
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.pipeline import Compiled, compile_schedule

@@ -33,7 +33,7 @@ from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import allocated_peak, have_workspaces
 from monet_like.profile.roofline import roofline
-from monet_like.replay.verify import resident_bytes, unsaved_loss
+from monet_like.replay.verify.steps import resident_bytes, unsaved_loss
 from monet_like.runtime.operators import get_rng_state
 
 from .cases import Case

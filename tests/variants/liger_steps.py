@@ -16,13 +16,13 @@ from training import Outcome, run, twin
 from zoo import Built
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
 from monet_like.ir.program import Cost
 from monet_like.ir.simulate import simulate
 from monet_like.profile.settings import settings_of
-from monet_like.replay.twins import twins_taken
+from monet_like.replay.checks.twins import twins_taken
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
 

@@ -18,7 +18,7 @@ from random_programs import best_seconds, random_program
 from torch import nn
 
 from monet_like.capture.captured import Captured, fake_mode
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.cli.group import main
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request

@@ -25,7 +25,7 @@ from training import Outcome, run, twin
 
 import monet_like
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.capture.precision import autocast_as
 from monet_like.cli.commands import inspect_command, schedule_command, solve_command
 from monet_like.ir.program import Cost

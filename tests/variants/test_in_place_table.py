@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from training import run, twin
 
 from monet_like.capture.captured import TensorMeta
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ir.program import Call, Ref
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.runtime.operators import overload, resolve

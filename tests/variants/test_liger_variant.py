@@ -20,7 +20,7 @@ from training import run, twin
 from zoo import Built, decoder
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
 from monet_like.errors import ScheduleFileError
@@ -33,8 +33,8 @@ from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 from monet_like.profile.task_inputs import Inputs
 from monet_like.profile.work import touched_bytes, works_of
-from monet_like.replay import twins
-from monet_like.replay.twins import twins_taken, warn_of_liger, warn_of_twins, workspaces_of_twins
+from monet_like.replay.checks import twins
+from monet_like.replay.checks.twins import twins_taken, warn_of_liger, warn_of_twins, workspaces_of_twins
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime.codegen import Block, compile_block
 from monet_like.variants import admitted

@@ -18,7 +18,7 @@ from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import Tensor
 from training import run, twin
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.cli.commands import inspect_command, schedule_command, solve_command
 from monet_like.errors import MonetError
 from monet_like.ir.program import Cost, Program, Task, Value

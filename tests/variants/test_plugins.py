@@ -16,7 +16,7 @@ from torch import nn
 from training import run, twin
 
 import monet_like
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.errors import MonetError, ScheduleFileError, UsageError
 from monet_like.ir.mode import is_lossy, parse_mode
 from monet_like.ir.program import Call, Program, Ref

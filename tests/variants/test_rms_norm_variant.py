@@ -16,7 +16,7 @@ from training import Outcome, run, twin
 from zoo import SpelledRMSNorm, decoder
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ir.schedule import Schedule, prune
 from monet_like.plan.baseline import store_all
 from monet_like.replay.wrapper import ScheduleWrapper

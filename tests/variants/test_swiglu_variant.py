@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 from training import run, twin
 
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import Free, simulate
 from monet_like.plan.baseline import store_all

@@ -15,7 +15,7 @@ from training import run, twin
 
 from benchmarks.modes import MONET_MODES
 from monet_like.capture.captured import Captured
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ir.mode import parse_mode
 from monet_like.ir.program import Task
 from monet_like.plan.baseline import store_all

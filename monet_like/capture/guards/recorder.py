@@ -33,7 +33,7 @@ _NOT_READ = frozenset(
 )
 
 #: The modules that call the model in a trace. They import this one, so it knows them by name.
-_TRACING = frozenset({f"monet_like.capture.{name}" for name in ("flat_module", "tracing", "answers")})
+_TRACING = frozenset({f"monet_like.capture.trace.{name}" for name in ("flat_module", "joint", "answers")})
 
 #: Where a forward sees to it that Python code runs in its backward; or else that is not traced, which is slow.
 _FOR_BACKWARD = frozenset({"torch.autograd.function", "torch.autograd.graph", "torch.utils.checkpoint"})

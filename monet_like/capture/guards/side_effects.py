@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
-from ..alone import in_this_thread
+from ..trace.alone import in_this_thread
 
 #: The generator around a checkpointed function, by its name in PyTorch 2.14 and in earlier ones.
 _CHECKPOINTING = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")

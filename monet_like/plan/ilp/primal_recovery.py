@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeGuard
 
+from ..bound.lagrangian import Case, LagrangianRelaxation, PartSolution, PricedPath
 from ..local_search.policy import Policy
 from ..local_search.searcher import Found, Searcher
-from .lagrangian import Case, LagrangianRelaxation, PartSolution, PricedPath
 
 #: Most improvements of the price.
 TURNS = 12

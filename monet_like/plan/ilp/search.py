@@ -28,14 +28,14 @@ from ...ir.simulate import Report
 from ...ir.units import format_apart, format_bytes
 from ...solvers.pool import Pool
 from ..analysis import default_pin_bytes, find_needs, floor_bytes
+from ..bound.lagrangian import LagrangianRelaxation
+from ..bound.refinement import Refinement
 from ..local_search.searcher import Searcher, find_start, smallest_known
 from ..result import Plan
 from .formulation import Formulation, Options, estimated_columns
 from .incumbent import BoundKind, Incumbent
-from .lagrangian import LagrangianRelaxation
 from .lowest_peak import FindWithin, Lowest, find_lowest, is_small, smallest_known_budget
 from .primal_recovery import recover_plan
-from .refinement import Refinement
 from .row_generation import RowGeneration
 
 #: Seconds of the time limit for each round of annealing, at the start and at the end; see `find_start`.

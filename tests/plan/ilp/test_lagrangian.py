@@ -11,9 +11,9 @@ from random_programs import ProgramMaker, best_seconds, random_program
 from monet_like.ir.program import Cost, Program, Task
 from monet_like.ir.simulate import simulate
 from monet_like.plan import plan, store_all
-from monet_like.plan.ilp import partition
-from monet_like.plan.ilp.lagrangian import LagrangianRelaxation
-from monet_like.plan.ilp.partition import split
+from monet_like.plan.bound import cuts as partition
+from monet_like.plan.bound.cuts import split
+from monet_like.plan.bound.lagrangian import LagrangianRelaxation
 from monet_like.plan.ilp.primal_recovery import Recovery, recover_plan
 from monet_like.plan.local_search.searcher import Searcher
 from monet_like.solvers.pool import Pool

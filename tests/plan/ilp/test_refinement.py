@@ -16,10 +16,10 @@ from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule, prune
 from monet_like.ir.simulate import simulate
 from monet_like.plan.analysis import find_needs, fitting_runs
-from monet_like.plan.ilp import relaxation
+from monet_like.plan.bound import relaxation
+from monet_like.plan.bound.refinement import Refinement
+from monet_like.plan.bound.relaxation import block_program
 from monet_like.plan.ilp.formulation import Formulation
-from monet_like.plan.ilp.refinement import Refinement
-from monet_like.plan.ilp.relaxation import block_program
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.solvers.matrix import ONE, total
 

@@ -13,7 +13,7 @@ from planning import network, peak
 from random_programs import best_seconds, random_program
 from torch import nn
 
-from monet_like.capture.lowering import capture
+from monet_like.capture.lower.step import capture
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate

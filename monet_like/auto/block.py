@@ -1,0 +1,318 @@
+"""`BlockSchedule`: a block of a model that trains by a schedule of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.captured import Captured
+from ..capture.checks import is_sharded
+from ..capture.example_inputs import Example, device_of, input_specs, specs_in_words
+from ..capture.precision import autocast_name, weights_layout
+from ..capture.trace.answers import Answer
+from ..capture.trees import flattened, tensors_of
+from ..compiler.request import Request, captured_for, in_autograd_order
+from ..errors import ScheduleFileError, UsageError, warn_caller
+from ..ir.schedule_file import InputSpec, ScheduleRecord
+from ..replay.checks.compatibility import OTHER_STEP, call_difference
+from ..replay.stand_in import SignedAsModel
+from ..replay.training_step import Step
+from ..replay.wrapper import NewInput, ScheduleWrapper
+from .rehearsal.stand_ins import Rehearsal
+from .shared_captures import SharedCaptures
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """How a block is called in a training step.
+
+    Attributes:
+        key: everything that a capture fixes.
+        captured: the block's program for this call.
+        in_order: the same with all gradients in autograd's order, where ``captured`` delays some; else None. Which one is used
+            depends on workspaces, which are measured later, when the inputs are gone. Both number inputs, results and their
+            gradients alike.
+        request: what it was captured for; without inputs.
+        inputs: of the call.
+        layout: of the block's weights.
+    """
+
+    key: Any
+    captured: Captured
+    in_order: Captured | None
+    request: Request
+    inputs: tuple[InputSpec, ...]
+    layout: str
+
+    def as_in(self, record: ScheduleRecord) -> Captured:
+        """The program with those gradients delayed that a schedule delays, as far as there is one."""
+        return self.captured if record.made_last or self.in_order is None else self.in_order
+
+
+class BlockSchedule(ScheduleWrapper):
+    """A block of a model whose training step follows a schedule of its own; made by `monet_like.auto_schedule`.
+
+    It has the block's own parameters, buffers, submodules and ``state_dict``.
+
+    Args:
+        model: the block; it is shared, not copied.
+        name: in the whole model.
+        mode: which variants may be used.
+        backend: see `ScheduleWrapper`.
+        shared: programs of the model's other blocks.
+
+    Attributes:
+        record: the schedule; None before planning, and if nothing in the block has a gradient.
+    """
+
+    record: ScheduleRecord | None  # type: ignore[assignment]
+    plans_its_memory = False
+
+    def __init__(self, model: nn.Module, name: str, mode: str, backend: str, shared: SharedCaptures) -> None:
+        nn.Module.__init__(self)
+        self._share(model, backend)
+        self.record = None
+        self._block_name, self._block_mode, self._block_shared = name, mode, shared
+        self._block_call: BlockCall | None = None
+        self._block_share: Any = None  # of the plan's memory, see `monet_like.auto.block_shares`
+        self._block_own: Any = None  # plans calls that the plan has not foreseen
+        self._block_records: list[ScheduleRecord] = []  # of such calls
+        self._block_number, self._block_planned, self._block_sharded = 0, False, False
+        self._rehearsal: Rehearsal | None = None
+        self._block_plan: Any = None  # of the whole model, for people
+        self._block_settings: Any = None  # with which the whole model is planned
+
+    @SignedAsModel
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward, whose backward follows the schedule.
+
+        Raises:
+            UsageError: the block was sharded after it was planned.
+        """
+        if self._rehearsal is not None:
+            self._rehearsal.called = True
+        if not self.training or not torch.is_grad_enabled():
+            return self._model(*args, **kwargs)
+        if self._rehearsal is not None:
+            return self._rehearsed(self._rehearsal, args, kwargs)
+        if not self._block_planned:
+            warn_caller(
+                f"{type(self._model).__name__} has no schedule yet and runs as plain PyTorch: the first call in training mode of the model "
+                "that was given to auto_schedule plans its blocks; call that model, or give auto_schedule example inputs"
+            )
+            return self._model(*args, **kwargs)
+        if not self._block_sharded and is_sharded(self):
+            raise UsageError(
+                f"{self._block_name} was sharded by fully_shard after its schedule was planned, so the plan does not count what "
+                "fully_shard gathers; call auto_schedule without example inputs, then fully_shard, and the first training call plans"
+            )
+        if self.record is None or not self._has_gradient(args, kwargs):
+            return self._model(*args, **kwargs)
+        return ScheduleWrapper.forward(self, *args, **kwargs)
+
+    def _rehearsed(self, rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of the block's stand-in; the block itself where nothing has a gradient."""
+        kwargs = self._without_cache(args, kwargs)
+        leaves, spec = flattened((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not self._has_gradient(args, kwargs):
+            return self._model(*args, **kwargs)
+        try:
+            call = self._call(self._key(leaves, spec), (args, kwargs))
+        except Exception as error:
+            if not rehearsal.defers:
+                raise
+            rehearsal.error = rehearsal.error or error
+            return self._model(*args, **kwargs)
+        if call is None:
+            return self._model(*args, **kwargs)
+        modules, constants = dict(self._model.named_modules()), call.captured.constants.tensors
+        parameters = [_tensor(modules, constants, name) for name, _ in call.captured.parameters]
+        forward = lambda: self._model(*args, **kwargs)  # noqa: E731
+        return rehearsal.run(self._block_number, call.captured, parameters, inputs, forward)
+
+    def _has_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether anything in the block, or an input of this call, has a gradient."""
+        return any(tensor.requires_grad for tensor in chain(tensors_of((args, kwargs)), self.parameters()))
+
+    def _call(self, key: Any, example: Example) -> BlockCall | None:
+        """The block's call with its program, captured the first time; None for a second kind of call in a step, and for results without gradients.
+
+        Those run as plain PyTorch and count as the rest of the model does.
+
+        Raises:
+            UsageError: the block changes its inputs.
+        """
+        if self._block_call is None:
+            call = self._captured_call(key, example)
+            if all(tangent is None for tangent in call.captured.tangents):  # no backward of it will run
+                return None
+            self._block_call = call
+        elif self._block_call.key != key:
+            if key not in self._plain_calls:
+                ways = specs_in_words(self._block_call.inputs), specs_in_words(input_specs(*example))
+                self._run_plain(key, UsageError(_TWO_WAYS.format(self._block_name, *ways)), input_specs(*example))
+            return None
+        return self._block_call
+
+    def _captured_call(self, key: Any, example: Example) -> BlockCall:
+        """A call of the block with its program.
+
+        Raises:
+            UsageError: the block changes its inputs.
+        """
+        request = Request(
+            self._model,
+            example,
+            self._block_mode,
+            type(self._model).__qualname__,
+            autocast=autocast_name(device_of(self, example)),
+        )
+        captured = self._captured(request, key)
+        if captured.written:
+            raise UsageError(
+                f"{self._block_name} changes its inputs in place, which a block of a schedule cannot; clone them first, or "
+                "leave the block out"
+            )
+        in_order = self._captured(replace(request, made_last=()), key, captured) if captured.made_last else None
+        request = replace(request, example=((), {}), made_last=captured.made_last)
+        return BlockCall(key, captured, in_order, request, input_specs(*example), weights_layout(self._model))
+
+    def _captured(self, request: Request, key: Any, delayed: Captured | None = None) -> Captured:
+        """The block's program, or that of an equal block.
+
+        Args:
+            delayed: the same with gradients delayed, if that is at hand and ``request`` is for autograd's order.
+        """
+        described = (*key[1:], self._block_mode, request.made_last)
+        captured = self._block_shared.find(self._model, described)
+        if captured is None:
+            if delayed is not None:
+                captured = in_autograd_order(request, delayed)
+            else:
+                captured = captured_for(request, request.example)
+                gc.collect()  # the tracer's cycles hold the inputs, which would be counted as memory of the rest
+            self._block_shared.keep(self._model, described, captured)
+        return captured
+
+    def _step(
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
+        known: tuple[Answer, ...] = (),
+    ) -> Step | None:  # fmt: skip
+        call, record = self._block_call, self.record
+        if captured is None and call and record and call.key == key and key not in self._steps:
+            captured = call.as_in(record)
+        described = (*key[1:], self._block_mode, record and (record.attention, record.made_last))
+        if captured is None:
+            captured = self._block_shared.find(self._model, described, known)
+        earlier = self._steps.get(key)
+        change = earlier[-1].change() if earlier else None
+        try:
+            step = super()._step(key, args, kwargs, captured, known)
+        except ScheduleFileError:
+            if self._on_new_input != "plan" or self._block_share is None or known:
+                differs = record and call_difference(record, self._model, args, kwargs)
+                reason = f"it was planned {differs[0]}, and is called {differs[1]}" if differs else change or OTHER_STEP
+                raise NewInput(f"no plan of the block {self._block_name} serves this call: {reason}") from None
+            step = self._own_step(key, args, kwargs)
+        if step is not None:
+            self._block_shared.keep(self._model, described, step.captured)
+        return step
+
+    def _own_step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """The step of a call that the plan has not foreseen, by a schedule of its own within the block's share of memory.
+
+        Raises:
+            InfeasibleError: no schedule fits into it.
+        """
+        call, planned = self._captured_call(key, (args, kwargs)), self.record
+        try:
+            for record in self._block_records:
+                self.record = record
+                with contextlib.suppress(ScheduleFileError):
+                    return super()._step(key, args, kwargs, call.as_in(record))
+            self.record = self._block_own.record(call, self._block_share)
+            if self.record is None:
+                self._plain_calls[key] = "plain PyTorch needs no more memory than the plan gives to the block"
+                return None
+            self._block_records.append(self.record)
+            return super()._step(key, args, kwargs, call.as_in(self.record))
+        finally:
+            self.record = planned
+
+    def _tells_of(self, inputs: tuple[InputSpec, ...]) -> bool:
+        told, call = self._block_shared.told, (type(self._model), inputs)
+        new = call not in told
+        told.add(call)
+        return new
+
+    def plan_state(self) -> dict[str, Any]:
+        """What the block has of the present plan, to be given to `take_plan` later."""
+        return {name: getattr(self, name) for name in _OF_PLAN}
+
+    def take_plan(self, state: dict[str, Any] | None) -> None:
+        """Follow a plan; None: none yet."""
+        fresh: dict[str, Any] = dict(zip(_OF_PLAN, (None, None, None, False, [], {}, {}, {}), strict=True))
+        for name, value in (state or fresh).items():
+            setattr(self, name, value)
+
+    def _made(
+        self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Step:  # fmt: skip
+        shared, fused = self._block_shared, within is not None
+        step = shared.step(captured, record.schedule, fused=fused)
+        if step is None:
+            step = super()._made(record, captured, within, args, kwargs)
+            shared.keep_step(captured, record.schedule, step, fused=fused)
+        return step
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "_block_call": None,
+            "_block_records": [],
+        }  # captured anew where it is unpickled or copied
+
+    def extra_repr(self) -> str:
+        """Shown by ``print``."""
+        return super().extra_repr() if self.record else "schedule: made at the first training call"
+
+
+#: What a plan gives to a block.
+_OF_PLAN = (
+    "record",
+    "_block_call",
+    "_block_share",
+    "_block_planned",
+    "_block_records",
+    "_steps",
+    "_plain_calls",
+    "_branches",
+)
+
+_TWO_WAYS = (
+    "{} is called twice in a step in different ways: with {}, and with {}; a block has one schedule, so give both calls the same "
+    "shapes, or leave the block out"
+)
+
+
+def _tensor(modules: dict[str, nn.Module], constants: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A parameter that a block's program reads, or a tensor that takes the place of one."""
+    if name in constants:
+        return constants[name]
+    owner, _, leaf = name.rpartition(".")
+    found = modules[owner]._parameters[leaf]
+    assert found is not None
+    return found
+
+
+def blocks_of(model: nn.Module) -> Sequence[BlockSchedule]:
+    """The blocks of a model that have schedules of their own, in the order of their names."""
+    return [module for module in model.modules() if isinstance(module, BlockSchedule)]

@@ -1,0 +1,329 @@
+"""Memory of a model's training step without what its blocks do, counted by rehearsals."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...capture.captured import allocated_bytes
+from ...capture.example_inputs import Example, device_of
+from ...capture.guards.side_effects import generators_restored
+from ...capture.trees import map_tensors, tensors_of
+from ...compiler.request import OPTIMIZERS
+from ...errors import UsageError
+from ...ir.step import Point, Step
+from ...profile.measure import Stretch, allocated_stretches, have_workspaces
+from ...replay.verify.steps import unsaved_loss
+from ..agreement import Sharing, all_do, gathered
+from ..block import BlockSchedule
+from ..kept_state import State
+from .stand_ins import Event, Rehearsal, counted, held_values
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A model and its blocks."""
+
+    model: nn.Module
+    blocks: tuple[BlockSchedule, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the blocks."""
+        return [block._block_name for block in self.blocks]
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A training step as it is rehearsed.
+
+    Attributes:
+        run: forward and backward, without the optimizer; called with the example's arguments. Its result is alive until the
+            step has ended.
+        example: arguments.
+        given: the step is the user's own (`plan_step`): what its first run leaves behind, such as a pipeline's receive buffers,
+            exists in all later ones.
+    """
+
+    run: Callable[..., Any]
+    example: Example
+    given: bool = False
+
+
+def step_of(
+    model: nn.Module, example: Example, loss: Callable[[Any], torch.Tensor] | None, *, keeps_result: bool = True
+) -> WholeStep:
+    """One call of the model and the backward of its loss.
+
+    Args:
+        loss: from the model's result to a scalar; None: the result's own ``loss``, or one that takes no memory.
+        keeps_result: the model's result is alive until the backward has ended, not the loss alone.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(tensor.grad_fn is not None for tensor in tensors_of((args, kwargs))):
+            args, kwargs = map_tensors(_Cut.of, (args, kwargs))
+        kept = [model(*args, **kwargs)]
+        total = (loss or _loss)(kept[0])
+        if not keeps_result:
+            kept.clear()
+        total.backward()
+        return kept, total
+
+    return WholeStep(run, example)
+
+
+class _Cut(torch.autograd.Function):
+    """An input that another computation has made, whose own backward is the caller's: a rehearsal must not run it."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with a gradient that leads nowhere, if it has one."""
+        if tensor.grad_fn is None:
+            return tensor
+        cut: torch.Tensor = _Cut.apply(tensor.detach().requires_grad_())
+        return cut
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+class NoBlockCalled(UsageError):
+    """Nothing can be planned for a call in which no block runs, as a layer drop may have it."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The result of a rehearsal.
+
+    Attributes:
+        step: its pieces are the blocks, without menus; ``base_bytes`` is the largest of all processes that share a plan.
+        held: by block, see `held_values`.
+    """
+
+    step: Step
+    held: Mapping[int, frozenset[int]]
+
+
+class StepMemory:
+    """Counts the memory of one training step by rehearsals of it.
+
+    A rehearsal runs the step with stand-ins for the model's blocks (`monet_like.auto.rehearsal.stand_ins`). Gradients that exist when
+    it begins are added to, as in a later micro-step. Afterwards everything that can be reached from the model and the step is
+    what it was (`monet_like.auto.kept_state`).
+
+    Args:
+        optimizer: whose state to count, see `OPTIMIZERS`.
+        sharing: with ``same``, count the largest of all processes.
+
+    Raises:
+        UsageError: the optimizer is unknown.
+    """
+
+    def __init__(self, of: Blocks, whole: WholeStep, optimizer: str, sharing: Sharing) -> None:
+        self.of, self.whole, self.sharing = of, whole, sharing
+        self.device = device_of(of.model)
+        self.resident_bytes = _resident_bytes(of.model, whole.example, optimizer, self.device)
+        self._before = self._state = State([of.model, whole.run, whole.example])
+        self._first_end_bytes: int | None = None
+        if whole.given:
+            try:
+                self._run_first()
+            except BaseException:
+                self.close()
+                raise
+
+    def _run_first(self) -> None:
+        """Run a step that was given once: all rehearsals begin with what it leaves behind outside of the model."""
+        of_model = self._state = State([self.of.model, self.whole.example], like=self._before)
+        self._first_end_bytes = self._counted(None)[1][-1].end_bytes
+        self._state = State([self.of.model, self.whole.run, self.whole.example], like=of_model)
+        for block in self.of.blocks:
+            block._block_call = None
+
+    def close(self) -> None:
+        """Put back also what the first run of a step has left behind."""
+        if self._state is not self._before:
+            self._before.put_back()
+
+    def rehearsed(self, kept: Sequence[Collection[int]] | None) -> Rehearsed:
+        """Rehearse the step.
+
+        Args:
+            kept: the inputs and results that each block keeps, as values of its program; None: all of them.
+
+        Raises:
+            NoBlockCalled: none is.
+        """
+        events, stretches = self._counted(kept)
+        if self._first_end_bytes is not None:
+            # The first run leaves buffers behind that are used again. The second one frees what it replaces, and ends without
+            # the buffers. Gradients are in both.
+            self.resident_bytes += self._first_end_bytes - stretches[-1].end_bytes
+            self._first_end_bytes = None
+        mine = counted(events, stretches, self.of.names, self.resident_bytes)
+        _check_same_steps(mine, self.sharing)
+        every = gathered([moment.base_bytes for moment in mine.moments], self.sharing)
+        return Rehearsed(_with_bases(mine, map(max, zip(*every, strict=True))), held_values(events, stretches))
+
+    def step_with(self, points: Iterable[Point]) -> Step:
+        """The step, rehearsed with blocks that keep what these points keep."""
+        return self.rehearsed([point.shared for point in points]).step
+
+    def least_step(self, first: Step) -> Step:
+        """The step of a rehearsal with bases that no schedules make smaller: blocks keep none of their inputs and results."""
+        least = self.rehearsed([()] * len(self.of.blocks)).step
+        both = zip(first.moments, least.moments, strict=True)
+        return _with_bases(first, (min(m.base_bytes, low.base_bytes) for m, low in both))
+
+    def _counted(self, kept: Sequence[Collection[int]] | None) -> tuple[list[Event], list[Stretch]]:
+        """The events of a rehearsal and the memory between them."""
+        rehearsals: list[Rehearsal] = []
+        args, kwargs = self.whole.example
+
+        def run(mark: Callable[[], None]) -> Any:
+            rehearsal = Rehearsal(kept, mark, defers=self.sharing != "alone")
+            rehearsals.append(rehearsal)
+            for number, block in enumerate(self.of.blocks):
+                block._block_number, block._rehearsal = number, rehearsal
+            try:
+                return self.whole.run(*args, **kwargs)
+            finally:
+                for block in self.of.blocks:
+                    block._rehearsal = None
+
+        have_workspaces(self.device)
+        gc.collect()  # or else memory of cycles that is freed meanwhile would seem to be the step's
+        try:
+            with generators_restored(self.device):
+                _without_hooks(self.of.model)
+                _drop_sparse_gradients(self.of.model, self.whole.example)
+                stretches = allocated_stretches(run, self.device)
+        finally:
+            advanced = self._state.put_back()
+        all_do(partial(_check_not_advanced, advanced), self.sharing)
+        (rehearsal,) = rehearsals
+        all_do(lambda: _raise(rehearsal.error), self.sharing)
+        all_do(lambda: self._check_called(rehearsal), self.sharing)
+        return rehearsal.events, stretches
+
+    def _check_called(self, rehearsal: Rehearsal) -> None:
+        if not rehearsal.called:
+            raise NoBlockCalled(
+                f"the training step of {type(self.of.model).__name__} calls none of its blocks; give blocks that it calls, and an example in "
+                "which it does (a layer drop may leave out all of them)"
+            )
+
+
+def _with_bases(step: Step, bases: Iterable[int]) -> Step:
+    moments = (replace(moment, base_bytes=base) for moment, base in zip(step.moments, bases, strict=True))
+    return replace(step, moments=tuple(moments))
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _check_same_steps(step: Step, sharing: Sharing) -> None:
+    """Refuse one plan for processes whose steps run blocks in another order, as the stages of a pipeline do.
+
+    Raises:
+        UsageError: in every process.
+    """
+    every = gathered([moment.what for moment in step.moments], sharing)
+    for rank, theirs in enumerate(every):
+        if theirs != every[0]:
+            raise UsageError(
+                f"the steps of rank 0 and rank {rank} run their blocks in another order, and one plan is made for all; give "
+                "auto_schedule same_plan=False to let each process plan for itself"
+            )
+
+
+def _loss(result: Any) -> torch.Tensor:
+    """The scalar that a result has as its loss, or else one of all its tensors that saves nothing.
+
+    Raises:
+        UsageError: nothing in the result has a gradient.
+    """
+    own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if isinstance(own, torch.Tensor) and own.requires_grad and own.numel() == 1:
+        return own
+    tensors = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    if not tensors:
+        raise UsageError(
+            "the model's result has no tensor with a gradient; give auto_schedule a loss= that makes one of it"
+        )
+    return tensors[0] if len(tensors) == 1 and tensors[0].numel() == 1 else unsaved_loss(tensors)
+
+
+def _without_hooks(model: nn.Module) -> None:
+    """Have hooks that run when a gradient is there not run in a rehearsal: those of an optimizer that steps in the backward would step.
+
+    So the plan has room for all gradients. The state that is put back has the hooks.
+    """
+    for parameter in model.parameters():
+        if hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
+            hooks.clear()
+
+
+def _check_not_advanced(what: str) -> None:
+    """Refuse steps that use up an iterator: every rehearsal would take from it, and training would go on behind that.
+
+    Args:
+        what: class of the iterator; "": there is none.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if what:
+        raise UsageError(
+            f"the training step takes values from a {what}, and the rehearsals that plan its blocks have taken some, which cannot be "
+            "put back; give the values as arguments, or draw from torch's, numpy's or random's generators"
+        )
+
+
+def _drop_sparse_gradients(model: nn.Module, example: Example) -> None:
+    """Have sparse gradients made anew in a rehearsal, because they are not added to in place."""
+    for tensor in (*model.parameters(), *tensors_of(example)):
+        if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout is not torch.strided:
+            tensor.grad = None
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What is in this process's memory of a tensor: a sharded one's part, a quantised one's numbers and scales."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+        if isinstance(part, torch.Tensor):  # a sharded one has its mesh there, too
+            yield from _parts(part)
+
+
+def _resident_bytes(model: nn.Module, example: Example, optimizer: str, device: torch.device) -> int:
+    """Bytes in this process of all that exists when a step begins; each storage counts once.
+
+    These are parameters, buffers, inputs, the optimizer's state, and gradients of an earlier micro-step.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    inputs = tensors_of(example)
+    leaves = [*model.parameters(), *(tensor for tensor in inputs if tensor.is_leaf)]
+    grads = (t.grad for t in leaves if t.grad is not None and t.grad.layout is torch.strided)
+    tensors = chain.from_iterable(map(_parts, (*model.parameters(), *model.buffers(), *inputs, *grads)))
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    trained = (part for p in model.parameters() if p.requires_grad for part in _parts(p))
+    state = sum(map(OPTIMIZERS[optimizer].state_bytes, trained))
+    return sum(allocated_bytes(size, device) for size in sizes.values()) + state

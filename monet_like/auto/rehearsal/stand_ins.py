@@ -1,0 +1,303 @@
+"""A rehearsal: one training step in which blocks are replaced by stand-ins, to count the memory of everything else.
+
+A stand-in has the block's results, by plain PyTorch without autograd, and makes gradients of zeros. Between its forward and
+its backward it holds those inputs and results that it is told to keep, and nothing else. So what the allocator counts is what
+the rest of the model needs: embeddings, head and loss, gradients so far, buffers of a sharded model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.utils._pytree as pytree
+
+from ...capture.captured import Captured, Tensor, TensorMeta
+from ...capture.trees import taken_apart
+from ...ir.step import Moment, Piece, Step
+from ...profile.measure import Stretch
+from ...replay.checks.one_pass import apart, refuse
+from ...replay.training_step import as_captured
+
+Kind = Literal["forward", "forward done", "backward", "dropped", "backward done"]
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a block during a rehearsal.
+
+    Attributes:
+        block: its number.
+        captured: its program.
+        saved: inputs that the stand-in holds.
+        results: results that it holds, by value.
+        gradients: incoming gradients, by value; empty before the backward.
+        adds: its parameters had gradients already when its backward began.
+    """
+
+    block: int
+    captured: Captured
+    saved: list[torch.Tensor] = field(default_factory=list)
+    results: dict[int, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    adds: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    """The end of a stretch of the step: ``kind`` begins or ends for a call.
+
+    Attributes:
+        kind: ``forward`` and ``backward`` begin the call's; ``dropped``: its stand-in has let go of ``value`` in the backward.
+        call: which.
+        value: of the block's program; -1 for other kinds.
+    """
+
+    kind: Kind
+    call: Call
+    value: int = -1
+
+
+class Rehearsal:
+    """The events of one step and what stand-ins keep.
+
+    Args:
+        kept: for every block the inputs and results that its stand-in holds from its forward to its backward, as values of
+            its program; None: all of them.
+        mark: ends a stretch, see `monet_like.profile.measure.allocated_stretches`.
+        defers: ``error`` is raised when the step has ended, because other processes wait for this one's part of the step. Until
+            then a block that cannot be captured runs as it is.
+    """
+
+    def __init__(
+        self, kept: Sequence[Collection[int]] | None, mark: Callable[[], None], *, defers: bool = False
+    ) -> None:
+        self.kept, self.mark, self.defers = kept, mark, defers
+        self.events: list[Event] = []
+        self.error: Exception | None = None
+        self.called = False  # whether any block was, also in eval mode or without a gradient
+
+    def reach(self, kind: Kind, call: Call, value: int = -1) -> None:
+        """Note an event, which ends a stretch."""
+        self.mark()
+        self.events.append(Event(kind, call, value))
+
+    def keeps(self, block: int, value: int) -> bool:
+        """Whether the block's stand-in holds this input or result."""
+        return self.kept is None or value in self.kept[block]
+
+    def run(
+        self,
+        block: int,
+        captured: Captured,
+        parameters: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        forward: Callable[[], Any],
+    ) -> Any:
+        """Call a block's stand-in.
+
+        Args:
+            block: its number.
+            captured: of this call.
+            parameters, inputs: as `captured` lists them.
+            forward: the plain block with its arguments.
+
+        Returns:
+            What the block returns; its backward is the stand-in's.
+        """
+        call = Call(block, captured)
+        self.reach("forward", call)
+        with torch.no_grad(), _without_cached_casts():
+            results = list(_results(captured, forward()))
+        self.reach("forward done", call)
+        trained = [parameters[index] for index in _positions(captured.parameter_gradients)]
+        leaves = [inputs[index] for index in _positions(captured.input_gradients)]
+        token = _Body.apply(self, call, trained, *trained, *leaves)
+        outputs = _Head.apply(self, call, token, list(inputs), results)
+        leaves_out = list(captured.output_leaves)
+        for positions, output in zip(captured.output_positions, outputs, strict=True):
+            for position in positions:
+                leaves_out[position] = output
+        return pytree.tree_unflatten(leaves_out, captured.output_spec)
+
+
+def _positions(gradients: Sequence[tuple[int, Tensor]]) -> list[int]:
+    """Of what there are gradients, each once: a parameter with several names has several."""
+    return list(dict.fromkeys(index for index, _ in gradients))
+
+
+@contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Autocast keeps no casts of weights, as in a schedule."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _results(captured: Captured, result: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a block's result, in storages of the size that a schedule's have."""
+    leaves = pytree.tree_leaves(taken_apart(result, results=True))
+    for tensor, positions in zip(captured.outputs, captured.output_positions, strict=False):
+        meta = captured.metas[tensor.value]
+        found = leaves[positions[0]] if positions else meta.empty()  # the plain forward has set what is no result
+        if found.untyped_storage().nbytes() != meta.storage_bytes:
+            yield found.clone()
+            continue
+        made = torch.empty(meta.storage_bytes, dtype=torch.uint8, device=found.device).view(found.dtype)
+        yield made.as_strided(found.shape, found.stride(), found.storage_offset()).copy_(found).detach()
+
+
+class _Head(torch.autograd.Function):
+    """Autograd node of the stand-in's results: as a schedule's, its backward takes the incoming gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rehearsal: Rehearsal, call: Call, token: Any, inputs: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.call, captured = call, call.captured
+        kept = [t for v, t in zip(captured.inputs, inputs, strict=True) if rehearsal.keeps(call.block, v)]
+        ctx.of = [t.value for t in captured.outputs if rehearsal.keeps(call.block, t.value)]
+        outputs = tuple(results)
+        kept += [r for t, r in zip(captured.outputs, outputs, strict=True) if rehearsal.keeps(call.block, t.value)]
+        results.clear()
+        ctx.save_for_backward(*kept)
+        ctx.mark_non_differentiable(*(o for o, t in zip(outputs, captured.tangents, strict=True) if t is None))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        call: Call = ctx.call
+        given = [*ctx.saved_tensors]
+        ctx.maybe_clear_saved_tensors()
+        count = len(given) - len(ctx.of)
+        call.saved, call.results = given[:count], dict(zip(ctx.of, given[count:], strict=True))
+        for grad, value in zip(grads, call.captured.tangents, strict=True):
+            if grad is not None and value is not None:
+                call.gradients[value] = _taken(grad, call.captured.metas[value])
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def _taken(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """An incoming gradient as a schedule takes it: in the layout of its capture, or in rows as it comes."""
+    in_rows = grad.is_contiguous() and grad.dtype == meta.dtype
+    return grad if in_rows and not grad.is_conj() and not grad.is_neg() else as_captured(grad, meta)
+
+
+class _Body(torch.autograd.Function):
+    """Autograd node that hands over the gradients of a block's parameters and inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rehearsal: Rehearsal, call: Call, trained: list[torch.Tensor], *leaves: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.rehearsal, ctx.call, ctx.trained = rehearsal, call, trained
+        ctx.like = [TensorMeta.of(leaf) for leaf in leaves]
+        return torch.empty(0, device=call.captured.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: None) -> Any:
+        rehearsal: Rehearsal = ctx.rehearsal
+        call: Call = ctx.call
+        there = [tensor.is_leaf and tensor.grad is not None for tensor in ctx.trained]
+        call.adds = bool(there) and all(there)
+        rehearsal.reach("backward", call)
+        for tensors in (call.gradients, call.results):
+            for value in list(tensors):
+                del tensors[value]
+                rehearsal.reach("dropped", call, value)
+        call.saved.clear()
+        # A schedule's gradient is added to one that exists and freed before the next one is made; so zeros take no memory.
+        there += [False] * (len(ctx.like) - len(there))
+        makers = ((_nothing if exists else _zeros, meta) for exists, meta in zip(there, ctx.like, strict=True))
+        gradients: list[torch.Tensor | None] = [make(meta) for make, meta in makers]
+        rehearsal.reach("backward done", call)
+        gradients[:0] = [None, None, None]
+        handed = tuple(gradients)
+        gradients.clear()  # or else a gradient would be copied when it becomes a parameter's
+        return handed
+
+
+def _noted(node: Any, hook: Callable[..., Any]) -> Any:
+    """Refuse gradients of inputs and of parameters apart, as `in_one_pass` does: where other processes wait, after the step."""
+    rehearsal: Rehearsal = node.rehearsal
+    if not rehearsal.defers:
+        refuse()
+    rehearsal.error = rehearsal.error or apart("the training step")
+    return torch.autograd.function.BackwardCFunction.register_prehook(node, hook)
+
+
+_Body._backward_cls.register_prehook = _noted
+
+
+def _zeros(meta: TensorMeta) -> torch.Tensor:
+    return meta.empty().zero_()
+
+
+def _nothing(meta: TensorMeta) -> torch.Tensor:
+    """Zeros that all lie in one element."""
+    return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape)
+
+
+def held_values(events: Sequence[Event], stretches: Sequence[Stretch]) -> dict[int, frozenset[int]]:
+    """For every block, incoming gradients and results that are still there when the block's stand-in has let go of them.
+
+    The rest of the model holds them. Incoming gradients that do not come are among them: they are not freed, either.
+
+    Args:
+        events, stretches: of a rehearsal in which stand-ins keep everything; each event ends the stretch of its place.
+    """
+    found: dict[Call, set[int]] = {}
+    before = 0
+    for event, stretch in zip(events, stretches, strict=False):
+        call, values = event.call, event.call.captured.program.values
+        if event.kind == "backward":
+            found[call] = {v for v in (*call.captured.tangents, *call.captured.program.outputs) if v is not None}
+        if event.kind == "dropped" and before - stretch.end_bytes >= values[event.value].bytes:
+            found[call].discard(event.value)
+        before = stretch.end_bytes
+    blocks: dict[int, frozenset[int]] = {}
+    for call, held in found.items():
+        blocks[call.block] = blocks.get(call.block, frozenset()) | held
+    return blocks
+
+
+def counted(events: Sequence[Event], stretches: Sequence[Stretch], names: Sequence[str], resident_bytes: int) -> Step:
+    """The step, with the memory of everything but the blocks' own; menus are empty.
+
+    Args:
+        events, stretches: of a rehearsal; there is one stretch more than there are events.
+        names: of the blocks, for people.
+        resident_bytes: what existed before the step.
+    """
+    found: list[Moment] = []
+    carrying: Counter[int] = Counter()
+    after, inside = "the start", False
+    for event, stretch in zip(events, stretches, strict=False):
+        block = event.call.block
+        if event.kind == "backward done":
+            carrying[block] -= 1
+        there = tuple(sorted((b, calls) for b, calls in carrying.items() if calls))
+        if not inside:
+            before = f"the {event.kind} of {names[block]}"
+            found.append(Moment(f"between {after} and {before}", resident_bytes + stretch.peak_bytes, there))
+        if event.kind in ("forward", "backward"):
+            stage: Any = event.kind
+            name = f"the {stage} of {names[block]}"
+            adds = stage == "backward" and event.call.adds
+            found.append(Moment(name, resident_bytes + stretch.end_bytes, there, block, stage, adds))
+            after, inside = name, True
+        elif event.kind != "dropped":
+            inside = False
+            carrying[block] += event.kind == "forward done"
+    found.append(Moment(f"after {after}", resident_bytes + stretches[-1].peak_bytes))
+    calls = Counter(event.call.block for event in events if event.kind == "forward")
+    return Step(tuple(Piece(name, calls[block]) for block, name in enumerate(names)), tuple(found))

@@ -1,0 +1,1 @@
+"""What a GPU that is not there would choose: kernels, attention, autocast."""

@@ -1,0 +1,1 @@
+"""From the joint graph to values and tasks."""

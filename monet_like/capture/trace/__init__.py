@@ -1,0 +1,1 @@
+"""From a module and a call to the joint graph of forward and backward."""

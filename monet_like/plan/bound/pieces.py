@@ -1,0 +1,239 @@
+"""A lower bound of what any schedule of a block costs at given prices of its bytes.
+
+A block of a model gives three amounts of bytes to the moments of the whole step (`monet_like.ir.step.Point`): what it carries from its
+forward to its backward, the peak of its forward and the peak of its backward. With prices ``c``, ``f`` and ``r`` in seconds for a
+byte of each, no schedule has fewer seconds and priced bytes than the optimum of
+
+    min  seconds + c sum_v b(v) K[v,0] + f F + r R
+
+over the rows (2) to (5), (9) and (10) of `ilp.relaxation`, where the backward has no order within a block of slots. Its memory rows
+bound the peaks F and R, which are columns here, instead of the budget::
+
+    (a) F >= outputs + sum_v b(v) K[v,0]                                     when the forward ends        `_carry`
+    (b) R >= sum_v b(v) K[v,0] - shrinkage                                   when the backward begins     row (6)
+    (c) R >= during(t) + sum_v b(v) sum_{k reads v} w[k,t] + sum_k extra(k) w[k,t]      at every slot     `_slot`
+    (d) rows (7) and (8): of the forward for F, of the backward for R        at slots that are blocks
+
+The shrinkage is the most by which a run of the backward lowers memory, because it takes over more storage than it writes: memory is
+counted during runs, not between them. It is mostly 0. R has it for a lower bound below 0.
+
+All bytes are above what `menus.point_of` counts as there already: resident values, and in the backward the incoming gradients
+and the results that are kept. A schedule that no other one of the block beats, with no more of all four amounts, is a point of this
+program with its own amounts. So a row that limits one of them leaves out none of these schedules within the limit (`Limit`), and
+other schedules are never needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ...ir.program import REFUSED, Cost, Program, Task
+from ...ir.schedule import Schedule
+from ...ir.simulate import cost_of
+from ...ir.step import Point
+from ...solvers.matrix import Expr, MatrixProgram, total
+from ..analysis import net_workspace
+from ..subprogram import Subprogram, without_refused
+from .relaxation import BIG_SHARE, NO_BUDGET, BlockProgram, RelaxationBuilder
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: In programs of at most this many slots each slot is a block by itself, and all runs have rows.
+MOST_ALONE = 12
+
+Amount = Literal["carried", "forward", "backward"]
+
+
+class Amounts(NamedTuple):
+    """Seconds and bytes of a block, those of a schedule or of a solution of the relaxation."""
+
+    seconds: float
+    carried: float
+    forward: float
+    backward: float
+
+
+def amounts_of(point: Point) -> Amounts:
+    """Those of a schedule."""
+    return Amounts(point.seconds, point.carried_bytes, point.forward_peak_bytes, point.backward_peak_bytes)
+
+
+class Prices(NamedTuple):
+    """Seconds per byte carried, of the forward's peak and of the backward's peak; none is negative."""
+
+    carried: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def of(self, amounts: Amounts) -> float:
+        """Seconds and priced bytes."""
+        bytes_ = (amounts.carried, amounts.forward, amounts.backward)
+        return amounts.seconds + sum(price * size for price, size in zip(self, bytes_, strict=True))
+
+
+class Limit(NamedTuple):
+    """Limits of one amount, in bytes."""
+
+    amount: Amount
+    least: float = 0.0
+    most: float = inf
+
+    def admits(self, amounts: Amounts) -> Amounts | None:
+        """The amounts within the limits; None if they are not. A peak may be taken for higher than it is."""
+        size: float = getattr(amounts, self.amount)
+        if size > self.most or (size < self.least and self.amount == "carried"):
+            return None
+        return amounts if size >= self.least else amounts._replace(**{self.amount: self.least})
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRelaxation:
+    """The relaxation of one block's program.
+
+    Attributes:
+        blocks: its columns and rows.
+        forward_peak, backward_peak: F, and R plus ``shrinkage_bytes``, as shares of ``room_bytes``.
+        room_bytes: no peak of the block is larger.
+        shrinkage_bytes: see above.
+        part: the tasks and ways that the device does not refuse; None: all.
+    """
+
+    blocks: BlockProgram
+    forward_peak: Expr
+    backward_peak: Expr
+    room_bytes: int
+    shrinkage_bytes: int = 0
+    part: Subprogram | None = None
+
+    def priced(self, prices: Prices, limits: Sequence[Limit] = ()) -> MatrixProgram:
+        """The program whose optimum is the bound at these prices, for schedules within the limits."""
+        matrix = self.blocks.priced(prices.carried)
+        cost = matrix.cost.copy()
+        for peak, price in ((self.forward_peak, prices.forward), (self.backward_peak, prices.backward)):
+            cost[peak.terms[0][0]] = price * self.room_bytes / matrix.seconds_per_unit
+        offset = matrix.offset - prices.backward * self.shrinkage_bytes / matrix.seconds_per_unit
+        return self._limited(replace(matrix, cost=cost, offset=offset), limits)
+
+    def amounts(self, x: NDArray[Any]) -> Amounts:
+        """What a point of the program stands for."""
+        matrix = self.blocks.matrix
+        seconds = (float(matrix.cost @ x) + matrix.offset) * matrix.seconds_per_unit
+        return Amounts(seconds, *(self._expressions[name].value(x) * self.room_bytes for name in self._expressions))
+
+    def schedule(self, x: NDArray[Any]) -> Schedule:
+        """A schedule of the block with the runs of a point, each just before the slot that needs it; it may break a rule."""
+        schedule = self.blocks.schedule(x)
+        return schedule if self.part is None else self.part.whole(schedule)
+
+    @cached_property
+    def _expressions(self) -> dict[Amount, Expr]:
+        """Every amount as a share of ``room_bytes``."""
+        sizes = self.blocks.program.values
+        held = self.blocks.carried[0] if self.blocks.carried else {}
+        carried = total(kept * (sizes[v].bytes / self.room_bytes) for v, kept in held.items())
+        backward = self.backward_peak + Expr(-self.shrinkage_bytes / self.room_bytes)
+        return {"carried": carried, "forward": self.forward_peak, "backward": backward}
+
+    def _limited(self, matrix: MatrixProgram, limits: Sequence[Limit]) -> MatrixProgram:
+        """The program with one more row for each limit."""
+        import numpy as np
+        import scipy.sparse as sp
+
+        if not limits:
+            return matrix
+        rows = sp.lil_matrix((len(limits), matrix.columns))
+        lower: list[float] = []
+        upper: list[float] = []
+        for row, limit in enumerate(limits):
+            expression = self._expressions[limit.amount]
+            for column, coefficient in expression.terms:
+                rows[row, column] = coefficient
+            lower.append(limit.least / self.room_bytes - expression.const)
+            upper.append(limit.most / self.room_bytes - expression.const)
+        return replace(
+            matrix,
+            matrix=sp.vstack([matrix.matrix, rows.tocsr()]).tocsr(),
+            lower=np.append(matrix.lower, lower),
+            upper=np.append(matrix.upper, upper),
+        )
+
+
+def block_relaxation(program: Program, costs: Mapping[str, Cost], alone: Iterable[int] = ()) -> BlockRelaxation:
+    """Build the relaxation of a block.
+
+    Args:
+        program, costs: of the block. Copies that overlap with computing count no seconds, since they may be hidden.
+        alone: slots that are blocks of the relaxation by themselves: more rows, a higher bound, more work. In small programs all are.
+
+    Raises:
+        ProfileError: ``costs`` lacks a task, or refuses all ways of a slot.
+    """
+    part = without_refused(program, costs)
+    if part is not None:
+        program, costs = part.program, {key: cost for key, cost in costs.items() if cost != REFUSED}
+    tasks = tuple(replace(task, cost="") if task.copies == "start" else task for task in program.tasks)
+    program = replace(program, tasks=tasks)
+    small = len(program.slots) <= MOST_ALONE
+    builder = _Builder(program, costs, range(len(program.slots)) if small else alone)
+    stages = [0, *(slot + 1 for slot in sorted(builder.alone))] if small else []
+    blocks = builder.build(set(), [(stage, group) for stage in stages for group in range(len(builder.needs.groups))])
+    return BlockRelaxation(
+        blocks, builder.forward_peak, builder.backward_peak, builder.room_bytes, builder.shrinkage_bytes, part
+    )
+
+
+class _Builder(RelaxationBuilder):
+    """Builds the relaxation with the columns F and R instead of a budget."""
+
+    def __init__(self, program: Program, costs: Mapping[str, Cost], alone: Iterable[int]) -> None:
+        super().__init__(program, costs, NO_BUDGET, 0, set(alone))
+        workspaces = (cost_of(task, costs).workspace_bytes for task in program.every_task())
+        again = (task for task in program.tasks if task.runs != "first")
+        runs = [*again, *(way for slot in program.slots for way in slot)]
+        self.shrinkage_bytes = max((-self._growth(task) for task in runs), default=0)
+        self.room_bytes = 1 + max(workspaces, default=0) + 2 * sum(self.sizes) + self.shrinkage_bytes
+        self.big_bytes = BIG_SHARE * sum(self.sizes)
+        self.forward_peak = self.builder.column(integral=False)
+        self.backward_peak = self.builder.column(integral=False)
+        #: What `point_of` takes off the memory of the backward. Results count once in the rows. Those that the backward reads may be
+        #: taken off once more: `point_of` counts them as there, although they may be freed before the peak.
+        self.backward_there = self.fixed + self.output_bytes + sum(self.sizes[v] for v in program.tangents)
+        self.backward_there += sum(self.sizes[v] for v in self.outputs if self._read_later(v))
+
+    def _growth(self, task: Task) -> int:
+        """Bytes by which memory is higher while a task runs than before it; at most 0."""
+        written = sum(self.sizes[v] for v in task.writes)
+        return min(0, written + net_workspace(self.program, self.costs, task))
+
+    def _read_later(self, v: int) -> bool:
+        """Whether something in the backward may read a value."""
+        again = any(self.program.tasks[p].runs != "first" for p in self.readers[v])
+        return again or any(v in way.reads for slot in self.program.slots for way in slot)
+
+    def _fits(self, parts: list[Expr], fixed_bytes: int, forward: bool = False) -> None:
+        """The row "these bytes are at most the peak", instead of the budget."""
+        there, peak = (self.fixed, self.forward_peak) if forward else (self.backward_there, self.backward_peak)
+        there -= 0 if forward else self.shrinkage_bytes
+        above = total([*parts, Expr(float(fixed_bytes - there))])
+        self.builder.at_most(above * (1 / self.room_bytes), peak)
+
+    def _carry(self, b: int, forward: Sequence[int]) -> None:
+        self.backward_there += self.shrinkage_bytes  # for row (6)
+        super()._carry(b, forward)
+        self.backward_there -= self.shrinkage_bytes
+        if b == 0:  # row (a)
+            kept = [held * self.sizes[v] for v, held in self.carried[0].items()]
+            self._fits(kept, self.fixed + self.output_bytes, forward=True)
+
+    def _slot(self, slot: int) -> dict[int, Expr]:
+        chosen = super()._slot(slot)
+        ways = self.program.slots[slot]  # row (c)
+        parts = [total(chosen[k] * net_workspace(self.program, self.costs, ways[k]) for k in chosen)]
+        parts += [reads * self.sizes[v] for v, reads in self.way_reads[slot].items()]
+        self._fits(parts, self.fixed + self.output_bytes + self.backward.during[slot])
+        return chosen

@@ -1,0 +1,208 @@
+"""One budget over the pieces of a step: a point for each, chosen so that the whole step fits and is fastest.
+
+With the notation of `monet_like.ir.step` and
+
+* ``x[b,p]``: 1 if piece ``b`` takes point ``p`` of its menu;
+* ``rise[m,b,p]``: what ``p`` adds at moment ``m`` if ``b`` runs there, else 0
+
+the program is::
+
+    minimise    sum[b,p] calls[b] seconds[p] x[b,p]                                                `_program`
+    (choice)    sum[p] x[b,p] = 1                                             for every piece      `_program`
+    (memory)    base[m] + sum[b,p] (n[m,b] carried[p] + rise[m,b,p]) x[b,p] <= budget
+                                                                              for every moment     `_contents`
+
+Pieces and moments are few, so HiGHS solves the program to optimality, mostly within a second. Where it finds nothing in time or
+fails, a search chooses (`_searched`), and `Choice.status` says so. Every result is counted again in whole bytes (`peak_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...errors import warn_caller
+from ...ir.defaults import SOLVER
+from ...ir.step import Moment, Point, Step, peak_of, seconds_of
+from ...solvers.interface import Solution, solve
+from ...solvers.matrix import Builder, Expr, total
+
+#: ``optimal``: proven to the gap asked for; ``feasible``: a solver's choice, not proven; ``searched``: by a search without a solver.
+ChoiceStatus = Literal["optimal", "feasible", "searched"]
+
+#: Relative gap at which the outer program is solved.
+GAP = 1e-4
+#: A solver may be over the budget by its tolerance: then it is asked again for so much less.
+SPARE = 1e-6
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A point for every piece.
+
+    Attributes:
+        points: by piece.
+        peak_bytes: of the whole step.
+        moment: name of the moment with that peak.
+        seconds: of all pieces together.
+        bound_seconds: no choice within the budget is faster.
+        status: how well it is known to be the fastest, or of `smallest` to have the lowest peak.
+        reason: where it was ``searched``: why the solver found nothing, in its own words.
+    """
+
+    points: tuple[Point, ...]
+    peak_bytes: int
+    moment: str
+    seconds: float
+    bound_seconds: float
+    status: ChoiceStatus = "optimal"
+    reason: str = ""
+
+
+def choose(
+    step: Step,
+    budget_bytes: int,
+    *,
+    solver: str = SOLVER,
+    time_limit_seconds: float = 60.0,
+    enough_seconds: float = 0.0,
+) -> Choice | None:
+    """The fastest points with which every moment of the step is within the budget; None if none are found.
+
+    Args:
+        budget_bytes: of the whole step.
+        solver: a name that `monet_like.solvers.interface.check_solver` accepts.
+        time_limit_seconds: wall seconds.
+        enough_seconds: HiGHS stops at a choice that is as fast as this.
+
+    A solver that fails is told by a warning, and the search chooses.
+
+    Raises:
+        SolverError: the solver is missing.
+    """
+    fastest = tuple(min(menu, key=lambda p: p.numbers) for menu in step.menus)
+    seconds = seconds_of(step, fastest)
+    if peak_of(step, fastest)[0] <= budget_bytes:
+        return _choice(step, fastest, seconds)
+    bound, unit = 0.0, seconds / len(step.pieces) or 1.0
+    target = {"objective_target": enough_seconds / unit} if enough_seconds and solver.upper() == "HIGHS" else None
+    for limit in (budget_bytes, int(budget_bytes * (1 - SPARE))):
+        builder, columns = _program(step, unit)
+        for row in step.distinct_moments:
+            builder.fits(_contents(row, step, columns), limit)
+        found = solve(builder.finish(unit), solver, time_limit_seconds=time_limit_seconds, gap=GAP, options=target)
+        if found.x is None and found.status != "infeasible":
+            _tell_failure(solver, found)
+            searched = _searched(step, budget_bytes)
+            return None if searched is None else _choice(step, searched, seconds, "searched", found.message)
+        if found.x is None:
+            return None
+        points = _points(step, columns, found.x)
+        bound = bound or found.bound_seconds
+        if peak_of(step, points)[0] <= budget_bytes:
+            return _choice(step, points, min(bound, seconds_of(step, points)), _known(found))
+    return None
+
+
+def _choice(
+    step: Step, points: tuple[Point, ...], bound_seconds: float, status: ChoiceStatus = "optimal", reason: str = ""
+) -> Choice:
+    """The points with what they promise."""
+    return Choice(points, *peak_of(step, points), seconds_of(step, points), bound_seconds, status, reason)
+
+
+def _known(found: Solution) -> ChoiceStatus:
+    """The status of a choice that a solver has made."""
+    return "optimal" if found.status == "optimal" else "feasible"
+
+
+def _tell_failure(solver: str, found: Solution) -> None:
+    """Warn of a solver that failed; to run out of time is no failure."""
+    if found.status == "error":
+        warn_caller(
+            f"the solver {solver} failed ({found.message}), so a local search chooses the blocks' schedules, which proves nothing and "
+            "may find slower ones; try another solver= (monet-like doctor lists those that are installed)"
+        )
+
+
+def _searched(step: Step, budget_bytes: int) -> tuple[Point, ...] | None:
+    """Points within the budget, by a search that needs no solver; None if it finds none.
+
+    It begins with the points that carry least, or with those whose backward has the lowest peak. It changes one piece at a time:
+    first so that the step's peak falls most, until it fits; then so that most seconds are gained and it still fits.
+    """
+
+    def peak(points: tuple[Point, ...]) -> int:
+        return peak_of(step, points)[0]
+
+    def seconds(points: tuple[Point, ...]) -> float:
+        return seconds_of(step, points)
+
+    starts = (lambda p: (p.carried_bytes, p.numbers), lambda p: (p.backward_peak_bytes, p.numbers))
+    points = min((tuple(min(menu, key=key) for menu in step.menus) for key in starts), key=peak)
+    while peak(points) > budget_bytes:
+        lower = min(_one_changed(step, points), key=peak)
+        if peak(lower) >= peak(points):
+            return None
+        points = lower
+    while True:
+        faster = sorted((p for p in _one_changed(step, points) if seconds(p) < seconds(points)), key=seconds)
+        fitting = next((p for p in faster if peak(p) <= budget_bytes), None)
+        if fitting is None:
+            return points
+        points = fitting
+
+
+def _one_changed(step: Step, points: tuple[Point, ...]) -> Iterator[tuple[Point, ...]]:
+    """The same points with another one for one piece."""
+    for place, menu in enumerate(step.menus):
+        for point in menu:
+            yield (*points[:place], point, *points[place + 1 :])
+
+
+def smallest(step: Step, *, solver: str = SOLVER, time_limit_seconds: float = 60.0) -> Choice:
+    """The points with the lowest peak of the whole step; where the solver finds none in time, those that carry least."""
+    lean = tuple(min(menu, key=lambda p: (p.carried_bytes, p.numbers)) for menu in step.menus)
+    above = peak_of(step, lean)[0]
+    builder, columns = _program(step, None)
+    share = builder.column(1.0, integral=False)  # of that peak
+    for row in step.distinct_moments:
+        builder.at_most(total(_contents(row, step, columns)) * (1 / above), share)
+    found = solve(builder.finish(1.0), solver, time_limit_seconds=time_limit_seconds, gap=SPARE)
+    if found.x is None:
+        _tell_failure(solver, found)
+        return _choice(step, lean, 0.0, "searched", found.message)
+    points = min(lean, _points(step, columns, found.x), key=lambda p: peak_of(step, p))
+    return _choice(step, points, 0.0, _known(found))
+
+
+def _program(step: Step, unit: float | None) -> tuple[Builder, list[list[Expr]]]:
+    """The columns with their seconds, in units of ``unit``, and the rows (choice). No unit: seconds do not count."""
+    builder = Builder()
+    columns: list[list[Expr]] = []
+    for piece in step.pieces:
+        mine = [builder.column(piece.calls * point.seconds / unit if unit else 0.0) for point in piece.menu]
+        builder.equal(total(mine), Expr(1.0))
+        columns.append(mine)
+    return builder, columns
+
+
+def _contents(moment: Moment, step: Step, columns: Sequence[Sequence[Expr]]) -> list[Expr]:
+    """The terms of the row (memory) of a moment, in bytes."""
+    parts = [Expr(float(moment.base_bytes))]
+    for place, calls in moment.carrying:
+        menu = step.pieces[place].menu
+        parts += [x * float(calls * p.carried_bytes) for x, p in zip(columns[place], menu, strict=True)]
+    if moment.running is not None:
+        of = zip(columns[moment.running], step.pieces[moment.running].menu, strict=True)
+        parts += [x * float(moment.rise(p)) for x, p in of]
+    return parts
+
+
+def _points(step: Step, columns: Sequence[Sequence[Expr]], x: Any) -> tuple[Point, ...]:
+    """The points that a solution takes."""
+    return tuple(
+        menu[max(range(len(menu)), key=lambda p, mine=mine: mine[p].value(x))]  # type: ignore[misc]
+        for menu, mine in zip(step.menus, columns, strict=True)
+    )

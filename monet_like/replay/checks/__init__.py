@@ -1,0 +1,1 @@
+"""What must hold of a call, a module and a machine before a schedule runs."""

@@ -1,0 +1,42 @@
+"""Inputs and buffers that a forward changes in place, as ``x.relu_()`` does: the caller's own tensor changes, too.
+
+The program computes the new contents beside the old, and copies them in when the forward ends. So nothing may read such a
+tensor later as it was, and no other tensor of the step may lie in the same memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...errors import UsageError
+
+if TYPE_CHECKING:
+    from ...capture.captured import Captured
+
+
+def check_changeable(captured: Captured, residents: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """Check that the tensors which the forward changes in place may be changed.
+
+    Args:
+        residents: parameters, buffers and inputs.
+
+    Raises:
+        RuntimeError: PyTorch's own, of a leaf that requires a gradient.
+        UsageError: another resident shares their memory.
+    """
+    values = (*(v for _, v in captured.parameters), *(v for _, v in captured.buffers), *captured.inputs)
+    storages = [tensor.untyped_storage()._cdata for tensor in residents]
+    uses = Counter(storages)
+    for value, storage in zip(values, storages, strict=True):
+        if value in captured.changed and uses[storage] > 1:
+            raise UsageError(
+                f"the forward changes {captured.program.values[value].name} in place, and another input, buffer or parameter "
+                "of this call shares its memory; give a clone"
+            )
+    for position in captured.written:
+        if inputs[position].requires_grad and inputs[position].is_leaf:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")

@@ -1,0 +1,1 @@
+"""Steps by a schedule beside plain PyTorch's."""
