@@ -63,8 +63,8 @@ BACKENDS = ("eager", "inductor")
 #: Number of captures of one model after which a warning is given.
 MANY_STEPS = 16
 
-#: Number of captures of one kind of call after which a value that changes by the forward itself is named.
-OWN_STEPS = 3
+#: Number of captures of one kind of call after which it runs as the plain model if its forward itself changes a value that it reads.
+OWN_STEPS = 4
 
 #: Number of captured steps that are kept. Without a limit, a number that changes in every step would fill the memory.
 KEPT_STEPS = 32
@@ -343,8 +343,8 @@ class ScheduleWrapper(StandIn):
             captured = None  # the model has been changed since
         earlier = self._steps.get(key)
         change = earlier[-1].change() if earlier else None
-        if change is not None and earlier is not None and len(earlier) == OWN_STEPS:
-            _warn_of_own(self._model, earlier[-1].captured, change)
+        if change is not None and earlier is not None:
+            _check_own(earlier)
         if change is None and known:
             change = Change(f"the answer of {known[-1].op.split('.')[1]} in the forward", "another", known[-1].shown)
         started, inputs = time.monotonic(), input_specs(args, kwargs)
@@ -492,14 +492,25 @@ def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> Sche
     return ScheduleRecord.load(Path(solution))
 
 
-def _warn_of_own(model: nn.Module, captured: Captured, change: Change) -> None:
-    """Warn if what has changed since a capture is what its forward itself sets."""
-    own = next((p for p in captured.effects.paths if p in change.path), None) if captured.effects is not None else None
-    if own is not None:
-        warn_caller(
-            f"{type(model).__name__}.forward reads {own} and sets it to another value in each call ({change}), so each call is captured, "
-            "which takes seconds; keep a number as a buffer (self.step.add_(1)), and empty a list after each step"
+def _check_own(steps: Sequence[Step]) -> None:
+    """Check that another capture of one kind of call is not due to a value that each forward changes.
+
+    Raises:
+        UsageError: `OWN_STEPS` captures were.
+    """
+    own = [(change, path) for step in steps if (change := step.change()) and (path := _set_by_itself(step, change))]
+    if len(own) >= OWN_STEPS:
+        change, path = own[-1]
+        raise UsageError(
+            f"its forward reads {path} and sets it to another value in each call ({change}), and each value needs a capture, which "
+            "takes seconds; keep a number as a buffer (self.step.add_(1)), and empty a list after each step"
         )
+
+
+def _set_by_itself(step: Step, change: Change) -> str | None:
+    """What of a change the forward has set; None if it is somebody else's."""
+    effects = step.captured.effects
+    return next((path for path in effects.paths if path in change.path), None) if effects is not None else None
 
 
 def check_backend(backend: str, device: torch.device) -> None:

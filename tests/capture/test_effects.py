@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import copy
 import dataclasses
 import types
 import warnings
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from monet_like import auto_schedule
 from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError, UsageError
+from monet_like.replay.wrapper import OWN_STEPS
 
 SEEN: list[Any] = []
 LATEST: Any = None
@@ -482,14 +484,39 @@ def test_many_gradients_at_once_are_refused() -> None:
         torch.autograd.grad(result, x, many, is_grads_batched=True)
 
 
-@pytest.mark.parametrize(("forward", "path"), [(counts, "self.calls"), (queue, "self.queue"), (last_hidden, "")])
-def test_a_value_that_each_forward_reads_and_sets_is_named_once(forward: Forward, path: str) -> None:
+def alternates(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    net.turn = (net.turn + 1) % 4
+    return layer(x) * (net.turn + 1)
+
+
+def counts_elsewhere(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    net.table["n"] = net.table.get("n", 0) + 1
+    return layer(x) / net.table["n"]
+
+
+OWN = [
+    (counts, "self.calls"),
+    (queue, "self.queue"),
+    (counts_elsewhere, "self.table"),
+    (alternates, ""),
+    (last_hidden, ""),
+]
+
+
+@pytest.mark.parametrize(("forward", "path"), OWN)
+def test_a_form_whose_forward_changes_what_it_reads_soon_runs_plainly(forward: Forward, path: str) -> None:
+    """With one warning that names it. Values that come again need no further captures."""
     net = build(forward)
-    net.queue = []
-    wrapped = AnySchedule(net)
+    net.queue, net.turn, net.table = [], 0, {}
+    plain, wrapped = copy.deepcopy(net), AnySchedule(net)
+    wrapped._on_new_input = "plan"
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(6):
-            wrapped(rows())
+        for _ in range(10):
+            assert torch.equal(step(wrapped, rows()), step(plain, rows()))
     named = [str(each.message) for each in said if "in each call" in str(each.message)]
-    assert len(named) == bool(path) and all(f"Net.forward reads {path} and sets it" in message for message in named)
+    assert len(named) == bool(path) and all(f"its forward reads {path}" in message for message in named)
+    assert wrapped.captures == (1 if forward is last_hidden else OWN_STEPS)
+    for mine, own in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, own.grad)
+    assert (net.calls, net.turn, net.table.get("n")) == (plain.calls, plain.turn, plain.table.get("n"))
