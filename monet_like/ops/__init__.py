@@ -39,7 +39,7 @@ def operators() -> Mapping[str, Operator]:
 
 def python_operators() -> Mapping[str, Operator]:
     """The operators that exist in Python only, by name; some of them call another package's kernels."""
-    from . import liger, sync_batch_norm  # noqa: F401
+    from . import gradients_by_values, liger, sync_batch_norm  # noqa: F401
     from .registry import PYTHON_OPERATORS
 
     return PYTHON_OPERATORS

@@ -13,7 +13,7 @@ from torch._prims_common import (
     compute_elementwise_output_strides,
     suggest_memory_format,
 )
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, unset_fake_temporarily
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -92,6 +92,21 @@ def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple
     return workspace.new_empty(gates), workspace.new_empty(gates), grad.new_empty(grad.shape), *biases
 
 
+def _lstsq(x: Tensor, other: Tensor, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
+    """Two drivers leave residuals only where the matrices have full rank, and only of matrices of more rows than columns.
+
+    Found by solving for matrices of ones and zeros on a CPU, since the solution's layout is that of LAPACK's memory.
+    """
+    driver = driver or ("gelsy" if x.device.type == "cpu" else "gels")
+    if driver in ("gelsd", "gelss") and x.shape[-2] > x.shape[-1]:
+        raise DynamicOutputShapeException(_aten.linalg_lstsq.default)
+    with unset_fake_temporarily():
+        matrices, right = (torch.zeros(t.shape, dtype=t.dtype) for t in (x, other))
+        matrices.diagonal(dim1=-2, dim2=-1).fill_(1)
+        results = _aten.linalg_lstsq(matrices, right, driver=driver)
+    return tuple(x.new_empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in results)
+
+
 def group_norm_layout(x: Tensor) -> torch.memory_format:
     """That of group norm's result, and of the gradient of its input ``x``.
 
@@ -104,7 +119,7 @@ def group_norm_layout(x: Tensor) -> torch.memory_format:
 @cache
 def register() -> None:
     """Register, once, results of Gamma and Dirichlet samplers, CTC loss with lists of lengths, margin losses, fractional
-    pooling in 3-D, group norm, products of groups, and a GRU's cell on a GPU."""
+    pooling in 3-D, group norm, products of groups, a GRU's cell on a GPU, and least squares."""
     for name in ("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad"):
         torch.library.register_fake(f"aten::{name}", _row_major, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss", _ctc_loss, allow_override=True)
@@ -115,6 +130,7 @@ def register() -> None:
     torch.library.register_fake("aten::_thnn_fused_gru_cell", _gru_cell, allow_override=True)
     torch.library.register_fake("aten::_thnn_fused_gru_cell_backward", _gru_cell_backward, allow_override=True)
     torch.library.register_fake("aten::native_group_norm", _group_norm, allow_override=True)
+    torch.library.register_fake("aten::linalg_lstsq", _lstsq, allow_override=True)
 
 
 @contextlib.contextmanager

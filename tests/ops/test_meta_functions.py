@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from monet_like.capture.lower.step import capture
 from monet_like.ops.meta_functions import bags, convolved, elementwise_result, group_norm_layout, register, unfolded
@@ -138,6 +138,25 @@ def test_a_program_counts_what_folding_keeps() -> None:
     captured = capture(Folded(), (columns,))
     (folded,) = (value for value in captured.program.values if value.name.startswith("col2im"))
     assert folded.bytes == columns.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("driver", [None, "gelsy", "gels", "gelsd", "gelss"])
+@pytest.mark.parametrize(("matrices", "right"), [((5, 3), (5, 2)), ((3, 5), (3, 2)), ((2, 3, 3), (2, 3))], ids=str)
+def test_least_squares_are_laid_out_as_the_operator_does(
+    matrices: tuple[int, ...], right: tuple[int, ...], driver: str | None
+) -> None:
+    """With two of LAPACK's drivers it depends on the matrices' ranks whether there are residuals, if rows outnumber columns."""
+    register()
+    args = torch.rand(matrices), torch.rand(right)
+    with FakeTensorMode() as fake:
+        given = [fake.from_tensor(t) for t in args]
+        if driver in ("gelsd", "gelss") and matrices == (5, 3):
+            with pytest.raises(DynamicOutputShapeException):
+                aten.linalg_lstsq(*given, driver=driver)
+            return
+        told = aten.linalg_lstsq(*given, driver=driver)
+    for result, real in zip(told, aten.linalg_lstsq(*args, driver=driver), strict=True):
+        assert (result.shape, result.stride(), result.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 4, 4), (2, 8, 4, 4, 4), (2, 8, 16), (2, 8, 1, 1), (2, 8)])

@@ -29,8 +29,10 @@ from torch._subclasses.fake_tensor import (
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.traceback import preserve_node_meta
 
+from ... import ops
 from ...errors import CaptureError
 from ...nn import sync_batch_norm
+from ...ops import gradients_by_values
 from ...ops import meta_functions as fakes_of_pytorchs
 from ..absent_gpu import choices as absent_gpu
 from ..captured import fake_mode
@@ -185,6 +187,7 @@ def _export(
         warnings.simplefilter("ignore")
         if asks and flat.answers is None:
             stack.enter_context(_is_compiling())
+        ops.load()
         fakes_of_pytorchs.register()
         flat.tracing_mode = KnownValues()
         stack.enter_context(absent_gpu.as_on(target))
@@ -193,6 +196,7 @@ def _export(
             stack.enter_context(_unvalidated())
         stack.enter_context(fakes_of_pytorchs.ctc_loss_by_steps())
         stack.enter_context(_checked_matrices())
+        stack.enter_context(gradients_by_values.traced())
         stack.enter_context(flat.autocast.outside_forward())
         stack.enter_context(_use_lazy_graph_module(True))  # writes no Python code of graphs, which nobody runs
         in_backward = f"a hook or a custom function of {type(flat.model).__name__}, in the backward,"
