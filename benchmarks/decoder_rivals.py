@@ -105,8 +105,8 @@ def main(model: str, seq: int, batch: int, card: str) -> None:
         print("| rule | peak | step | ours at that peak |\n|---|---|---|---|")
         for rule, points in sorted(found.items(), key=lambda item: -peak_of(step, item[1])[0]):
             peak = peak_of(step, points)[0]
-            choice = answer.chosen(sheet, step, peak).choice
-            ours = "none found" if choice is None else f"{100 * (choice.seconds / least - 1):+.1f} %"
+            choice = answer.chosen(sheet, step, peak)
+            ours = "none found" if choice.peak_bytes > peak else f"{100 * (choice.seconds / least - 1):+.1f} %"
             time = f"{100 * (seconds_of(step, points) / least - 1):+.1f} %"
             print(f"| {rule} | {format_bytes(peak)} | {time} | {ours} |")
 

@@ -44,7 +44,7 @@ class BlockSettings:
         quick: costs that are partly estimated, and the local search instead of the integer program.
         sharing: how the processes of the default group plan.
         refines: a quick plan of an earlier start is replaced by a full one.
-        keeps_result: see `monet_like.auto.step_memory.step_of`.
+        keeps_result: see `monet_like.auto.rehearsal.memory.step_of`.
         lengths: that are planned for ahead; see `monet_like.auto_schedule`.
         on_new_input: likewise.
     """
@@ -130,36 +130,34 @@ def check_alike(of: Blocks, kinds: Sequence[Kind | None], sharing: Sharing) -> N
 
 def menus_of(
     of: Blocks, kinds: Sequence[Kind | None], settings: BlockSettings, found: dict[str, Prepared]
-) -> dict[str, dict[str, Any]]:
-    """For every program the points of its menu, plain PyTorch's point and cuBLAS's workspaces, as plain data.
+) -> dict[Kind, tuple[Point, ...]]:
+    """The menu of every kind of block.
 
     Args:
         found: gets the programs with their costs.
     """
-    menus: dict[str, dict[str, Any]] = {}
+    menus: dict[Kind, tuple[Point, ...]] = {}
+    schedules: dict[str, list[Schedule]] = {}
     device = device_of(of.model)
     with Progress(quiet=settings.verbose is False) as progress:
         for block, kind in zip(of.blocks, kinds, strict=True):
             call = block._block_call
-            if kind is None or call is None:
+            if kind is None or call is None or kind in menus:
                 continue
             if kind.program not in found:
                 found[kind.program] = costs_of_call(call, device, settings, progress)
-                menus[kind.program] = {"schedules": _schedules(found[kind.program], settings, progress)}
-            ready, there = found[kind.program], menus[kind.program]
-            if kind.text not in there:
-                points = [own_point(ready, schedule, kind) for schedule in map(_schedule, there["schedules"])]
-                there[kind.text] = {
-                    "menu": [*map(content_of, efficient(points))],
-                    "plain": content_of(plain_point(ready, kind)),
-                }
-            there["cublas_bytes"] = ready.cublas_bytes or ready.variants_cublas_bytes
+                schedules[kind.program] = _schedules(found[kind.program], settings, progress)
+            menus[kind] = _points(found[kind.program], kind, schedules[kind.program])
     return menus
 
 
 def points_of_call(ready: Prepared, kind: Kind, settings: BlockSettings, progress: Progress) -> tuple[Point, ...]:
     """The menu of a call that is planned alone."""
-    return efficient([own_point(ready, _schedule(content), kind) for content in _schedules(ready, settings, progress)])
+    return _points(ready, kind, _schedules(ready, settings, progress))
+
+
+def _points(ready: Prepared, kind: Kind, schedules: Sequence[Schedule]) -> tuple[Point, ...]:
+    return efficient([own_point(ready, schedule, kind) for schedule in schedules])
 
 
 def plain_point(ready: Prepared, kind: Kind) -> Point:
@@ -211,8 +209,8 @@ def _measured(
         return settled_for(ready, request, device, lambda _: (), progress.profiling, everything=True)
 
 
-def _schedules(ready: Prepared, settings: BlockSettings, progress: Progress) -> list[Any]:
-    """The schedules of a block's menu, as plain data."""
+def _schedules(ready: Prepared, settings: BlockSettings, progress: Progress) -> list[Schedule]:
+    """The schedules of a block's menu."""
     seconds = settings.time_limit_seconds
     points = menu(
         ready.captured.program, ready.costs, solver=settings.solver, gap=settings.gap,
@@ -220,28 +218,23 @@ def _schedules(ready: Prepared, settings: BlockSettings, progress: Progress) -> 
         time_limit_seconds=min(seconds, QUICK_SECONDS) if settings.quick else seconds,
         progress=progress.planning,
     )  # fmt: skip
-    return [_listed(point.schedule) for point in points]
+    return [point.schedule for point in points]
 
 
-def _listed(schedule: Schedule) -> list[Any]:
-    """A schedule as plain data."""
-    return [list(schedule.forward), [list(tasks) for tasks in schedule.again], list(schedule.ways)]
+def content_of(points: Sequence[Point]) -> dict[str, Any]:
+    """Points of all blocks as plain data; equal ones once."""
+    distinct = list(dict.fromkeys(points))
+    written = [[(p.schedule.forward, p.schedule.again, p.schedule.ways), p.numbers, p.shared] for p in distinct]
+    return {"points": written, "of": [distinct.index(point) for point in points]}
 
 
-def _schedule(content: Any) -> Schedule:
-    forward, again, ways = content
-    return Schedule(tuple(forward), tuple(map(tuple, again)), tuple(ways))
-
-
-def content_of(point: Point) -> list[Any]:
-    """A point as plain data."""
-    return [_listed(point.schedule), point.numbers, point.shared]
-
-
-def read_point(content: Any) -> Point:
-    """A point from plain data."""
-    schedule, (seconds, carried, forward_peak, backward_peak, adding_peak), shared = content
-    return Point(_schedule(schedule), seconds, carried, forward_peak, backward_peak, adding_peak, tuple(shared))
+def read_points(content: Any) -> tuple[Point, ...]:
+    """The points that `content_of` has written."""
+    distinct = []
+    for (forward, again, ways), numbers, shared in content["points"]:
+        schedule = Schedule(tuple(forward), tuple(map(tuple, again)), tuple(ways))
+        distinct.append(Point(schedule, *numbers, tuple(shared)))
+    return tuple(distinct[number] for number in content["of"])
 
 
 def records_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,28 @@ from ..compiler.prepared import Prepared
 from ..compiler.progress import announce
 from ..compiler.sources import keep
 from ..errors import InfeasibleError, ScheduleFileError, warn_caller
+from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
-from ..ir.step import Point, Step, peak_of, seconds_of
+from ..ir.step import Moment, Point, Step, peak_of, seconds_of
 from ..ir.units import format_bytes, format_seconds
-from ..plan.step.choice import Choice, ChoiceStatus, choose, smallest
+from ..plan.bound.pieces import block_relaxation
+from ..plan.step.choice import Choice, ChoiceStatus
+from ..plan.step.proof import BOUND_SECONDS, CHOICE_SECONDS, Chooser
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from .agreement import all_agree, all_do, gathered, planned_by, processes
-from .block_bounds import BoundedBlocks
-from .block_menus import BlockSettings, Kind, check_alike, kinds_of, menus_of, read_point, records_of
+from .block_menus import (
+    BlockSettings,
+    Kind,
+    check_alike,
+    content_of,
+    kinds_of,
+    menus_of,
+    own_point,
+    plain_point,
+    read_points,
+    records_of,
+)
 from .block_shares import OwnPlans, Share
 from .kept_blocks import NOTHING, BlockKey, KeptBlocks, most_of_rest
 from .rehearsal.memory import Blocks, StepMemory, WholeStep
@@ -32,9 +45,8 @@ from .whole_plan import is_of
 
 #: Choices that are made at most: each after a rehearsal that keeps what the one before it keeps.
 ROUNDS = 3
-#: Wall seconds that each choice may take at least: the user's limit is for the menus, and a choice mostly takes less than one.
-#: The manual has this number (docs/blocks.md, `monet_like.auto_schedule`).
-CHOICE_SECONDS = 20.0
+#: Wall seconds for all bounds of a quick plan.
+QUICK_BOUND_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
@@ -214,45 +226,100 @@ def _reused(kept: KeptBlocks, memory: StepMemory) -> Answer | None:
     return (kept, peak, moment, "") if peak <= kept.budget_bytes and kept.same_peak(peak) else None
 
 
+class _Planner:
+    """Finds schedules of a model's blocks, in the process that plans; its results are plain data.
+
+    Attributes:
+        found: the blocks' programs with their costs; empty in processes that do not plan.
+    """
+
+    def __init__(self, of: Blocks, kinds: Sequence[Kind | None], settings: BlockSettings) -> None:
+        self.of, self.kinds, self.settings = of, kinds, settings
+        self.found: dict[str, Prepared] = {}
+        self.menus: dict[Kind, tuple[Point, ...]] = {}
+        self.chooser: Chooser | None = None
+
+    def plain(self) -> Any:
+        """Make the menus; plain PyTorch's points by block, and cuBLAS's workspaces."""
+        self.menus = menus_of(self.of, self.kinds, self.settings, self.found)
+        plain = {kind: plain_point(self.found[kind.program], kind) for kind in self.menus}
+        cublas = max(ready.cublas_bytes or ready.variants_cublas_bytes for ready in self.found.values())
+        return {**content_of([plain[kind] if kind else NOTHING for kind in self.kinds]), "cublas_bytes": cublas}
+
+    def pick(self, least: Step, budget_bytes: int, moments: Sequence[Moment], known: Choice | None) -> Any:
+        """The fastest points that fit, or those with the lowest peak; `Choice.status` and its reason.
+
+        Args:
+            least: the step with bases that no schedules make smaller.
+            moments: to choose with.
+            known: the fastest choice so far; None: none fits.
+        """
+        if self.chooser is None:
+            self.chooser = self._chooser(least, budget_bytes)
+            self.chooser.prove(None)
+        elif known is not None:
+            self.chooser.prove(known)
+        found = self.chooser.fastest(moments)
+        return {**content_of(found.points), "status": found.status, "reason": found.reason}
+
+    def _chooser(self, least: Step, budget_bytes: int) -> Chooser:
+        settings = self.settings
+        made = {key: block_relaxation(ready.captured.program, ready.costs) for key, ready in self.found.items()}
+        bounds = min(QUICK_BOUND_SECONDS if settings.quick else BOUND_SECONDS, settings.time_limit_seconds)
+        return Chooser(
+            least.with_menus(self.menus[kind] if kind else [NOTHING] for kind in self.kinds),
+            [made[kind.program] if kind else None for kind in self.kinds], budget_bytes, self._point, settings.solver,
+            choice_seconds=max(settings.time_limit_seconds, CHOICE_SECONDS), bound_seconds=bounds,
+        )  # fmt: skip
+
+    def _point(self, block: int, schedule: Schedule) -> Point:
+        kind = self.kinds[block]
+        assert kind is not None
+        return own_point(self.found[kind.program], schedule, kind)
+
+    def bound(self, best: Choice) -> float:
+        """No schedules that fit have fewer seconds."""
+        assert self.chooser is not None
+        self.chooser.prove(best)
+        return self.chooser.bounded(best).bound_seconds
+
+    def records(self, points: Sequence[Point] | None) -> list[Any]:
+        """For every block the content of its schedule file; None if it has no gradient, or where nobody has a schedule."""
+        return records_of(self.of, self.kinds, points, self.found) if points else [None] * len(self.kinds)
+
+
 def _planned(
     of: Blocks, memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: BlockSettings
 ) -> Answer:
     """Plan: a menu for each kind of block, and one choice for all."""
-    found: dict[str, Prepared] = {}
-    sharing = settings.sharing
-    sent = planned_by(lambda: menus_of(of, kinds, settings, found), sharing)
-    cublas = max(program["cublas_bytes"] for program in sent.values())
-    menus = [[*map(read_point, sent[kind.program][kind.text]["menu"])] if kind else [NOTHING] for kind in kinds]
-    plain = [read_point(sent[kind.program][kind.text]["plain"]) if kind else NOTHING for kind in kinds]
+    planner, sharing = _Planner(of, kinds, settings), settings.sharing
+    sent = planned_by(planner.plain, sharing)
+    plain, cublas = read_points(sent), sent["cublas_bytes"]
     plain_peak, plain_moment = peak_of(memory.step_with(plain), plain)
-    plain_peak += cublas
-    budget = settings.budget.of(plain_peak)
-    bounded = BoundedBlocks(of, kinds, memory.least_step(first), budget - cublas, settings, found)
-    longer = planned_by(partial(bounded.longer_menus, menus), sharing)
-    menus = [[*map(read_point, longer["menus"][number])] for number in longer["of"]]
-    plain_seconds = seconds_of(first, plain)
-    plain_choice = Choice(tuple(plain), plain_peak - cublas, plain_moment, plain_seconds, 0.0, "feasible")
-    best = _chosen(memory, first.with_menus(menus), budget - cublas, settings, plain_choice)
-    points, peak = best.points, best.peak_bytes
-    bound = planned_by(partial(bounded.bound, menus, points, longer["bound"]), sharing)
-    scheduled = best is not plain_choice
-    contents = planned_by(lambda: records_of(of, kinds if scheduled else [None] * len(kinds), points, found), sharing)
+    budget = settings.budget.of(plain_peak + cublas)
+    plain_choice = Choice(plain, plain_peak, plain_moment, seconds_of(first, plain), 0.0, "feasible")
+    pick = partial(planner.pick, memory.least_step(first), budget - cublas)
+    best = _chosen(memory, first, pick, budget - cublas, settings, plain_choice)
+    bound = planned_by(partial(planner.bound, best), sharing)
+    contents = planned_by(partial(planner.records, None if best is plain_choice else best.points), sharing)
     records = tuple(ScheduleRecord.of_content(content, "the plan") if content else None for content in contents)
     kept = KeptBlocks(
-        datetime.date.today().isoformat(), budget, peak + cublas, plain_peak, plain_seconds, cublas,
-        len({kind.program for kind in kinds if kind}), most_of_rest(first), points, records, best.status,
-        bound,
+        datetime.date.today().isoformat(), budget, best.peak_bytes + cublas, plain_peak + cublas, plain_choice.seconds, cublas,
+        len({kind.program for kind in kinds if kind}), most_of_rest(first), best.points, records, best.status, bound,
     )  # fmt: skip
-    return kept, peak + cublas, best.moment, best.reason
+    return kept, kept.peak_bytes, best.moment, best.reason
 
 
-def _chosen(memory: StepMemory, first: Step, budget_bytes: int, settings: BlockSettings, plain: Choice) -> Choice:
+def _chosen(
+    memory: StepMemory, first: Step, pick: Callable[..., Any], budget_bytes: int, settings: BlockSettings, plain: Choice
+) -> Choice:
     """The fastest points that fit, with the peak of a step in which blocks keep exactly what these points keep.
 
     The first choice is made as if blocks kept all inputs and results, which is never less than they do; the next as if they
     kept what the choice before keeps. Each choice is judged by a rehearsal of its own.
 
     Args:
+        pick: `_Planner.pick`, given moments and the best choice.
         plain: blocks without schedules, which are taken if nothing else fits.
 
     Raises:
@@ -263,13 +330,13 @@ def _chosen(memory: StepMemory, first: Step, budget_bytes: int, settings: BlockS
     least: Choice | None = None
     for _ in range(ROUNDS):
         before = picked
-        work = partial(_picked, step, budget_bytes, settings)
-        picked, status, reason = planned_by(work, settings.sharing)
+        picked = planned_by(partial(pick, step.moments, best), settings.sharing)
         if all_agree(picked == before, settings.sharing):
             break
-        points = tuple(menu[p] for menu, p in zip(step.menus, picked, strict=True))
-        step = memory.step_with(points).with_menus(step.menus)
-        found = Choice(points, *peak_of(step, points), seconds_of(step, points), 0.0, status, reason)
+        points = read_points(picked)
+        step = memory.step_with(points)
+        seconds, status, reason = seconds_of(step, points), picked["status"], picked["reason"]
+        found = Choice(points, *peak_of(step, points), seconds, 0.0, status, reason)
         if least is None or found.peak_bytes < least.peak_bytes:
             least = found
         if found.peak_bytes <= budget_bytes and (best is None or found.seconds < best.seconds):
@@ -300,16 +367,6 @@ def _check_fits(fits: bool, least: Choice, budget_bytes: int, solver: str) -> No
             peak,
             moment,
         )
-
-
-def _picked(step: Step, budget_bytes: int, settings: BlockSettings) -> tuple[list[int], ChoiceStatus, str]:
-    """The place of a point in every menu: the fastest that fit, or those with the lowest peak; `Choice.status` and its reason."""
-    limit = max(settings.time_limit_seconds, CHOICE_SECONDS)
-    found = choose(step, budget_bytes, solver=settings.solver, time_limit_seconds=limit)
-    if found is None:
-        found = smallest(step, solver=settings.solver, time_limit_seconds=limit)
-    places = [menu.index(point) for menu, point in zip(step.menus, found.points, strict=True)]
-    return places, found.status, found.reason
 
 
 #: What is said of a choice whose speed is not proven.

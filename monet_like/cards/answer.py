@@ -10,8 +10,8 @@ from ..ir.program import Cost
 from ..ir.schedule import Schedule
 from ..ir.step import Point, Step, peak_of, seconds_of
 from ..plan.bound.pieces import BlockRelaxation, block_relaxation
-from ..plan.step.choice import smallest
-from ..plan.step.proof import ProvenChoice, choose_with_proof
+from ..plan.step.choice import Choice
+from ..plan.step.proof import Chooser
 from ..profile.devices import DeviceLimits
 from ..profile.roofline import roofline
 from .decoder import Question
@@ -19,9 +19,6 @@ from .pieces import Capability, Capturing, Piece, Pieces
 from .points import Priced, alike, own_point, own_schedules, priced
 from .step import step_of, with_way
 from .table import WAYS, Row
-
-#: Wall seconds for the choice of schedules for a card.
-CHOICE_SECONDS = 20.0
 
 
 class Answer:
@@ -69,7 +66,7 @@ class Answer:
         """What a step may use of a card."""
         return card.memory_bytes - self.free
 
-    def chosen(self, card: DeviceLimits, step: Step, budget: int) -> ProvenChoice:
+    def chosen(self, card: DeviceLimits, step: Step, budget: int) -> Choice:
         """Our schedules for the parts of a step within a budget, and a bound for all schedules."""
         order = with_way(self.pieces(card.capability), lambda piece: piece)
         step = step.with_menus(self.priced(piece, card).ours for piece in order)
@@ -78,15 +75,13 @@ class Answer:
         def point(block: int, schedule: Schedule) -> Point:
             return own_point(order[block].captured, schedule, self.costs(order[block], card))
 
-        return choose_with_proof(step, relaxations, budget, point, choice_seconds=CHOICE_SECONDS)
+        return Chooser(step, relaxations, budget, point).choose()
 
     def _choose(self, card: DeviceLimits, step: Step, plain: float) -> None:
-        proven = self.chosen(card, step, self.budget(card))
-        if (found := proven.choice) is None:
-            least = smallest(proven.step)
-            self._row(card, "ours", least.peak_bytes, least.moment, None, plain)
-            return
-        self._row(card, "ours", found.peak_bytes, found.moment, found.seconds, plain, proven.bound_seconds)
+        found = self.chosen(card, step, self.budget(card))
+        fits = found.peak_bytes <= self.budget(card)
+        promised = (found.seconds, plain, found.bound_seconds) if fits else (None, plain)
+        self._row(card, "ours", found.peak_bytes, found.moment, *promised)
 
     def _row(
         self, card: DeviceLimits, way: str, peak: int, moment: str, seconds: float | None, plain: float,

@@ -100,7 +100,7 @@ def test_the_second_start_needs_no_solver(monkeypatch: pytest.MonkeyPatch, caplo
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a plan that is kept was made anew")
 
-    for name in ("menus_of", "choose", "smallest", "keep"):
+    for name in ("menus_of", "Chooser", "keep"):
         monkeypatch.setattr(block_plan, name, refuse)
     second = planned(copy.deepcopy(plain))
     day = KeptBlocks.load(kept_file()).planned

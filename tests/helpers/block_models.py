@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from brief import be_brief
 from torch import nn
 
-from monet_like.auto import block_bounds, block_menus
+from monet_like.auto import block_menus, block_plan
 from monet_like.capture.precision import autocast_as
 from monet_like.compiler import quick
 from monet_like.plan.bound import prices as block_bound
@@ -132,7 +132,7 @@ def plan_briefly(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     replace(block_points, "CARRIED_SHARES", CARRIED_SHARES)  # counts, so that a slow machine makes the same menus
     for name, count in (("ROUNDS", 3), ("PARTS", 2)):
         replace(block_bound, name, count)
-    for module, name in ((block_menus, "QUICK_SECONDS"), (block_bounds, "QUICK_BOUND_SECONDS")):
+    for module, name in ((block_menus, "QUICK_SECONDS"), (block_plan, "QUICK_BOUND_SECONDS")):
         replace(module, name, 600.0)
     be_brief(replace)
     for name in ("ALLOWANCE_SECONDS", "LEAST_SECONDS", "RUN_SECONDS"):

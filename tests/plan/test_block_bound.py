@@ -21,7 +21,7 @@ from monet_like.plan.bound.pieces import block_relaxation
 from monet_like.plan.bound.prices import Relaxations, step_bound
 from monet_like.plan.step import choice as blocks
 from monet_like.plan.step.menus import efficient, point_of
-from monet_like.plan.step.proof import choose_with_proof, longer_menus
+from monet_like.plan.step.proof import Chooser, longer_menus
 
 #: Steps of the sweep.
 SEEDS = int(os.environ.get("MONET_LIKE_RANDOM_BLOCKS", "40"))
@@ -63,14 +63,14 @@ def test_no_choice_of_any_schedules_is_faster(seed: int) -> None:
     def point(block: int, schedule: Schedule) -> Point:
         return point_of(of[block][0], schedule, of[block][1])
 
-    found = choose_with_proof(step, relaxations, budget, point, choice_seconds=20.0)
+    found = Chooser(step, relaxations, budget, point).choose()
     assert found.bound_seconds <= best + 1e-6
-    if found.choice is not None:
-        assert found.choice.seconds >= best - 1e-6
-        assert peak_of(step, found.choice.points)[0] <= budget
+    if found.peak_bytes <= budget:
+        assert found.seconds >= best - 1e-6
+        assert peak_of(step, found.points)[0] == found.peak_bytes
     exact = step.with_menus(kind[2] for kind in of)
-    choice = blocks.choose(exact, budget)
-    assert choice is not None and choice.seconds == pytest.approx(best, abs=1e-6)
+    choice = blocks.fastest(exact, budget)
+    assert choice.seconds == pytest.approx(best, abs=1e-6)
     split = step_bound(exact, relaxations, budget, known=choice.points, gap=0.0, time_limit_seconds=20.0)
     assert split.seconds <= best + 1e-6
 
@@ -84,10 +84,10 @@ def test_bounds_are_mostly_near_and_menus_grow() -> None:
         def point(block: int, schedule: Schedule, of: list[Small] = of) -> Point:
             return point_of(of[block][0], schedule, of[block][1])
 
-        found = choose_with_proof(step, relaxations, budget, point, choice_seconds=20.0)
+        found = Chooser(step, relaxations, budget, point).choose()
         tried += 1
         near += found.bound_seconds >= 0.9 * best - 1e-6
-        grown += found.choice is not None and found.choice.seconds <= 1.1 * best + 1e-6
+        grown += found.peak_bytes <= budget and found.seconds <= 1.1 * best + 1e-6
     assert near > 0.5 * tried
     assert grown > 0.6 * tried
 
@@ -117,8 +117,8 @@ def test_a_block_alone_of_its_kind_is_no_mixture_of_two_schedules() -> None:
 
 def test_nothing_fits_is_a_high_bound() -> None:
     step, relaxations, *_ = random_bounded(1)
-    found = choose_with_proof(step, relaxations, 1, lambda block, schedule: step.menus[block][0], choice_seconds=20.0)
-    assert found.choice is None
+    found = Chooser(step, relaxations, 1, lambda block, schedule: step.menus[block][0]).choose()
+    assert found.peak_bytes > 1
     assert found.bound_seconds > 5 * sum(min(p.seconds for p in menu) for menu in step.menus)
 
 

@@ -23,7 +23,7 @@ from monet_like.plan import store_all
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.plan.step import choice as blocks
 from monet_like.plan.step import menus as block_points
-from monet_like.plan.step.choice import choose, smallest
+from monet_like.plan.step.choice import fastest, smallest
 from monet_like.plan.step.menus import efficient, menu, point_of, with_rest, without_rest
 from monet_like.solvers.interface import Solution
 
@@ -35,8 +35,7 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
     every = [(peak_of(step, points)[0], seconds_of(step, points)) for points in itertools.product(*step.menus)]
     peaks = sorted({peak for peak, _ in every})
     budget = peaks[len(peaks) // 3]
-    found = choose(step, budget)
-    assert found is not None
+    found = fastest(step, budget)
     best = min(seconds for peak, seconds in every if peak <= budget)
     assert found.peak_bytes == peak_of(step, found.points)[0] <= budget
     assert found.seconds == pytest.approx(best, rel=1e-4)
@@ -47,9 +46,9 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
 def test_the_smallest_points_fit_and_less_does_not() -> None:
     step = random_step(3)
     least = smallest(step)
-    assert choose(step, least.peak_bytes - 1) is None
-    found = choose(step, least.peak_bytes)
-    assert found is not None and found.peak_bytes == least.peak_bytes
+    assert fastest(step, least.peak_bytes - 1) == least
+    found = fastest(step, least.peak_bytes)
+    assert found.peak_bytes == least.peak_bytes and found.bound_seconds > 0
 
 
 def test_points_of_a_chain_by_hand() -> None:
@@ -187,13 +186,12 @@ def test_a_solver_that_finds_nothing_in_time_is_done_without(monkeypatch: pytest
         every = [(peak_of(step, points)[0], seconds_of(step, points)) for points in itertools.product(*step.menus)]
         peaks = sorted({peak for peak, _ in every})
         for budget in (peaks[0], peaks[len(peaks) // 3]):
-            choice = choose(step, budget)
-            assert choice is not None
+            choice = fastest(step, budget)
             least = min(seconds for peak, seconds in every if peak <= budget)
             assert choice.peak_bytes == peak_of(step, choice.points)[0] <= budget
             assert choice.bound_seconds <= least <= choice.seconds == seconds_of(step, choice.points)
             best += choice.seconds == least
-        assert choose(step, peaks[0] - 1) is None
+        assert fastest(step, peaks[0] - 1).peak_bytes >= peaks[0]
     assert best >= 75  # of 80
 
 
@@ -221,14 +219,14 @@ def test_a_solver_that_crashes_is_told_and_a_search_chooses(monkeypatch: pytest.
     """Its process is killed as soon as it has started."""
     step = random_step(3)
     least = smallest(step)
-    proven = choose(step, least.peak_bytes)
-    assert proven is not None and (proven.status, proven.reason, least.status) == ("optimal", "", "optimal")
+    proven = fastest(step, least.peak_bytes)
+    assert (proven.status, proven.reason, least.status) == ("optimal", "", "optimal")
     crash_solvers(monkeypatch.setattr)
     with pytest.warns(
         UserWarning, match=r"the solver HIGHS failed \(the solver's process ended with code -11\), so a local search"
     ):
-        found = choose(step, least.peak_bytes)
-    assert found is not None and found.peak_bytes <= least.peak_bytes
+        found = fastest(step, least.peak_bytes)
+    assert found.peak_bytes <= least.peak_bytes
     assert (found.status, found.reason) == ("searched", "the solver's process ended with code -11")
     assert found.bound_seconds <= proven.seconds <= found.seconds
     with pytest.warns(UserWarning, match="failed"):

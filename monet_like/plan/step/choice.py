@@ -46,7 +46,7 @@ class Choice:
         peak_bytes: of the whole step.
         moment: name of the moment with that peak.
         seconds: of all pieces together.
-        bound_seconds: no choice within the budget is faster.
+        bound_seconds: no choice within the budget is faster, of the menus' points or, by `monet_like.plan.proven_choice`, of all.
         status: how well it is known to be the fastest, or of `smallest` to have the lowest peak.
         reason: where it was ``searched``: why the solver found nothing, in its own words.
     """
@@ -60,31 +60,40 @@ class Choice:
     reason: str = ""
 
 
-def choose(
+def fastest(
     step: Step,
     budget_bytes: int,
     *,
     solver: str = SOLVER,
     time_limit_seconds: float = 60.0,
     enough_seconds: float = 0.0,
-) -> Choice | None:
-    """The fastest points with which every moment of the step is within the budget; None if none are found.
+) -> Choice:
+    """The fastest points of the menus with which every moment is within the budget; where none are found, those of `smallest`.
 
     Args:
         budget_bytes: of the whole step.
         solver: a name that `monet_like.solvers.interface.check_solver` accepts.
         time_limit_seconds: wall seconds.
-        enough_seconds: HiGHS stops at a choice that is as fast as this.
+        enough_seconds: a bound, about: HiGHS stops at a choice that is as fast as this, and it is ``optimal``.
 
     A solver that fails is told by a warning, and the search chooses.
 
     Raises:
         SolverError: the solver is missing.
     """
-    fastest = tuple(min(menu, key=lambda p: p.numbers) for menu in step.menus)
-    seconds = seconds_of(step, fastest)
-    if peak_of(step, fastest)[0] <= budget_bytes:
-        return _choice(step, fastest, seconds)
+    return _fastest(step, budget_bytes, solver, time_limit_seconds, enough_seconds) or smallest(
+        step, solver=solver, time_limit_seconds=time_limit_seconds
+    )
+
+
+def _fastest(
+    step: Step, budget_bytes: int, solver: str, time_limit_seconds: float, enough_seconds: float
+) -> Choice | None:
+    """Points within the budget; None if none are found."""
+    points = tuple(min(menu, key=lambda p: p.numbers) for menu in step.menus)
+    seconds = seconds_of(step, points)
+    if peak_of(step, points)[0] <= budget_bytes:
+        return _choice(step, points, seconds)
     bound, unit = 0.0, seconds / len(step.pieces) or 1.0
     target = {"objective_target": enough_seconds / unit} if enough_seconds and solver.upper() == "HIGHS" else None
     for limit in (budget_bytes, int(budget_bytes * (1 - SPARE))):
@@ -101,7 +110,9 @@ def choose(
         points = _points(step, columns, found.x)
         bound = bound or found.bound_seconds
         if peak_of(step, points)[0] <= budget_bytes:
-            return _choice(step, points, min(bound, seconds_of(step, points)), _known(found))
+            mine = seconds_of(step, points)
+            status = "optimal" if mine <= enough_seconds else _known(found)
+            return _choice(step, points, min(bound, mine), status)
     return None
 
 

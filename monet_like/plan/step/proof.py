@@ -1,6 +1,6 @@
-"""The fastest schedules of all blocks under one budget, with a proof how far from the best of all schedules they are.
+"""The fastest schedules of all pieces under one budget, with a proof how far from the best of all schedules they are.
 
-`choice.choose` takes the fastest of the menus. `prices.step_bound` says what no schedules can beat, and which schedules would be of use
+`choice.fastest` takes the fastest of the menus. `prices.step_bound` says what no schedules can beat, and which schedules would be of use
 that the menus lack. These join the menus, and the choice is made again, until it is near enough to the bound or nothing is new.
 """
 
@@ -8,82 +8,97 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from ...errors import ScheduleError
 from ...ir.defaults import SOLVER
 from ...ir.schedule import Schedule
-from ...ir.step import Point, Step
+from ...ir.step import Moment, Point, Step
 from ..bound.prices import Relaxations, step_bound
-from .choice import Choice, choose
+from .choice import Choice, fastest
 from .menus import efficient
 
 #: Relative distance from the bound at which no better bound and no faster choice is looked for.
 NEAR = 0.003
 #: Relative distance from the bound at which the solver stops choosing.
 ENOUGH = 5e-4
-#: Wall seconds for all bounds together: a decoder of 8B parameters takes one to eight. And for the second choice.
+#: Wall seconds of a choice at most: it mostly takes less than one. The manual has this number (docs/blocks.md, `monet_like.auto_schedule`).
+CHOICE_SECONDS = 20.0
+#: Wall seconds for all bounds together: a decoder of 8B parameters takes one to eight. And for a second choice.
 BOUND_SECONDS, SECOND_SECONDS = 20.0, 10.0
 
 
-@dataclass(frozen=True)
-class ProvenChoice:
-    """A choice among menus, and a bound for all schedules.
+@dataclass
+class Chooser:
+    """Chooses points for the pieces of a step, if need be several times, and learns from one choice for the next.
 
     Attributes:
-        choice: None: no schedules that fit were found.
-        step: with the schedules in its menus that were found on the way.
-        bound_seconds: no schedules of the pieces that fit are faster; 0: nothing is known.
-    """
-
-    choice: Choice | None
-    step: Step
-    bound_seconds: float
-
-
-def choose_with_proof(
-    step: Step,
-    relaxations: Relaxations,
-    budget_bytes: int,
-    point: Callable[[int, Schedule], Point],
-    *,
-    solver: str = SOLVER,
-    choice_seconds: float,
-    bound_seconds: float = BOUND_SECONDS,
-) -> ProvenChoice:
-    """The fastest points with which every moment is within the budget, and a bound for all schedules.
-
-    Args:
-        step, relaxations, budget_bytes: see `step_bound`. Equal pieces have one relaxation and equal menus.
+        step: with bases that no schedules make smaller. Its menus get the schedules that bounds find them to lack.
+        relaxations, budget_bytes: see `step_bound`. Equal pieces have one relaxation and equal menus.
         point: what a schedule of a piece costs, by the piece's number. A schedule that it refuses with `ScheduleError` is left out.
-        solver: of the choice; bounds are HiGHS's.
-        choice_seconds, bound_seconds: wall seconds for the first choice, and for all bounds together.
-
-    Raises:
-        SolverError: the solver is missing.
+        solver: of choices; bounds are HiGHS's.
+        choice_seconds, bound_seconds: wall seconds that are left for a choice, and for all bounds together.
+        proven_seconds: no schedules that fit are faster; 0: nothing is known.
     """
-    choice: Choice | None = None
-    proven, spent = 0.0, 0.0
-    for limit in (choice_seconds, min(choice_seconds, SECOND_SECONDS)):
+
+    step: Step
+    relaxations: Relaxations
+    budget_bytes: int
+    point: Callable[[int, Schedule], Point]
+    solver: str = SOLVER
+    choice_seconds: float = CHOICE_SECONDS
+    bound_seconds: float = BOUND_SECONDS
+    proven_seconds: float = field(init=False, default=0.0)
+
+    def choose(self) -> Choice:
+        """The fastest points with which every moment is within the budget, else those with the lowest peak that were found.
+
+        Raises:
+            SolverError: the solver is missing.
+        """
+        self.prove(None)
+        choice = self.fastest()
+        if self._fits(choice) and self.prove(choice):
+            self.choice_seconds = min(self.choice_seconds, SECOND_SECONDS)
+            choice = min(choice, self.fastest(), key=lambda one: (not self._fits(one), one.seconds))
+        return self.bounded(choice)
+
+    def prove(self, known: Choice | None) -> bool:
+        """Raise the bound and lengthen the menus, unless the bound is near the fastest choice that is known to fit.
+
+        Returns:
+            Whether a faster choice may be found now.
+        """
+        if known is not None and self._near(known):
+            return False
         started = time.monotonic()
-        known = None if choice is None else choice.points
-        left = max(0.0, bound_seconds - spent)
-        found = step_bound(step, relaxations, budget_bytes, known=known, gap=NEAR, time_limit_seconds=left)
-        spent += time.monotonic() - started
-        proven = max(proven, found.seconds)
-        longer = longer_menus(step, relaxations, found.schedules, point)
-        if choice is not None and (longer == step or proven >= (1 - NEAR) * choice.seconds):
-            break
-        step = longer
-        better = choose(
-            step, budget_bytes, solver=solver, time_limit_seconds=limit,
-            enough_seconds=(1 + ENOUGH) * proven if proven < inf else 0.0,
+        found = step_bound(
+            self.step, self.relaxations, self.budget_bytes, known=None if known is None else known.points, gap=NEAR,
+            time_limit_seconds=max(0.0, self.bound_seconds),
         )  # fmt: skip
-        choice = min((one for one in (choice, better) if one is not None), key=lambda one: one.seconds, default=None)
-        if choice is None or proven >= (1 - NEAR) * choice.seconds:
-            break
-    return ProvenChoice(choice, step, proven if choice is None else min(proven, choice.seconds))
+        self.bound_seconds -= time.monotonic() - started
+        self.proven_seconds = max(self.proven_seconds, found.seconds)
+        before, self.step = self.step, longer_menus(self.step, self.relaxations, found.schedules, self.point)
+        return self.step != before and not (known is not None and self._near(known))
+
+    def fastest(self, moments: Sequence[Moment] | None = None) -> Choice:
+        """As `choice.fastest`; ``moments``: to choose with, if their bases are larger than the step's."""
+        step = self.step if moments is None else replace(self.step, moments=tuple(moments))
+        return fastest(
+            step, self.budget_bytes, solver=self.solver, time_limit_seconds=self.choice_seconds,
+            enough_seconds=(1 + ENOUGH) * self.proven_seconds if self.proven_seconds < inf else 0.0,
+        )  # fmt: skip
+
+    def bounded(self, choice: Choice) -> Choice:
+        """A choice with the bound that is known."""
+        return replace(choice, bound_seconds=min(self.proven_seconds, choice.seconds if self._fits(choice) else inf))
+
+    def _fits(self, choice: Choice) -> bool:
+        return choice.peak_bytes <= self.budget_bytes
+
+    def _near(self, choice: Choice) -> bool:
+        return self.proven_seconds >= (1 - NEAR) * choice.seconds
 
 
 def longer_menus(
@@ -95,7 +110,7 @@ def longer_menus(
     """The step whose menus have further schedules, where the program's rules admit them; equal pieces get the same.
 
     Args:
-        step, relaxations, point: see `choose_with_proof`.
+        step, relaxations, point: see `Chooser`.
         schedules: see `Bound.schedules`.
     """
     menus: list[tuple[Point, ...]] = []
