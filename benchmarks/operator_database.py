@@ -9,6 +9,7 @@ results. The databases are PyTorch's tests' (``torch.testing._internal``) and ne
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import json
 import os
@@ -237,9 +238,12 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 def step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     """One step from a fixed seed; each element of a result has another gradient, in rows."""
+    copies: dict[int, Any] = {}
 
-    def fresh(leaf: Any) -> Any:
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+    def fresh(leaf: Any) -> Any:  # that lies in memory as before; a tensor that is given twice is still one
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in copies:
+            copies[id(leaf)] = copy.deepcopy(leaf.detach()).requires_grad_(leaf.requires_grad)
+        return copies.get(id(leaf), leaf)
 
     args, kwargs = pytree.tree_map(fresh, (args, kwargs))
     model.zero_grad(set_to_none=True)

@@ -107,7 +107,7 @@ def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kw
 
 
 #: Why a plan does not serve a call from which `call_difference` tells no difference.
-OTHER_STEP = "other parameters are frozen, other parts in eval mode, or results larger"
+OTHER_STEP = "other parameters are frozen, other parts in eval mode, other inputs are one tensor or expanded, or results are larger"
 
 
 def call_difference(
