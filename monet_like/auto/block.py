@@ -125,7 +125,8 @@ class BlockSchedule(ScheduleWrapper):
         if not self._has_gradient(args, kwargs):
             return self._model(*args, **kwargs)
         try:
-            call = self._call(self._key(leaves, spec), (args, kwargs))
+            with rehearsal.aside((args, kwargs)) as example:
+                call = self._call(self._key(leaves, spec), example)
         except Exception as error:
             if not rehearsal.defers:
                 raise

@@ -43,9 +43,11 @@ class State:
     Args:
         roots: a model, its step, its inputs.
         like: another state, of which nothing was changed since: what both have is copied once.
+        memory: with the contents of tensors, which nothing changes that runs on fake tensors.
     """
 
-    def __init__(self, roots: Iterable[Any], like: State | None = None) -> None:
+    def __init__(self, roots: Iterable[Any], like: State | None = None, *, memory: bool = True) -> None:
+        self._with_memory = memory
         self._copies: list[tuple[Holder, Any]] = []
         self._memory: dict[int, _Memory] = {}
         self._known = like._memory if like else {}
@@ -148,7 +150,7 @@ class State:
     def _keep_memory(self, tensor: torch.Tensor) -> None:
         """Keep the bytes of a tensor's storage; tensors that share it have it once."""
         plain = _plain_alias(tensor)
-        if plain is not None:
+        if plain is not None and self._with_memory:
             storage = plain.untyped_storage()
             key = storage._cdata
             if key not in self._memory:

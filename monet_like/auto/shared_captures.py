@@ -63,6 +63,10 @@ class SharedCaptures:
     def __reduce__(self) -> Any:
         return SharedCaptures, ()
 
+    def forget(self) -> None:
+        """Begin anew with no program."""
+        self._found = []
+
     def find(self, block: nn.Module, call: Any, known: tuple[Answer, ...] = ()) -> Captured | None:
         """The program of an equal block that was called alike; None if there is none.
 

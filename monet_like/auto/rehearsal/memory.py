@@ -11,19 +11,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...capture.captured import allocated_bytes
+from ...capture.captured import allocated_bytes, fake_mode
 from ...capture.example_inputs import Example, device_of
 from ...capture.guards.side_effects import generators_restored
+from ...capture.trace.joint import asks_for_values
 from ...capture.trees import map_tensors, tensors_of
 from ...compiler.request import OPTIMIZERS
 from ...errors import UsageError
 from ...ir.step import Point, Step
 from ...profile.measure import Stretch, allocated_stretches, have_workspaces
 from ...replay.verify.steps import unsaved_loss
-from ..agreement import Sharing, all_do, gathered
+from ..agreement import Sharing, all_do, gathered, processes
 from ..block import BlockSchedule
 from ..kept_state import State
+from .fake import NotOnFakes, fake_stretches, outside
 from .stand_ins import Event, Rehearsal, counted, held_values
 
 
@@ -120,7 +124,8 @@ class Rehearsed:
 class StepMemory:
     """Counts the memory of one training step by rehearsals of it.
 
-    A rehearsal runs the step with stand-ins for the model's blocks (`monet_like.auto.rehearsal.stand_ins`). Gradients that exist when
+    A rehearsal runs the step with stand-ins for the model's blocks (`monet_like.auto.rehearsal.stand_ins`): on a CPU in one process
+    on fake tensors, and on real ones where code asks for values. Gradients that exist when
     it begins are added to, as in a later micro-step. Afterwards everything that can be reached from the model and the step is
     what it was (`monet_like.auto.kept_state`).
 
@@ -136,7 +141,8 @@ class StepMemory:
         self.of, self.whole, self.sharing = of, whole, sharing
         self.device = device_of(of.model)
         self.resident_bytes = _resident_bytes(of.model, whole.example, optimizer, self.device)
-        self._before = self._state = State([of.model, whole.run, whole.example])
+        self._fakes = None if _needs_real(of.model, whole, sharing) else fake_mode()
+        self._before = self._state = self._now()
         self._first_end_bytes: int | None = None
         if whole.given:
             try:
@@ -144,6 +150,10 @@ class StepMemory:
             except BaseException:
                 self.close()
                 raise
+
+    def _now(self) -> State:
+        """What a rehearsal may change; on fake tensors no memory."""
+        return State([self.of.model, self.whole.run, self.whole.example], memory=self._fakes is None)
 
     def _run_first(self) -> None:
         """Run a step that was given once: all rehearsals begin with what it leaves behind outside of the model."""
@@ -190,11 +200,31 @@ class StepMemory:
 
     def _counted(self, kept: Sequence[Collection[int]] | None) -> tuple[list[Event], list[Stretch]]:
         """The events of a rehearsal and the memory between them."""
+        if self._fakes is not None:
+            try:
+                return self._counted_on(self._fakes, kept)
+            except NotOnFakes:
+                self._fakes = None
+                self._before = self._state = self._now()
+                for block in self.of.blocks:
+                    block._block_call = None
+                    if asks_for_values(block._model):  # it may compute in another way where there are none
+                        block._block_shared.forget()
+        return self._counted_on(None, kept)
+
+    def _counted_on(
+        self, fakes: FakeTensorMode | None, kept: Sequence[Collection[int]] | None
+    ) -> tuple[list[Event], list[Stretch]]:
+        """As `_counted`; on fake tensors if there is a mode.
+
+        Raises:
+            NotOnFakes: the step has to be run on real tensors.
+        """
         rehearsals: list[Rehearsal] = []
         args, kwargs = self.whole.example
 
         def run(mark: Callable[[], None]) -> Any:
-            rehearsal = Rehearsal(kept, mark, defers=self.sharing != "alone")
+            rehearsal = Rehearsal(kept, mark, defers=self.sharing != "alone", aside=outside if fakes else None)
             rehearsals.append(rehearsal)
             for number, block in enumerate(self.of.blocks):
                 block._block_number, block._rehearsal = number, rehearsal
@@ -210,7 +240,12 @@ class StepMemory:
             with generators_restored(self.device):
                 _without_hooks(self.of.model)
                 _drop_sparse_gradients(self.of.model, self.whole.example)
-                stretches = allocated_stretches(run, self.device)
+                if fakes is None:
+                    stretches = allocated_stretches(run, self.device)
+                else:
+                    stretches = fake_stretches(run, fakes, self.device)
+                    if any(asks_for_values(block._model) for block in self.of.blocks):
+                        raise NotOnFakes("a block asks for values")
         finally:
             advanced = self._state.put_back()
         all_do(partial(_check_not_advanced, advanced), self.sharing)
@@ -230,6 +265,16 @@ class StepMemory:
 def _with_bases(step: Step, bases: Iterable[int]) -> Step:
     moments = (replace(moment, base_bytes=base) for moment, base in zip(step.moments, bases, strict=True))
     return replace(step, moments=tuple(moments))
+
+
+def _needs_real(model: nn.Module, whole: WholeStep, sharing: Sharing) -> bool:
+    """Whether a step has to be rehearsed on real tensors.
+
+    Fake ones do not tell what processes exchange, which buffers a first run leaves behind, and what `torch.compile` makes of a part.
+    How a GPU's memory is counted on them has not been compared with a GPU.
+    """
+    compiled = any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in model.modules())
+    return whole.given or sharing != "alone" or processes() > 1 or compiled or device_of(model).type != "cpu"
 
 
 def _raise(error: Exception | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,12 +71,15 @@ class Rehearsal:
         mark: ends a stretch, see `monet_like.profile.measure.allocated_stretches`.
         defers: ``error`` is raised when the step has ended, because other processes wait for this one's part of the step. Until
             then a block that cannot be captured runs as it is.
+        aside: the step runs on fake tensors, and captures in this context.
     """
 
     def __init__(
-        self, kept: Sequence[Collection[int]] | None, mark: Callable[[], None], *, defers: bool = False
-    ) -> None:
+        self, kept: Sequence[Collection[int]] | None, mark: Callable[[], None], *, defers: bool = False,
+        aside: Callable[[Any], AbstractContextManager[Any]] | None = None,
+    ) -> None:  # fmt: skip
         self.kept, self.mark, self.defers = kept, mark, defers
+        self.aside, self.fake = aside or nullcontext, aside is not None
         self.events: list[Event] = []
         self.error: Exception | None = None
         self.called = False  # whether any block was, also in eval mode or without a gradient
@@ -112,7 +115,10 @@ class Rehearsal:
         call = Call(block, captured)
         self.reach("forward", call)
         with torch.no_grad(), _without_cached_casts():
-            results = list(_results(captured, forward()))
+            if self.fake and captured.effects is None:  # there is nothing to be computed
+                results = list(_made(captured))
+            else:
+                results = list(_results(captured, forward()))
         self.reach("forward done", call)
         trained = [parameters[index] for index in _positions(captured.parameter_gradients)]
         leaves = [inputs[index] for index in _positions(captured.input_gradients)]
@@ -152,6 +158,14 @@ def _results(captured: Captured, result: Any) -> Iterator[torch.Tensor]:
             continue
         made = torch.empty(meta.storage_bytes, dtype=torch.uint8, device=found.device).view(found.dtype)
         yield made.as_strided(found.shape, found.stride(), found.storage_offset()).copy_(found).detach()
+
+
+def _made(captured: Captured) -> Iterator[torch.Tensor]:
+    """As `_results`, of no content."""
+    for tensor in captured.outputs:
+        meta = captured.metas[tensor.value]
+        made = torch.empty(meta.storage_bytes, dtype=torch.uint8, device=captured.device).view(meta.dtype)
+        yield made.as_strided(meta.shape, meta.stride, meta.offset)
 
 
 class _Head(torch.autograd.Function):
