@@ -70,7 +70,7 @@ def auto_schedule(
         mode: which variants may be used; see `monet_like.ir.mode`.
         solver, time_limit_seconds, gap: for the integer program; None: 60 seconds. With ``blocks`` the limit is for the menu of
             each kind of block; the choice among menus, mostly a second, may take the limit or 20 seconds, whichever is more,
-            up to three times.
+            up to three times. Where it is quick, all of that has 20 seconds together.
         optimizer: whose state to count; a key of `monet_like.compiler.request.OPTIMIZERS`, such as adamw.
         optimizer_in_backward: hooks of your training loop (``register_post_accumulate_grad_hook``) step and free each
             gradient in the backward, so the plan need not have room for all gradients at once. Without such hooks the step

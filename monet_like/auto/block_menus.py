@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -31,8 +33,11 @@ from .agreement import Sharing, gathered
 from .block import BlockCall
 from .rehearsal.memory import Blocks, Rehearsed
 
-#: Seconds for a menu in a quick plan.
-QUICK_SECONDS = 10.0
+#: Wall seconds for a quick plan: costs, menus, bounds and choices of all kinds of blocks. The capture, the first rehearsal and one run
+#: of each operator, without which there is no plan, come on top. The manual has this number (docs/blocks.md, `monet_like.auto_schedule`).
+QUICK_SECONDS = 20.0
+#: The share of them that costs and menus may take, and that of a kind's costs.
+MENUS_SHARE, COSTS_SHARE = 0.7, 0.4
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,26 @@ class BlockSettings:
     keeps_result: bool = True
     lengths: tuple[int, ...] = ()
     on_new_input: str = "plan"
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When a part of a quick plan must be there, on the clock `time.monotonic`; a full plan has limits for each part instead."""
+
+    ends: float
+
+    @staticmethod
+    def of(settings: BlockSettings) -> Deadline:
+        """That of a plan that begins now."""
+        return Deadline(time.monotonic() + QUICK_SECONDS if settings.quick else inf)
+
+    def left(self) -> float:
+        """Wall seconds."""
+        return max(0.0, self.ends - time.monotonic())
+
+    def part(self, share: float) -> Deadline:
+        """The end of a part that begins now and may take this share of what is left."""
+        return Deadline(time.monotonic() + share * self.left())
 
 
 @dataclass(frozen=True)
@@ -129,31 +154,35 @@ def check_alike(of: Blocks, kinds: Sequence[Kind | None], sharing: Sharing) -> N
 
 
 def menus_of(
-    of: Blocks, kinds: Sequence[Kind | None], settings: BlockSettings, found: dict[str, Prepared]
+    of: Blocks, kinds: Sequence[Kind | None], settings: BlockSettings, found: dict[str, Prepared], deadline: Deadline
 ) -> dict[Kind, tuple[Point, ...]]:
     """The menu of every kind of block.
 
     Args:
         found: gets the programs with their costs.
+        deadline: of all menus; each of those that are still to be made may take as long as the others.
     """
     menus: dict[Kind, tuple[Point, ...]] = {}
     schedules: dict[str, list[Schedule]] = {}
-    device = device_of(of.model)
+    device, programs = device_of(of.model), len({kind.program for kind in kinds if kind})
     with Progress(quiet=settings.verbose is False) as progress:
         for block, kind in zip(of.blocks, kinds, strict=True):
             call = block._block_call
             if kind is None or call is None or kind in menus:
                 continue
             if kind.program not in found:
-                found[kind.program] = costs_of_call(call, device, settings, progress)
-                schedules[kind.program] = _schedules(found[kind.program], settings, progress)
+                mine = deadline.part(1 / (programs - len(found)))
+                found[kind.program] = costs_of_call(call, device, settings, progress, mine.part(COSTS_SHARE))
+                schedules[kind.program] = _schedules(found[kind.program], settings, progress, mine)
             menus[kind] = _points(found[kind.program], kind, schedules[kind.program])
     return menus
 
 
-def points_of_call(ready: Prepared, kind: Kind, settings: BlockSettings, progress: Progress) -> tuple[Point, ...]:
+def points_of_call(
+    ready: Prepared, kind: Kind, settings: BlockSettings, progress: Progress, deadline: Deadline
+) -> tuple[Point, ...]:
     """The menu of a call that is planned alone."""
-    return _points(ready, kind, _schedules(ready, settings, progress))
+    return _points(ready, kind, _schedules(ready, settings, progress, deadline))
 
 
 def _points(ready: Prepared, kind: Kind, schedules: Sequence[Schedule]) -> tuple[Point, ...]:
@@ -188,34 +217,40 @@ def _handed_plainly(captured: Captured) -> dict[int, int]:
     return {value: ends[node_of[last[value]]] for value in made if value in last}
 
 
-def costs_of_call(call: BlockCall, device: torch.device, settings: BlockSettings, progress: Progress) -> Prepared:
+def costs_of_call(
+    call: BlockCall, device: torch.device, settings: BlockSettings, progress: Progress, deadline: Deadline
+) -> Prepared:
     """A block's program with its costs; gradients are delayed in it unless the workspaces make that dearer."""
-    ready = _measured(call.captured, call.request, device, settings, progress)
+    ready = _measured(call.captured, call.request, device, settings, progress, deadline)
     if call.in_order and delays_cost(replace(call.request, made_last=None), ready.captured, ready.costs):
-        return _measured(call.in_order, replace(call.request, made_last=()), device, settings, progress)
+        return _measured(call.in_order, replace(call.request, made_last=()), device, settings, progress, deadline)
     return ready
 
 
 def _measured(
-    captured: Captured, request: Request, device: torch.device, settings: BlockSettings, progress: Progress
+    captured: Captured,
+    request: Request,
+    device: torch.device,
+    settings: BlockSettings,
+    progress: Progress,
+    deadline: Deadline,
 ) -> Prepared:
     """A block's program with its costs; all workspaces are measured at the whole batch."""
     source = Cached.of(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ready = prepare(
             request, device, profile=source.known, save_profile=source.save, progress=progress.profiling,
-            captured=captured, quick=settings.quick,
+            captured=captured, quick=settings.quick, quick_seconds=deadline.left(),
         )  # fmt: skip
         return settled_for(ready, request, device, lambda _: (), progress.profiling, everything=True)
 
 
-def _schedules(ready: Prepared, settings: BlockSettings, progress: Progress) -> list[Schedule]:
+def _schedules(ready: Prepared, settings: BlockSettings, progress: Progress, deadline: Deadline) -> list[Schedule]:
     """The schedules of a block's menu."""
-    seconds = settings.time_limit_seconds
     points = menu(
         ready.captured.program, ready.costs, solver=settings.solver, gap=settings.gap,
         strategy="heuristic" if settings.quick else "milp",
-        time_limit_seconds=min(seconds, QUICK_SECONDS) if settings.quick else seconds,
+        time_limit_seconds=min(settings.time_limit_seconds, deadline.left()),
         progress=progress.planning,
     )  # fmt: skip
     return [point.schedule for point in points]

@@ -27,7 +27,9 @@ from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from .agreement import all_agree, all_do, gathered, planned_by, processes
 from .block_menus import (
+    MENUS_SHARE,
     BlockSettings,
+    Deadline,
     Kind,
     check_alike,
     content_of,
@@ -237,11 +239,13 @@ class _Planner:
         self.of, self.kinds, self.settings = of, kinds, settings
         self.found: dict[str, Prepared] = {}
         self.menus: dict[Kind, tuple[Point, ...]] = {}
+        self.deadline = Deadline.of(settings)
         self.chooser: Chooser | None = None
 
     def plain(self) -> Any:
         """Make the menus; plain PyTorch's points by block, and cuBLAS's workspaces."""
-        self.menus = menus_of(self.of, self.kinds, self.settings, self.found)
+        menus = self.deadline.part(MENUS_SHARE)
+        self.menus = menus_of(self.of, self.kinds, self.settings, self.found, menus)
         plain = {kind: plain_point(self.found[kind.program], kind) for kind in self.menus}
         cublas = max(ready.cublas_bytes or ready.variants_cublas_bytes for ready in self.found.values())
         return {**content_of([plain[kind] if kind else NOTHING for kind in self.kinds]), "cublas_bytes": cublas}
@@ -270,6 +274,7 @@ class _Planner:
             least.with_menus(self.menus[kind] if kind else [NOTHING] for kind in self.kinds),
             [made[kind.program] if kind else None for kind in self.kinds], budget_bytes, self._point, settings.solver,
             choice_seconds=max(settings.time_limit_seconds, CHOICE_SECONDS), bound_seconds=bounds,
+            seconds_left=self.deadline.left,
         )  # fmt: skip
 
     def _point(self, block: int, schedule: Schedule) -> Point:

@@ -20,7 +20,17 @@ from ..ir.schedule_file import ScheduleRecord
 from ..ir.step import Point
 from ..ir.units import format_bytes
 from .block import BlockCall
-from .block_menus import BlockSettings, Kind, costs_of_call, digest_of_call, plain_point, points_of_call, record_of
+from .block_menus import (
+    COSTS_SHARE,
+    BlockSettings,
+    Deadline,
+    Kind,
+    costs_of_call,
+    digest_of_call,
+    plain_point,
+    points_of_call,
+    record_of,
+)
 
 
 @dataclass(frozen=True)
@@ -119,12 +129,15 @@ class OwnPlans:
         return found
 
     def _planned(self, call: BlockCall, share: Share, digest: str) -> ScheduleRecord | InfeasibleError | None:
+        deadline = Deadline.of(self.settings)
         with Progress(quiet=True) as progress:
             if digest not in self._costs:
-                self._costs[digest] = costs_of_call(call, call.captured.device, self.settings, progress)
+                device, costs = call.captured.device, deadline.part(COSTS_SHARE)
+                self._costs[digest] = costs_of_call(call, device, self.settings, progress, costs)
             ready = self._costs[digest]
             kind = Kind(digest, share.held_in(ready.captured))
-            points, plain = points_of_call(ready, kind, self.settings, progress), plain_point(ready, kind)
+            points = points_of_call(ready, kind, self.settings, progress, deadline)
+            plain = plain_point(ready, kind)
         fitting = [point for point in points if share.has_room(point, ready.captured.program)]
         if fitting:
             return record_of(call, ready, min(fitting, key=lambda point: point.numbers))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -273,12 +274,14 @@ def prepare(
     captured: Captured | None = None,
     budget: int | Callable[[int], int] | None = None,
     quick: bool = False,
+    quick_seconds: float = inf,
 ) -> Prepared:
     """Capture and profile; see `compile_schedule`.
 
     Args:
         budget: if it is known; what is proven not to fit is refused before any time is measured.
         quick: costs as of `quick_costs`; plain PyTorch's peak is exact. Rates of a device are quick anyway.
+        quick_seconds: wall seconds for these costs.
 
     Raises:
         InfeasibleError: one task and what is resident need more, whatever their workspace.
@@ -290,11 +293,13 @@ def prepare(
     if budget is not None and not isinstance(profile, DeviceLimits):
         check_floor(request, captured, budget, device, profile)
     started = time.perf_counter()
-    found, guessed = _priced(request, captured, device, profile, save_profile, progress, quick=quick)
+    priced = partial(_priced, save_profile=save_profile, progress=progress, quick=quick)
+    found, guessed = priced(request, captured, device, profile, seconds=quick_seconds)
     if delays_cost(request, captured, found.costs):
         captured = in_autograd_order(request, captured)
         known = profile if isinstance(profile, DeviceLimits) else found
-        found, guessed = _priced(request, captured, device, known, save_profile, progress, quick=quick)
+        left = quick_seconds - (time.perf_counter() - started)
+        found, guessed = priced(request, captured, device, known, seconds=left)
     ready = prepared(request, captured, found, found.costs, seconds)
     if guessed:
         extra = ready.extra_bytes
@@ -320,10 +325,11 @@ def _priced(
     progress: Progress | None,
     *,
     quick: bool,
+    seconds: float,
 ) -> tuple[Profile, Mapping[str, int]]:
     """The costs of a program, and the keys of those whose workspace is guessed; arguments as of `prepare`."""
     if quick and not isinstance(profile, DeviceLimits) and (profile is None or profile.device == device_name(device)):
-        partly = quick_costs(request, captured, device, profile, progress)
+        partly = quick_costs(request, captured, device, profile, progress, seconds)
         return partly.profile, partly.guessed
     found = profiled(request, captured, device, profile, save_profile, progress)
     return found, most_workspaces(captured, found) if found.device == device_name(device) else {}

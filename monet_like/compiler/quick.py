@@ -63,8 +63,12 @@ def quick_costs(
     device: torch.device,
     profile: Profile | None = None,
     progress: Progress | None = None,
+    seconds: float = math.inf,
 ) -> QuickCosts:
     """Costs of all tasks in about `ALLOWANCE_SECONDS`; what a profile of this device knows is not measured.
+
+    Args:
+        seconds: wall seconds, if fewer are left: then nothing more is timed.
 
     Raises:
         ProfileError: an operator failed.
@@ -86,14 +90,14 @@ def quick_costs(
     found, timed = measure_partly(
         {key: tasks[key] for key in ordered},
         inputs_on(other, device, ratio),
-        _Allowance(started),
+        _Allowance(started, seconds),
         progress=progress,
     )
     guesses, most = _at_whole_batch(captured, other, distinct, tasks, found, ratio)
     most |= most_workspaces(captured, known)
-    seconds = {key: found[key].seconds * ratio for key in timed}
-    seconds |= {key: cost.seconds for key, cost in known.costs.items() if key in possible and cost != REFUSED}
-    filled = _filled(possible, seconds, kinds)
+    measured = {key: found[key].seconds * ratio for key in timed}
+    measured |= {key: cost.seconds for key, cost in known.costs.items() if key in possible and cost != REFUSED}
+    filled = _filled(possible, measured, kinds)
     costs = {key: Cost(filled[key], guesses.get(key, 0)) for key in possible if found.get(key) != REFUSED}
     costs = {**dict.fromkeys(estimated, REFUSED), **costs, **known.costs}
     note = f"{len(timed)} of {len(ordered)} operators timed quickly at batch {small}" if ordered else ""
@@ -113,15 +117,19 @@ def most_workspaces(captured: Captured, profile: Profile) -> dict[str, int]:
 
 
 class _Allowance:
-    """Tells when the time for measuring is spent; the first call is when timing begins."""
+    """Tells when the time for measuring is spent; the first call is when timing begins.
 
-    def __init__(self, started: float) -> None:
-        self.ends, self._asked = started + ALLOWANCE_SECONDS, False
+    Args:
+        seconds: there are no more than these.
+    """
+
+    def __init__(self, started: float, seconds: float) -> None:
+        self.ends, self.latest, self._asked = started + ALLOWANCE_SECONDS, started + seconds, False
 
     def __call__(self) -> bool:
         now = time.monotonic()
         if not self._asked:
-            self.ends, self._asked = max(self.ends, now + LEAST_SECONDS), True
+            self.ends, self._asked = min(self.latest, max(self.ends, now + LEAST_SECONDS)), True
         return now >= self.ends
 
 

@@ -43,7 +43,7 @@ class Pool:
         """Solve all problems; returns the worker's answer for each, None where time was up.
 
         Args:
-            limit: seconds for each.
+            limit: seconds for each, if so many are left.
             gap: relative gap at which each may stop.
             time_left: seconds left for all; no problem is begun without any.
         """
@@ -55,13 +55,13 @@ class Pool:
         lock = threading.Lock()
 
         def work(lent: Worker) -> None:
-            while time_left() > 0:
+            while (left := time_left()) > 0:
                 with lock:
                     number = next(todo, None)
                 if number is None:
                     return
                 try:
-                    lent.send(job_for(problems[number], "HIGHS", limit, gap))
+                    lent.send(job_for(problems[number], "HIGHS", min(limit, left), gap))
                     answers[number] = lent.receive()
                 except (EOFError, OSError, ValueError):  # the worker has ended, or was ended in the middle
                     return

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,10 +161,19 @@ def test_what_the_store_knows_is_not_measured() -> None:
 
 def test_times_grow_with_the_time_for_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workspaces are always measured; where they took the allowance, some time is left to time."""
-    now = iter([100.0, 101.4, 101.6])
-    monkeypatch.setattr(quick.time, "monotonic", lambda: next(now))
-    allowance = quick._Allowance(10.0)
-    assert [allowance(), allowance(), allowance()] == [False, False, True]
+    for most, found in ((inf, [False, False, True]), (91.0, [False, True, True]), (1.0, [True, True, True])):
+        now = iter([100.0, 101.4, 101.6])
+        monkeypatch.setattr(quick.time, "monotonic", lambda now=now: next(now))
+        allowance = quick._Allowance(10.0, most)
+        assert [allowance(), allowance(), allowance()] == found
+
+
+def test_where_no_time_is_left_all_workspaces_are_measured_and_no_time() -> None:
+    request, captured = problem()
+    found, whole = (quick_costs(request, captured, CPU, seconds=seconds).profile for seconds in (0.0, inf))
+    assert found.note.startswith("0 of ") and found.costs.keys() == whole.costs.keys()
+    assert all(cost.workspace_bytes == whole.costs[key].workspace_bytes for key, cost in found.costs.items())
+    assert all(cost.seconds > 0 for cost in found.costs.values() if cost.seconds < inf)
 
 
 def test_estimates_are_corrected_by_operators_of_the_same_kind() -> None:

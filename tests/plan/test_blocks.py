@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,10 +137,13 @@ def test_a_menu_goes_from_least_carried_to_fastest(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [7, 8, 19, 26, 29])
-def test_a_menu_that_has_no_time_has_a_point_that_carries_little_and_peaks_low(seed: int) -> None:
+def test_the_first_points_of_a_menu_have_one_that_carries_little_and_peaks_low(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No random schedule is nearer to the least of both."""
+    monkeypatch.setattr(block_points, "CARRIED_SHARES", ())
     program, costs = random_program(random.Random(seed), 8)
-    found = menu(program, costs, strategy="heuristic", time_limit_seconds=0.0)
+    found = menu(program, costs, strategy="heuristic")
     peak = {p: simulate(program, p.schedule, costs).peak_bytes for p in found}
     least, low = min(p.carried_bytes for p in found), min(peak.values())
 
@@ -154,18 +158,44 @@ def test_a_menu_that_has_no_time_has_a_point_that_carries_little_and_peaks_low(s
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_fits_does_not_depend_on_measured_seconds(seed: int) -> None:
+def test_what_fits_does_not_depend_on_measured_seconds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine measures other seconds; a menu's least bytes are the same."""
+    monkeypatch.setattr(block_points, "CARRIED_SHARES", ())
     program, costs = random_program(random.Random(seed), 20)
     found = set()
     for noise in range(4):
         rng = random.Random(noise)
         noisy = {key: replace(cost, seconds=cost.seconds * 10 ** rng.uniform(-1, 1)) for key, cost in costs.items()}
-        points = menu(program, noisy, strategy="heuristic", time_limit_seconds=0.0)
+        points = menu(program, noisy, strategy="heuristic")
         peaks = [simulate(program, p.schedule, costs).peak_bytes for p in points]
         both = min(p.carried_bytes + peak for p, peak in zip(points, peaks, strict=True))
         found.add((min(p.carried_bytes for p in points), min(peaks), both))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("limit", [0.0, 4.0, 9.0])
+def test_a_menu_ends_with_its_time(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by a second with each search of a menu: four come first, and nothing begins after the limit."""
+    program, costs = network(4)
+    asked: list[dict[str, Any]] = []
+
+    def timed(own: Callable[..., Any]) -> Callable[..., Any]:
+        def search(*args: Any, **options: Any) -> Any:
+            asked.append(options)
+            return own(*args, **{name: option for name, option in options.items() if name != "enough"})
+
+        return search
+
+    for name in ("plan", "smallest_known"):
+        monkeypatch.setattr(block_points, name, timed(getattr(block_points, name)))
+    monkeypatch.setattr(block_points, "time", SimpleNamespace(monotonic=lambda: float(len(asked))))
+    found = menu(program, costs, strategy="heuristic", time_limit_seconds=limit)
+    assert found[0].carried_bytes == 0
+    assert len(asked) == max(4, limit)
+    for number, options in enumerate(asked):
+        left = max(0.0, limit - number)
+        assert options.get("seconds", left) == left
+        assert options["enough"](*[True] * ("seconds" in options)) == (len(asked) >= limit)
 
 
 def test_points_that_others_dominate_are_removed() -> None:

@@ -124,7 +124,7 @@ def find_quickly(
     For small programs an integer program finds the lowest peak to the byte, and thereby whether anything fits.
 
     Args:
-        seconds: wall seconds for that program; it may have `LEAST_SECONDS`.
+        seconds: wall seconds for that program.
         enough: called with whether a schedule that fits is found; returns whether time is up. Called before every annealing.
         options: further ones of `find_start`.
     """
@@ -144,10 +144,14 @@ def find_quickly(
     ):  # annealing would try for long here
         known = smallest_known(program, costs, extra_bytes=extra_bytes, enough=lambda: enough(False))
         if known is not None and known[1].peak_bytes > budget_bytes:
-            lowest = find_lowest(
-                program, costs, Lowest(*known, floor), None, enough_bytes=budget_bytes, extra_bytes=extra_bytes,
+            lowest = minimise_peak(
+                program,
+                costs,
+                Lowest(*known, floor),
+                budget_bytes,
+                extra_bytes=extra_bytes,
                 seconds=min(seconds, SECONDS),
-            )  # fmt: skip
+            )
             faster = start(start=lowest.schedule) if lowest.report.peak_bytes <= budget_bytes else None
             return faster or lowest
     if floor <= budget_bytes and (found := start()) is not None:

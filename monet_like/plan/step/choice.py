@@ -18,6 +18,7 @@ fails, a search chooses (`_searched`), and `Choice.status` says so. Every result
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -73,7 +74,7 @@ def fastest(
     Args:
         budget_bytes: of the whole step.
         solver: a name that `monet_like.solvers.interface.check_solver` accepts.
-        time_limit_seconds: wall seconds.
+        time_limit_seconds: wall seconds, and as many for `smallest`.
         enough_seconds: a bound, about: HiGHS stops at a choice that is as fast as this, and it is ``optimal``.
 
     A solver that fails is told by a warning, and the search chooses.
@@ -96,11 +97,13 @@ def _fastest(
         return _choice(step, points, seconds)
     bound, unit = 0.0, seconds / len(step.pieces) or 1.0
     target = {"objective_target": enough_seconds / unit} if enough_seconds and solver.upper() == "HIGHS" else None
+    ends = time.monotonic() + time_limit_seconds
     for limit in (budget_bytes, int(budget_bytes * (1 - SPARE))):
         builder, columns = _program(step, unit)
         for row in step.distinct_moments:
             builder.fits(_contents(row, step, columns), limit)
-        found = solve(builder.finish(unit), solver, time_limit_seconds=time_limit_seconds, gap=GAP, options=target)
+        left = max(0.0, ends - time.monotonic())
+        found = solve(builder.finish(unit), solver, time_limit_seconds=left, gap=GAP, options=target)
         if found.x is None and found.status != "infeasible":
             _tell_failure(solver, found)
             searched = _searched(step, budget_bytes)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from ...errors import InfeasibleError, ScheduleError, SolverError
 from ...ir.defaults import SOLVER
@@ -138,8 +139,9 @@ def menu(
     Args:
         program, costs: of the block.
         solver, strategy, gap, threads: see `plan`; strategy ``heuristic`` searches as briefly as a quick plan does.
-        time_limit_seconds: wall seconds for all points together, about. The first four are found in any case: the fastest, the
-            one that carries least, the one with the lowest peak, and one near both.
+        time_limit_seconds: wall seconds for all points together; then nothing new is begun, and the best that is known is taken.
+            The first four are there in any case: the fastest, the one that carries least, the one with the lowest peak, and one
+            near both.
         progress: called with lines for people.
         peak_shares: where between the least peak and that of a point other points are looked for; none: less time.
 
@@ -184,7 +186,7 @@ class _Asked:
         yield self.balanced(smallest.peak_bytes, lean.carried_bytes)
         low, high = lean.carried_bytes, fastest.carried_bytes
         for share in CARRIED_SHARES:
-            if time.monotonic() > self.ends:
+            if self.is_over():
                 return
             limit = low + int(share * (high - low))
             found = self.within(room, limit)
@@ -193,9 +195,15 @@ class _Asked:
             yield found
             top = self.whole_peak(found)
             for part in self.peak_shares if top > smallest.peak_bytes else ():
+                if self.is_over():
+                    return
                 peak = smallest.peak_bytes + int(part * (top - smallest.peak_bytes))
                 if (narrow := self.within(peak, limit)) is not None:
                     yield narrow
+
+    def is_over(self) -> bool:
+        """Whether the time is."""
+        return time.monotonic() >= self.ends
 
     def whole_peak(self, point: Point) -> int:
         """The peak that the planner sees of a schedule."""
@@ -205,7 +213,10 @@ class _Asked:
         """The fastest schedule whose peak and whose carried bytes are within limits; None if none was found."""
         program = self.program
         rest = self.rest(peak_bytes, carried_bytes)
-        options = {"evaluations": quick_evaluations()} if self.strategy == "heuristic" else {}
+        options: dict[str, Any] = {}
+        if self.strategy == "heuristic":
+            left = max(0.0, self.ends - time.monotonic())
+            options = {"evaluations": quick_evaluations(), "seconds": left, "enough": lambda _: self.is_over()}
         with suppress(InfeasibleError, SolverError, ScheduleError):
             found = plan(
                 *with_rest(program, self.costs, rest), peak_bytes, solver=self.solver, strategy=self.strategy,
@@ -239,7 +250,7 @@ class _Asked:
             with suppress(SolverError):
                 found = smallest_budget(program, even, solver=self.solver, time_limit_seconds=max(self.seconds, 0.5))
                 return found.schedule, found.report
-        known = smallest_known(program, even)
+        known = smallest_known(program, even, enough=self.is_over)
         if known is None:
             raise SolverError("the search found no schedule of the block at all")
         return known

@@ -39,6 +39,7 @@ class Chooser:
         point: what a schedule of a piece costs, by the piece's number. A schedule that it refuses with `ScheduleError` is left out.
         solver: of choices; bounds are HiGHS's.
         choice_seconds, bound_seconds: wall seconds that are left for a choice, and for all bounds together.
+        seconds_left: wall seconds for all of that: a bound or a choice may take half of them.
         proven_seconds: no schedules that fit are faster; 0: nothing is known.
     """
 
@@ -49,6 +50,7 @@ class Chooser:
     solver: str = SOLVER
     choice_seconds: float = CHOICE_SECONDS
     bound_seconds: float = BOUND_SECONDS
+    seconds_left: Callable[[], float] = lambda: inf
     proven_seconds: float = field(init=False, default=0.0)
 
     def choose(self) -> Choice:
@@ -75,7 +77,7 @@ class Chooser:
         started = time.monotonic()
         found = step_bound(
             self.step, self.relaxations, self.budget_bytes, known=None if known is None else known.points, gap=NEAR,
-            time_limit_seconds=max(0.0, self.bound_seconds),
+            time_limit_seconds=max(0.0, min(self.bound_seconds, self.seconds_left() / 2)),
         )  # fmt: skip
         self.bound_seconds -= time.monotonic() - started
         self.proven_seconds = max(self.proven_seconds, found.seconds)
@@ -86,7 +88,8 @@ class Chooser:
         """As `choice.fastest`; ``moments``: to choose with, if their bases are larger than the step's."""
         step = self.step if moments is None else replace(self.step, moments=tuple(moments))
         return fastest(
-            step, self.budget_bytes, solver=self.solver, time_limit_seconds=self.choice_seconds,
+            step, self.budget_bytes, solver=self.solver,
+            time_limit_seconds=min(self.choice_seconds, self.seconds_left() / 4),  # that of the lowest peak is a second choice
             enough_seconds=(1 + ENOUGH) * self.proven_seconds if self.proven_seconds < inf else 0.0,
         )  # fmt: skip
 

@@ -183,6 +183,21 @@ def test_larger_programs_are_bisected_down_to_the_wanted_budget() -> None:
         assert min(asked) >= 590
 
 
+def test_a_quick_search_gives_the_integer_program_no_more_seconds_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, costs = program_of(HARD[0])
+    given: list[float] = []
+
+    def minimise(*args: Any, seconds: float, **options: Any) -> Lowest:
+        given.append(seconds)
+        return minimise_peak(*args, **options)
+
+    monkeypatch.setattr(lowest_peak, "minimise_peak", minimise)
+    for seconds, most in ((2.5, 2.5), (0.0, 0.0), (1000.0, lowest_peak.SECONDS)):
+        given.clear()
+        assert lowest_peak.find_quickly(program, costs, least_peak(program, costs), seconds=seconds) is not None
+        assert given == [most]
+
+
 def test_errors_name_the_smallest_known_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     program, costs = program_of(215)
     for place in ("lowest_peak", "search"):
