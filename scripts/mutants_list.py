@@ -110,6 +110,7 @@ _WRAPPER = [
 _INNER = "replay/test_gradients_of_results.py::test_the_whole_gradient_of_an_inner_result_is_refused"
 _ENGINE = "replay/test_gradients_of_results.py::test_an_engine_that_scales_gradients_of_inner_results_is_refused[{}]"
 _IN_PLACE = "replay/test_inputs_in_place.py::{}"
+_SIZES = "replay/test_sizes.py::test_sizes_{}"
 _WRAPPED = "replay/test_wrapper.py::{}"
 
 #: On the way from a call to its backward.
@@ -148,6 +149,10 @@ _CHECKS = [
     ("replay/training_step.py", "inputs[position].copy_(output)", "pass", _IN_PLACE.format("test_inputs_change_as_in_plain_pytorch")),
     ("replay/branches.py", "except (OtherAnswer, NotRepeated):", "except OtherAnswer:", "replay/test_effects_that_fail.py::test_what_a_call_cannot_set_again_is_plain_pytorchs_to_do"),
     ("replay/wrapper.py", "self._steps.pop(key, None)  # or each call would begin by it", "raise", "replay/test_effects_that_fail.py::test_what_a_call_cannot_set_again_is_plain_pytorchs_to_do"),
+    ("capture/trace/answers.py", "QUESTION(results, len(self.asked))", "results[0].new_empty(0)", _SIZES.format("equal_plain_pytorch[counted_alone]")),
+    ("capture/trace/sizes.py", "if not any(map(self.has, read)):", "if True:", _SIZES.format("that_depend_on_what_is_learned_are_refused[learned_mask]")),
+    ("capture/trace/sizes.py", "leaves((written, list", "leaves(([], list", _SIZES.format("that_depend_on_what_is_learned_are_refused[learned_statistics]")),
+    ("replay/branches.py", "(10 if last.is_size else 2)", "1", _SIZES.format("that_are_new_in_every_call")),
     ("capture/guards/effects.py", "_load(tried.getvalue(), alone.kept.__getitem__)", "pass", "replay/test_effects_that_fail.py::test_what_no_call_can_set_again_is_refused_by_name"),
     ("capture/guards/effects.py", "            self._check_function(value)", "            pass", "replay/test_effects_that_fail.py::test_what_no_call_can_set_again_is_refused_by_name"),
     ("capture/guards/effects.py", "                    holder.put_back(then)", "                    pass", "replay/test_effects_that_fail.py::test_what_a_call_cannot_set_again_is_plain_pytorchs_to_do"),

@@ -150,6 +150,7 @@ class Captured:
         effects: what the forward sets beside its results.
         made_to_require: positions among ``inputs`` of those on which the forward calls ``requires_grad_``.
         answers: to the questions about values that the forward asks; with others it is another program.
+        examples: by value, what tensors in its memory were at the capture that decide sizes: the program's costs are for these.
     """
 
     __repr__ = short_repr
@@ -182,6 +183,7 @@ class Captured:
     effects: Effects | None = None
     made_to_require: tuple[int, ...] = ()
     answers: tuple[Answer, ...] = ()
+    examples: Mapping[int, Sequence[tuple[Tensor, torch.Tensor]]] = field(default_factory=dict)
 
     @property
     def plain(self) -> Program:

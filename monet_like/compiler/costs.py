@@ -119,7 +119,12 @@ def measured_batch(request: Request, captured: Captured, device: torch.device) -
 
 
 def profile_batch(request: Request, captured: Captured, device: torch.device) -> int:
-    """The batch at which to measure: the wanted batch, or a smaller one if measuring would take too long or too much memory."""
+    """The batch at which to measure: the wanted batch, or a smaller one if measuring would take too long or too much memory.
+
+    A step that asks for values is measured at the wanted one: another batch has none.
+    """
+    if captured.answers:
+        return request.batch
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return _fitting(request.batch, _largest_task_bytes(captured), 0.8 * free)

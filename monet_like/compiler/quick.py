@@ -136,7 +136,8 @@ class _Allowance:
 def quick_batch(request: Request, captured: Captured, device: torch.device, seconds: Mapping[str, float]) -> int:
     """The batch at which every operator is run once: the wanted one, or less where that would take long."""
     by_time = max(2, math.floor(request.batch * RUN_SECONDS / max(sum(seconds.values()), 1e-9)))
-    return min(by_time, profile_batch(request, captured, device))
+    most = profile_batch(request, captured, device)
+    return most if captured.answers else min(by_time, most)
 
 
 def _at_whole_batch(

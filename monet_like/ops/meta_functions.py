@@ -118,12 +118,13 @@ def group_norm_layout(x: Tensor) -> torch.memory_format:
 
 @cache
 def register() -> None:
-    """Register, once, results of Gamma and Dirichlet samplers, CTC loss with lists of lengths, margin losses, fractional
+    """Register, once, results of Gamma and Dirichlet samplers, CTC loss, margin losses, fractional
     pooling in 3-D, group norm, products of groups, a GRU's cell on a GPU, and least squares."""
     for name in ("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad"):
         torch.library.register_fake(f"aten::{name}", _row_major, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss", _ctc_loss, allow_override=True)
-    torch.library.register_fake("aten::_ctc_loss_backward", _ctc_loss_backward, allow_override=True)
+    for name in ("_ctc_loss_backward", "_ctc_loss_backward.Tensor"):
+        torch.library.register_fake(f"aten::{name}", _ctc_loss_backward, allow_override=True)
     for name in ("multi_margin_loss_backward", "multilabel_margin_loss_backward", "fractional_max_pool3d_backward"):
         torch.library.register_fake(f"aten::{name}", _like_second, allow_override=True)
     torch.library.register_fake("aten::_grouped_mm", _grouped_mm, allow_override=True)

@@ -87,6 +87,8 @@ class Inputs:
         made = program.producers[value]
         if program.values[value].spec == "state":
             return get_rng_state(str(self.device))
+        if value in self.captured.examples:
+            return self._example(value)
         if meta.dtype.is_floating_point or meta.dtype.is_complex or not made:
             return self._random(meta, alike)
         key = (meta, alike, value)
@@ -97,6 +99,22 @@ class Inputs:
                 return self._random(meta, alike)
             run = compile_block(Block(task.reads, (task,), (), (value,)), task.name, COMMUNICATING)
             self.cache[key] = run([self.make(v) for v in task.reads])[1][0]
+        return self.cache[key]
+
+    def _example(self, value: int) -> torch.Tensor:
+        """A value that decides sizes: as it was at the capture, in the parts that do."""
+        meta = self.captured.metas[value]
+        key = (meta, 0, value)
+        if key not in self.cache:
+            flat = torch.zeros(meta.storage_bytes // meta.dtype.itemsize, dtype=meta.dtype, device=self.device)
+            self.cache[key] = made = flat.as_strided(meta.shape, meta.stride, meta.offset)
+            for part, recorded in self.captured.examples[value]:
+                run = compile_block(Block((value,), (), ((part.calls, part.ref),)), "example")
+                ((seen,), _) = run([made])
+                for dim, stride in enumerate(seen.stride()):
+                    if not stride and seen.shape[dim]:  # expanded
+                        seen, recorded = seen.narrow(dim, 0, 1), recorded.narrow(dim, 0, 1)
+                seen.copy_(recorded)
         return self.cache[key]
 
     def _random(self, meta: TensorMeta, alike: int) -> torch.Tensor:

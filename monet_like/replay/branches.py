@@ -22,7 +22,8 @@ from ..ir.program import Ref, Task
 from ..runtime.operators import schema_of
 from ..runtime.questions import OtherAnswer
 
-#: So many captures for other answers are made in any case: after them only while most calls need none.
+#: So many captures for other answers are made in any case: after them only while most calls need none, and for other sizes while
+#: nine in ten do not.
 FEW_BRANCHES = 8
 
 
@@ -86,9 +87,20 @@ class Branches:
         Raises:
             UsageError: too many were.
         """
-        if self.captures >= max(FEW_BRANCHES, self.calls // 2):
-            raise UsageError(
-                f"its Python code asks for values of tensors, whose answers were new in {self.captures + 1} of {self.calls} calls (the last: "
-                f"{known[-1].op.split('.')[1]} gave {known[-1].shown}), and each needs a program of its own; compute with tensors "
-                "instead of numbers, for example with torch.where"
+        last = known[-1]
+        if self.captures < max(FEW_BRANCHES, self.calls // (10 if last.is_size else 2)):
+            return
+        asks, instead = (
+            "asks for values of tensors, whose answers",
+            "compute with tensors instead of numbers, for example with torch.where",
+        )
+        if last.is_size:
+            asks = "makes tensors whose sizes depend on values and"
+            instead = (
+                "give weights of 0 to what is left out instead of selecting (torch.where, reduction='none'), select outside the model, "
+                "or plan the parts that do not select: auto_schedule(model, blocks=[...])"
             )
+        raise UsageError(
+            f"its Python code {asks} were new in {self.captures + 1} of {self.calls} calls ({last} was {last.shown}), and each needs "
+            f"a program of its own; {instead}"
+        )

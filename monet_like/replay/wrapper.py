@@ -346,7 +346,7 @@ class ScheduleWrapper(StandIn):
         if change is not None and earlier is not None:
             _check_own(earlier)
         if change is None and known:
-            change = Change(f"the answer of {known[-1].op.split('.')[1]} in the forward", "another", known[-1].shown)
+            change = Change(f"{known[-1]} in the forward", "another", known[-1].shown)
         started, inputs = time.monotonic(), input_specs(args, kwargs)
         record, captured = self._planned(args, kwargs, captured, change)
         if record.is_plain:

@@ -14,7 +14,7 @@ from ..ops import convolution
 from ..ops.recurrent import onednn_layer
 from ..ops.registry import CUDNN, NAMESPACE
 from . import batch_norm, offload
-from .questions import ASK, ask
+from .questions import ASK, SIZED, ask, sized
 
 #: Operators that cuDNN may refuse, and what csrc/cudnn says then.
 BY_ALGORITHM = frozenset(f"{NAMESPACE}.{name}.default" for name in CUDNN)
@@ -42,6 +42,7 @@ _OURS: dict[str, Callable[..., Any]] = {
     batch_norm.CUDNN: batch_norm.cudnn_batch_norm,
     batch_norm.CUDNN_BACKWARD: batch_norm.cudnn_batch_norm_backward,
     ASK: ask,
+    SIZED: sized,
     "monet_like.get_rng_state": get_rng_state,
     "monet_like.set_rng_state": set_rng_state,
     **{f"monet_like.{f.__name__}": f for f in (offload.send, offload.send_start, offload.send_end)},

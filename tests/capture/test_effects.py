@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from any_schedule import AnySchedule, assert_as_plain, step
+from any_schedule import MODE, AnySchedule, assert_as_plain, step
 from nets import Net, linear, rows
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -318,7 +318,7 @@ def test_equal_blocks_set_their_own() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(Block() for _ in range(3)))
         if planned:
-            auto_schedule(model, rows(), memory_budget="200%", blocks="*", effort="quick", verbose=False)
+            auto_schedule(model, rows(), memory_budget="200%", mode=MODE, blocks="*", effort="quick", verbose=False)
         for _ in range(2):
             out = model(rows())
         (out.square().sum() + sum(block.seen.square().sum() for block in model)).backward()

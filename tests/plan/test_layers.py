@@ -13,12 +13,13 @@ LAYERS = (
     ("plan.result", "plan.analysis"),
     ("plan.subprogram", "plan.baseline"),
     ("plan.offload",),
-    ("plan.local_search", "plan.bound"),
-    ("plan.ilp",),
+    ("plan.local_search",),
+    ("plan.ilp", "plan.bound"),
     ("plan.strategies",),
     ("plan",),
     ("plan.budgets",),
     ("plan.step",),
+    ("plan.bound.pieces", "plan.bound.prices", "plan.step.proof"),
 )
 OUTSIDE = {"ir", "build", "errors", "files", "interrupts"}
 

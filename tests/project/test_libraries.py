@@ -66,7 +66,6 @@ def convolutions(name: str, **options: Any) -> nn.Module:
     [
         ("GCNConv", {"add_self_loops": False}),
         ("GCNConv", {"normalize": False}),
-        ("GATConv", {"add_self_loops": False}),
         ("SAGEConv", {}),
         ("GraphConv", {}),
     ],
@@ -75,11 +74,15 @@ def test_convolutions_of_graphs(name: str, options: dict[str, Any]) -> None:
     trains(lambda: convolutions(name, **options), lambda net, k: cross_entropy(net(graph(k)), graph(k).y))
 
 
-@pytest.mark.parametrize("name", ["GCNConv", "GATConv"])
-def test_self_loops_are_refused_with_advice(name: str) -> None:
-    net = AnySchedule(convolutions(name))
-    with pytest.raises(CaptureError, match=r"self-loops .*AddSelfLoops.*add_self_loops=False"):
-        net(graph(0))
+@pytest.mark.parametrize("name", ["GCNConv", "GATConv", "GATv2Conv", "ChebConv"])
+def test_self_loops_are_replaced(name: str) -> None:
+    """Their number is the size of a tensor: one capture for a graph, another for a graph with more of them."""
+    first, other = graph(0), graph(0)
+    other.edge_index = other.edge_index.clone()
+    other.edge_index[:, :3] = torch.tensor([[1, 2, 3], [1, 2, 3]])
+    options = {"K": 2} if name == "ChebConv" else {}
+    graphs = [first, other, first]
+    trains(lambda: convolutions(name, **options), lambda net, k: cross_entropy(net(graphs[k]), graphs[k].y), captures=2)
 
 
 def test_batches_of_graphs() -> None:
@@ -97,6 +100,31 @@ def test_batches_of_graphs() -> None:
     trains(
         Pooled, lambda net, k: net(data.Batch.from_data_list([graph(k), graph(k + 3), graph(k + 6)])).square().mean()
     )
+
+
+# Speech --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_labels_of_speech_are_selected(padded: bool) -> None:
+    """Wav2vec 2.0's CTC loss selects labels by a mask, and has their counts in tensors."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Wav2Vec2Config(
+        vocab_size=12, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, conv_dim=(16, 16),
+        conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2, apply_spec_augment=False, layerdrop=0.0, ctc_loss_reduction="mean",
+    )  # fmt: skip
+
+    def loss(net: nn.Module, k: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(k)
+        sound, labels = torch.randn(2, 800, generator=draw), torch.randint(1, 12, (2, 6), generator=draw)
+        labels[1, 4 + k % 2 :] = -100
+        mask = torch.ones(2, 800, dtype=torch.long)
+        mask[1, 600:] = 0
+        found: torch.Tensor = net(sound, attention_mask=mask if padded else None, labels=labels).loss
+        return found
+
+    trains(lambda: transformers.Wav2Vec2ForCTC(config), loss, captures=2)
 
 
 # Differential equations ----------------------------------------------------------------------------------------------

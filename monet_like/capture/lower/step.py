@@ -21,12 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CaptureError
 from ...ir.program import Call, Program, Ref, Runs, Task
-from ...runtime.questions import ASK
 from ...torch_versions import warn_if_untested
 from ..absent_gpu.attention import Absent, attention_as
 from ..absent_gpu.choices import convolutions
 from ..annotations import called_in_place, is_held, layer_of, mark_of
-from ..captured import Captured, Tensor, TensorMeta, cost_key
+from ..captured import Captured, Tensor, TensorMeta
 from ..checks import check_arguments, check_initialized, check_momentum, check_surroundings, check_unsharded
 from ..constants import Constants
 from ..quantised import check_quantised, settle
@@ -36,12 +35,14 @@ from ..trace.flat_module import FlatModule
 from ..trace.graph_edits import move_graph
 from ..trace.joint import trace_joint
 from ..trace.meta_tensors import as_fakes
+from ..trace.sizes import SIZED
 from ..trees import flattened, tensors_of
 from .delayed_gradients import find_delayed_gradients, move_to_end
 from .eager_results import can_view, eager_result
 from .gradients import adds_up_per_name, collect_gradients, in_slot_order, movable_slots
 from .in_place import accumulate_in_place, with_held, with_in_place_calls
 from .inputs import add_attribute, add_placeholder, lay_out_tangent
+from .questions import add_question, add_sized
 from .released_gradients import with_releases
 from .rules import (
     add_reserve,
@@ -241,7 +242,10 @@ class Lowering(Values):
         backward = any(p.backward for p in parents) or (_of_the_backward(node) and is_random(node))
         self.in_backward |= backward
         if node.target is QUESTION:
-            self._question(node)
+            add_question(self, node)
+            return
+        if node.target is SIZED:
+            add_sized(self, node)
             return
         if node.target is operator.getitem:
             source, index = args_of(node)
@@ -271,20 +275,6 @@ class Lowering(Values):
             self.owners.append(result)
         if has_effect(node) or any(storage_of(t) not in self.storages for t in tensors_in(result)):
             self._task(node, info)
-
-    def _question(self, node: fx.Node) -> None:
-        """A question about values is asked once, in the forward, where the model's Python code asks it."""
-        tensors, number = args_of(node)
-        calls: list[Call] = []
-        asked = [self.emit(tensor, calls) for tensor in tensors]
-        assert self.flat.answers is not None
-        answer = self.flat.answers[number]
-        effect = self.new_state(f"{node.name}.answer", 0)
-        self.effects.append(effect)
-        call = Call(ASK, (number, answer.op, *asked), answer.options, ())
-        alike = cost_key((*calls, replace(call, args=(0, *call.args[1:]))), self.metas)
-        self.tasks.append(self.make_task(node.name, (*calls, call), (effect,), runs="first", cost=alike))
-        self.nodes[node] = NodeResult(node.meta["val"], False)
 
     def _getitem(self, node: fx.Node, source: NodeResult, index: Any, backward: bool) -> None:
         """One of several results of a node."""
@@ -396,6 +386,7 @@ class Lowering(Values):
             effects=self.flat.effects,
             made_to_require=tuple(sorted(self.flat.made_to_require)),
             answers=self.flat.answers or (),
+            examples=self.examples,
         )
         if not late:
             return in_order

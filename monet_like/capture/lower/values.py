@@ -92,6 +92,7 @@ class Values:
         self.in_place: set[int] = set()  # values that the model's own calls write into what they read
         self.held: set[int] = set()  # values that plain PyTorch keeps to the end of the step
         self.saved: set[int] = set()  # values that these calls copy first, for the backward
+        self.examples: dict[int, list[tuple[Tensor, torch.Tensor]]] = {}  # see `Captured`
 
     def new_value(self, name: str, kind: Any, tensor: torch.Tensor) -> int:
         """A new value for the storage of ``tensor``: its index in ``values``."""

@@ -2,7 +2,8 @@
 
 A trace has no values. So a plain forward on the real inputs is asked first (`recorded_answers`), and the trace is given its
 answers in the same order (`Given`). Each question is a node of the graph (`QUESTION`) and becomes a task of the program, which
-asks again in every step: a step whose answers are others is another branch, and needs another program.
+asks again in every step: a step whose answers are others is another branch, and needs another program. Sizes of results that
+depend on values are answers, too (`sizes`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..guards.recorder import Recorder
 from ..guards.side_effects import keeping_tensors
 from ..trees import flattened
 from .known_values import KnownValues
+from .sizes import Learned, deciding, kept, look_of, may_decide, numbered, traced, with_numbers
 from .undone import Undone
 
 #: Operators whose results are Python values. PyTorch's other ones (``bool``, ``is_nonzero``, ``item``) call the first of these.
@@ -50,7 +52,8 @@ class Answer:
         looks: shape and dtype of each tensor that it was asked about.
         options: names and values of its further arguments.
         shown: the answer as text, which tells apart all numbers, and by which answers are compared: NaN equals NaN.
-        value: the answer itself.
+        value: the answer itself; of sizes how the results lie, or None where they depend on what is learned.
+        examples: of sizes, by the places of the tensors that decide them, what these were.
     """
 
     op: str
@@ -58,14 +61,25 @@ class Answer:
     options: tuple[tuple[str, Any], ...]
     shown: str
     value: Any = field(compare=False)
+    examples: Mapping[int, torch.Tensor] | None = field(default=None, compare=False)
 
     @property
     def question(self) -> tuple[Any, ...]:
         """All but the answer."""
         return self.op, self.looks, self.options
 
+    @property
+    def is_size(self) -> bool:
+        """Whether it is the size of an operator's results."""
+        return self.examples is not None
 
-def _question(func: Any, tensors: Sequence[torch.Tensor], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    def __str__(self) -> str:
+        return f"the {'size' if self.is_size else 'answer'} of {self.op.split('.')[1]}"
+
+
+def _question(
+    func: Any, tensors: Sequence[torch.Tensor], options: Mapping[str, Any]
+) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
     return str(func), tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors), tuple(options.items())
 
 
@@ -76,35 +90,71 @@ class _Asked(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func not in _QUESTIONS:
-            return func(*args, **kwargs)
+        if func not in _QUESTIONS and not may_decide(func):
+            return self.other(func, args, kwargs)
         names = (argument.name for argument in func._schema.arguments)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if func not in _QUESTIONS:
+            return self.size(func, given) if deciding(func, given) else self.other(func, args, kwargs)
         tensors = [each for each in given.values() if isinstance(each, torch.Tensor)]
         return self.answer(
             func, tensors, {name: each for name, each in given.items() if not isinstance(each, torch.Tensor)}
         )
 
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator that asks nothing."""
+        return func(*args, **kwargs)
+
     def answer(self, func: Any, tensors: list[torch.Tensor], options: dict[str, Any]) -> Any:
+        """The answer to a question."""
+        raise NotImplementedError
+
+    def size(self, func: Any, given: dict[str, Any]) -> Any:
+        """The result of an operator, whose size depends on values. ``given``: its arguments by name."""
         raise NotImplementedError
 
 
 class _Recording(_Asked):
-    """Writes down the answers of a plain forward."""
+    """Writes down the answers of a plain forward.
 
-    def __init__(self) -> None:
+    Args:
+        parameters: of the model.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.answers: list[Answer] = []
+        self._learned = Learned(parameters)
+
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        self._learned.called(func, args, kwargs, result)
+        return result
 
     def answer(self, func: Any, tensors: list[torch.Tensor], options: dict[str, Any]) -> Any:
         value = func(*tensors, **options)
+        self._write(Answer(*_question(func, tensors, options), repr(value), value))
+        return value
+
+    def size(self, func: Any, given: dict[str, Any]) -> Any:
+        options, tensors = numbered(tuple(given.items()))
+        asked, decide = _question(func, tensors, dict(options)), deciding(func, given)
+        learned = any(map(self._learned.has, decide))
+        examples = (
+            {} if learned else {place: kept(t) for place, t in enumerate(tensors) if any(t is each for each in decide)}
+        )
+        result = self.other(func, (), given)
+        results = result if isinstance(result, tuple) else (result,)
+        looks = None if learned else tuple(map(look_of, results))
+        self._write(Answer(*asked, repr([list(each.shape) for each in results]), looks, examples))
+        return result
+
+    def _write(self, answer: Answer) -> None:
         if len(self.answers) == _MOST_QUESTIONS:
             raise CaptureError(
                 f"its Python code asks for values of tensors more than {_MOST_QUESTIONS:,} times; compute with tensors instead"
             )
-        op, looks, named = _question(func, tensors, options)
-        self.answers.append(Answer(op, looks, named, repr(value), value))
-        return value
+        self.answers.append(answer)
 
 
 class Given(_Asked):
@@ -119,22 +169,35 @@ class Given(_Asked):
         self._answers = answers
         self.asked: list[torch.Tensor] = []
 
-    def answer(self, func: Any, tensors: list[torch.Tensor], options: dict[str, Any]) -> Any:
+    def _next(self, func: Any, tensors: list[torch.Tensor], options: Mapping[str, Any]) -> Answer:
         number, question = len(self.asked), _question(func, tensors, options)
         if number == len(self._answers) or self._answers[number].question != question:
             raise CaptureError(
                 f"its Python code asks for the values of other tensors in a trace than in a plain forward: question {number + 1} is "
                 f"{question[0]} of {question[1]}"
             )
-        self.asked.append(QUESTION(tensors, number))
-        return self._answers[number].value
+        return self._answers[number]
+
+    def answer(self, func: Any, tensors: list[torch.Tensor], options: dict[str, Any]) -> Any:
+        answer = self._next(func, tensors, options)
+        self.asked.append(QUESTION(tensors, len(self.asked)))
+        return answer.value
+
+    def size(self, func: Any, given: dict[str, Any]) -> Any:
+        options, tensors = numbered(tuple(given.items()))
+        answer = self._next(func, tensors, dict(options))
+        if answer.value is None:
+            return func(**given)  # which no trace can
+        results = traced(tensors, len(self.asked), answer.value)
+        self.asked.append(QUESTION(results, len(self.asked)))
+        return results[0] if len(func._schema.returns) == 1 else tuple(results)
 
     def again(self, function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
         """What a checkpointed function is called as in the backward, where it asks as before, and what is called when its forward ends."""
         start, found = len(self.asked), list[Answer]()
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
-            with _Again(found):
+            with _Again(start, found):
                 return function(*args, **kwargs)
 
         return recomputed, lambda: found.extend(self._answers[start : len(self.asked)])
@@ -153,21 +216,32 @@ class Given(_Asked):
 
 
 class _Again(_Asked):
-    """Gives the same answers again."""
+    """Gives the same answers again.
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
+    Args:
+        start: number of the first one.
+    """
+
+    def __init__(self, start: int, answers: Sequence[Answer]) -> None:
         super().__init__()
-        self._answers = iter(answers)
+        self._answers = iter(enumerate(answers, start))
 
     def answer(self, func: Any, tensors: list[torch.Tensor], options: dict[str, Any]) -> Any:
-        return next(self._answers).value
+        return next(self._answers)[1].value
+
+    def size(self, func: Any, given: dict[str, Any]) -> Any:
+        number, answer = next(self._answers)
+        results = traced(numbered(tuple(given.items()))[1], number, answer.value)
+        return results[0] if len(func._schema.returns) == 1 else tuple(results)
 
 
 @contextlib.contextmanager
 def number_by_number(parameters: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Have a forward and its trace ask for the same numbers where PyTorch's own methods tell traced tensors from others.
 
-    ``tolist`` asks for each element, and the text of a number, as in ``f"{loss:.3f}"``, for that number.
+    ``tolist`` asks for each element, and the text of a number, as in ``f"{loss:.3f}"``, for that number. What is written by a
+    mask is written by the numbers of its elements, which a gradient is read by then: a backward cannot ask. ``one_hot`` asks for
+    the number of classes alone.
 
     Args:
         parameters: what a trace has in the place of parameters, whose text is not their number's.
@@ -186,6 +260,12 @@ def _tolist(tensor: torch.Tensor) -> Any:
     return [_tolist(part) for part in tensor] if tensor.dim() else tensor.item()
 
 
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """As PyTorch computes it in a trace; in a plain forward it asks for the least and the greatest number."""
+    count = int(tensor.max().item()) + 1 if num_classes == -1 else num_classes
+    return (tensor.unsqueeze(-1) == torch.arange(count, dtype=tensor.dtype, device=tensor.device)).long()
+
+
 class _NumberByNumber(TorchFunctionMode):
     """See `number_by_number`."""
 
@@ -198,9 +278,11 @@ class _NumberByNumber(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__name__", "") == "tolist" and len(args) == 1 and isinstance(args[0], torch.Tensor):
             return _tolist(args[0])
+        if getattr(func, "__name__", "") == "one_hot":
+            return _one_hot(*args, **(kwargs or {}))
         if func is torch.Tensor.__format__ and self._formatted_by_value(args[0]):
             return format(args[0].detach().item(), *args[1:])
-        return func(*args, **(kwargs or {}))
+        return func(*with_numbers(func, args), **(kwargs or {}))
 
     def _formatted_by_value(self, tensor: torch.Tensor) -> bool:
         """Whether the text of a tensor is its number's, by PyTorch's own condition. Under a compiler nobody looks at values."""
@@ -245,7 +327,7 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers(), *inputs)), torch.device("cpu"))
-    recording = _Recording()
+    recording = _Recording(model.parameters())
     with (
         torch.enable_grad(),
         Undone(device, inputs),
