@@ -8,19 +8,11 @@ results. The databases are PyTorch's tests' (``torch.testing._internal``) and ne
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
-import json
 import os
-import re
-import signal
-import sys
-import time
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +21,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click
 import torch
 import torch.utils._pytree as pytree
-from rich.console import Console
-from rich.table import Table
 from torch import nn
+
+from .verdicts import (
+    INVALID,
+    NO_GRADIENT,
+    RANDOM,
+    REFUSED,
+    RIGHT,
+    WRONG,
+    Verdict,
+    judged,
+    out_option,
+    refusal,
+    report,
+    same,
+    shard_option,
+)
 
 #: Kinds of tests that are asked for, and their dtypes.
 DATABASES = ("ops", "modules")
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
-#: Verdicts, the good ones first.
-RIGHT, VALUES, REFUSED, INVALID, NO_GRADIENT, RANDOM, SLOW, WRONG, CRASHED = STATUSES = (
-    "right", "depends on values", "refused", "invalid in plain PyTorch", "no gradient", "differs from itself", "slow",
-    "wrong", "crashed",
-)  # fmt: skip
 #: All variants that are exact.
 MODE = "inplace_multiway_newnode"
 #: Shares of plain PyTorch's peak; the first one that has a plan is taken.
@@ -59,16 +60,6 @@ class Sample:
 
     name: str
     build: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What has become of a sample: one of `STATUSES`, the reason, and the seconds that it took."""
-
-    name: str
-    status: str
-    detail: str = ""
-    seconds: float = 0.0
 
 
 class Applied(nn.Module):
@@ -219,23 +210,6 @@ class Outcome:
         return found + ["generator"] * (not torch.equal(self.generator, other.generator))
 
 
-def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether two tensors have the same bits; any two numbers that are none are the same."""
-    if one is None or other is None:
-        return one is other
-    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
-        return False
-    if one.layout is not torch.strided:
-        return same(one.to_dense(), other.to_dense())
-    if one.is_complex():
-        one, other = (torch.view_as_real(tensor.resolve_conj()) for tensor in (one, other))
-    if one.is_floating_point():
-        if not torch.equal(one.isnan(), other.isnan()):
-            return False
-        one, other = one.nan_to_num(), other.nan_to_num()
-    return torch.equal(one, other)
-
-
 def step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     """One step from a fixed seed; each element of a result has another gradient, in rows."""
     copies: dict[int, Any] = {}
@@ -270,23 +244,7 @@ def step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Out
 
 def judge(sample: Sample) -> Verdict:
     """Train a sample by a plan and compare two steps with plain PyTorch's."""
-    started = time.monotonic()
-
-    def verdict(status: str, detail: object = "") -> Verdict:
-        return Verdict(sample.name, status, str(detail)[:400], round(time.monotonic() - started, 2))
-
-    try:
-        with _limit(SECONDS), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return verdict(*_judged(sample))
-    except TimeoutError as error:
-        return verdict(SLOW, error)
-    except Exception as error:
-        at = error.__traceback__
-        while at is not None and at.tb_next is not None:
-            at = at.tb_next
-        where = f" ({at.tb_frame.f_code.co_filename}:{at.tb_lineno})" if at is not None else ""
-        return verdict(CRASHED, f"{type(error).__name__}: {error}{where}")
+    return judged(sample.name, lambda: _judged(sample), SECONDS)
 
 
 def _judged(sample: Sample) -> tuple[str, object]:
@@ -308,81 +266,39 @@ def _judged(sample: Sample) -> tuple[str, object]:
             planned = monet_like.auto_schedule(model, args, kwargs=kwargs or None, memory_budget=share, **options)
             break
         except InfeasibleError as error:
-            refusal: MonetError = error
+            unfit = error
         except MonetError as error:
-            return _refused(error), error
+            return refusal(error)
     else:
-        return REFUSED, refusal
+        return REFUSED, unfit
     for expected in plain:
         try:
             got = step(planned, args, kwargs)
         except MonetError as error:
-            return _refused(error), error
+            return refusal(error)
         if found := expected.differences(got):
             return WRONG, found
     return RIGHT, ""
 
 
-def _refused(error: Exception) -> str:
-    return VALUES if re.search("values of a tensor|DynamicOutputShape|depends on their values", str(error)) else REFUSED
-
-
-@contextlib.contextmanager
-def _limit(seconds: int) -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def summary(found: list[Verdict], title: str) -> Table:
-    """A table of the verdicts, with the reasons of those that are not right."""
-    table = Table(title=title)
-    table.add_column("verdict")
-    table.add_column("samples", justify="right")
-    count = Counter(verdict.status for verdict in found)
-    for status in STATUSES:
-        table.add_row(status, str(count[status]))
-        if status in (RIGHT, INVALID, NO_GRADIENT):
-            continue
-        reasons: dict[str, list[str]] = {}
-        for verdict in found:
-            if verdict.status == status:
-                reasons.setdefault(re.sub(r"'[^']*'|\d+(\.\d+)?", "…", verdict.detail)[:160], []).append(verdict.name)
-        for reason, names in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
-            table.add_row(f"  {reason}: {', '.join(names[:6])}", str(len(names)), style="dim")
-    return table
-
-
 @click.command()
 @click.argument("database", type=click.Choice(DATABASES))
-@click.option("--shard", default="0/1", show_default=True, help="Which part of how many, such as 2/8.")
+@shard_option
 @click.option("--samples", default=2, show_default=True, help="Of each operator or module, at most.")
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(list(DTYPES)))
 @click.option("--only", default="", help="Names that contain this.")
-@click.option("--out", type=click.Path(path_type=Path), help="File for a line of JSON for each sample.")
-def main(database: str, shard: str, samples: int, device: str, dtype: str, only: str, out: Path | None) -> None:
+@out_option
+def main(
+    database: str, shard: tuple[int, int], samples: int, device: str, dtype: str, only: str, out: Path | None
+) -> None:
     """Train the samples of a database by plans; exit code 1 if one is wrong or crashed."""
-    part, parts = map(int, shard.split("/"))
+    part, parts = shard
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     source = operators if database == "ops" else modules
-    found: list[Verdict] = []
-    with out.open("w") if out else contextlib.nullcontext() as file:
-        for sample in source(samples, device, DTYPES[dtype], part=part, parts=parts, only=only):
-            found.append(judge(sample))
-            if file is not None:
-                print(json.dumps(asdict(found[-1])), file=file, flush=True)
-    Console(width=160).print(summary(found, f"{len(found)} samples of {database} on {device} in {dtype}"))
-    if any(verdict.status in (WRONG, CRASHED) for verdict in found):
-        sys.exit(1)
+    found = source(samples, device, DTYPES[dtype], part=part, parts=parts, only=only)
+    report(map(judge, found), f"samples of {database} on {device} in {dtype}", out)
 
 
 if __name__ == "__main__":

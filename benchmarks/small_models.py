@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -21,7 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+
+from . import verdicts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -66,32 +65,14 @@ def _all(seeds: range, processes: int, device: str) -> Iterator[tuple[Case, Verd
             yield from done.result()
 
 
-def _sentence(verdict: Verdict) -> str:
-    """A refusal's sentence without numbers and names, so that the same ones are counted together."""
-    return re.sub(r"'[^']*'|\d+(\.\d+)?", "…", verdict.detail)[:160]
-
-
-def _summary(found: list[tuple[Case, Verdict]], seconds: float) -> Table:
+def _told(case: Case, verdict: Verdict) -> verdicts.Verdict:
+    """For the table."""
     from small_models import known_end
 
-    ends = Counter(filter(None, (known_end(case, verdict) for case, verdict in found)))
-    count = Counter(verdict.status for _, verdict in found)
-    count["wrong"] -= ends.total()
-    count["rounding"] = ends.total()
-    table = Table(title=f"{len(found)} small models in {seconds:.0f} s", show_lines=False)
-    table.add_column("verdict")
-    table.add_column("models", justify="right")
-    for status in ("right", "rounding", "wrong", "crashed", "invalid", "refused"):
-        table.add_row(status, str(count[status]))
-        if status == "rounding":
-            for end, number in ends.most_common():
-                table.add_row(f"  {end}", str(number), style="dim")
-        if status in ("invalid", "refused"):
-            told = [(_sentence(v), case.seed) for case, v in found if v.status == status]
-            first = dict(reversed(told))
-            for sentence, number in Counter(sentence for sentence, _ in told).most_common():
-                table.add_row(f"  {sentence} (seed {first[sentence]})", str(number), style="dim")
-    return table
+    if end := known_end(case, verdict):
+        return verdicts.Verdict(f"seed {case.seed}", verdicts.ROUNDING, end)
+    status = verdicts.INVALID if verdict.status == "invalid" else verdict.status
+    return verdicts.Verdict(f"seed {case.seed}", status, verdict.detail)
 
 
 @click.command()
@@ -115,7 +96,8 @@ def main(count: int, seed: int, processes: int, device: str, seconds: float, sho
     started = time.monotonic()
     results = _all(range(seed, seed + count), processes, device)
     found = sorted(track(results, "models", count, console=console), key=lambda pair: pair[0].seed)
-    console.print(_summary(found, time.monotonic() - started))
+    title = f"{count} small models in {time.monotonic() - started:.0f} s"
+    console.print(verdicts.summary([_told(*pair) for pair in found], title))
     failed = [(case, verdict) for case, verdict in found if verdict.failed and not known_end(case, verdict)]
     for case, verdict in failed[:show]:
         console.rule(f"seed {case.seed}")

@@ -4,31 +4,28 @@
     python -m benchmarks.transformers_classes --shard 3/8 --out 3.jsonl   every eighth class, from the fourth on; one line of JSON each
     python -m benchmarks.transformers_classes --only Llama,T5          classes whose names begin so
 
-Each class takes two steps of SGD by a random schedule that recomputes much. A verdict is one of: ``equal``; ``refused``, with the
-message; ``wrong``; ``error``, if something else than this package's own errors was raised; ``skipped``, where plain PyTorch cannot
-build or train the class in this size. The command fails if anything is wrong or raised an error.
+Each class takes two steps of SGD by a random schedule that recomputes much. What plain PyTorch cannot build or train in this size is
+counted as invalid.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import sys
-import time
-import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
+import click
 import torch
 from any_schedule import AnySchedule
 from torch import nn
 
 from monet_like.errors import MonetError
+
+from .verdicts import INVALID, RANDOM, RIGHT, WRONG, Verdict, judged, out_option, refusal, report, same, shard_option
 
 #: Values for fields of configurations, wherever a configuration has them. Two layers, 64 features, 4 heads, 4 experts.
 _SMALL = {
@@ -51,16 +48,6 @@ _SMALL = {
 _DERIVED = ((), ("head_dim",), ("num_key_value_heads",), ("head_dim", "num_key_value_heads", "sliding_window"))
 #: Larger models are skipped: they have no small size.
 _PARAMETERS = 6_000_000
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What became of one class: its name, a verdict of the module's docstring, a reason, seconds."""
-
-    name: str
-    verdict: str
-    reason: str = ""
-    seconds: float = 0.0
 
 
 def classes() -> Iterator[tuple[str, str]]:
@@ -128,59 +115,47 @@ def trained(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> dict[str
     return {**found, **dict(model.named_buffers())}
 
 
-def compared(kind: str, name: str, *, seed: int = 3) -> Finding:
+def compared(kind: str, name: str, *, seed: int = 3) -> Verdict:
     """Train a class with a random schedule and without."""
+    return judged(name, lambda: _compared(kind, name, seed))
+
+
+def _compared(kind: str, name: str, seed: int) -> tuple[str, object]:
     try:
         model, arguments = built(kind, name)
         plain, again = (trained(copy.deepcopy(model), arguments) for _ in range(2))
     except Exception as error:  # whatever a library raises for a size that it does not take
-        return Finding(name, "skipped", f"{type(error).__name__}: {error}"[:200])
+        return INVALID, f"{type(error).__name__}: {error}"
     if _differing(plain, again):
-        return Finding(name, "skipped", "plain PyTorch does not repeat its own step")
-    started = time.monotonic()
+        return RANDOM, ""
     try:
         ours = trained(AnySchedule(model, seed), arguments)
     except MonetError as error:
-        return Finding(name, "refused", str(error), time.monotonic() - started)
-    except Exception as error:
-        return Finding(name, "error", f"{type(error).__name__}: {error}", time.monotonic() - started)
+        return refusal(error)
     differing = _differing(plain, ours)
-    reason = f"{len(differing)} of {len(plain)} tensors differ, {differing[0]} among them" if differing else ""
-    return Finding(name, "wrong" if differing else "equal", reason, time.monotonic() - started)
+    if differing:
+        return WRONG, f"{len(differing)} of {len(plain)} tensors differ, {differing[0]} among them"
+    return RIGHT, ""
 
 
 def _differing(one: Mapping[str, torch.Tensor | None], other: Mapping[str, torch.Tensor | None]) -> list[str]:
-    def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-        if a is None or b is None:
-            return a is b
-        return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-
     return [name for name in {**one, **other} if not same(one.get(name), other.get(name))]
 
 
-def run(shard: int, shards: int, only: tuple[str, ...], out: TextIO) -> list[Finding]:
+def run(shard: int, shards: int, only: tuple[str, ...]) -> Iterator[Verdict]:
     """Compare every ``shards``-th class from ``shard`` on, of those whose names begin with one of ``only``."""
-    found = []
     for number, (kind, name) in enumerate(classes()):
         if number % shards == shard and name.startswith(only):
-            found.append(compared(kind, name))
-            print(json.dumps(asdict(found[-1])), file=out, flush=True)
-    return found
+            yield compared(kind, name)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shard", default="0/1", help="which part of how many, such as 0/8")
-    parser.add_argument("--only", default="", help="beginnings of class names, with commas between them")
-    parser.add_argument("--out", help="a file for lines of JSON; default: standard output")
-    options = parser.parse_args()
-    shard, _, shards = options.shard.partition("/")
-    warnings.simplefilter("ignore")
-    with open(options.out, "w") if options.out else sys.stdout as out:
-        found = run(int(shard), int(shards), tuple(options.only.split(",")), out)
-    counts = {verdict: sum(f.verdict == verdict for f in found) for verdict in dict.fromkeys(f.verdict for f in found)}
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no class", file=sys.stderr)
-    sys.exit(any(f.verdict in ("wrong", "error") for f in found))
+@click.command()
+@shard_option
+@click.option("--only", default="", help="Beginnings of names of classes, with commas between them.")
+@out_option
+def main(shard: tuple[int, int], only: str, out: Path | None) -> None:
+    """Train classes of Transformers by schedules; exit code 1 if one is wrong or crashed."""
+    report(run(*shard, tuple(only.split(","))), "classes of Transformers", out)
 
 
 if __name__ == "__main__":

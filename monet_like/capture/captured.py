@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -260,3 +261,14 @@ def distinct_tasks(captured: Captured) -> dict[str, Task]:
 def fake_mode() -> FakeTensorMode:
     """A mode under which tensors have shapes but no storage: make example inputs for `capture` in it."""
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+_of_thread = threading.local()
+
+
+def shape_mode() -> FakeTensorMode:
+    """As `fake_mode`, one for all of a thread's short computations of shapes: to make a mode reads the source lines of the whole stack."""
+    if not hasattr(_of_thread, "mode"):
+        _of_thread.mode = fake_mode()
+    mode: FakeTensorMode = _of_thread.mode
+    return mode

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..capture.captured import Captured, TensorMeta, distinct_tasks, fake_mode
+from ..capture.captured import Captured, distinct_tasks
 from ..ir.program import Call, Ref, Task
 from ..ops import liger
 from ..ops.caches import largest_kept
 from ..runtime.batch_norm import CUDNN_BACKWARD
-from ..runtime.codegen import Block, compile_block
 from .gpu_paces import channels_of, is_channels_last, is_known, kind_of
+from .observing import RANDOM_STATE, Observer, observe
 
 _SCALED_INT8 = "bitsandbytes.int8_scaled_mm.default"
 _GEMM_4BIT = "bitsandbytes.gemm_4bit.default"
@@ -30,7 +29,6 @@ _UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.defaul
 #: As many elements as mm_largest makes dense at a time (csrc/cpu/mm_largest.cpp, csrc/cuda/caches.cu).
 _DENSE = 1 << 22
 _IM2COL = "aten._slow_conv2d_forward.default"
-_RANDOM_STATE = "_rng_state"
 _CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 #: Channels of a tensor core's tile in a convolution: a group with fewer leaves the rest of it idle. An estimate.
 TILE = 32
@@ -97,7 +95,9 @@ def touched_bytes(captured: Captured, task: Task) -> int:
     """Bytes that a task's operators read and write, results that one hands to the next included."""
     if len(task.calls) == 1 or _is_opaque(task):
         return _touched_by(captured, task)
-    return sum(operation.touched_bytes for operation in _operations(captured, task))
+    known = _WORKS.get(captured, {}).get(task.cost)
+    operations = _operations(captured, task) if known is None or task.copies else known.operations
+    return sum(operation.touched_bytes for operation in operations)
 
 
 def flops(captured: Captured, task: Task) -> int:
@@ -107,10 +107,9 @@ def flops(captured: Captured, task: Task) -> int:
 
 def _work(captured: Captured, task: Task) -> Work:
     workspaces = _Workspaces()
-    if any(call.op in (*_CONVOLUTIONS, *_UNPACKING, *liger.PARTIAL_SUMS) for call in task.calls):
-        _run_fake(captured, task, workspaces)
+    has_some = any(call.op in (*_CONVOLUTIONS, *_UNPACKING, *liger.PARTIAL_SUMS) for call in task.calls)
     return Work(
-        _operations(captured, task),
+        _operations(captured, task, *[workspaces] * has_some),
         workspaces.unpacked_bytes,
         _unwanted_bytes(captured, task),
         max(workspaces.convolution_bytes, _im2col_bytes(captured, task)),
@@ -118,21 +117,21 @@ def _work(captured: Captured, task: Task) -> Work:
     )
 
 
-def _operations(captured: Captured, task: Task) -> tuple[Operation, ...]:
+def _operations(captured: Captured, task: Task, *others: Observer) -> tuple[Operation, ...]:
+    """What each operator does; ``others`` see them, too."""
+    counter, alone = Operations(), len(task.calls) == 1
+    metas = [captured.metas[value] for value in (*task.reads, *task.writes)]
+    one_width = len({meta.dtype.itemsize for meta in metas if meta.dtype.is_floating_point}) < 2
+    is_plain = alone and one_width and not is_known(task.calls[0].op)
+    told = others if is_plain or _is_opaque(task) else (counter, *others)
+    if told:
+        observe(captured, task, told)
     if _is_opaque(task):
         return (_opaque(captured, task),)
-    if len(task.calls) > 1:
-        return tuple(_counted(captured, task))
-    metas, (call,) = [captured.metas[value] for value in (*task.reads, *task.writes)], task.calls
-    one_width = len({meta.dtype.itemsize for meta in metas if meta.dtype.is_floating_point}) < 2
-    found = [Operation()] if one_width and not is_known(call.op) else _counted(captured, task)
-    return tuple(replace(operation, touched_bytes=_touched_by(captured, task)) for operation in found[:1])
-
-
-def _counted(captured: Captured, task: Task) -> list[Operation]:
-    counter = Operations()
-    _run_fake(captured, task, counter)
-    return counter.found
+    if not alone:
+        return tuple(counter.found)
+    found = [Operation()] if is_plain else counter.found[:1]
+    return tuple(replace(operation, touched_bytes=_touched_by(captured, task)) for operation in found)
 
 
 def _touched_by(captured: Captured, task: Task) -> int:
@@ -226,30 +225,10 @@ def _read_for_its_shape(op: str, args: Sequence[Any]) -> Any:
 
 def _is_opaque(task: Task) -> bool:
     """Whether a task cannot run as it is on fake tensors: no kernel for them, or a random generator's state."""
-    return any(call.op == _IM2COL or call.op.endswith(_RANDOM_STATE) for call in task.calls)
+    return any(call.op == _IM2COL or call.op.endswith(RANDOM_STATE) for call in task.calls)
 
 
-def _run_fake(captured: Captured, task: Task, observer: Any) -> None:
-    """Run a task on tensors without storage, under a mode that observes its operators.
-
-    Random generators are left alone: their state is real, and these tensors are not.
-    """
-    calls = tuple(call for call in task.calls if not call.op.endswith(_RANDOM_STATE))
-    task = replace(task, calls=calls)
-    run = compile_block(Block(task.reads, (task,)), task.name)
-    mode = fake_mode()
-    given = [_fake(captured.metas[value], mode) for value in task.reads]
-    with mode, observer, torch.no_grad(), torch._C._DisableAutocast():
-        run(given)
-
-
-def _fake(meta: TensorMeta, mode: FakeTensorMode) -> FakeTensor:
-    """As `TensorMeta.empty` makes it under ``mode``, which takes as long as an operator of the task."""
-    laid_out = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-    return FakeTensor(mode, laid_out, meta.device)
-
-
-class Operations(TorchDispatchMode):
+class Operations(Observer):
     """Notes every operator's `Operation`, in `found`; memory traffic of a storage is no more than there is of it.
 
     Views do nothing, nor do new tensors without values and questions such as ``prim.device``.
@@ -258,14 +237,17 @@ class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Operation] = []
-        self.formulas = _flop_formulas()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    @cached_property
+    def formulas(self) -> dict[Any, Callable[..., int]]:
+        """See `_flop_formulas`."""
+        return _flop_formulas()
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Note an operator."""
         asked = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
         if not asked and not func.is_view and func is not torch.ops.aten.empty_strided.default:
-            self.found.append(self._operation(func, args, kwargs or {}, result))
-        return result
+            self.found.append(self._operation(func, args, kwargs, result))
 
     def _operation(self, func: Any, given: Any, kwargs: dict[str, Any], result: Any) -> Operation:
         op, args = str(func), _by_place(func, given, kwargs)
@@ -323,7 +305,7 @@ def _group_channels(op: str, args: Sequence[Any]) -> int:
     return min(filters.shape[0] // groups, filters.shape[1]) if groups > 1 else TILE
 
 
-class _Workspaces(TorchDispatchMode):
+class _Workspaces(Observer):
     """Notes what operators need beside their results, by the rules that `monet_like.profile.roofline` states.
 
     Attributes:
@@ -336,8 +318,9 @@ class _Workspaces(TorchDispatchMode):
         super().__init__()
         self.unpacked_bytes, self.convolution_bytes, self.partial_sums_bytes = 0, 0, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, op = func(*args, **(kwargs or {})), str(func)
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Note an operator."""
+        op = str(func)
         if op in _CONVOLUTIONS:
             if _group_channels(op, args) > 1:  # depthwise ones need none
                 self.convolution_bytes = max(self.convolution_bytes, _transposed_bytes(op, args, result))
@@ -353,7 +336,6 @@ class _Workspaces(TorchDispatchMode):
             # sorted: a value and an int32 for each; of 16-bit floats some may be made dense instead
             dense = min(elements, _DENSE) * size if size == 2 else 0
             self.unpacked_bytes += max(largest_kept(elements, keep) * (max(4, size) + 4), dense)
-        return result
 
 
 def _transposed_bytes(op: str, args: Any, result: Any) -> int:

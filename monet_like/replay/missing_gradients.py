@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..capture.captured import Captured, TensorMeta, fake_mode
+from ..capture.captured import Captured, TensorMeta, shape_mode
 from ..ir.program import Call, Program, Ref, Task, refs
 from ..runtime.codegen import Block, needed_at_end
 from ..runtime.operators import resolve
@@ -198,7 +198,7 @@ class _Pruner:
 
 def _meta_of(wanted: Ref, task: Task, captured: Captured) -> TensorMeta:
     """Shape, dtype and layout of a temporary of a task."""
-    with fake_mode(), torch.no_grad(), torch._C._DisableAutocast():
+    with shape_mode(), torch.no_grad(), torch._C._DisableAutocast():
         known: dict[Ref, Any] = {Ref(value): captured.metas[value].empty() for value in task.reads}
         for call in task.calls:
             if call.op in _OF_THE_GENERATOR:

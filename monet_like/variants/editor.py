@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..capture.absent_gpu.choices import convolutions
-from ..capture.captured import Captured, TensorMeta, fake_mode, make_task
+from ..capture.captured import Captured, TensorMeta, make_task, shape_mode
 from ..ir.program import Call, Ref, Task, Value
 from ..runtime.operators import resolve
 
@@ -213,7 +213,7 @@ class Editor:
 
     def results(self, calls: Sequence[Call]) -> dict[Ref, TensorMeta]:
         """Shapes, dtypes and layouts of the tensors that ``calls`` make."""
-        with fake_mode(), convolutions(self.device), torch.no_grad(), torch._C._DisableAutocast():
+        with shape_mode(), convolutions(self.device), torch.no_grad(), torch._C._DisableAutocast():
             known: dict[Ref, torch.Tensor] = {}
             found: dict[Ref, TensorMeta] = {}
 

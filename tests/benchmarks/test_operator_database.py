@@ -11,6 +11,8 @@ import torch
 from click.testing import CliRunner
 from later import Later
 
+from benchmarks.verdicts import CRASHED, REFUSED, RIGHT, SLOW, WRONG
+
 database = Later("benchmarks.operator_database")
 
 #: Operators whose results, errors or gradients are unlike most others'.
@@ -19,7 +21,7 @@ UNUSUAL = (
     "rot90", "mH", "alpha_dropout", "sparse.mm.reduce",
 )  # fmt: skip
 #: What may be refused, beside sizes and branches that depend on values.
-REFUSED = re.compile(r"layout torch\.sparse|momentum=None")
+MAY_BE_REFUSED = re.compile(r"layout torch\.sparse|momentum=None")
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +37,11 @@ def judged(samples: object) -> None:
     bad = [
         verdict
         for verdict in found
-        if verdict.status in (database.WRONG, database.CRASHED, database.SLOW)
-        or (verdict.status == database.REFUSED and not REFUSED.search(verdict.detail))
+        if verdict.status in (WRONG, CRASHED, SLOW)
+        or (verdict.status == REFUSED and not MAY_BE_REFUSED.search(verdict.detail))
     ]
     assert not bad
-    right = sum(verdict.status == database.RIGHT for verdict in found)
+    right = sum(verdict.status == RIGHT for verdict in found)
     assert right > len(found) / 2, found
 
 
@@ -80,4 +82,4 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("benchmarks.operator_database.step", step)
     verdict = database.judge(sample)
-    assert (verdict.status, verdict.detail) == (database.WRONG, "['gradient 0']")
+    assert (verdict.status, verdict.detail) == (WRONG, "['gradient 0']")

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 from torch.utils import flop_counter
 
-from monet_like.profile import work
+from monet_like.compiler.request import Request, captured_for
+from monet_like.profile import observing, work
 
 aten = torch.ops.aten
 KINDS = ("flash", "efficient", "cudnn")
@@ -39,3 +42,37 @@ def test_attention_of_grouped_heads_is_counted(kind: str, monkeypatch: pytest.Mo
     assert forward(query, key, value, out_val=None) == wanted == 2 * 2 * 8 * 30 * 40 * (16 + 24)
     wanted = flop_counter.sdpa_backward_flop_count(grad, query, wide_key, wide_value)
     assert backward(grad, query, key, value, out_val=None) == wanted == 2 * 2 * 8 * 30 * 40 * (3 * 16 + 2 * 24)
+
+
+class _Kinds(nn.Module):
+    """Operators of many kinds, each alone in its task: grouped and transposed convolutions, norms, poolings, attention, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grouped, self.deep = nn.Conv2d(4, 8, 3, padding=1, groups=4), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.up, self.norm, self.pool = nn.ConvTranspose2d(8, 4, 2, 2), nn.BatchNorm2d(8), nn.MaxPool2d(2)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(self.pool(self.norm(self.deep(self.grouped(x)))))
+        x = functional.dropout(functional.softmax(x, 1), 0.2).reshape(2, -1, 8)
+        return torch.cat([self.attention(x, x, x)[0].tanh(), x]).mean((1, 2))
+
+
+@pytest.mark.parametrize("mode", ["normal", "inplace_conv_multiway_newnode"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_that_need_not_run_are_counted_as_if_they_did(
+    mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = torch.channels_last if dtype == torch.bfloat16 else torch.contiguous_format
+    model = _Kinds().to(dtype, memory_format=layout)
+    example = ((torch.randn(2, 4, 8, 8, dtype=dtype).to(memory_format=layout),), {})
+    first, second = (captured_for(Request(model, example, mode), example) for _ in range(2))
+    ran = list[str]()
+    own = observing._run_fake
+    monkeypatch.setattr(observing, "_run_fake", lambda *args: (ran.append(args[1].name), own(*args))[1])
+    found, seldom = work.works_of(first), len(ran)
+    monkeypatch.setattr(observing, "_is_operator", lambda call: False)
+    ran.clear()
+    assert found == work.works_of(second)
+    assert seldom < len(ran)

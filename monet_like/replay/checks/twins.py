@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ... import ops
-from ...capture.captured import Captured, fake_mode
+from ...capture.captured import Captured, shape_mode
 from ...ir.program import Cost, Program, Task
 from ...ir.schedule import Schedule
 from ...ir.simulate import Free
@@ -71,7 +71,7 @@ def workspace_of_twin(captured: Captured, task: Task) -> int:
     run = compile_block(Block(task.reads, (task,)), task.name)
     counter = _LiveBytes()
     try:
-        with fake_mode(), torch.no_grad(), torch._C._DisableAutocast():
+        with shape_mode(), torch.no_grad(), torch._C._DisableAutocast():
             inputs: list[Any] = [metas[value].empty() for value in task.reads]
             with counter:
                 run(inputs)

@@ -1,0 +1,94 @@
+"""Has observers see the operators of a task, with tensors that have shapes and no storage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from ..capture.captured import Captured, TensorMeta, shape_mode
+from ..ir.program import Call, Ref, Task, refs
+from ..runtime.codegen import Block, compile_block
+from ..runtime.operators import overload, schema_of
+
+RANDOM_STATE = "_rng_state"
+#: Its mask says which of its results there are.
+_MASKED = "aten.convolution_backward.default"
+
+
+class Observer(TorchDispatchMode):
+    """Sees operators with their arguments and results."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.note(func, args, kwargs or {}, result)
+        return result
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Called with every operator, after it."""
+        raise NotImplementedError
+
+
+def observe(captured: Captured, task: Task, observers: Sequence[Observer]) -> None:
+    """Have observers see a task's operators."""
+    if len(task.calls) > 1 or not _is_operator(task.calls[0]):
+        return _run_fake(captured, task, observers)
+    known: dict[Ref, torch.Tensor] = {}
+
+    def tensor(leaf: Any) -> Any:
+        if not isinstance(leaf, Ref):
+            return leaf
+        if leaf not in known:
+            assert isinstance(leaf.name, int)
+            known[leaf] = _laid_out(captured.metas[leaf.name])
+        return known[leaf]
+
+    (call,) = task.calls
+    args, kwargs, results = (tree_map(tensor, part) for part in (call.args, dict(call.kwargs), call.outs))
+    for observer in observers:
+        observer.note(overload(call.op), args, kwargs, results if call.unpack else results[0])
+
+
+def _is_operator(call: Call) -> bool:
+    """Whether a call is one operator whose arguments and results are all values: then nothing need run to know them."""
+    if schema_of(call.op) is None or not all(
+        isinstance(ref.name, int) for ref in (*refs(call), *filter(None, call.outs))
+    ):
+        return False
+    op = overload(call.op)
+    in_parts = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    complete = None not in call.outs or call.op == _MASKED
+    return complete and any(call.outs) and not in_parts and not op.is_view
+
+
+def _run_fake(captured: Captured, task: Task, observers: Sequence[Observer]) -> None:
+    """Run a task on tensors without storage, under modes that observe its operators.
+
+    Random generators are left alone: their state is real, and these tensors are not.
+    """
+    calls = tuple(call for call in task.calls if not call.op.endswith(RANDOM_STATE))
+    task = replace(task, calls=calls)
+    run = compile_block(Block(task.reads, (task,)), task.name)
+    mode = shape_mode()
+    given = [_fake(captured.metas[value], mode) for value in task.reads]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        for observer in observers:
+            stack.enter_context(observer)
+        with torch.no_grad(), torch._C._DisableAutocast():
+            run(given)
+
+
+def _fake(meta: TensorMeta, mode: FakeTensorMode) -> FakeTensor:
+    """As `TensorMeta.empty` makes it under ``mode``, which takes as long as an operator of the task."""
+    return FakeTensor(mode, _laid_out(meta), meta.device)
+
+
+def _laid_out(meta: TensorMeta) -> torch.Tensor:
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
