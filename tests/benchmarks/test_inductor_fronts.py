@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks import inductor_fronts
 from benchmarks.inductor_fronts_nets import Measured
-from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, PIECES, Row, findings, markdown
+from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, PIECES, Row, findings
 from benchmarks.kept_prices import kept_prices
 from benchmarks.rows import read_rows
 from benchmarks.unrun_kernels import unrun_kernels
@@ -40,23 +40,6 @@ def row(contender: str, setting: str, peak: int, priced: float, **more: int) -> 
     return replace(made, **{"budget_bytes": peak, "predicted_bytes": peak, **more} if contender == OWN else more)
 
 
-def test_what_holds_is_told_of_the_rows() -> None:
-    plain, above = row(COMPILE, "", 1000, 1.0), row(ABOVE, "0.5 dp", 800, 1.2)
-    own = [row(OWN, "least", 500, 1.5), row(OWN, "80%", 800, 1.1)]
-    assert findings([plain, above, *own]) == [
-        "Planned peaks and priced steps are monotone in the budget.",
-        "Peaks are within 3 % of the prediction: the largest error is +0.0 % (planned least).",
-        "No peak is above its budget.",
-        "On or below `activation_memory_budget` at all of its settings that were measured (1).",
-        "Whether `activation_memory_budget` is monotone was not looked at: one budget of a solver was measured.",
-    ]
-    schedules = [row(PIECES, "least", 600, 2.0), row(PIECES, "80%", 800, 1.0)]
-    told = "Schedules with `backend='inductor'` need at least 0.00 MB, plans 0.00 MB."
-    assert findings([plain, above, *own, *schedules])[5] == told
-    lower = row(ABOVE, "0.2 dp", 600, 1.6)
-    assert findings([plain, above, lower, *own])[4] == "`activation_memory_budget` is monotone here."
-
-
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -75,13 +58,6 @@ def test_what_does_not_hold_is_told(changed: Row, told: str) -> None:
     rows = [row(ABOVE, "0.5 dp", 800, 1.2), row(OWN, "least", 500, 1.5), row(OWN, "80%", 800, 1.1)]
     rows = [r for r in rows if r.key != changed.key] + [changed]
     assert told in "\n".join(findings(rows))
-
-
-def test_a_failure_is_a_line_of_the_table() -> None:
-    failed = Row("net", OWN, "least", "refused", "does not fit; give more")
-    text = markdown([row(COMPILE, "", 1000, 1.0), failed], {"net": "small"}, "cpu")
-    assert "| planned least | refused: does not fit | - | - | - |" in text
-    assert "No plan was measured." in text
 
 
 def test_schedules_of_the_same_counts_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

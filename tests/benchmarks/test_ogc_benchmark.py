@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pandas
@@ -16,7 +15,7 @@ from replays import record_for, worst
 from torch import nn
 from training import run, twin
 
-from benchmarks.ogc import PUBLISHED, Planned, Row, render
+from benchmarks.ogc import PUBLISHED
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
 from monet_like.cli.benchmark import ARCHS, accumulating, activation_peak, find_arch, weight_bytes
@@ -281,38 +280,6 @@ def test_gradients_that_exist_are_not_counted() -> None:
     matrix = 256 * 256 * 4
     assert ready.plain.peak_bytes > 8 * matrix
     assert matrix < bare.plain.peak_bytes - weight_bytes(ready) < 1.1 * matrix  # the gradient that is just being made
-
-
-# The table ----------------------------------------------------------------------------------------------------
-
-
-def row_for(name: str) -> Row:
-    """A net that meets every goal: OGC's cut, no more time."""
-    share = PUBLISHED[name].share
-    plan = Planned(bytes=int(share * 10**9), seconds=1.0, wall=1.0, cpu=1.0, gap=0.01)
-    return Row(10**9, 1.0, int(share * 10**9), 1.0, plan, plan, plan)
-
-
-def test_the_table_says_what_was_missed_and_what_was_not_run() -> None:
-    good = row_for("darts")
-    assert good.milp is not None
-    third = 1 + PUBLISHED["darts"].overhead / 3
-    rows = {
-        "alexnet": replace(row_for("alexnet"), milp=None),
-        "darts": replace(good, milp=replace(good.milp, seconds=third + 0.001)),
-        "resnet50": replace(row_for("resnet50"), smallest=replace(good.smallest, bytes=900_000_000)),
-        "vgg11": replace(row_for("vgg11"), ogc=replace(row_for("vgg11").ogc, wall=99.0)),  # the machine was busy
-        "nasnet": replace(row_for("nasnet"), ogc=replace(row_for("nasnet").ogc, wall=99.0, cpu=61.0)),
-    }
-    text = render(rows)
-    assert "At OGC's memory at most a third of its overhead: 3 of 5; not alexnet, darts." in text
-    assert "Cut at least as deep as OGC's: 4 of 5; not resnet50." in text
-    assert "Each plan in under 60 s: 4 of 5; not nasnet." in text
-    assert f"**{100 * (third - 0.999):+.1f} %**" in text
-    assert "**no plan**" in text
-    (line,) = (line for line in text.splitlines() if line.startswith("| vgg11"))
-    assert "**" not in line
-    assert "Not run: vgg13, vgg16, vgg19, resnet18, " in text
 
 
 def test_unknown_names_are_refused() -> None:

@@ -22,11 +22,11 @@ from processes import forked_script
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import run, table, work
+from benchmarks import run, work
 from benchmarks.contenders import CONTENDERS, Built, NotApplicableError
 from benchmarks.malloc import EXACT
-from benchmarks.processes import FEWEST, ROOT, DiedError, Running, last_words, take_turns
-from benchmarks.report import accuracy, behind, pareto, trusted, write_report
+from benchmarks.processes import FEWEST, ROOT, DiedError, Running, take_turns
+from benchmarks.report import behind, pareto, trusted
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import WORK, Job
 from benchmarks.worker import Verdict, judge
@@ -203,13 +203,6 @@ def test_turns_go_forth_and_back() -> None:
     assert third == [4.0, 8.0]
     (few,) = take_turns([Fake("a")], 9, most_seconds=0)  # type: ignore[list-item]
     assert len(few) == FEWEST
-
-
-def test_last_words_are_those_of_the_last_exception() -> None:
-    text = 'Traceback\n  File "/a/b.py", line 1\nValueError: x\n\nDuring\nTraceback\nRuntimeError: cannot open /usr/lib/y.so\n more\n'
-    assert last_words(text) == "RuntimeError: cannot open y.so more"
-    assert last_words("Segmentation fault\n") == "Segmentation fault"
-    assert last_words("") == ""
 
 
 @pytest.mark.slow
@@ -413,55 +406,6 @@ def test_finite_differences_are_not_believed_against_the_net_of_dropout() -> Non
     assert [p.correct for p in trusted([compared, probe])] == [True, False]
 
 
-def test_times_are_told_apart_where_the_machine_was_not_as_profiled() -> None:
-    promised = {"predicted_bytes": 400 * MB, "predicted_seconds": 1.0, "predicted_plain_seconds": 1.0}
-    as_profiled = replace(point("monet_like", 400, 1.02, "60%", **promised), plain_seconds=1.04)
-    slower = replace(point("monet_like", 400, 1.3, "45%", **promised), plain_seconds=1.15)
-    told = accuracy([as_profiled, slower])
-    assert "Step time within 5.0 % for 1 of 2 points, at most 23.1 % off." in told
-    assert told.endswith(
-        "as profiled: Step time within 5.0 % for 1 of 1 points, at most 2.0 % off. "
-        "In units of plain PyTorch's step within 5.0 % for 1 of 1 points, at most 2.0 % off."
-    )
-    assert accuracy([slower]).endswith("as profiled: no point.")
-
-
-def test_a_report_has_every_part(tmp_path: Path) -> None:
-    planned = {"predicted_bytes": 402 * MB, "predicted_seconds": 1.0, "predicted_plain_seconds": 1.0, "gap": 0.02}
-    points = [
-        point("plain PyTorch", 500, 1.0),
-        point("monet_like", 400, 0.95, "60%", **planned),
-        point("monet_like inductor", 400, 0.9, "45%", **planned),
-        replace(point("torch.compile budget", 300, 1.1, "0.2"), correct=False),
-        Point("resnet50", 12, "Rockmate", "hilp 45%", "failed", "NameError: a|b"),
-    ]
-    points = [replace(p, torch="2.15.0") for p in points]
-    trial = Trial("resnet50", "plain PyTorch", "", 525 * MB, 12, "fits", "", 1.0, 1.0, 12, torch="2.14.1")
-    trials = [
-        trial,
-        replace(trial, batch=13, status="died", reason="RuntimeError: no memory"),
-        replace(trial, contender="monet_like", setting="limit", batch=36, seconds=3.2),
-        replace(trial, contender="monet_like", setting="limit", batch=48, seconds=6.0),
-    ]
-    write_report(tmp_path, "cpu", points, trials)
-    text = (tmp_path / "rivals.md").read_text()
-    for expected in (
-        " torch 2.14.1 and 2.15.0, float32.",
-        "| Rockmate hilp 45% | - | - | - | - | - | - | failed: NameError: a\\|b |",
-        "eager: ours is on or below the front of all others everywhere",
-        "their gradients being wrong: torch.compile budget 0.2.",
-        "Peak within 1.0 % for 2 of 2 points, at most 0.5 % off. Step time within 5.0 % for 0 of 1 points, at "
-        "most 5.3 % off. In units of plain PyTorch's step within 5.0 % for 0 of 1 points, at most 5.3 % off. "
-        "Where plain PyTorch's own step was within 5.0 % of its prediction, the machine as profiled: Step time within "
-        "5.0 % for 0 of 1 points",
-        "| plain PyTorch | 12 | +0.0 % | 12 (+0.0 %) | 13 died: RuntimeError: no memory |",
-        "3.0 times plain PyTorch's largest batch at no more than 10.0 % further time per sample, 4.0 times at any; "
-        "the goal of 3 times is reached.",
-    ):
-        assert expected in text, expected
-    assert (tmp_path / "plots" / "resnet50_12.png").stat().st_size > 10_000
-
-
 @pytest.mark.slow
 def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path) -> None:
     """On the CPU, with a small net: the code is the same."""
@@ -501,75 +445,3 @@ def test_the_gpu_check_plans_from_its_profiles(tmp_path: Path, monkeypatch: pyte
     assert said[1].startswith("py_chain_4_1p: error: no schedule fits into")
     ((name, record),) = gpu_check.schedules(tmp_path / "schedules", cpu, "")
     assert name == "py_chain_4_95p" and record.peak_bytes <= record.budget_bytes
-
-
-# The manual's figures -------------------------------------------------------------------------------------------
-
-
-def test_the_manuals_figures_are_those_of_the_rows(tmp_path: Path) -> None:
-    trial = Trial("resnet50", "plain PyTorch", "", 525 * MB, 12, "fits", "", 1.0, 1.0, 12)
-    planned = {"predicted_bytes": 400 * MB, "predicted_seconds": 0.95, "predicted_plain_seconds": 1.0, "gap": 0.02}
-    write_rows(
-        tmp_path / "points.csv",
-        [
-            point("plain PyTorch", 500, 1.0),
-            point("checkpoint per block", 350, 1.388),
-            replace(point("torch.compile budget", 200, 0.8, "0.2"), correct=False),
-            point("torch.compile", 450, 0.9),
-            point("monet_like", 480, 0.9, "100%"),
-            point("monet_like", 400, 1.01, "60%", **planned),
-            point("monet_like inductor", 300, 1.1, "45%"),
-            Point("unet", 2, "plain PyTorch", "", "failed", "no memory"),
-        ],
-    )
-    write_rows(
-        tmp_path / "batches.csv",
-        [
-            trial,
-            replace(trial, batch=13, status="died"),
-            replace(trial, contender="monet_like", setting="limit", batch=42, seconds=3.6),
-            replace(trial, contender="monet_like", setting="limit", batch=48, seconds=5.0),
-            replace(trial, contender="monet_like inductor", setting="limit", batch=45, seconds=3.9),
-        ],
-    )
-    text = table.figures(tmp_path)
-    row = "| resnet50, batch 12 | 500 MB | 350 MB, +38.8 % | 450 MB, -10.0 % | 480 MB, -10.0 % | 400 MB, +1.0 % | 300 MB, +10.0 % |"
-    row = row.replace(" -", " \N{MINUS SIGN}")
-    batches = "| resnet50, 525 MB | 12 | - | - | at least 48, +25.0 % | at least 45, +4.0 %: 3.8 times plain's |"
-    gained = (
-        "* Memory, at most 2 % slower than plain PyTorch: **80 %** (resnet50) of its peak.\n"
-        "* Batch in its memory and 5 % more, at most 10 % slower per sample: **3.8** (resnet50) times its own."
-    )
-    for expected in (gained, row, batches, "Peak within 1.0 % for 1 of 1 points", "/plots/resnet50_12.png)"):
-        assert expected in text, expected
-    assert "unet" not in text
-    assert f"]({os.path.relpath(tmp_path, ROOT)}/rivals.md)" in text and "](rivals.md)" not in text
-    assert "](../rivals.md)" in table.figures(tmp_path, place=tmp_path / "docs")
-
-
-def test_the_manuals_figures_go_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "RESULTS", tmp_path)
-    page = tmp_path / "measured.md"
-    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
-    arguments = ["--write", str(page)]
-    assert "nothing was measured yet" in CliRunner().invoke(table.main, arguments).output
-    write_rows(tmp_path / "here" / "points.csv", [point("plain PyTorch", 500, 1.0)])
-    done = CliRunner().invoke(table.main, arguments)
-    assert done.exit_code == 0, done.output
-    text = page.read_text()
-    assert text.startswith(f"before\n{table.BEGIN}\n\n| peak")
-    assert text.endswith(f"{table.END}\nafter\n")
-    assert "old" not in text
-    more = [point("plain PyTorch", 700, 1.0), point("checkpoint per block", 400, 1.3)]
-    write_rows(tmp_path / "there" / "points.csv", more)
-    assert CliRunner().invoke(table.main, arguments).exit_code == 0
-    assert "700 MB" in page.read_text() and "[there]" in page.read_text()
-    trial = Trial("resnet50", "plain PyTorch", "", 525 * MB, 12, "fits", "", 1, 1, 12)
-    write_rows(tmp_path / "here" / "batches.csv", [trial, replace(trial, contender="monet_like", setting="limit")])
-    assert CliRunner().invoke(table.main, arguments).exit_code == 0
-    assert all(words in page.read_text() for words in ("500 MB", "[here]", "525 MB | 12 |"))
-    assert "there" not in page.read_text()
-    page.write_text("no markers")
-    missing = CliRunner().invoke(table.main, [*arguments, "--device", "here"])
-    assert missing.exit_code == 1
-    assert "needs the lines" in missing.output

@@ -47,16 +47,6 @@ def test_json_tells_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found["files", "cache"]["data"] == {"path": str(tmp_path / "cache"), "bytes": 1234}
 
 
-def test_the_table_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    result = CliRunner().invoke(main, ["doctor"])
-    *lines, last = result.output.rstrip().splitlines()
-    assert result.exit_code == 0 and last == "nothing that is required is broken"
-    places = {match.start() for line in lines if (match := re.search(r"(?<=  )(ok|absent) ", line))}
-    assert len(places) == 1 and len(lines) > 20
-    assert "\x1b" not in result.output  # no colours where it is not a terminal
-
-
 def test_what_is_required_and_broken_is_said(tmp_path: Path) -> None:
     """A torch that cannot load its libraries, a package too old, a cache that is a file: all are told at once."""
     (tmp_path / "torch").mkdir()

@@ -13,13 +13,12 @@ LAYERS = (
     ("plan.result", "plan.analysis"),
     ("plan.subprogram", "plan.baseline"),
     ("plan.offload",),
-    ("plan.local_search",),
-    ("plan.ilp", "plan.bound"),
+    ("plan.local_search", "plan.bound"),
+    ("plan.ilp",),
     ("plan.strategies",),
     ("plan",),
     ("plan.budgets",),
     ("plan.step",),
-    ("plan.bound.pieces", "plan.bound.prices", "plan.step.proof"),
 )
 OUTSIDE = {"ir", "build", "errors", "files", "interrupts"}
 

@@ -1,6 +1,6 @@
 """Partition of a program: its forward is cut where at most one large value crosses.
 
-`LagrangianRelaxation` solves the parts one by one.
+`PartsRelaxation` solves the parts one by one.
 """
 
 from __future__ import annotations

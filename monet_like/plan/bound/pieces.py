@@ -29,12 +29,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ...ir.program import REFUSED, Cost, Program, Task
 from ...ir.schedule import Schedule
 from ...ir.simulate import cost_of
 from ...ir.step import Point
+from ...solvers.dialects import MEANING
 from ...solvers.matrix import Expr, MatrixProgram, total
 from ..analysis import net_workspace
 from ..subprogram import Subprogram, without_refused
@@ -45,8 +46,12 @@ if TYPE_CHECKING:
 
 #: In programs of at most this many slots each slot is a block by itself, and all runs have rows.
 MOST_ALONE = 12
+#: Wall seconds and relative gap for one program.
+PROGRAM_SECONDS, PROGRAM_GAP = 5.0, 1e-4
 
 Amount = Literal["carried", "forward", "backward"]
+#: A worker's answer to a program.
+Solved = dict[str, Any] | None
 
 
 class Amounts(NamedTuple):
@@ -61,6 +66,20 @@ class Amounts(NamedTuple):
 def amounts_of(point: Point) -> Amounts:
     """Those of a schedule."""
     return Amounts(point.seconds, point.carried_bytes, point.forward_peak_bytes, point.backward_peak_bytes)
+
+
+class Answer(NamedTuple):
+    """What a piece costs at least at given prices.
+
+    Attributes:
+        bound: seconds and priced bytes; inf: nothing is within the limits.
+        amounts: of the solution.
+        schedule: that the solution stands for; it may break a rule or a limit.
+    """
+
+    bound: float
+    amounts: Amounts | None = None
+    schedule: Schedule | None = None
 
 
 class Prices(NamedTuple):
@@ -91,6 +110,20 @@ class Limit(NamedTuple):
         return amounts if size >= self.least else amounts._replace(**{self.amount: self.least})
 
 
+class Relaxation(Protocol):
+    """Bounds what a piece costs at given prices, by solving small programs."""
+
+    @property
+    def shrinkage_bytes(self) -> int:
+        """By how much a run of its backward may lower memory; see above."""
+
+    def programs(self, prices: Prices, limits: Sequence[Limit]) -> list[MatrixProgram]:
+        """The programs that are to be solved for these prices, for schedules within the limits."""
+
+    def read(self, prices: Prices, programs: Sequence[MatrixProgram], answers: Sequence[Solved]) -> Answer | None:
+        """What the answers to `programs` say, each as `Pool.solve` gives it; None: one that is needed is missing."""
+
+
 @dataclass(frozen=True, eq=False)
 class BlockRelaxation:
     """The relaxation of one block's program.
@@ -118,6 +151,20 @@ class BlockRelaxation:
             cost[peak.terms[0][0]] = price * self.room_bytes / matrix.seconds_per_unit
         offset = matrix.offset - prices.backward * self.shrinkage_bytes / matrix.seconds_per_unit
         return self._limited(replace(matrix, cost=cost, offset=offset), limits)
+
+    def programs(self, prices: Prices, limits: Sequence[Limit]) -> list[MatrixProgram]:
+        """As of `Relaxation`."""
+        return [self.priced(prices, limits)]
+
+    def read(self, prices: Prices, programs: Sequence[MatrixProgram], answers: Sequence[Solved]) -> Answer | None:
+        """As of `Relaxation`."""
+        (matrix,), (answer,) = programs, answers
+        if matrix.contradiction or (answer is not None and MEANING.get(answer["status"]) == "infeasible"):
+            return Answer(inf)
+        if answer is None or answer["x"] is None or answer["bound"] is None:
+            return None
+        x = answer["x"]
+        return Answer((answer["bound"] + matrix.offset) * matrix.seconds_per_unit, self.amounts(x), self.schedule(x))
 
     def amounts(self, x: NDArray[Any]) -> Amounts:
         """What a point of the program stands for."""

@@ -28,15 +28,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
 from ...ir.schedule import Schedule
 from ...ir.step import Moment, Point, Step, seconds_of
-from ...solvers.dialects import MEANING
 from ...solvers.matrix import Builder, Expr, total
 from ...solvers.pool import Pool
-from .pieces import Amounts, BlockRelaxation, Limit, Prices, amounts_of
+from .pieces import PROGRAM_GAP, PROGRAM_SECONDS, Amounts, Answer, Limit, Prices, Relaxation, amounts_of
 
 #: Distance of a bound from the most that its prices can prove, relative to the step, at which the search for prices ends.
 ENOUGH = 2e-4
@@ -44,8 +45,6 @@ ENOUGH = 2e-4
 ROUNDS, PARTS = 30, 24
 #: Prices are first looked for on this many moments, those that are nearest to the budget. Fewer prices make fewer different programs.
 FIRST_MOMENTS = 8
-#: Seconds and relative gap for one program.
-PROGRAM_SECONDS, PROGRAM_GAP = 5.0, 1e-4
 #: The highest price of a moment, as a multiple of the step's seconds per byte of the budget.
 MOST_PRICE = 50.0
 #: A bound of this many times the fastest schedules' seconds is not raised further: nothing fits, or hardly anything.
@@ -55,8 +54,6 @@ EQUAL = 1e-4
 
 #: Limits of blocks: a part of the step.
 Limits = Mapping[int, tuple[Limit, ...]]
-#: A program's bound and its solution.
-Answer = tuple[float, Amounts]
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class Bound:
 
 
 #: By piece, one object for equal pieces; None: of a piece that takes the points of its menu alone.
-Relaxations = Sequence[BlockRelaxation | None]
+Relaxations = Sequence[Relaxation | None]
 
 
 def step_bound(
@@ -88,6 +85,7 @@ def step_bound(
     known: Sequence[Point] | None,
     gap: float,
     time_limit_seconds: float,
+    pool: Pool | None = None,
 ) -> Bound:
     """A bound of the seconds of all blocks together, for all their schedules.
 
@@ -98,10 +96,11 @@ def step_bound(
         known: the fastest schedules of the blocks that are known to fit; None: none are, and the step is not split.
         gap: relative distance from these at which no part is looked at further.
         time_limit_seconds: wall seconds after which nothing new is begun.
+        pool: solves the programs; None: one of its own.
     """
     ends = time.monotonic() + time_limit_seconds
-    with Pool() as pool:
-        return _Search(step, relaxations, budget_bytes, known, gap, pool, lambda: ends - time.monotonic()).run()
+    with nullcontext(pool) if pool is not None else Pool() as workers:
+        return _Search(step, relaxations, budget_bytes, known, gap, workers, lambda: ends - time.monotonic()).run()
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class _Search:
                 break
             self.rounds += 1
             fixed = sum(mu * (m.base_bytes - self.budget) for mu, m in zip(prices, self.moments, strict=True))
-            found = fixed + sum(count * one for count, (one, _) in zip(self.calls, answers, strict=True))
+            found = fixed + sum(count * one for count, one in zip(self.calls, answers, strict=True))
             if found >= best.bound:
                 best = _Part(limits, found, tuple(prices))
             if (
@@ -242,8 +241,8 @@ class _Search:
         count = self.calls[block] or 1
         return Prices(max(0.0, carried) / count, forward / count, backward / count), fixed / count
 
-    def _solve(self, of_moments: Sequence[float], limits: Limits) -> list[Answer] | None:
-        """For every block a bound of what one call costs and the solution with it; None if one is not solved in time.
+    def _solve(self, of_moments: Sequence[float], limits: Limits) -> list[float] | None:
+        """For every block a bound of what one call costs; None if one is not solved in time.
 
         The bound is infinite where nothing is within the limits.
         """
@@ -258,36 +257,34 @@ class _Search:
             return None
         answers = []
         for block, (key, (prices, fixed)) in enumerate(zip(keys, priced, strict=True)):
-            own = [(prices.of(one), one) for one in _admitted(self.given[block], limits.get(block, ()))]
-            own += [solved[first[key]]] if key in first else []
-            bound, one = min(own, key=lambda found: found[0], default=(inf, self.given[block][0]))
-            answers.append((bound + fixed, one))
+            own = map(prices.of, _admitted(self.given[block], limits.get(block, ())))
+            bound = solved[first[key]] if key in first else inf
+            answers.append(min(bound, *own, inf) + fixed)
         return answers
 
-    def _programs(self, prices: Mapping[int, Prices], limits: Limits) -> dict[int, Answer] | None:
-        """The answers of the programs of some blocks; None if one is not solved in time."""
+    def _programs(self, prices: Mapping[int, Prices], limits: Limits) -> dict[int, float] | None:
+        """The bounds of some blocks; None if one is not solved in time."""
         relaxations = {block: relaxation for block in prices if (relaxation := self.relaxations[block])}
-        matrices = [one.priced(prices[block], limits.get(block, ())) for block, one in relaxations.items()]
-        answers = self.pool.solve(matrices, PROGRAM_SECONDS, PROGRAM_GAP, self.time_left)
-        found: dict[int, Answer] = {}
-        for (block, relaxation), matrix, answer in zip(relaxations.items(), matrices, answers, strict=True):
-            if matrix.contradiction or (answer is not None and MEANING.get(answer["status"]) == "infeasible"):
-                found[block] = inf, self.given[block][0]
-                continue
-            if answer is None or answer["x"] is None or answer["bound"] is None:
+        asked = {block: one.programs(prices[block], limits.get(block, ())) for block, one in relaxations.items()}
+        every = [program for programs in asked.values() for program in programs]
+        answers = iter(self.pool.solve(every, PROGRAM_SECONDS, PROGRAM_GAP, self.time_left))
+        found: dict[int, float] = {}
+        for block, programs in asked.items():
+            one = relaxations[block].read(prices[block], programs, list(islice(answers, len(programs))))
+            if one is None:
                 return None
-            one = relaxation.amounts(answer["x"])
-            found[block] = (answer["bound"] + matrix.offset) * matrix.seconds_per_unit, one
-            self._learn(relaxation, one, relaxation.schedule(answer["x"]))
+            found[block] = one.bound
+            self._learn(relaxations[block], one)
         return found
 
-    def _learn(self, relaxation: BlockRelaxation, one: Amounts, schedule: Schedule) -> None:
+    def _learn(self, relaxation: Relaxation, one: Answer) -> None:
         """Add a solution to those of all equal blocks."""
         for block, other in enumerate(self.relaxations):
             if other is relaxation:
-                self.schedules[block].setdefault(schedule)
-                if one not in self.known[block]:
-                    self.known[block].append(one)
+                if one.schedule is not None:
+                    self.schedules[block].setdefault(one.schedule)
+                if one.amounts is not None and one.amounts not in self.known[block]:
+                    self.known[block].append(one.amounts)
 
     def _split(self, part: _Part) -> tuple[Limits, Limits] | None:
         """Two parts whose union is this one: the largest mixture of a block that is alone of its kind is in neither.

@@ -11,21 +11,18 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeGuard
 
-from ..bound.lagrangian import Case, LagrangianRelaxation, PartSolution, PricedPath
+from ..bound.parts import Case, PartSolution, PartsRelaxation, PricedPath
+from ..bound.prices import step_bound
 from ..local_search.policy import Policy
 from ..local_search.searcher import Found, Searcher
 
-#: Most improvements of the price.
-TURNS = 12
-#: Most fourfold rises of the price until a path fits.
-MOST_RISES = 30
 #: Factor of the price while a path's plan does not fit: its peak is later than the start of the backward.
 STEP = 1.15
 #: A multiple of the price at which a path's plan did not fit: if that at this price does not fit either, none does.
 DEAREST = 1000
 #: Most exchanges that are tried, and how many alternatives of a part on either side of the present one.
 MOST_EXCHANGES, REACH = 3000, 2
-#: Lengths of chains for which plans are made; see `LagrangianRelaxation.shortest_path`.
+#: Lengths of chains for which plans are made; see `PartsRelaxation.shortest_path`.
 CHAINS = (0, 1, 3, 7)
 
 
@@ -42,68 +39,37 @@ class Recovery:
     found: Found | None
 
 
-def recover_plan(relaxation: LagrangianRelaxation, searcher: Searcher, budget_bytes: int) -> Recovery | None:
+def recover_plan(relaxation: PartsRelaxation, searcher: Searcher, budget_bytes: int) -> Recovery | None:
     """A bound and a plan for a budget; None if some part cannot be solved in time.
 
     Args:
         relaxation: of the searcher's program.
         searcher: judges the plans.
     """
-    room = budget_bytes - relaxation.fixed_bytes
-    free = relaxation.shortest_path(0.0)
-    if free is None:
+    step = relaxation.step()
+    if step is None:
         return None
-    ends = _bracket(relaxation, free, room)
-    if ends is None:
-        return Recovery(free.bound, None)
-    over, within, bound = _best_price(relaxation, *ends, room, free.bound)
+    bound = step_bound(
+        step, [relaxation], budget_bytes, known=None, gap=0.0, time_limit_seconds=relaxation.time_left(), pool=relaxation.pool
+    ).seconds  # fmt: skip
+    room = budget_bytes - relaxation.fixed_bytes
+    paths = relaxation.paths
+    fitting = [path for path in paths if path.bytes <= room]
+    if not fitting:  # time is up, or not even the path that keeps least fits: other stages will say so too
+        return Recovery(bound, None)
+    price = max(paths, key=lambda path: path.bound - path.price * room).price
+
+    def cheapest(among: list[PricedPath]) -> PricedPath:
+        return min(among, key=lambda path: path.seconds + price * path.bytes)
+
+    within = cheapest(fitting)
+    over = cheapest([path for path in paths if path.bytes > room] or [within])
     found = [_mix_paths(relaxation, searcher, budget_bytes, over.price, within.price, chain) for chain in CHAINS]
     return Recovery(bound, min(filter(None, found), key=lambda f: f.score(budget_bytes), default=None))
 
 
-def _bracket(relaxation: LagrangianRelaxation, free: PricedPath, room: int) -> tuple[PricedPath, PricedPath] | None:
-    """A path over the budget and one within it, by raising the price; the same path twice if ``free`` fits.
-
-    None where time is up, or where not even the path that keeps least fits: then other stages will say so too.
-
-    Args:
-        free: the shortest path at price 0.
-        room: bytes that the forward may keep.
-    """
-    over, within, price = free, free, free.seconds / max(1, free.bytes)
-    for _ in range(MOST_RISES):
-        if within.bytes <= room:
-            return over, within
-        path = relaxation.shortest_path(price) if relaxation.time_left() > 0 else None
-        if path is None:
-            return None
-        over, within = (path, path) if path.bytes > room else (over, path)
-        price *= 4
-    return None
-
-
-def _best_price(
-    relaxation: LagrangianRelaxation, over: PricedPath, within: PricedPath, room: int, bound: float
-) -> tuple[PricedPath, PricedPath, float]:
-    """The two paths next to the price of the highest bound, and that bound.
-
-    Each turn asks at the price at which both paths are equally good, until no better path is found there.
-    """
-    for _ in range(TURNS):
-        bound = max(bound, over.bound - over.price * room, within.bound - within.price * room)
-        if over.bytes <= within.bytes:
-            break
-        price = (within.seconds - over.seconds) / (over.bytes - within.bytes)
-        path = relaxation.shortest_path(price) if relaxation.time_left() > 0 else None
-        if path is None or path.bytes in (over.bytes, within.bytes):
-            bound = bound if path is None else max(bound, path.bound - price * room)
-            break
-        over, within = (path, within) if path.bytes > room else (over, path)
-    return over, within, bound
-
-
 def _mix_paths(
-    relaxation: LagrangianRelaxation,
+    relaxation: PartsRelaxation,
     searcher: Searcher,
     budget_bytes: int,
     over_price: float,
@@ -154,7 +120,7 @@ def _mix_paths(
 
 
 def _exchange(
-    relaxation: LagrangianRelaxation,
+    relaxation: PartsRelaxation,
     searcher: Searcher,
     budget_bytes: int,
     found: Found,
@@ -201,7 +167,7 @@ def _exchange(
     return found
 
 
-def _policy(relaxation: LagrangianRelaxation, searcher: Searcher, choices: Sequence[PartSolution]) -> Policy:
+def _policy(relaxation: PartsRelaxation, searcher: Searcher, choices: Sequence[PartSolution]) -> Policy:
     """The policy that keeps what the parts' solutions keep and takes their ways; reruns' results stay while needed."""
     tables = searcher.tables
     kept = {v for choice in choices for v in choice.kept}

@@ -2,7 +2,7 @@
 
 `Search.run` goes through these stages. Each starts from the incumbent and ends early once the gap is closed:
 
-1. A greedy schedule, then a bound and a plan from the program's parts (lagrangian.py, primal_recovery.py).
+1. A greedy schedule, then a bound and a plan from the program's parts (bound/parts.py, primal_recovery.py).
 2. Simulated annealing (local_search/).
 3. The integer program (formulation.py), restricted where it is large. Beside it, in a thread, a bound for all schedules
    is refined (refinement.py).
@@ -28,7 +28,7 @@ from ...ir.simulate import Report
 from ...ir.units import format_apart, format_bytes
 from ...solvers.pool import Pool
 from ..analysis import default_pin_bytes, find_needs, floor_bytes
-from ..bound.lagrangian import LagrangianRelaxation
+from ..bound.parts import PartsRelaxation
 from ..bound.refinement import Refinement
 from ..local_search.searcher import Searcher, find_start, smallest_known
 from ..result import Plan
@@ -232,7 +232,7 @@ class Search:
         return formulation
 
     def _plan_from_parts(self) -> Schedule | None:
-        """A bound and a plan from the parts of the program; the plan, if it fits. See lagrangian.py."""
+        """A bound and a plan from the parts of the program; the plan, if it fits. See bound/parts.py."""
         from ...solvers.interface import installed_solvers
 
         if "HIGHS" not in installed_solvers() or self.evaluations == 0:
@@ -241,9 +241,7 @@ class Search:
         ends = begin + PARTS_SHARE * self.time_limit_seconds
         searcher = Searcher(self.program, self.costs, self.extra_bytes, self.pin_bytes)
         with Pool() as pool:
-            parts = LagrangianRelaxation(
-                self.program, self.costs, pool, self.extra_bytes, lambda: ends - time.monotonic()
-            )
+            parts = PartsRelaxation(self.program, self.costs, pool, self.extra_bytes, lambda: ends - time.monotonic())
             found = recover_plan(parts, searcher, self.budget_bytes) if len(parts.parts) > 1 else None
         schedule = None
         if found is not None:

@@ -1,39 +1,34 @@
-"""Lagrangian relaxation for deep models: a bound for all schedules from small programs, one for each part.
+"""The relaxation of a deep program by its parts: small programs, one for each part, and a shortest path over them.
 
-The forward is cut where at most one large value crosses (partition.py). One row joins the parts in the relaxation with
-a single block (relaxation.py): row (6), the memory at the start of the backward. With a price of L seconds for every
-byte that the forward keeps, in place of that row, there is one small integer program per part, for each case of which
-of the values that cross its cuts are needed in the backward. A shortest path over the parts chooses the cases. For every L,
-
-    bound(L) = min over paths (seconds + L * bytes kept) + L * (resident + backward values + outputs - B)
-
-is a bound for all schedules (Everett 1963). It is concave in L. Since many parts share one row, its best value comes
-within about one part's share of the optimum of the relaxation with one block. Equal parts are solved once, so eighty
-equal blocks cost as much as one.
+The forward is cut where at most one large value crosses (cuts.py). One row joins the parts in the relaxation with a single block
+(relaxation.py): row (6), the memory at the start of the backward. So a deep program is a piece of a step with that one moment, and
+`prices.step_bound` finds the best price of a byte that the forward keeps. At a price there is one small integer program per part, for
+each case of which of the values that cross its cuts are needed in the backward; a shortest path over the parts chooses the cases. Since
+many parts share one row, the best bound comes within about one part's share of the optimum of the relaxation with one block. Equal
+parts are solved once, so eighty equal blocks cost as much as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...ir.program import Cost, Program, Runs, Task, Value
+from ...ir.schedule import Schedule
 from ...ir.simulate import cost_of
+from ...ir.step import Moment, Piece, Point, Step
+from ...solvers.matrix import MatrixProgram
 from ...solvers.pool import Pool
 from ..analysis import find_backward_bytes
 from .cuts import split
+from .pieces import PROGRAM_GAP, PROGRAM_SECONDS, Amounts, Answer, Limit, Prices, Solved
 from .relaxation import BlockProgram, block_program
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-#: Seconds for the program of one part.
-PART_SECONDS = 5.0
-#: Relative gap at which it may stop.
-PART_GAP = 1e-6
 
 
 @dataclass(frozen=True)
@@ -90,8 +85,24 @@ class Case(NamedTuple):
     kept: bool
 
 
-#: Bound so far, the last part's solution and case, the path before it.
-_Path = tuple[float, "PartSolution | None", "Case | None", Any]
+#: Bound so far, solutions and cases of the parts so far.
+_Path = tuple[float, tuple[PartSolution, ...], tuple[Case, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Shape:
+    """The program of all parts and cases that are equal: its relaxation, and the solutions found so far, by price."""
+
+    relaxation: BlockProgram
+    solutions: dict[float, PartSolution | None] = field(default_factory=dict)
+
+    def learn(self, price: float, x: NDArray[Any], bound: float) -> None:
+        """Note the solution that a point of the program stands for; ``bound``: in the program's units."""
+        program, matrix, kept = self.relaxation.program, self.relaxation.matrix, self.relaxation.kept(x)
+        size = sum(program.values[v].bytes for v in kept)
+        seconds = (float(matrix.cost @ x) + matrix.offset) * matrix.seconds_per_unit
+        bound = min((bound + matrix.offset) * matrix.seconds_per_unit, seconds + price * size)
+        self.solutions[price] = PartSolution(bound, seconds, size, kept, self.relaxation.chosen(x))
 
 
 @dataclass(frozen=True)
@@ -99,21 +110,23 @@ class _PartProgram:
     """A part in one case, as a program with indices of its own.
 
     Attributes:
-        leaves: indices of the values that its forward must make.
         values: for each of its values, the index in the whole program.
         ways: for each of its slots, the indices of its ways in the whole program's slot.
-        shape: a number; equal programs have the same.
     """
 
-    program: Program
-    leaves: tuple[int, ...]
+    shape: _Shape
     values: tuple[int, ...]
     ways: tuple[tuple[int, ...], ...]
-    shape: int
+
+    def whole(self, choice: PartSolution) -> PartSolution:
+        """A solution in the whole program's indices."""
+        values = tuple(self.values[v] for v in choice.kept)
+        ways = tuple(numbers[k] for numbers, k in zip(self.ways, choice.ways[: len(self.ways)], strict=True))
+        return replace(choice, kept=values, ways=ways)
 
 
-class LagrangianRelaxation:
-    """The relaxation of one program: its parts, and the shortest path over them at any price.
+class PartsRelaxation:
+    """The relaxation of one program: its parts, and the shortest path over them at any price; a `Relaxation`.
 
     Args:
         pool: solves the parts' programs.
@@ -143,10 +156,49 @@ class LagrangianRelaxation:
             for slot, ways in enumerate(program.slots)
             if slot not in inside
         )
-        self.programs: dict[Case, _PartProgram | None] = {}
-        self.shapes: dict[object, int] = {}
-        self.relaxations: dict[int, BlockProgram] = {}  # by shape
-        self.solutions: dict[int, dict[float, PartSolution | None]] = {}  # by shape and price
+        self.cases: dict[Case, _PartProgram | None] = {}
+        self.shapes: dict[object, _Shape] = {}
+        self.paths: list[PricedPath] = []  # that bounds were read from
+        self.shrinkage_bytes = 0
+
+    def step(self) -> Step | None:
+        """The program as a step with one moment, at which the backward begins; None if some part could not be solved in time."""
+        free = self.shortest_path(0.0)
+        if free is None:
+            return None
+        point = Point(Schedule((), (), ()), free.seconds, free.bytes, 0, 0, 0)
+        return Step((Piece("program", menu=(point,)),), (Moment("the backward begins", self.fixed_bytes, ((0, 1),)),))
+
+    def programs(self, prices: Prices, limits: Sequence[Limit] = (), chained: bool = False) -> list[MatrixProgram]:
+        """As of `Relaxation`: of the parts in all cases, as far as they are not solved at this price yet.
+
+        Args:
+            limits: none.
+            chained: also of cases in which what is needed is kept.
+        """
+        price, self._todo = prices.carried, dict[_Shape, MatrixProgram]()
+        for number, part in enumerate(self.parts):
+            sides = (product((True, False), repeat=len(values)) for values in (part.enters, part.leaves))
+            for (given, needed), kept in product(product(*sides), (True, False) if chained else (False,)):
+                small = self._program(Case(number, given, needed, kept))
+                if small is None or price in small.shape.solutions or small.shape in self._todo:
+                    continue
+                matrix = small.shape.relaxation.priced(price)
+                if matrix.contradiction:
+                    small.shape.solutions[price] = None
+                elif not matrix.columns:
+                    small.shape.learn(price, matrix.cost, 0.0)
+                else:
+                    self._todo[small.shape] = matrix
+        return list(self._todo.values())
+
+    def read(self, prices: Prices, programs: Sequence[MatrixProgram], answers: Sequence[Solved]) -> Answer | None:
+        """As of `Relaxation`."""
+        path = self._path(prices.carried, None) if self._learn(prices.carried, answers) else None
+        if path is None:
+            return None
+        self.paths.append(path)
+        return Answer(path.bound, Amounts(path.seconds, path.bytes, 0.0, 0.0))
 
     def shortest_path(self, price: float, chain: int | None = None) -> PricedPath | None:
         """The path with the least seconds and priced bytes; None if some part could not be solved in time.
@@ -156,115 +208,63 @@ class LagrangianRelaxation:
             chain: the values that leave this many neighbouring parts may be made again in one go, those that leave the next
                 part are kept; None: no limit. A limit bounds what the relaxation ignores, the memory later in the backward.
         """
-        if not self._solve(price, chain is not None):
-            return None
-        paths: dict[tuple[tuple[bool, ...], int], _Path] = {((), 0): (0.0, None, None, None)}
+        prices = Prices(carried=price)
+        programs = self.programs(prices, chained=chain is not None)
+        answers = self.pool.solve(programs, PROGRAM_SECONDS, PROGRAM_GAP, self.time_left)
+        return self._path(price, chain) if self._learn(price, answers) else None
+
+    def _path(self, price: float, chain: int | None) -> PricedPath | None:
+        """As `shortest_path`, of parts that are solved."""
+        paths: dict[tuple[tuple[bool, ...], int], _Path] = {((), 0): (self.fixed_seconds, (), ())}
         for number, part in enumerate(self.parts):
             longer: dict[tuple[tuple[bool, ...], int], _Path] = {}
             for needed, kept in product(product((True, False), repeat=len(part.leaves)), (True, False)):
                 if kept and chain is None:
                     continue
-                for (given, length), path in paths.items():
+                for (given, length), (before, choices, cases) in paths.items():
                     link = 0 if kept or not any(needed) or chain is None else length + 1
-                    if chain is not None and link > chain:
-                        continue
                     case = Case(number, given, needed, kept)
-                    choice = self._choice(case, price)
+                    choice = None if chain is not None and link > chain else self._choice(case, price)
                     if choice is None:
                         continue
-                    bound = path[0] + choice.bound
+                    bound = before + choice.bound
                     if bound < longer.get((needed, link), (inf,))[0]:
-                        longer[needed, link] = bound, choice, case, path
+                        longer[needed, link] = bound, (*choices, choice), (*cases, case)
             paths = longer
         if not paths:
             return None
-        best: _Path | None = min(paths.values(), key=lambda path: path[0])
-        assert best is not None
-        bound = best[0] + self.fixed_seconds
-        choices: list[PartSolution] = []
-        cases: list[Case] = []
-        while best is not None and best[1] is not None and best[2] is not None:
-            choices.insert(0, best[1])
-            cases.insert(0, best[2])
-            best = best[3]
+        bound, choices, cases = min(paths.values(), key=lambda path: path[0])
         seconds = self.fixed_seconds + sum(choice.seconds for choice in choices)
-        size = sum(choice.bytes for choice in choices)
-        return PricedPath(price, bound, seconds, size, tuple(choices), tuple(cases))
+        return PricedPath(price, bound, seconds, sum(choice.bytes for choice in choices), choices, cases)
 
     def alternatives(self, case: Case) -> list[PartSolution]:
         """The solutions of a case found so far, at any price, by bytes; none is worse than another in seconds and bytes."""
-        small = self.programs[case]
+        small = self.cases[case]
         assert small is not None
-        known = [choice for choice in self.solutions[small.shape].values() if choice is not None]
+        known = [choice for choice in small.shape.solutions.values() if choice is not None]
         best: list[PartSolution] = []
         for choice in sorted(known, key=lambda choice: (choice.bytes, choice.seconds)):
             if not best or choice.seconds < best[-1].seconds:
                 best.append(choice)
-        return [self._translate(small, choice) for choice in best]
+        return [small.whole(choice) for choice in best]
 
     def _choice(self, case: Case, price: float) -> PartSolution | None:
         """The solution of a case at a price; None if the case is impossible."""
         small = self._program(case)
-        choice = None if small is None else self.solutions[small.shape][price]
-        return None if small is None or choice is None else self._translate(small, choice)
+        choice = None if small is None else small.shape.solutions[price]
+        return None if small is None or choice is None else small.whole(choice)
 
     def _program(self, case: Case) -> _PartProgram | None:
-        if case not in self.programs:
-            small = self.programs[case] = self._make_program(*case)
-            if small is not None:
-                self.solutions.setdefault(small.shape, {})
-        return self.programs[case]
+        if case not in self.cases:
+            self.cases[case] = self._make_program(*case)
+        return self.cases[case]
 
-    def _solve(self, price: float, chained: bool) -> bool:
-        """Solve all parts in all cases at a price, as far as they are not solved yet; returns whether all are then.
-
-        A case that was left out could be on the shortest path: without it there is no bound.
-        """
-        todo: dict[int, _PartProgram] = {}
-        for number, part in enumerate(self.parts):
-            kinds = (True, False) if chained else (False,)
-            sides = (product((True, False), repeat=len(values)) for values in (part.enters, part.leaves))
-            for (given, needed), kept in product(product(*sides), kinds):
-                small = self._program(Case(number, given, needed, kept))
-                if small is not None and price not in self.solutions[small.shape]:
-                    todo[small.shape] = small
-        for number, small in todo.items():
-            if number not in self.relaxations:
-                self.relaxations[number] = block_program(small.program, self.costs, required=small.leaves)
-        matrices = {number: self.relaxations[number].priced(price) for number in todo}
-        hard = [number for number, matrix in matrices.items() if matrix.columns and not matrix.contradiction]
-        answers = dict(
-            zip(
-                hard,
-                self.pool.solve([matrices[k] for k in hard], PART_SECONDS, PART_GAP, self.time_left),
-                strict=True,
-            )
-        )
-        for number, small in todo.items():
-            known = self.solutions[number]
-            if matrices[number].contradiction:
-                known[price] = None
-            elif number not in answers:
-                known[price] = self._read(small, matrices[number].cost, matrices[number].offset, price)
-            elif (answer := answers[number]) is not None and answer["x"] is not None and answer["bound"] is not None:
-                bound = answer["bound"] + matrices[number].offset
-                known[price] = self._read(small, answer["x"].round(), bound, price)
-        return all(price in self.solutions[number] for number in todo)
-
-    def _read(self, small: _PartProgram, x: NDArray[Any], bound: float, price: float) -> PartSolution:
-        """The solution that a point of a part's program stands for."""
-        blocks = self.relaxations[small.shape]
-        unit, kept = blocks.matrix.seconds_per_unit, blocks.kept(x)
-        size = sum(small.program.values[v].bytes for v in kept)
-        seconds = (float(blocks.matrix.cost @ x) + blocks.matrix.offset) * unit
-        return PartSolution(min(bound * unit, seconds + price * size), seconds, size, kept, blocks.chosen(x))
-
-    @staticmethod
-    def _translate(small: _PartProgram, choice: PartSolution) -> PartSolution:
-        """A solution in the whole program's indices."""
-        values = tuple(small.values[v] for v in choice.kept)
-        ways = tuple(numbers[k] for numbers, k in zip(small.ways, choice.ways[: len(small.ways)], strict=True))
-        return PartSolution(choice.bound, choice.seconds, choice.bytes, values, ways)
+    def _learn(self, price: float, answers: Sequence[Solved]) -> bool:
+        """Note the answers to `programs`; returns whether none is missing: a case without one could be on the shortest path."""
+        for shape, answer in zip(self._todo, answers, strict=True):
+            if answer is not None and answer["x"] is not None and answer["bound"] is not None:
+                shape.learn(price, answer["x"].round(), answer["bound"])
+        return all(price in shape.solutions for shape in self._todo)
 
     def _make_program(
         self, place: int, given: tuple[bool, ...], needed: tuple[bool, ...], kept: bool
@@ -310,5 +310,6 @@ class LagrangianRelaxation:
         outputs = tuple(number[v] for v in own if v in self.outputs)
         leaves = tuple(number[v] for v in part.leaves if v in number)
         program = Program(values, tuple(tasks), tuple(slots), outputs)
-        shape = self.shapes.setdefault((program, leaves), len(self.shapes))
-        return _PartProgram(program, leaves, tuple(own), tuple(ways), shape)
+        if (program, leaves) not in self.shapes:
+            self.shapes[program, leaves] = _Shape(block_program(program, self.costs, required=leaves))
+        return _PartProgram(self.shapes[program, leaves], tuple(own), tuple(ways))

@@ -1,4 +1,4 @@
-"""Lagrangian relaxation: its bound holds for every schedule, recovered plans fit, equal parts are solved once."""
+"""The relaxation by parts: its bound holds for every schedule, recovered plans fit, equal parts are solved once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan import plan, store_all
 from monet_like.plan.bound import cuts as partition
 from monet_like.plan.bound.cuts import split
-from monet_like.plan.bound.lagrangian import LagrangianRelaxation
+from monet_like.plan.bound.parts import PartsRelaxation
 from monet_like.plan.ilp.primal_recovery import Recovery, recover_plan
 from monet_like.plan.local_search.searcher import Searcher
 from monet_like.solvers.pool import Pool
@@ -28,9 +28,9 @@ def pool() -> Iterator[Pool]:
 
 def composed(
     program: Program, costs: dict[str, Cost], budget: int, pool: Pool
-) -> tuple[LagrangianRelaxation, Recovery | None]:
+) -> tuple[PartsRelaxation, Recovery | None]:
     """The parts of a program and what they give, with all the time in the world."""
-    parts = LagrangianRelaxation(program, costs, pool)
+    parts = PartsRelaxation(program, costs, pool)
     return parts, recover_plan(parts, Searcher(program, costs, 0, 0), budget)
 
 
@@ -151,7 +151,7 @@ def test_values_that_only_the_backward_uses_do_not_cross_cuts() -> None:
 
 def test_relaxation_without_time_gives_no_bound(pool: Pool) -> None:
     program, costs = blocks_in_a_row(20)
-    parts = LagrangianRelaxation(program, costs, pool, time_left=lambda: 0.0)
+    parts = PartsRelaxation(program, costs, pool, time_left=lambda: 0.0)
     assert parts.shortest_path(0.0) is None
     assert recover_plan(parts, Searcher(program, costs, 0, 0), 10**6) is None
 
@@ -159,7 +159,7 @@ def test_relaxation_without_time_gives_no_bound(pool: Pool) -> None:
 def test_dead_workers_give_no_path() -> None:
     program, costs = blocks_in_a_row(20)
     with Pool() as pool:
-        parts = LagrangianRelaxation(program, costs, pool)
+        parts = PartsRelaxation(program, costs, pool)
         assert parts.shortest_path(0.0) is not None
         for lent in pool.workers:
             lent.child.kill()
