@@ -19,11 +19,14 @@ from ..ir.defaults import SOLVER
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
 from ..ir.simulate import Report, simulate
+from ..ir.step import Moment, Piece, Point, Step, peak_of
 from ..ir.units import Budget, format_bytes, format_seconds
 from ..plan import plan, store_all
+from ..plan.bound.pieces import block_relaxation
 from ..plan.local_search.searcher import quick_evaluations
 from ..plan.result import Plan
 from ..plan.step.menus import menu
+from ..plan.step.proof import Chooser
 from .emission import modules_of, saved_nodes
 from .groups import runs_of
 from .in_place import settled
@@ -160,7 +163,8 @@ class PlannedPartitioner(CustomPartitionerFn):
         costs = prices(kernels, measured=self.settings.measured)
         plain = simulate(program, store_all(program), costs)
         before = self.settings.extra_bytes + self._held_bytes
-        whole = self.settings.budget.of(_of_all_calls(kernels, store_all(program), plain, self.settings.calls))
+        step, kept = step_of_calls(program, self.settings.calls), _point(kernels, costs, store_all(program))
+        whole = self.settings.budget.of(peak_of(step, [kept])[0])
         budget = whole - (before if self.settings.budget.bytes is not None else 0)
         try:
             found, for_one = self._from_file(program, costs) or self._plan_calls(kernels, costs, budget)
@@ -198,16 +202,20 @@ class PlannedPartitioner(CustomPartitionerFn):
             program, costs, solver=settings.solver, strategy="heuristic" if settings.quick else "milp",
             time_limit_seconds=settings.time_limit_seconds, gap=settings.gap, threads=torch.get_num_threads(),
         )  # fmt: skip
-        reports = [(point.schedule, simulate(program, point.schedule, costs)) for point in points]
-        needed = [_of_all_calls(kernels, schedule, report, calls) for schedule, report in reports]
-        fitting = [found for found, size in zip(reports, needed, strict=True) if size <= budget]
-        if not fitting:
+        menus = [[_point(kernels, costs, point.schedule) for point in points]]
+        found = Chooser(
+            step_of_calls(program, calls).with_menus(menus), [None if settings.quick else block_relaxation(program, costs)], budget,
+            lambda _, schedule: _point(kernels, costs, schedule), settings.solver,
+            bound_seconds=0.0 if settings.quick else settings.time_limit_seconds,
+        ).choose()  # fmt: skip
+        if found.peak_bytes > budget:
             raise InfeasibleError(
                 f"{calls} calls of this graph do not fit into {format_bytes(budget)}: with the least that was found they need "
-                f"{format_bytes(min(needed))} ({min(needed)} bytes); give that much",
-                min(needed),
+                f"{format_bytes(found.peak_bytes)} ({found.peak_bytes} bytes); give that much",
+                found.peak_bytes,
             )
-        schedule, report = min(fitting, key=lambda found: found[1].seconds)
+        schedule = found.points[0].schedule
+        report = simulate(program, schedule, costs)
         return Plan(schedule, report, "feasible", found_by="menu"), report.peak_bytes
 
     def _plan(self, program: Program, costs: Mapping[str, Cost], budget: int, **more: Any) -> Plan:
@@ -266,12 +274,33 @@ def _saved_bytes(kernels: Kernels, schedule: Schedule) -> int:
     return sum(value.bytes for value in saved if value.kind != "parameter")
 
 
-def _of_all_calls(kernels: Kernels, schedule: Schedule, report: Report, calls: int) -> int:
-    """The most memory of a step that calls a graph several times, each time with parameters of its own.
+def step_of_calls(program: Program, calls: int) -> Step:
+    """A step that calls a graph several times, each time with parameters of its own; its menu is empty.
 
     While one call runs backward, each of the others holds its parameters, and what it has saved or its gradients.
     """
-    program = kernels.program
     gradients = sum(program.values[v].bytes for v in program.gradients if v not in program.tangents)
-    other = parameter_bytes(program) + max(_saved_bytes(kernels, schedule), gradients)
-    return report.peak_bytes + (calls - 1) * other
+    base = _base_bytes(program) + (calls - 1) * parameter_bytes(program)
+    last = Moment("the backward of the last call", base, ((0, calls),), 0, "backward")
+    first = Moment("the backward of the first call", base + (calls - 1) * gradients, ((0, 1),), 0, "backward")
+    return Step((Piece("graph", calls),), (last, first))
+
+
+def point_of_call(program: Program, costs: Mapping[str, Cost], schedule: Schedule, saved_bytes: int) -> Point:
+    """A schedule of a graph as a point of `step_of_calls`.
+
+    Args:
+        saved_bytes: handed to the backward, inputs and results included.
+    """
+    report = simulate(program, schedule, costs)
+    peak = report.peak_bytes - _base_bytes(program)
+    return Point(schedule, report.seconds, saved_bytes, peak, peak, peak)
+
+
+def _point(kernels: Kernels, costs: Mapping[str, Cost], schedule: Schedule) -> Point:
+    return point_of_call(kernels.program, costs, schedule, _saved_bytes(kernels, schedule))
+
+
+def _base_bytes(program: Program) -> int:
+    """What is there in the backward of one call whatever its schedule is."""
+    return program.resident_bytes + sum(program.values[v].bytes for v in program.tangents)

@@ -47,9 +47,8 @@ class Pool:
             gap: relative gap at which each may stop.
             time_left: seconds left for all; no problem is begun without any.
         """
-        if not self.workers:
-            for _ in range(WORKERS):
-                self.workers.append(lend_worker())
+        if problems and not self.workers:
+            self.workers = [lend_worker() for _ in range(WORKERS)]
         answers: list[dict[str, Any] | None] = [None] * len(problems)
         todo: Iterator[int] = iter(range(len(problems)))
         lock = threading.Lock()
