@@ -25,7 +25,7 @@ from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
 from monet_like.ir.program import Cost, Program
 from monet_like.ir.schedule import Schedule
-from monet_like.ir.simulate import cost_of, moments
+from monet_like.ir.simulate import cost_of, running
 from monet_like.profile.devices import DEVICES
 from monet_like.replay.memory.placement import Lifetime, most_at_once, place
 
@@ -41,7 +41,7 @@ def lifetimes(
 
     A value that takes over another's storage goes on where that one is.
     """
-    steps = [(moment.task, frozenset(moment.alive)) for moment in moments(program, schedule, costs)]
+    steps = [(moment.task, frozenset(moment.alive)) for moment in running(program, schedule, costs)]
     since: dict[int, int] = {}
     found: list[Lifetime] = []
 

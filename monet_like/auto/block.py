@@ -23,7 +23,7 @@ from ..errors import ScheduleFileError, UsageError, warn_caller
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..replay.checks.compatibility import OTHER_STEP, call_difference
 from ..replay.stand_in import SignedAsModel
-from ..replay.training_step import Step
+from ..replay.training_step import CompiledStep
 from ..replay.wrapper import NewInput, ScheduleWrapper
 from .rehearsal.stand_ins import Rehearsal
 from .shared_captures import SharedCaptures
@@ -206,7 +206,7 @@ class BlockSchedule(ScheduleWrapper):
     def _step(
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
         known: tuple[Answer, ...] = (),
-    ) -> Step | None:  # fmt: skip
+    ) -> CompiledStep | None:  # fmt: skip
         call, record = self._block_call, self.record
         if captured is None and call and record and call.key == key and key not in self._steps:
             captured = call.as_in(record)
@@ -227,7 +227,7 @@ class BlockSchedule(ScheduleWrapper):
             self._block_shared.keep(self._model, described, step.captured)
         return step
 
-    def _own_step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+    def _own_step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledStep | None:
         """The step of a call that the plan has not foreseen, by a schedule of its own within the block's share of memory.
 
         Raises:
@@ -266,7 +266,7 @@ class BlockSchedule(ScheduleWrapper):
 
     def _made(
         self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Step:  # fmt: skip
+    ) -> CompiledStep:  # fmt: skip
         shared, fused = self._block_shared, within is not None
         step = shared.step(captured, record.schedule, fused=fused)
         if step is None:

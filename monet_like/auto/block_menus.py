@@ -268,7 +268,7 @@ def read_points(content: Any) -> tuple[Point, ...]:
     distinct = []
     for (forward, again, ways), numbers, shared in content["points"]:
         schedule = Schedule(tuple(forward), tuple(map(tuple, again)), tuple(ways))
-        distinct.append(Point(schedule, *numbers, tuple(shared)))
+        distinct.append(Point(schedule, *numbers, shared=tuple(shared)))
     return tuple(distinct[number] for number in content["of"])
 
 

@@ -20,7 +20,7 @@ from ..capture.captured import Captured
 from ..capture.guards.traversal import form_of_plain
 from ..capture.trace.answers import Answer
 from ..ir.schedule import Schedule
-from ..replay.training_step import Step
+from ..replay.training_step import CompiledStep
 
 #: Programs that are kept: as many as `ScheduleWrapper` keeps of one model.
 KEPT = 32
@@ -46,7 +46,7 @@ class _Shared:
     call: Any
     outline: Any
     captured: Captured
-    steps: dict[tuple[Schedule, bool], Step] = field(default_factory=dict)
+    steps: dict[tuple[Schedule, bool], CompiledStep] = field(default_factory=dict)
 
 
 class SharedCaptures:
@@ -88,14 +88,14 @@ class SharedCaptures:
         if not any(known.captured is captured for known in self._found):
             self._found = [*self._found[1 - KEPT :], _Shared(call, outline, captured)]
 
-    def step(self, captured: Captured, schedule: Schedule, *, fused: bool) -> Step | None:
+    def step(self, captured: Captured, schedule: Schedule, *, fused: bool) -> CompiledStep | None:
         """The compiled step of an equal block by the same schedule, as an object of its own; None if there is none."""
         for known in self._found:
             if known.captured is captured and (schedule, fused) in known.steps:
                 return copy.copy(known.steps[schedule, fused])
         return None
 
-    def keep_step(self, captured: Captured, schedule: Schedule, step: Step, *, fused: bool) -> None:
+    def keep_step(self, captured: Captured, schedule: Schedule, step: CompiledStep, *, fused: bool) -> None:
         """Keep a compiled step for blocks that share its program."""
         for known in self._found:
             if known.captured is captured:

@@ -20,7 +20,7 @@ from ..ir.display import short_repr
 from ..ir.profile_file import Profile
 from ..ir.program import REFUSED, Cost
 from ..ir.schedule_file import ScheduleRecord
-from ..ir.simulate import Moment, Report, moments, simulate
+from ..ir.simulate import Report, Running, running, simulate
 from ..ops import liger
 from ..plan import Plan, plan
 from ..plan.baseline import plain_step
@@ -235,7 +235,7 @@ def plan_settled(
         if not ready.guessed:
             return ready, found
         extra = found.report.peak_bytes - simulate(program, found.schedule, ready.costs).peak_bytes
-        steps = partial(moments, program, found.schedule, extra_bytes=extra)
+        steps = partial(running, program, found.schedule, extra_bytes=extra)
         ready = settled_for(ready, request, device, steps, progress)
         report = simulate(program, found.schedule, ready.costs, extra_bytes=extra)
         if report.peak_bytes <= budget_bytes:
@@ -304,8 +304,8 @@ def prepare(
     if guessed:
         extra = ready.extra_bytes
 
-        def plain_steps(costs: Mapping[str, Cost]) -> Iterable[Moment]:
-            return moments(
+        def plain_steps(costs: Mapping[str, Cost]) -> Iterable[Running]:
+            return running(
                 *plain_step(captured.plain, costs, autograd_nodes=captured.autograd_nodes), extra_bytes=extra
             )
 

@@ -25,7 +25,7 @@ from ..capture.example_inputs import with_batch
 from ..errors import ProfileError
 from ..ir.profile_file import Profile
 from ..ir.program import REFUSED, Cost, Task
-from ..ir.simulate import Moment
+from ..ir.simulate import Running
 from ..profile.profiler import Progress, measure, measure_partly
 from ..profile.rates import measured_limits
 from ..profile.roofline import roofline
@@ -193,7 +193,7 @@ def kind_of(task: Task) -> str:
 
 
 #: The simulator's steps of a schedule, given costs.
-Steps = Callable[[Mapping[str, Cost]], Iterable[Moment]]
+Steps = Callable[[Mapping[str, Cost]], Iterable[Running]]
 
 
 def settled(
@@ -228,13 +228,13 @@ def settled(
     return costs, guessed
 
 
-def _unsure(steps: Sequence[Moment], costs: Mapping[str, Cost], guessed: Mapping[str, int]) -> list[str]:
+def _unsure(steps: Sequence[Running], costs: Mapping[str, Cost], guessed: Mapping[str, int]) -> list[str]:
     """Keys of guessed workspaces with which a step would exceed the peak if they were as large as they may be."""
     peak = max((moment.step.bytes for moment in steps), default=0)
     keys = (moment.task.cost for moment in steps if _at_most(moment, costs, guessed) > peak)
     return list(dict.fromkeys(keys))
 
 
-def _at_most(moment: Moment, costs: Mapping[str, Cost], guessed: Mapping[str, int]) -> int:
+def _at_most(moment: Running, costs: Mapping[str, Cost], guessed: Mapping[str, int]) -> int:
     key = moment.task.cost
     return moment.step.bytes + guessed[key] - costs[key].workspace_bytes if key in guessed else 0

@@ -27,7 +27,7 @@ from ..errors import InfeasibleError, SolverError
 from ..ir.defaults import SOLVER
 from ..ir.program import Cost, Program, Task
 from ..ir.schedule import Schedule
-from ..ir.simulate import Report, cost_of, moments, simulate
+from ..ir.simulate import Report, cost_of, running, simulate
 from ..ir.units import format_bytes
 from ..solvers.interface import solve
 from ..solvers.matrix import Builder, Expr, MatrixProgram
@@ -72,7 +72,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepOfRegions:
     """Plain PyTorch's step and the regions of it that are checkpointed.
 
     Attributes:
@@ -94,7 +94,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """The saved items, and the step with them as the simulator counts it.
 
     Attributes:
@@ -108,7 +108,9 @@ class Choice:
     bound_seconds: float
 
 
-def choose(step: Step, budget_bytes: int, *, solver: str = SOLVER, time_limit_seconds: float = 60.0) -> Choice:
+def choose(
+    step: StepOfRegions, budget_bytes: int, *, solver: str = SOLVER, time_limit_seconds: float = 60.0
+) -> Selection:
     """The fastest choice of saved items with which the step fits.
 
     Args:
@@ -143,12 +145,12 @@ def choose(step: Step, budget_bytes: int, *, solver: str = SOLVER, time_limit_se
         saved = least.union(i for i, column in columns.items() if column.value(found.x) > 0.5)
         report = report_of(step, saved)
         if report.peak_bytes <= budget_bytes:
-            return Choice(saved, report, min(bound, report.seconds))
+            return Selection(saved, report, min(bound, report.seconds))
         limit -= report.peak_bytes - budget_bytes
-    return Choice(least, lowest, min(bound, lowest.seconds))
+    return Selection(least, lowest, min(bound, lowest.seconds))
 
 
-def report_of(step: Step, saved: frozenset[int]) -> Report:
+def report_of(step: StepOfRegions, saved: frozenset[int]) -> Report:
     """The simulator's report on the step with these items saved."""
     made = checkpointed(step, saved)
     return simulate(made.program, made.schedule, step.costs, extra_bytes=step.extra_bytes)
@@ -168,7 +170,7 @@ class Checkpointed:
     again: Mapping[int, int]
 
 
-def checkpointed(step: Step, saved: frozenset[int]) -> Checkpointed:
+def checkpointed(step: StepOfRegions, saved: frozenset[int]) -> Checkpointed:
     """The step with these items saved."""
     editing = _Editing(step, saved)
     for region in step.regions:
@@ -180,7 +182,7 @@ def checkpointed(step: Step, saved: frozenset[int]) -> Checkpointed:
 class _Editing:
     """Adds the recomputation of regions to plain PyTorch's step."""
 
-    def __init__(self, step: Step, saved: frozenset[int]) -> None:
+    def __init__(self, step: StepOfRegions, saved: frozenset[int]) -> None:
         self.step = step
         self.values, self.tasks = list(step.program.values), list(step.program.tasks)
         for p, held in step.held.items():
@@ -265,7 +267,7 @@ def _mapped(task: Task, twins: Mapping[int, int]) -> Task:
     )
 
 
-def _read_by(step: Step, slots: Sequence[int]) -> set[int]:
+def _read_by(step: StepOfRegions, slots: Sequence[int]) -> set[int]:
     """The forward values that these slots, and what runs just before them, read."""
     program, schedule = step.program, step.schedule
     tasks = [program.slots[k][schedule.ways[k]] for k in slots]
@@ -314,7 +316,7 @@ class _Table:
         return sum(self.seconds.values())
 
     @staticmethod
-    def of(step: Step, least: frozenset[int]) -> _Table:
+    def of(step: StepOfRegions, least: frozenset[int]) -> _Table:
         """The data, from the step in which nothing is saved that need not be."""
         made = checkpointed(step, least)
         tasks, stages = step.program.tasks, made.schedule.runs()
@@ -328,7 +330,7 @@ class _Table:
         there: list[frozenset[int]] = []
         rows: list[Row] = []
         for (stage, p), moment in zip(
-            stages, moments(made.program, made.schedule, step.costs, extra_bytes=step.extra_bytes), strict=True
+            stages, running(made.program, made.schedule, step.costs, extra_bytes=step.extra_bytes), strict=True
         ):
             there.append(frozenset(moment.alive).union(moment.task.writes))
             own = owner.get(p) if stage else None
@@ -350,7 +352,7 @@ class _Table:
             seconds, _highest(replace(row, added=frozenset(a.items())) for row, a in zip(rows, active, strict=True))
         )
 
-    def program(self, step: Step, limit: int) -> tuple[MatrixProgram, dict[int, Expr]]:
+    def program(self, step: StepOfRegions, limit: int) -> tuple[MatrixProgram, dict[int, Expr]]:
         """The program for a limit in bytes, and the column of each item."""
         builder = Builder()
         unit = self.most_seconds or 1.0

@@ -34,7 +34,7 @@ from ..report.figures import layers_of
 from ..runtime.operators import overload
 from .policy_file import RegionDecisions, SelectivePlan, read_policy, write_policy
 from .recording import Operator, find_regions, record_operators
-from .selection import Item, Region, Step, choose
+from .selection import Item, Region, StepOfRegions, choose
 
 
 class SelectivePolicy:
@@ -219,7 +219,7 @@ def _decided(name: str, called: Sequence[Operator], saved: Collection[int | None
 
 def checkpointing_step(
     ready: Prepared, called: Sequence[Operator], names: Sequence[str], *, draws_saved: bool = False
-) -> tuple[Step, list[int]]:
+) -> tuple[StepOfRegions, list[int]]:
     """Plain PyTorch's step with its regions and items, and the group of operators that each item is.
 
     Args:
@@ -259,7 +259,9 @@ def checkpointing_step(
     # Checkpointing keeps the CPU's random state for every region; a GPU's budget does not count it.
     states = len(names) * torch.get_rng_state().nbytes if ready.captured.device.type == "cpu" else 0
     held = _held(program, called, tasks_of)
-    return Step(program, schedule, costs, ready.extra_bytes + states, tuple(regions), tuple(items), held), groups
+    return StepOfRegions(
+        program, schedule, costs, ready.extra_bytes + states, tuple(regions), tuple(items), held
+    ), groups
 
 
 def _held(program: Program, called: Sequence[Operator], tasks_of: Mapping[int, set[int]]) -> dict[int, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..ir.program import Cost
 from ..ir.schedule import Schedule, kept_values
-from ..ir.simulate import moments
+from ..ir.simulate import running
 from .emission import GROUP, Run
 from .joint import name_of
 from .kernel import Kernel
@@ -43,7 +43,7 @@ def runs_of(
     runs: list[Run] = []
     levels: list[int] = []  # the most memory of each run, with all that its group writes
     group, begun, written, first = 0, 0, 0, 0
-    for place, (kernel, moment) in enumerate(zip(ordered, moments(program, schedule, costs), strict=True)):
+    for place, (kernel, moment) in enumerate(zip(ordered, running(program, schedule, costs), strict=True)):
         task = moment.task
         fresh = sum(values[v].bytes for v in task.writes)
         taken = values[task.overwrites].bytes if task.overwrites is not None else 0

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Run:
     """One run of a task.
 
     Attributes:
@@ -58,7 +58,7 @@ class Report:
     peak_bytes: int
     seconds: float
     rerun_seconds: float
-    steps: tuple[Step, ...]
+    steps: tuple[Run, ...]
     host_bytes: int = 0
 
     def __repr__(self) -> str:
@@ -83,13 +83,13 @@ class Report:
         )
 
     @property
-    def peak_step(self) -> Step:
+    def peak_step(self) -> Run:
         """The step with the highest memory."""
         return max(self.steps, key=lambda step: step.bytes)
 
 
 @dataclass(slots=True)
-class _Run:
+class _Turn:
     task: Task
     slot: int | None
     again: bool
@@ -130,7 +130,7 @@ def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *,
     Raises:
         ScheduleError: the schedule breaks a rule; says which task and value.
     """
-    found = list(moments(program, schedule, costs, extra_bytes=extra_bytes))
+    found = list(running(program, schedule, costs, extra_bytes=extra_bytes))
     steps = tuple(moment.step for moment in found)
     return Report(
         peak_bytes=max((step.bytes for step in steps), default=program.resident_bytes + extra_bytes),
@@ -141,7 +141,7 @@ def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *,
     )
 
 
-class Moment(NamedTuple):
+class Running(NamedTuple):
     """A step of a simulation and the values that exist during it.
 
     Its memory is resident bytes, those given as extra, ``alive`` without a value that the task overwrites, what the task
@@ -154,15 +154,15 @@ class Moment(NamedTuple):
         host_bytes: on the host, of what is alive and written.
     """
 
-    step: Step
+    step: Run
     task: Task
     alive: dict[int, int]
     host_bytes: int
 
 
-def moments(
+def running(
     program: Program, schedule: Schedule, costs: Mapping[str, Cost], *, extra_bytes: int = 0
-) -> Iterator[Moment]:
+) -> Iterator[Running]:
     """Every step of a schedule with what exists then; see `simulate`."""
     runs = _flatten(program, schedule)
     last_read = _last_reads(program, runs)
@@ -182,8 +182,8 @@ def moments(
         seconds = engine.run(task, cost.seconds)
         host -= values[task.overwrites].host_bytes if task.overwrites is not None else 0
         host += sum(values[value].host_bytes for value in task.writes if value not in alive)
-        step = Step(task.name, run.slot, memory + written + cost.workspace_bytes - taken, seconds, run.again)
-        yield Moment(step, task, alive, host)
+        step = Run(task.name, run.slot, memory + written + cost.workspace_bytes - taken, seconds, run.again)
+        yield Running(step, task, alive, host)
         if task.overwrites is not None:
             memory -= alive.pop(task.overwrites)
         for value in task.writes:
@@ -218,12 +218,12 @@ class _Engine:
         return spent
 
 
-def _flatten(program: Program, schedule: Schedule) -> list[_Run]:
+def _flatten(program: Program, schedule: Schedule) -> list[_Turn]:
     """All runs in order, after checking that the schedule's indices fit the program."""
     slots = len(program.slots)
     if len(schedule.again) != slots or len(schedule.ways) != slots:
         raise ScheduleError(f"the schedule has {len(schedule.ways)} backward slots, the program {slots}")
-    runs: list[_Run] = []
+    runs: list[_Turn] = []
     for slot, tasks in ((None, schedule.forward), *enumerate(schedule.again)):
         previous = -1
         for index in tasks:
@@ -233,15 +233,15 @@ def _flatten(program: Program, schedule: Schedule) -> list[_Run]:
             task = program.tasks[index]
             if task.runs == ("again" if slot is None else "first"):
                 raise ScheduleError(f"{task.name} may not run in {_stage(slot)}")
-            runs.append(_Run(task, slot, slot is not None))
+            runs.append(_Turn(task, slot, slot is not None))
         if slot is not None:
             if not 0 <= schedule.ways[slot] < len(program.slots[slot]):
                 raise ScheduleError(f"slot {slot} has no way {schedule.ways[slot]}")
-            runs.append(_Run(program.slots[slot][schedule.ways[slot]], slot, False))
+            runs.append(_Turn(program.slots[slot][schedule.ways[slot]], slot, False))
     return runs
 
 
-def _last_reads(program: Program, runs: list[_Run]) -> dict[tuple[int, int], int]:
+def _last_reads(program: Program, runs: list[_Turn]) -> dict[tuple[int, int], int]:
     """For (value, run that touches it): the run after which the value's current storage is free.
 
     Also checks that every read finds its value, and that nothing reads an overwritten one.

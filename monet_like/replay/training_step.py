@@ -35,7 +35,7 @@ from .segments import Segment, Stretch, cut, cut_alike, tasks_of
 Backward = Callable[[list[Any]], Iterator[list[Any]]]
 
 
-class Step:
+class CompiledStep:
     """A compiled training step. It holds no tensors: all state belongs to one call.
 
     Args:
@@ -65,7 +65,7 @@ class Step:
     buffer_slots: Sequence[tuple[dict[str, Any], str]] = ()
     fused: Fused | None = None
     reads: Reads | None = None
-    for_row_major: Step | None = None
+    for_row_major: CompiledStep | None = None
     memory: StepMemory | None = None
 
     def __init__(
@@ -121,7 +121,7 @@ class Step:
             for (start, stop, gradients), tasks in zip(stretches, runs, strict=True)
         )
 
-    def for_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Step:
+    def for_gradients(self, gradients: Sequence[torch.Tensor | None]) -> CompiledStep:
         """The step whose backward was captured for the layouts of these incoming gradients, if there is one."""
         other = self.for_row_major
         if other is None:
@@ -187,7 +187,7 @@ class _Call:
         versions: of the saved parameters, buffers and inputs, by position: each and its version when the backward began.
     """
 
-    step: Step
+    step: CompiledStep
     segments: Iterator[list[Any]] | None = None
     versions: Mapping[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
@@ -288,7 +288,7 @@ def as_captured(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def run_step(
-    step: Step,
+    step: CompiledStep,
     parameters: list[torch.Tensor],
     buffers: list[torch.Tensor],
     inputs: list[torch.Tensor],

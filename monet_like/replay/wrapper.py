@@ -52,7 +52,7 @@ from .checks.twins import warn_of_liger, warn_of_twins
 from .inductor import check_inductor
 from .memory.arena import Arena
 from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
-from .training_step import Step, run_step
+from .training_step import CompiledStep, run_step
 
 _log = logging.getLogger("monet_like")
 
@@ -154,7 +154,7 @@ class ScheduleWrapper(StandIn):
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training, self.backend = model.training, backend
-        self._steps: dict[Any, list[Step]] = {}
+        self._steps: dict[Any, list[CompiledStep]] = {}
         self._plain_calls: dict[Any, str] = {}  # calls that run as the plain model, and why
         self._branches: dict[Any, Branches] = {}
         self._lock = CallLock()  # of captures in several threads, each of which changes the model while it lasts
@@ -199,7 +199,7 @@ class ScheduleWrapper(StandIn):
             self._begun = True
             return result
 
-    def _place(self, step: Step, arena: Arena) -> None:
+    def _place(self, step: CompiledStep, arena: Arena) -> None:
         """Have a step's tensors placed; on a device on which they cannot be, warn, and place none from now on."""
         try:
             step.memory = arena.memory_of(step.captured.device)
@@ -210,7 +210,7 @@ class ScheduleWrapper(StandIn):
     def _step_or_plain(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec,
         inputs: list[torch.Tensor], known: tuple[Answer, ...] = (),
-    ) -> Step | None:  # fmt: skip
+    ) -> CompiledStep | None:  # fmt: skip
         """The step for a call; None: the call runs as the plain model.
 
         A call without a step ends no training that has begun: it is plain PyTorch's, for which nothing was changed yet.
@@ -250,7 +250,7 @@ class ScheduleWrapper(StandIn):
     def _new_step(
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
         known: tuple[Answer, ...] = (),
-    ) -> Step | None:  # fmt: skip
+    ) -> CompiledStep | None:  # fmt: skip
         """`_step`, after which nothing is changed but what this wrapper keeps; or a step that has become right meanwhile."""
         with CAPTURING:  # a capture in another thread changes settings that steps read
             if captured is None and not known and (step := self._steps_with(key)) is not None:
@@ -260,7 +260,7 @@ class ScheduleWrapper(StandIn):
 
     def _new_branch(
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[Answer, ...]
-    ) -> Step | None:
+    ) -> CompiledStep | None:
         """The step for a branch that was not captured yet.
 
         Raises:
@@ -319,7 +319,7 @@ class ScheduleWrapper(StandIn):
                 if any(reference() is None for reference in modules):
                     del kept[key]
 
-    def _steps_with(self, key: Any, known: tuple[Answer, ...] = ()) -> Step | None:
+    def _steps_with(self, key: Any, known: tuple[Answer, ...] = ()) -> CompiledStep | None:
         """A step captured for this key and these answers while all Python values that the model reads were as they are now."""
         steps = self._steps.get(key, [])
         alike = (step for step in reversed(steps) if step.captured.answers[: len(known)] == known)
@@ -331,7 +331,7 @@ class ScheduleWrapper(StandIn):
     def _step(
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
         known: tuple[Answer, ...] = (),
-    ) -> Step | None:  # fmt: skip
+    ) -> CompiledStep | None:  # fmt: skip
         """Capture the model for these arguments and compile the schedule's decisions for it.
 
         ``known``: the first answers to its questions about values, where earlier captures have others.
@@ -380,14 +380,14 @@ class ScheduleWrapper(StandIn):
 
     def _made(
         self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Step:  # fmt: skip
-        """Compile a schedule's decisions for a captured program; ``within``: as `Step`'s ``fuse_within_bytes``."""
-        step = Step(captured, record.schedule, within)
+    ) -> CompiledStep:  # fmt: skip
+        """Compile a schedule's decisions for a captured program; ``within``: as `CompiledStep`'s ``fuse_within_bytes``."""
+        step = CompiledStep(captured, record.schedule, within)
         if within is None and not captured.gradients_in_rows:
             step.for_row_major = self._for_row_major(record, step, args, kwargs)
         return step
 
-    def _keep(self, key: Any, step: Step) -> None:
+    def _keep(self, key: Any, step: CompiledStep) -> None:
         """Keep a step for later calls. If there are too many, the oldest step of the key with the most steps is dropped."""
         self._steps.setdefault(key, []).append(step)
         if sum(map(len, self._steps.values())) > KEPT_STEPS:
@@ -397,8 +397,8 @@ class ScheduleWrapper(StandIn):
                 del self._steps[key]
 
     def _for_row_major(
-        self, record: ScheduleRecord, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Step | None:
+        self, record: ScheduleRecord, step: CompiledStep, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CompiledStep | None:
         """The step with the same decisions for incoming gradients in row-major order; None if its program differs."""
         captured = capture(
             self._model,
@@ -410,7 +410,7 @@ class ScheduleWrapper(StandIn):
         )
         captured = admitted(captured, record.mode, ablation=record.ablation, liger=has_liger(record))
         schedule = carried_over(record.schedule, step.captured.program, captured.program)
-        other = None if schedule is None else Step(captured, schedule, segments=step.segments)
+        other = None if schedule is None else CompiledStep(captured, schedule, segments=step.segments)
         return other if other is not None and other.saved == step.saved else None
 
     def _planned(
@@ -492,7 +492,7 @@ def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> Sche
     return ScheduleRecord.load(Path(solution))
 
 
-def _check_own(steps: Sequence[Step]) -> None:
+def _check_own(steps: Sequence[CompiledStep]) -> None:
     """Check that another capture of one kind of call is not due to a value that each forward changes.
 
     Raises:
@@ -507,7 +507,7 @@ def _check_own(steps: Sequence[Step]) -> None:
         )
 
 
-def _set_by_itself(step: Step, change: Change) -> str | None:
+def _set_by_itself(step: CompiledStep, change: Change) -> str | None:
     """What of a change the forward has set; None if it is somebody else's."""
     effects = step.captured.effects
     return next((path for path in effects.paths if path in change.path), None) if effects is not None else None
@@ -531,7 +531,7 @@ def is_empty(leaves: Sequence[Any]) -> bool:
     return bool(inputs) and not any(tensor.numel() for tensor in inputs)
 
 
-def _residents(step: Step) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _residents(step: CompiledStep) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The parameters and the buffers of a step's model, as they are now."""
     return [owner[name] for owner, name in step.parameter_slots], [owner[name] for owner, name in step.buffer_slots]
 

@@ -10,7 +10,7 @@ from ..capture.captured import Captured
 from ..ir.frames import frame
 from ..ir.program import RESIDENT_KINDS, Cost, Program, Task
 from ..ir.schedule import Schedule, kept_values
-from ..ir.simulate import cost_of, moments
+from ..ir.simulate import cost_of, running
 from ..ir.units import format_bytes, format_seconds
 from ..plan.baseline import plain_step
 
@@ -163,7 +163,7 @@ def course(
     always += [(OUTSIDE, _PLACE["optimizer"], extra_bytes - cublas_bytes), (OUTSIDE, _PLACE["cublas"], cublas_bytes)]
     runs: list[Run] = []
     most, at_peak, begins = -1, always, 0.0
-    for step, task, alive, _ in moments(program, schedule, costs, extra_bytes=extra_bytes):
+    for step, task, alive, _ in running(program, schedule, costs, extra_bytes=extra_bytes):
         layer = layers[task.writes[0]] if task.writes else OUTSIDE
         parts = [*always, *((layers[v], places[v], count) for v, count in alive.items() if v != task.overwrites)]
         if step.again:  # its results are no longer those that the forward kept

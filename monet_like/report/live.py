@@ -16,7 +16,7 @@ from ..capture.trees import tensors_of
 from ..ir.display import short_repr
 from ..ir.schedule import Schedule
 from ..profile.measure import allocated_peaks, have_workspaces
-from ..replay.training_step import Step, run_step
+from ..replay.training_step import CompiledStep, run_step
 from ..replay.verify.steps import resident_bytes, step_seconds, train_step
 
 #: Timed steps; one more warms up.
@@ -94,12 +94,12 @@ def _measured(
     parameters, buffers = ([known[name] for name, _ in found] for found in (captured.parameters, captured.buffers))
     before = resident_bytes(model, example) + captured.constants.bytes + extra_bytes
 
-    def stepped(compiled: Step, args: Any, kwargs: Any) -> Any:
+    def stepped(compiled: CompiledStep, args: Any, kwargs: Any) -> Any:
         inputs = tensors_of((args, kwargs))
         return run_step(compiled, parameters, buffers, inputs)
 
     def step(mark: Callable[[], None]) -> None:
-        compiled = Step(captured, schedule, watch=mark)
+        compiled = CompiledStep(captured, schedule, watch=mark)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             outputs = stepped(compiled, args, kwargs)
@@ -111,7 +111,7 @@ def _measured(
     have_workspaces(captured.device)
     peaks = [before + peak for peak in allocated_peaks(step, captured.device)]
     model.zero_grad(set_to_none=True)
-    unwatched = Step(captured, schedule)
+    unwatched = CompiledStep(captured, schedule)
     scheduled = _Scheduled(model, lambda *args, **kwargs: stepped(unwatched, args, kwargs))
     (seconds,) = step_seconds([(scheduled, example)], captured.device, STEPS)
     loss = len(schedule.forward) + 1  # the first stretch is before the first run

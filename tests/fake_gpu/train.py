@@ -29,7 +29,7 @@ from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.program import Cost
-from monet_like.ir.simulate import moments
+from monet_like.ir.simulate import running
 from monet_like.models.unet import UNet
 from monet_like.profile.cublas import measured_bytes
 from monet_like.profile.devices import DEVICES
@@ -192,7 +192,7 @@ def large_values(wrapped: Any) -> int:
     always = sum(value.bytes > large for value in program.values if value.kind in ("parameter", "buffer", "input"))
     alive = (
         sum(count > large for count in moment.alive.values()) + len(moment.task.writes)
-        for moment in moments(program, wrapped.record.schedule, Free())
+        for moment in running(program, wrapped.record.schedule, Free())
     )
     return always + max(alive)
 

@@ -8,14 +8,14 @@ import random
 import pytest
 
 from monet_like.errors import InfeasibleError
-from monet_like.export.selection import Item, Region, Step, choose, report_of
+from monet_like.export.selection import Item, Region, StepOfRegions, choose, report_of
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import Report, simulate
 from monet_like.plan.baseline import store_all
 
 
-def chain(sizes: list[int], seconds: list[float], regions: list[range]) -> Step:
+def chain(sizes: list[int], seconds: list[float], regions: list[range]) -> StepOfRegions:
     """Operators in a row; the gradient of each reads its input and its result."""
     count = len(sizes)
     values = [Value("x", 5, "input")]
@@ -41,7 +41,7 @@ def chain(sizes: list[int], seconds: list[float], regions: list[range]) -> Step:
         Region(f"r{k}", tuple(part), tuple(sorted(count - 1 - p for p in part))) for k, part in enumerate(regions)
     )
     items = tuple(Item(k, (p,)) for k, part in enumerate(regions) for p in part)
-    return Step(program, store_all(program), costs, 0, parts, items)
+    return StepOfRegions(program, store_all(program), costs, 0, parts, items)
 
 
 def test_a_region_of_two_operators_by_hand() -> None:
@@ -51,7 +51,7 @@ def test_a_region_of_two_operators_by_hand() -> None:
     """
     step = chain([10, 20, 40], [1.0, 1.0, 1.0], [range(2)])
     free = {key: Cost(cost.seconds) for key, cost in step.costs.items()}
-    step = Step(step.program, step.schedule, free, 0, step.regions, step.items)
+    step = StepOfRegions(step.program, step.schedule, free, 0, step.regions, step.items)
     found = report_of(step, frozenset())
     steps = [(s.task, s.bytes) for s in found.steps]
     assert steps == [
@@ -71,7 +71,7 @@ def test_a_region_of_two_operators_by_hand() -> None:
     assert kept.seconds == 7.0
 
 
-def reports_of_all(step: Step) -> list[Report]:
+def reports_of_all(step: StepOfRegions) -> list[Report]:
     """The reports of all choices."""
     everything = range(len(step.items))
     return [
@@ -106,7 +106,7 @@ def test_no_choice_is_faster(seed: int) -> None:
 def test_items_that_must_be_saved_and_those_they_imply(more: int) -> None:
     """With as few bytes as there must be, and with more, up to all that can be of use."""
     step = chain([10, 20, 30, 40], [1.0, 1.0, 1.0, 1.0], [range(4)])
-    always = Step(
+    always = StepOfRegions(
         step.program, step.schedule, step.costs, 0, step.regions,
         (Item(0, (0,)), Item(0, (1,), always=True), Item(0, (2,), implies=(0,)), Item(0, (3,), never=True)),
     )  # fmt: skip

@@ -252,7 +252,7 @@ def more_memory(wrapped: nn.Module) -> nn.Module:
     return _with_forward(wrapped, with_copy)
 
 
-def _steps(wrapped: nn.Module) -> list[training_step.Step]:
+def _steps(wrapped: nn.Module) -> list[training_step.CompiledStep]:
     return [step for steps in wrapped._steps.values() for step in steps]
 
 

@@ -27,7 +27,7 @@ Kind = Literal["forward", "forward done", "backward", "dropped", "backward done"
 
 
 @dataclass(eq=False)
-class Call:
+class RehearsedCall:
     """A call of a block during a rehearsal.
 
     Attributes:
@@ -58,7 +58,7 @@ class Event:
     """
 
     kind: Kind
-    call: Call
+    call: RehearsedCall
     value: int = -1
 
 
@@ -84,7 +84,7 @@ class Rehearsal:
         self.error: Exception | None = None
         self.called = False  # whether any block was, also in eval mode or without a gradient
 
-    def reach(self, kind: Kind, call: Call, value: int = -1) -> None:
+    def reach(self, kind: Kind, call: RehearsedCall, value: int = -1) -> None:
         """Note an event, which ends a stretch."""
         self.mark()
         self.events.append(Event(kind, call, value))
@@ -112,7 +112,7 @@ class Rehearsal:
         Returns:
             What the block returns; its backward is the stand-in's.
         """
-        call = Call(block, captured)
+        call = RehearsedCall(block, captured)
         self.reach("forward", call)
         with torch.no_grad(), _without_cached_casts():
             if self.fake and captured.effects is None:  # there is nothing to be computed
@@ -173,7 +173,12 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rehearsal: Rehearsal, call: Call, token: Any, inputs: list[torch.Tensor], results: list[torch.Tensor]
+        ctx: Any,
+        rehearsal: Rehearsal,
+        call: RehearsedCall,
+        token: Any,
+        inputs: list[torch.Tensor],
+        results: list[torch.Tensor],
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, captured = call, call.captured
@@ -188,7 +193,7 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        call: Call = ctx.call
+        call: RehearsedCall = ctx.call
         given = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         count = len(given) - len(ctx.of)
@@ -210,7 +215,7 @@ class _Body(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rehearsal: Rehearsal, call: Call, trained: list[torch.Tensor], *leaves: torch.Tensor
+        ctx: Any, rehearsal: Rehearsal, call: RehearsedCall, trained: list[torch.Tensor], *leaves: torch.Tensor
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.rehearsal, ctx.call, ctx.trained = rehearsal, call, trained
@@ -220,7 +225,7 @@ class _Body(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: None) -> Any:
         rehearsal: Rehearsal = ctx.rehearsal
-        call: Call = ctx.call
+        call: RehearsedCall = ctx.call
         there = [tensor.is_leaf and tensor.grad is not None for tensor in ctx.trained]
         call.adds = bool(there) and all(there)
         rehearsal.reach("backward", call)
@@ -269,7 +274,7 @@ def held_values(events: Sequence[Event], stretches: Sequence[Stretch]) -> dict[i
     Args:
         events, stretches: of a rehearsal in which stand-ins keep everything; each event ends the stretch of its place.
     """
-    found: dict[Call, set[int]] = {}
+    found: dict[RehearsedCall, set[int]] = {}
     before = 0
     for event, stretch in zip(events, stretches, strict=False):
         call, values = event.call, event.call.captured.program.values

@@ -93,7 +93,7 @@ def attention(target: Absent) -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if torch.is_autocast_enabled("cpu"):
             call = call.cast(torch.get_autocast_dtype("cpu"))
         with torch._C._DisableAutocast():
@@ -108,7 +108,7 @@ def attention(target: Absent) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The arguments of ``scaled_dot_product_attention``; tensors are [N, heads, length, width]."""
 
     query: torch.Tensor
@@ -125,7 +125,7 @@ class Call:
         """Query, key and value."""
         return self.query, self.key, self.value
 
-    def cast(self, dtype: torch.dtype) -> Call:
+    def cast(self, dtype: torch.dtype) -> AttentionCall:
         """As autocast casts the arguments: floats to its dtype, but for float64."""
 
         def lower(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ class Call:
         return q == k or (self.grouped and q % k == 0)
 
 
-def choice(call: Call, capability: tuple[int, int]) -> str:
+def choice(call: AttentionCall, capability: tuple[int, int]) -> str:
     """The kind of attention that PyTorch takes on a card of this compute capability.
 
     Raises:
@@ -182,7 +182,7 @@ def _order(capability: tuple[int, int]) -> list[str]:
     return order
 
 
-def _flash(call: Call, capability: tuple[int, int]) -> bool:
+def _flash(call: AttentionCall, capability: tuple[int, int]) -> bool:
     width, narrow = call.query.shape[-1], (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     widths = all(t.shape[-1] == width for t in call.tensors) and width <= 256
     if narrow and (192 < width <= 224 or (width > 224 and call.dropout > 0)):
@@ -192,7 +192,7 @@ def _flash(call: Call, capability: tuple[int, int]) -> bool:
     return call.fusible and call.heads_fit and call.mask is None and widths and square and half
 
 
-def _efficient(call: Call, capability: tuple[int, int]) -> bool:
+def _efficient(call: AttentionCall, capability: tuple[int, int]) -> bool:
     q, k, v = (t.shape[-1] for t in call.tensors)
     half = call.query.dtype in HALF
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
@@ -203,7 +203,7 @@ def _efficient(call: Call, capability: tuple[int, int]) -> bool:
     return call.fusible and heads and widths and call.query.dtype in dtypes and (5, 0) <= capability <= (12, 1)
 
 
-def _cudnn(call: Call, capability: tuple[int, int]) -> bool:
+def _cudnn(call: AttentionCall, capability: tuple[int, int]) -> bool:
     version = (torch.backends.cudnn.version() if torch._C._has_cudnn else None) or 0
     q, k, v = (t.shape[-1] for t in call.tensors)
     most = 256 if capability == (9, 0) and release() <= (2, 11) else 128
@@ -219,7 +219,7 @@ def _cudnn(call: Call, capability: tuple[int, int]) -> bool:
     return call.fusible and call.heads_fit and lengths and widths and dropout and half and repeatable
 
 
-_ACCEPTS: dict[str, Callable[[Call, tuple[int, int]], bool]] = {
+_ACCEPTS: dict[str, Callable[[AttentionCall, tuple[int, int]], bool]] = {
     "flash": _flash,
     "efficient": _efficient,
     "cudnn": _cudnn,
@@ -233,7 +233,7 @@ _ENABLED: dict[str, Callable[[], bool]] = {
 }
 
 
-def _kind(call: Call, target: Absent) -> str:
+def _kind(call: AttentionCall, target: Absent) -> str:
     """The kind that is named, or PyTorch's choice where that is certain without the GPU.
 
     Raises:
@@ -256,7 +256,7 @@ def _kind(call: Call, target: Absent) -> str:
     return _certain(call, found[0])
 
 
-def _certain(call: Call, kind: str) -> str:
+def _certain(call: AttentionCall, kind: str) -> str:
     """``kind``, where what PyTorch does before that operator is known: masks are converted and padded in several ways.
 
     Raises:
@@ -280,7 +280,7 @@ def _certain(call: Call, kind: str) -> str:
     return kind
 
 
-def _told(call: Call) -> str:
+def _told(call: AttentionCall) -> str:
     """Dtype and shapes of the arguments, for messages."""
     q, k, v = call.tensors
     shapes = " and ".join(dict.fromkeys(str(list(t.shape)) for t in (q, k, v)))
@@ -291,31 +291,31 @@ def _told(call: Call) -> str:
 # The operators ------------------------------------------------------------------------------------------------------
 
 
-def _by_flash(call: Call) -> torch.Tensor:
+def _by_flash(call: AttentionCall) -> torch.Tensor:
     attend = torch.ops.aten._scaled_dot_product_flash_attention
     scale = 1 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale  # PyTorch gives it a number
     result: torch.Tensor = attend(*call.tensors, call.dropout, call.causal, False, scale=scale)[0]
     return result
 
 
-def _by_efficient(call: Call) -> torch.Tensor:
+def _by_efficient(call: AttentionCall) -> torch.Tensor:
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
     result: torch.Tensor = attend(*call.tensors, None, True, call.dropout, call.causal, scale=call.scale)[0]
     return result
 
 
-def _by_cudnn(call: Call) -> torch.Tensor:
+def _by_cudnn(call: AttentionCall) -> torch.Tensor:
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     result: torch.Tensor = attend(*call.tensors, None, True, call.dropout, call.causal, False, scale=call.scale)[0]
     return result
 
 
-def _by_products(call: Call) -> torch.Tensor:
+def _by_products(call: AttentionCall) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.MATH):  # the same on all devices
         return _own(*call.tensors, call.mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped)
 
 
-_BY_KIND: dict[str, Callable[[Call], torch.Tensor]] = {
+_BY_KIND: dict[str, Callable[[AttentionCall], torch.Tensor]] = {
     "flash": _by_flash,
     "efficient": _by_efficient,
     "cudnn": _by_cudnn,

@@ -28,7 +28,7 @@ PROVING = {"mip_allow_restart": False, "mip_heuristic_effort": 0.01}
 
 
 @dataclass(frozen=True)
-class Step:
+class Refined:
     """The result of one step of the refinement.
 
     Attributes:
@@ -62,7 +62,7 @@ class Refinement:
         gap: float,
         time_limit_seconds: float,
         stop: Callable[[], bool] = lambda: False,
-    ) -> Step:
+    ) -> Refined:
         """Solve the relaxation, and refine it where its solution exceeds the budget.
 
         Args:
@@ -89,15 +89,15 @@ class Refinement:
             "infeasible",
             "error",
         ):  # nothing is known; only the whole program can prove that nothing fits
-            return Step(0.0, None, False)
+            return Refined(0.0, None, False)
         if solved.x is None or solved.objective_seconds >= best_seconds:
-            return Step(solved.bound_seconds, None, False)
+            return Refined(solved.bound_seconds, None, False)
         schedule = blocks.schedule(solved.x)
         try:
             report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
         except ScheduleError:  # a longer block may read a value after it was overwritten
-            return Step(solved.bound_seconds, None, False)
-        return Step(solved.bound_seconds, schedule, self._refine(schedule, report))
+            return Refined(solved.bound_seconds, None, False)
+        return Refined(solved.bound_seconds, schedule, self._refine(schedule, report))
 
     def _refine(self, schedule: Schedule, report: Report) -> bool:
         """Add blocks and rows for the runs that are over the budget; returns whether there are new ones."""

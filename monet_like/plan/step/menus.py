@@ -21,7 +21,7 @@ from ...errors import InfeasibleError, ScheduleError, SolverError
 from ...ir.defaults import SOLVER
 from ...ir.program import Cost, Program, Task
 from ...ir.schedule import Schedule, kept_values
-from ...ir.simulate import Report, Step, simulate
+from ...ir.simulate import Report, Run, simulate
 from ...ir.step import Point
 from .. import plan
 from ..budgets import smallest_budget
@@ -78,7 +78,7 @@ def point_of(
     )
 
 
-def _added_bytes(program: Program, handed: Mapping[int, int], step: Step) -> int:
+def _added_bytes(program: Program, handed: Mapping[int, int], step: Run) -> int:
     """Bytes of gradients that are added to earlier ones and freed before a step of the backward."""
     assert step.slot is not None
     return sum(program.values[value].bytes for value, slot in handed.items() if slot < step.slot)
