@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..plan.step.menus import efficient, menu, point_of
 from ..replay.segments import handed_gradients
 from .agreement import Sharing, gathered
 from .block import BlockCall
+from .earlier_menus import EarlierMenus
 from .rehearsal.memory import Blocks, Rehearsed
 
 #: Wall seconds for a quick plan: costs, menus, bounds and choices of all kinds of blocks. The capture, the first rehearsal and one run
@@ -52,6 +53,7 @@ class BlockSettings:
         keeps_result: see `monet_like.auto.rehearsal.memory.step_of`.
         lengths: that are planned for ahead; see `monet_like.auto_schedule`.
         on_new_input: likewise.
+        earlier: menus of quick plans by these settings.
     """
 
     budget: Budget
@@ -68,6 +70,7 @@ class BlockSettings:
     keeps_result: bool = True
     lengths: tuple[int, ...] = ()
     on_new_input: str = "plan"
+    earlier: EarlierMenus = field(default_factory=EarlierMenus, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def menus_of(
         deadline: of all menus; each of those that are still to be made may take as long as the others.
     """
     menus: dict[Kind, tuple[Point, ...]] = {}
-    schedules: dict[str, list[Schedule]] = {}
+    schedules: dict[str, tuple[Schedule, ...]] = {}
     device, programs = device_of(of.model), len({kind.program for kind in kinds if kind})
     with Progress(quiet=settings.verbose is False) as progress:
         for block, kind in zip(of.blocks, kinds, strict=True):
@@ -236,24 +239,32 @@ def _measured(
     deadline: Deadline,
 ) -> Prepared:
     """A block's program with its costs; all workspaces are measured at the whole batch."""
-    source = Cached.of(device)
+    source, earlier = Cached.of(device), settings.earlier.alike(captured) if settings.quick else None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ready = prepare(
             request, device, profile=source.known, save_profile=source.save, progress=progress.profiling,
-            captured=captured, quick=settings.quick, quick_seconds=deadline.left(),
+            captured=captured, quick=settings.quick, quick_seconds=deadline.left(), earlier=earlier.ready if earlier else None,
         )  # fmt: skip
         return settled_for(ready, request, device, lambda _: (), progress.profiling, everything=True)
 
 
-def _schedules(ready: Prepared, settings: BlockSettings, progress: Progress, deadline: Deadline) -> list[Schedule]:
-    """The schedules of a block's menu."""
+def _schedules(
+    ready: Prepared, settings: BlockSettings, progress: Progress, deadline: Deadline
+) -> tuple[Schedule, ...]:
+    """The schedules of a block's menu; of a quick plan those of the same program at other sizes, if there are any."""
+    if settings.quick and (earlier := settings.earlier.alike(ready.captured)) is not None:
+        settings.earlier.taken += 1
+        return earlier.schedules
     points = menu(
         ready.captured.program, ready.costs, solver=settings.solver, gap=settings.gap,
         strategy="heuristic" if settings.quick else "milp",
         time_limit_seconds=min(settings.time_limit_seconds, deadline.left()),
         progress=progress.planning,
     )  # fmt: skip
-    return [point.schedule for point in points]
+    schedules = tuple(point.schedule for point in points)
+    if settings.quick:
+        settings.earlier.add(ready, schedules)
+    return schedules
 
 
 def content_of(points: Sequence[Point]) -> dict[str, Any]:

@@ -296,7 +296,13 @@ class _Planner:
 def _planned(
     of: Blocks, memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: BlockSettings
 ) -> Answer:
-    """Plan: a menu for each kind of block, and one choice for all."""
+    """Plan: a menu for each kind of block, and one choice for all. Where nothing of menus for other sizes fits, new ones are found."""
+    return settings.earlier.tried(partial(_planned_by_menus, of, memory, first, kinds, settings), settings.sharing)
+
+
+def _planned_by_menus(
+    of: Blocks, memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: BlockSettings
+) -> Answer:
     planner, sharing = _Planner(of, kinds, settings), settings.sharing
     sent = planned_by(planner.plain, sharing)
     plain, cublas = read_points(sent), sent["cublas_bytes"]
@@ -381,18 +387,14 @@ _UNPROVEN = {
 }
 
 
-def _proof(plan: BlockPlan) -> str:
-    """What is proven of the plan's seconds, for people."""
-    if not plan.bound_seconds or not plan.seconds:
-        return ""
-    return f", within {100 * plan.gap:.2f} % of a bound for all schedules"
-
-
 def _tell(of: Blocks, plan: BlockPlan, how: str, verbose: bool | None) -> None:
     """Log in one line what the schedules promise; also on stderr, if that is wanted."""
+    proof = (
+        f", within {100 * plan.gap:.2f} % of a bound for all schedules" if plan.bound_seconds and plan.seconds else ""
+    )
     announce(
         f"{type(of.model).__name__}, {len(of.blocks)} blocks of {plan.kinds} kinds: peak {format_bytes(plan.peak_bytes)} instead "
         f"of {format_bytes(plan.plain_peak_bytes)}, {plan.moment}; blocks {format_seconds(plan.seconds)} instead of "
-        f"{format_seconds(plan.plain_seconds)} (predicted{_UNPROVEN.get(plan.status, '')}{_proof(plan)}); {how}",
+        f"{format_seconds(plan.plain_seconds)} (predicted{_UNPROVEN.get(plan.status, '')}{proof}); {how}",
         verbose,
     )

@@ -136,9 +136,14 @@ class OwnPlans:
                 self._costs[digest] = costs_of_call(call, device, self.settings, progress, costs)
             ready = self._costs[digest]
             kind = Kind(digest, share.held_in(ready.captured))
+            taken = self.settings.earlier.taken
             points = points_of_call(ready, kind, self.settings, progress, deadline)
             plain = plain_point(ready, kind)
-        fitting = [point for point in points if share.has_room(point, ready.captured.program)]
+            fitting = [point for point in points if share.has_room(point, ready.captured.program)]
+            if not fitting and self.settings.earlier.taken > taken:  # those of other sizes do not do
+                self.settings.earlier.clear()
+                points = points_of_call(ready, kind, self.settings, progress, deadline)
+                fitting = [point for point in points if share.has_room(point, ready.captured.program)]
         if fitting:
             return record_of(call, ready, min(fitting, key=lambda point: point.numbers))
         if share.has_room(plain, ready.captured.plain):

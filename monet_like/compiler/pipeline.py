@@ -33,7 +33,7 @@ from .costs import as_filed, profiled
 from .floor import check_floor, delays_cost
 from .labels import attention_of, summary_counts
 from .prepared import Prepared, prepared
-from .quick import Steps, most_workspaces, quick_costs, settled
+from .quick import Steps, most_workspaces, quick_costs, scaled_costs, settled
 from .request import Request, captured_for, in_autograd_order
 
 
@@ -275,6 +275,7 @@ def prepare(
     budget: int | Callable[[int], int] | None = None,
     quick: bool = False,
     quick_seconds: float = inf,
+    earlier: Prepared | None = None,
 ) -> Prepared:
     """Capture and profile; see `compile_schedule`.
 
@@ -282,6 +283,7 @@ def prepare(
         budget: if it is known; what is proven not to fit is refused before any time is measured.
         quick: costs as of `quick_costs`; plain PyTorch's peak is exact. Rates of a device are quick anyway.
         quick_seconds: wall seconds for these costs.
+        earlier: the same program at other sizes: a quick plan takes its costs from there, and measures only workspaces.
 
     Raises:
         InfeasibleError: one task and what is resident need more, whatever their workspace.
@@ -294,7 +296,7 @@ def prepare(
         check_floor(request, captured, budget, device, profile)
     started = time.perf_counter()
     priced = partial(_priced, save_profile=save_profile, progress=progress, quick=quick)
-    found, guessed = priced(request, captured, device, profile, seconds=quick_seconds)
+    found, guessed = priced(request, captured, device, profile, seconds=quick_seconds, earlier=earlier)
     if delays_cost(request, captured, found.costs):
         captured = in_autograd_order(request, captured)
         known = profile if isinstance(profile, DeviceLimits) else found
@@ -326,10 +328,14 @@ def _priced(
     *,
     quick: bool,
     seconds: float,
+    earlier: Prepared | None = None,
 ) -> tuple[Profile, Mapping[str, int]]:
     """The costs of a program, and the keys of those whose workspace is guessed; arguments as of `prepare`."""
     if quick and not isinstance(profile, DeviceLimits) and (profile is None or profile.device == device_name(device)):
-        partly = quick_costs(request, captured, device, profile, progress, seconds)
+        if earlier is None:
+            partly = quick_costs(request, captured, device, profile, progress, seconds)
+        else:
+            partly = scaled_costs(captured, earlier, device, profile)
         return partly.profile, partly.guessed
     found = profiled(request, captured, device, profile, save_profile, progress)
     return found, most_workspaces(captured, found) if found.device == device_name(device) else {}

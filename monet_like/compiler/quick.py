@@ -33,6 +33,7 @@ from ..profile.scaling import matched
 from ..profile.work import touched_bytes
 from .costs import inputs_on, profile_batch, sources, to_profile, usable
 from .influence import by_influence
+from .prepared import Prepared
 from .request import Request, captured_for
 
 #: Wall seconds for workspaces and times, and the least of them that times have where the workspaces take long.
@@ -105,6 +106,35 @@ def quick_costs(
         note += ", the others estimated"
     made = replace(to_profile(costs, device, ""), note=sources(captured, known, note))
     return QuickCosts(made, most)
+
+
+def scaled_costs(
+    captured: Captured, earlier: Prepared, device: torch.device, profile: Profile | None = None
+) -> QuickCosts:
+    """Costs of a program from those of the same program at other sizes: nothing is measured.
+
+    Seconds grow as the device's rates tell, workspaces as what the operator touches. What a profile of this device knows is taken
+    from there.
+    """
+    known, limits = usable(profile, device) or to_profile({}, device, ""), measured_limits(device)
+    here, there = roofline(captured, limits), roofline(earlier.captured, limits)
+    costs, most = dict[str, Cost](), dict[str, int]()
+    for mine, theirs in matched(captured, earlier.captured):
+        if mine.cost in costs or not mine.cost:
+            continue
+        cost = earlier.costs[theirs.cost]
+        if REFUSED in (cost, here[mine.cost], there[theirs.cost]):
+            costs[mine.cost] = REFUSED
+            continue
+        touched = touched_bytes(captured, mine)
+        workspace = int(cost.workspace_bytes * touched / max(1, touched_bytes(earlier.captured, theirs)))
+        slower = here[mine.cost].seconds / max(1e-12, there[theirs.cost].seconds)
+        costs[mine.cost] = Cost(cost.seconds * slower, workspace)
+        if mine.copies != "start" and mine.cost not in known.costs:
+            most[mine.cost] = max(workspace, MOST_WORKSPACE * touched)
+    made = to_profile({**costs, **known.costs}, device, "")
+    note = sources(captured, known, "estimated from those at other sizes")
+    return QuickCosts(replace(made, note=note), most | most_workspaces(captured, known))
 
 
 def most_workspaces(captured: Captured, profile: Profile) -> dict[str, int]:

@@ -15,9 +15,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import monet_like
+from monet_like.auto import block_menus, block_plan
 from monet_like.auto.block import blocks_of
 from monet_like.auto.block_calls import plans_of
+from monet_like.auto.earlier_menus import EarlierMenus
 from monet_like.errors import UsageError
+from monet_like.ir.program import Program
+from monet_like.plan import store_all
 
 QUICK: dict[str, Any] = {"mode": EXACT, "loss": loss_of, "effort": "quick", "blocks": "layers.*"}
 #: What is done before a step, and the batch.
@@ -80,6 +84,50 @@ def test_batches_that_grow_are_planned_within_the_first_budget() -> None:
     assert measured_peak(mine, tokens(8, 16)) == small.plan.peak_bytes
     assert monet_like.block_plan(mine) is small.plan
     assert_same_step(plain, mine, tokens(8, 20))
+
+
+def _searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the bytes of each program whose menu is searched from here on."""
+    found: list[int] = []
+    own = block_menus.menu
+
+    def searching(program: Program, *args: Any, **kwargs: Any) -> Any:
+        found.append(sum(value.bytes for value in program.values))
+        return own(program, *args, **kwargs)
+
+    monkeypatch.setattr(block_menus, "menu", searching)
+    return found
+
+
+def test_a_larger_batch_takes_the_menus_of_the_first_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = _searched(monkeypatch)
+    mine = scheduled(Decoder(blocks=3), [(nothing, tokens(8, length)) for length in (16, 20)], "90%")
+    plans = plans_of(mine)
+    assert plans is not None and len(plans.plans) == 2
+    assert len(searched) == plans.plans[0].plan.kinds
+    assert measured_peak(mine, tokens(8, 20)) == plans.plans[1].plan.peak_bytes <= plans.plans[1].plan.budget_bytes
+
+
+def test_menus_are_searched_anew_where_those_of_other_sizes_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = _searched(monkeypatch)
+    monkeypatch.setattr(block_plan, "QUICK_BOUND_SECONDS", 0.0)  # for the bound finds schedules, too
+    own = EarlierMenus.add
+    monkeypatch.setattr(
+        EarlierMenus, "add", lambda menus, ready, _: own(menus, ready, (store_all(ready.captured.program),))
+    )
+    mine = scheduled(Decoder(blocks=3), [(nothing, tokens(8, length)) for length in (16, 20)], "90%")
+    plans = plans_of(mine)
+    assert plans is not None and len(plans.plans) == 2
+    assert len(searched) == 2 * plans.plans[0].plan.kinds
+    assert measured_peak(mine, tokens(8, 20)) == plans.plans[1].plan.peak_bytes <= plans.plans[1].plan.budget_bytes
+
+
+def test_copies_of_settings_have_no_menus() -> None:
+    mine: Any = monet_like.auto_schedule(Decoder(blocks=3), tokens(8, 16), memory_budget="90%", **QUICK)
+    settings = blocks_of(mine)[0]._block_settings
+    captured = blocks_of(mine)[0]._block_call.captured
+    assert settings.earlier.alike(captured) is not None
+    assert copy.deepcopy(settings).earlier.alike(captured) is None
 
 
 def test_a_batch_that_fits_no_plan_runs_plainly_with_one_warning() -> None:
