@@ -277,9 +277,10 @@ def content_of(points: Sequence[Point]) -> dict[str, Any]:
 def read_points(content: Any) -> tuple[Point, ...]:
     """The points that `content_of` has written."""
     distinct = []
-    for (forward, again, ways), numbers, shared in content["points"]:
+    for (forward, again, ways), (seconds, *sizes), shared in content["points"]:
+        carried, forward_peak, backward_peak, adding_peak = sizes
         schedule = Schedule(tuple(forward), tuple(map(tuple, again)), tuple(ways))
-        distinct.append(Point(schedule, *numbers, shared=tuple(shared)))
+        distinct.append(Point(schedule, seconds, carried, forward_peak, backward_peak, adding_peak, tuple(shared)))
     return tuple(distinct[number] for number in content["of"])
 
 

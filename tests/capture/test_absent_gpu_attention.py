@@ -14,7 +14,7 @@ from fake_gpu.captures import Grouped
 from torch import nn
 
 from monet_like import problem
-from monet_like.capture.absent_gpu.attention import KINDS, Call, attention_as, choice
+from monet_like.capture.absent_gpu.attention import KINDS, AttentionCall, attention_as, choice
 from monet_like.capture.captured import Captured, fake_mode
 from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError, ScheduleFileError, UsageError
@@ -46,7 +46,7 @@ def test_the_choice_is_pytorchs_own(chosen: dict[tuple[int, int], list[int]], ca
     with fake_mode():
         for case, expected in zip(CASES, there, strict=True):
             q, k, v, mask = tensors(case, "cpu")
-            call = Call(q, k, v, mask, 0.0, case[6], None, case[1] != case[2])
+            call = AttentionCall(q, k, v, mask, 0.0, case[6], None, case[1] != case[2])
             assert choice(call, capability) == names[expected], case
     assert len(set(there)) > 1
 

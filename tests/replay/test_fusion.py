@@ -21,7 +21,7 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.replay.fusion import fuse, runs_of
-from monet_like.replay.training_step import Step
+from monet_like.replay.training_step import CompiledStep
 from monet_like.replay.verify.comparison import compare
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime.codegen import Block
@@ -73,7 +73,7 @@ def wrapped(
     return ScheduleWrapper(twin(model), record, example=((x,), {}), captured=captured, backend="inductor")
 
 
-def step_of(model: ScheduleWrapper) -> Step:
+def step_of(model: ScheduleWrapper) -> CompiledStep:
     ((step,),) = model._steps.values()
     assert step.fused is not None
     return step
