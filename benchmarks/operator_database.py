@@ -84,7 +84,7 @@ class Applied(nn.Module):
             leaves[place] = scaled(tensor, self.scale)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return tuple(
-            torch.sin(result) if result.is_floating_point() else result
+            torch.sin(result) if result.is_floating_point() and result.layout is torch.strided else result
             for result in tensors_in(self.function(*args, **kwargs))
         )
 
@@ -216,7 +216,8 @@ def step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Out
 
     def fresh(leaf: Any) -> Any:  # that lies in memory as before; a tensor that is given twice is still one
         if isinstance(leaf, torch.Tensor) and id(leaf) not in copies:
-            copies[id(leaf)] = copy.deepcopy(leaf.detach()).requires_grad_(leaf.requires_grad)
+            copied = copy.deepcopy(leaf.detach()) if leaf.layout is torch.strided else leaf.detach().clone()
+            copies[id(leaf)] = copied.requires_grad_(leaf.requires_grad)
         return copies.get(id(leaf), leaf)
 
     args, kwargs = pytree.tree_map(fresh, (args, kwargs))
@@ -225,8 +226,9 @@ def step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Out
     results = tensors_in(model(*args, **kwargs))
     loss: Any = 0.0
     for result in results:
-        if result.requires_grad and result.numel():
-            numbers = torch.view_as_real(result) if result.is_complex() else result
+        if result.requires_grad:
+            dense = result.to_dense() if result.layout is not torch.strided else result
+            numbers = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
             slope = (
                 torch.arange(numbers.numel(), dtype=numbers.dtype, device=numbers.device).reshape(numbers.shape).cos()
             )

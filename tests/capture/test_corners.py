@@ -634,6 +634,11 @@ def packed(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     [
         (lambda: Net(packed, linear()), (6, 3, 8), "pack_padded_sequence makes.*give the recurrent layer the padded"),
         (lambda: nn.BatchNorm1d(8, momentum=None), (6, 8), "BatchNorm1d has momentum=None.*momentum=0.1"),
+        (
+            lambda: Net(lambda _, layer, x: layer(x).to_sparse(), linear()),
+            (6, 8),
+            "to_sparse makes.*compute with dense ones",
+        ),
     ],
 )
 def test_what_depends_on_values_is_said_in_the_models_words(model: Any, shape: tuple[int, ...], said: str) -> None:

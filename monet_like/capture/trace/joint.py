@@ -50,6 +50,7 @@ _ADVICE = {
     "numbers, or compute the loss outside the model",
     "aten._pack_padded_sequence": "pack_padded_sequence makes a tensor whose size depends on the lengths' values; give the "
     "recurrent layer the padded sequences, and mask its results",
+    "aten._to_sparse": "to_sparse makes a tensor whose size depends on the values of a tensor; compute with dense ones",
 }
 
 #: For a model of which a part cannot be captured.
