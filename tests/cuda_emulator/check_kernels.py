@@ -1,8 +1,8 @@
-"""Every operator with random arguments: emulated CUDA kernels against their plain-torch twins, ATen and float64.
+"""Every operator with random arguments: CUDA kernels against their plain-torch twins, ATen and float64.
 
-Run by tests/without_gpu/test_cuda_emulator.py and by ``python -m tests.cuda_emulator``, in a process of its own. Every call runs three
-times, with other orders of threads and blocks, other contents of new memory and other sizes of the grids that stride:
-the results must have the same bits.
+Emulated by tests/without_gpu/test_cuda_emulator.py and by ``python -m tests.cuda_emulator``, in a process of its own. Every call runs
+three times, with other orders of threads and blocks, other contents of new memory and other sizes of the grids that stride: the results
+must have the same bits. On a GPU tests/gpu/test_kernels_cuda.py has them, where every call runs twice.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
+from kernel_inputs import FLOATS, assert_bits
 from torch import Tensor
 
 import monet_like.ops
 from monet_like.ops import batch_norm, caches, masks, max_pool, memory_layout, rms_norm, swiglu
 
-from . import control
-from .control import UNWRITTEN, configure
+EMULATED = "MONET_LIKE_EMULATED" in os.environ
+if EMULATED:
+    from . import control
+    from .control import configure
 
 monet_like.ops.load()
 registered = torch.ops.monet_like
 aten = torch.ops.aten
 
 ROUNDS = int(os.environ.get("MONET_LIKE_EMULATED_ROUNDS", "2"))
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 INF = math.inf
+emulated = pytest.mark.skipif(not EMULATED, reason="only the emulator counts launches")
 seeds = pytest.mark.parametrize("seed", range(ROUNDS))
 #: Operators whose sums depend on the number of blocks in their last bits: it stays the same within a test.
 SUMMING = ("batch_norm_train", "batch_norm_activation_backward", "rms_norm_backward")
@@ -43,7 +45,8 @@ _blocks_of_sums = 0
 def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
     start(request.node.callspec.params.get("seed", 0) if hasattr(request.node, "callspec") else 0)
     yield
-    configure()
+    if EMULATED:
+        configure()
 
 
 def start(seed: int) -> None:
@@ -54,17 +57,23 @@ def start(seed: int) -> None:
     _blocks_of_sums = random.choice([0, 1, 2, 3])
 
 
-def bits(t: Tensor) -> Tensor:
-    t = t.contiguous()
-    return t.view(INTEGER[t.element_size()]) if t.dtype.is_floating_point else t
+def run(name: str, *arguments: Any, changed: tuple[int, ...] = ()) -> list[Any]:
+    """The operator's results, and what it has made of copies of the arguments at these positions.
+
+    On a GPU they are brought back from there, and the arguments lie there as they do here.
+    """
+    mine = [a.clone(memory_format=torch.preserve_format) if i in changed else a for i, a in enumerate(arguments)]
+    if not EMULATED:
+        mine = pytree.tree_map_only(Tensor, to_gpu, mine)
+    made = getattr(registered, name)(*mine)
+    found = [*(made if isinstance(made, (tuple, list)) else [made]), *(mine[i] for i in changed)]
+    return found if EMULATED else pytree.tree_map_only(Tensor, Tensor.cpu, found)
 
 
-def assert_bits(actual: Tensor, expected: Tensor) -> None:
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape, (actual.dtype, actual.shape)
-    differ = bits(actual) != bits(expected)
-    if actual.dtype.is_floating_point:
-        differ &= ~(actual.contiguous().isnan() & expected.contiguous().isnan())
-    assert not differ.any(), f"{int(differ.sum())} of {differ.numel()} elements differ"
+def to_gpu(tensor: Tensor) -> Tensor:
+    """A copy with all of the storage, gaps included."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return whole.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def call(name: str, *arguments: Any, changed: tuple[int, ...] = ()) -> Any:
@@ -75,29 +84,31 @@ def call(name: str, *arguments: Any, changed: tuple[int, ...] = ()) -> Any:
         arguments: its arguments.
         changed: positions of those that it writes into; each run has copies, the result is followed by the first's.
     """
-    found: list[list[Tensor | None]] = []
-    few = (
-        [_blocks_of_sums] * 3
-        if name.startswith(SUMMING)
-        else [0, random.choice([1, 2, 3]), random.choice([0, 1, 5, 7])]
-    )
-    orders = ("forward", "reverse", f"random:{random.randrange(1 << 30)}")
-    for order, fill, blocks in zip(orders, (UNWRITTEN, 0xFF, 0x00), few, strict=True):
-        configure(order, fill, blocks)
-        mine = list(arguments)
-        for i in changed:
-            mine[i] = arguments[i].clone(memory_format=torch.preserve_format)
-        result = getattr(registered, name)(*mine)
-        single = not isinstance(result, (tuple, list))
-        found.append([*([result] if single else result), *(mine[i] for i in changed)])
-    configure()
+    found = [run(name, *arguments, changed=changed) for _ in settings(name)]
     for again in found[1:]:
         for a, b in zip(found[0], again, strict=True):
             assert (a is None) == (b is None)
             if a is not None and b is not None:
                 assert_bits(b, a)
                 assert a.stride() == b.stride()
-    return found[0][0] if single and not changed else found[0]
+    return found[0] if len(found[0]) > 1 else found[0][0]
+
+
+def settings(name: str) -> Iterator[None]:
+    """The emulator's, for calls of an operator; on a GPU two calls as it is."""
+    if not EMULATED:
+        yield from (None, None)
+        return
+    few = (
+        [_blocks_of_sums] * 3
+        if name.startswith(SUMMING)
+        else [0, random.choice([1, 2, 3]), random.choice([0, 1, 5, 7])]
+    )
+    orders = ("forward", "reverse", f"random:{random.randrange(1 << 30)}")
+    for order, fill, blocks in zip(orders, (control.UNWRITTEN, 0xFF, 0x00), few, strict=True):
+        configure(order, fill, blocks)
+        yield
+    configure()
 
 
 # Around the widths of vectors, warps and blocks.
@@ -223,8 +234,9 @@ def test_damaged_caches(dtype: torch.dtype) -> None:
     for size in (300, 20000):
         for keep in (900, 5000):
             noise = torch.randint(0, 256, (caches.largest_bytes(size, keep, dtype.itemsize),), dtype=torch.uint8)
-            configure("random:7", 0, races=0)  # one place twice: either value may stay
-            registered.unpack_largest(noise, keep, [size], dtype)
+            if EMULATED:
+                configure("random:7", 0, races=0)  # one place twice: either value may stay
+            run("unpack_largest", noise, keep, [size], dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -233,15 +245,10 @@ def test_caches_at_odd_offsets(dtype: torch.dtype) -> None:
     x = torch.randn(300).to(dtype)
     for keep in (100, 2000):
         packed = call("pack_largest", x, keep)
-        check_at_odd_offset(packed, partial(unpack_largest, keep, x))
-    check_at_odd_offset(call("pack_int8", x), lambda odd: registered.unpack_int8(odd, x.shape, dtype))
+        check_at_odd_offset(packed, lambda odd, keep=keep: run("unpack_largest", odd, keep, x.shape, dtype)[0])
+    check_at_odd_offset(call("pack_int8", x), lambda odd: run("unpack_int8", odd, x.shape, dtype)[0])
     mask = call("pack_sign", x)
-    check_at_odd_offset(mask, lambda odd: registered.keep_where(x, odd))
-
-
-def unpack_largest(keep: int, x: Tensor, packed: Tensor) -> Tensor:
-    made: Tensor = registered.unpack_largest(packed, keep, x.shape, x.dtype)
-    return made
+    check_at_odd_offset(mask, lambda odd: run("keep_where", x, odd)[0])
 
 
 def check_at_odd_offset(packed: Tensor, unpack: Callable[[Tensor], Tensor]) -> None:
@@ -258,20 +265,22 @@ def check_at_odd_offset(packed: Tensor, unpack: Callable[[Tensor], Tensor]) -> N
 
 @seeds
 def test_products(seed: int) -> None:
-    dtype = random.choice(FLOATS)
-    rows, columns, outs = (random.choice([0, 1, 3, 33, 130, 300]) for _ in range(3))
+    shape = [random.choice([0, 1, 3, 33, 130, 300]) for _ in range(3)]
+    check_products(*shape, random.choice([1, 1000, 1639, 16384]), random.choice(FLOATS), transposed=seed % 2 == 0)
+
+
+def check_products(rows: int, columns: int, outs: int, keep: int, dtype: torch.dtype, *, transposed: bool) -> None:
+    """The product of a gradient in any layout and what is kept of the largest."""
     x, wide = torch.randn(rows, columns).to(dtype), torch.randn(rows, 2 * outs).to(dtype)
-    keep = random.choice([1, 1000, 1639, 16384])
     packed = call("pack_largest", x, keep)
     left = caches.unpack_largest(packed, keep, x.shape, dtype).double()
-    grad, transposed = random.choice([wide[:, :outs], wide[:, ::2], wide[:, outs:].t().contiguous().t()]), seed % 2 == 0
+    grad = random.choice([wide[:, :outs], wide[:, ::2], wide[:, outs:].t().contiguous().t()])
     got = call("mm_largest", grad, packed, keep, columns, transposed)
     exact = left.t() @ grad.double() if transposed else grad.double().t() @ left
     assert got.shape == exact.shape and got.dtype == dtype
     if exact.numel() and rows:
-        assert (got.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * math.sqrt(
-            rows + 1
-        ) * exact.abs().max()
+        most = 4 * torch.finfo(dtype).eps * math.sqrt(rows + 1) * exact.abs().max()
+        assert (got.double() - exact).abs().max() <= most
 
 
 @seeds
@@ -356,10 +365,10 @@ def check_max_pool(
 def test_windows_without_a_cell() -> None:
     x, pool = torch.arange(11.0).view(1, 1, 11, 1), ([3, 2], [3, 2], [0, 1], [3, 2])
     y, indices = aten.max_pool2d_with_indices(x, *pool, True)
-    _, offsets = registered.max_pool2d_with_offsets(x, *pool, True)
-    assert_bits(registered.max_pool2d_offsets_to_indices(offsets, x.shape, *pool), indices)
+    _, offsets = run("max_pool2d_with_offsets", x, *pool, True)
+    assert_bits(run("max_pool2d_offsets_to_indices", offsets, x.shape, *pool)[0], indices)
     expected = aten.max_pool2d_with_indices_backward(torch.ones_like(y), x, *pool, True, indices)
-    assert_bits(registered.max_pool2d_offsets_backward(torch.ones_like(y), offsets, x.shape, *pool), expected)
+    assert_bits(run("max_pool2d_offsets_backward", torch.ones_like(y), offsets, x.shape, *pool)[0], expected)
 
 
 def norm_input(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
@@ -606,7 +615,7 @@ def check_batch_norm_train(x: Tensor, rows: list[Tensor], *, exact_statistics: b
     arguments = (x, weight, bias, *moved, 0.2, 1e-3, residual, name, lo, hi, exact_statistics)
     y, mean, invstd, *moved = call("batch_norm_train", *arguments, changed=(3, 4))
     exact = aten.native_batch_norm(x.double(), weight.double(), bias.double(), *wanted, True, 0.2, 1e-3)
-    if exact_statistics:  # on the CPU they may be of 16 bits
+    if exact_statistics and EMULATED:  # on the CPU they may be of 16 bits
         known = aten.batch_norm_update_stats(x, *(t.clone() for t in running), 0.2)
         exact = (exact[0], known[0].double(), (known[1].double() + 1e-3).rsqrt())
     for actual, expected in zip((mean, invstd, *moved), (*exact[1:], *wanted), strict=True):
@@ -647,6 +656,7 @@ def test_own_statistics_far_from_zero(channels_last: bool, shape: tuple[int, ...
     assert mean[2] == x[0, 2, 0, 0]
 
 
+@emulated
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_batch_norm_takes_two_launches(dtype: torch.dtype) -> None:
     """Forward and backward, in any layout; one if the statistics are known, and one beside ATen's own."""
@@ -764,6 +774,7 @@ def check_swiglu(grad: Tensor, gate: Tensor, up: Tensor) -> None:
             torch.testing.assert_close(mine, other, rtol=within, atol=within * max(1.0, largest))
 
 
+@emulated
 def test_every_kernel_was_launched() -> None:
     """The last one: each `__global__` function of csrc/cuda has run in some test above."""
     defined = {name for _, name in control.sources()["kernels"]}
