@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +18,16 @@ from ..compiler.request import optimizer_bytes
 from ..errors import UsageError
 from ..ir.defaults import MODE
 from ..ir.mode import parse_mode
+from ..ir.units import format_bytes
 from ..models import SHAPES, Parts, add_adapters, build_model, check_quantisation, decoder, parts_of, told
 
+#: Frozen weights of at least this many bytes are named if they are not quantised.
+_WORTH_TELLING = 2**20
 _TRANSFORMERS = re.compile(r"transformers:(\w+)\((.+)\)")
+#: A name on Hugging Face; a file of Python has a function behind a colon.
+_ON_THE_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+#: What people call the shapes of Llama 3.1, 3.2 and 3.3.
+_LLAMA = re.compile(r"^(?:meta-llama/)?(?:meta-)?llama-?3(?:\.[123])?-(\d+b)(?:-instruct)?$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +61,20 @@ class Question:
         """Of the optimizer's state; with `optimizer_in_backward` also what its largest step takes."""
         return optimizer_bytes(self.model, self.optimizer, in_backward=self.optimizer_in_backward)
 
+    @property
+    def _unquantised(self) -> str:
+        """Which frozen weights of the blocks are not stored so, as those of experts, in words."""
+        sizes: Counter[str] = Counter()
+        for block in self.parts.blocks:
+            for name, parameter in block.named_parameters():
+                if not parameter.requires_grad and parameter.dim() > 1:
+                    sizes[name.removeprefix("layer.")] += parameter.numel() * parameter.element_size()
+        told = [f"{name} of {format_bytes(size)}" for name, size in sizes.most_common() if size >= _WORTH_TELLING]
+        return f" (not quantised: {', '.join(told)})" if told else ""
+
     def __str__(self) -> str:
         trained = f"LoRA of rank {self.lora}" if self.lora else "all parameters trained"
-        stored = f" on {self.quantisation} weights" if self.quantisation else ""
+        stored = f" on {self.quantisation} weights{self._unquantised}" if self.quantisation else ""
         back = " in the backward" if self.optimizer_in_backward else ""
         attention = f", {self.attention} attention" if self.attention else ""
         dtype = str(self.dtype).removeprefix("torch.")
@@ -75,7 +95,8 @@ def read_question(
     """Build the decoder, without memory for its weights, and put adapters on it.
 
     Args:
-        model: a name of `monet_like.models.SHAPES` (llama_8b; 8B is the same), ``transformers:CLASS(CONFIG.json)``, another
+        model: a name of `monet_like.models.SHAPES` (llama_8b; 8B and Llama-3.1-8B are the same), a ``config.json`` or the folder with it, a
+            name on Hugging Face whose config is in the cache, ``transformers:CLASS(CONFIG.json)``, another
             MODEL of the command line, or a module on the meta device. It is changed: its dtype, and its adapters.
 
     Raises:
@@ -112,14 +133,61 @@ def read_question(
 
 def _built(text: str) -> nn.Module:
     """Build a model of the command line on the meta device."""
-    short = text.strip().lower().replace("-", "_").replace(".", "_")
+    text = text.strip()
+    short = re.sub(r"[-.]", "_", _LLAMA.sub(r"llama_\1", text.lower()))
     for name in (short, f"llama_{short}"):
         if name in SHAPES:
             return decoder(name)
-    if match := _TRANSFORMERS.fullmatch(text.strip()):
+    if match := _TRANSFORMERS.fullmatch(text):
         return _of_transformers(match[1], Path(match[2].strip("\"'")))
+    if path := _config_of(text.removeprefix("transformers:")):
+        return _of_transformers(_architecture(path), path)
     with torch.device("meta"):
         return build_model(text).module
+
+
+def _config_of(text: str) -> Path | None:
+    """The ``config.json`` that is meant: a file, the folder with it, or that of a model on Hugging Face in the cache; None: none of these."""
+    path = Path(text)
+    if path.suffix == ".json" or (path / "config.json").is_file():
+        return path / "config.json" if path.is_dir() else path
+    if not _ON_THE_HUB.fullmatch(text) or path.suffix == ".py":
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    found = try_to_load_from_cache(text, "config.json")
+    if not isinstance(found, str):
+        raise UsageError(
+            f"the config of {text} is not in Hugging Face's cache; load it once (transformers.AutoConfig.from_pretrained({text!r})), or "
+            "give its config.json"
+        )
+    return Path(found)
+
+
+def _architecture(path: Path) -> str:
+    """The class of Transformers that a config names.
+
+    Raises:
+        UsageError: it names none.
+    """
+    kinds = _content(path).get("architectures")
+    if not kinds:
+        raise UsageError(
+            f"{path} does not say of which class the model is (architectures); give such as transformers:LlamaForCausalLM({path})"
+        )
+    return str(kinds[0])
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} is not the config.json of a model: {error}; give a file or folder that is here"
+        ) from None
+    return content if isinstance(content, dict) else {}
 
 
 def _of_transformers(kind: str, path: Path) -> nn.Module:
@@ -144,12 +212,7 @@ def _of_transformers(kind: str, path: Path) -> nn.Module:
             "monet_like.models.Parts"
         )
     path = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{path} is not the config.json of a model: {error}; give a file or folder that is here"
-        ) from None
+    content = _content(path)
     try:
         config = make.config_class.from_dict(content)
         config.use_cache = False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..errors import UsageError
-from ..ir.units import parse_budget
+from ..ir.units import GIB, parse_budget
 from ..models import attention_window
 from ..profile.devices import DEVICES, DeviceLimits
 from .answer import Answer
@@ -42,10 +44,12 @@ def fits(
     integer program chooses a schedule for every block, so that the whole step fits (`monet_like.plan.step.choice`).
 
     Args:
-        model: a name such as ``"llama_8b"``, ``"transformers:LlamaForCausalLM(config.json)"``, another MODEL of the command
+        model: a name such as ``"Llama-3.1-8B"``, a ``config.json`` of Transformers, the name of a model on Hugging Face whose config is in
+            the cache, ``"transformers:LlamaForCausalLM(config.json)"``, another MODEL of the command
             line, or a module whose parts are known (`monet_like.models.parts_of`).
         batch, length: samples and tokens of a step.
-        cards: names of data sheets in `monet_like.profile.devices.DEVICES`, or data sheets.
+        cards: names of data sheets in `monet_like.profile.devices.DEVICES` such as ``"rtx3090"``, memories such as ``"24GB"``, which
+            get the rates of the usual card of that size, or data sheets.
         largest: what to look for the largest of: ``batch`` at this length, ``length`` at this batch, or "".
         reserve: of each card's memory that the step may not use, such as ``"1 GB"``.
         progress: called with lines for people.
@@ -85,8 +89,22 @@ def _card(card: str | DeviceLimits) -> DeviceLimits:
     Raises:
         UsageError: it is not known, or of no GPU with a known memory.
     """
-    known = [name for name, limits in DEVICES.items() if limits.device == "cuda"]
-    limits = DEVICES.get(card) if isinstance(card, str) else card
+    gpus = {name: limits for name, limits in DEVICES.items() if limits.device == "cuda"}
+    limits = _named(card, gpus) if isinstance(card, str) else card
     if limits is None or limits.device != "cuda" or not limits.memory_bytes:
-        raise UsageError(f"card {card!r} is unknown; choose of {', '.join(known)}")
+        raise UsageError(f"card {card!r} is unknown; choose of {', '.join(gpus)}, or give a memory such as 24GB")
     return limits
+
+
+def _named(card: str, gpus: Mapping[str, DeviceLimits]) -> DeviceLimits | None:
+    """The data sheet of a name, however it is spelt; of a memory such as 24GB one with the rates of the usual card of that size."""
+    short = re.sub(r"nvidia|geforce|tesla|[^a-z0-9.]", "", card.lower())
+    for name, limits in gpus.items():
+        if short in (re.sub("[^a-z0-9]", "", word.lower().replace("geforce", "")) for word in (name, *limits.products)):
+            return limits
+    if not (size := re.fullmatch(r"(\d+(?:\.\d+)?)g(?:i?b)?", short)):
+        return None
+    memory = int(float(size[1]) * GIB)
+    usual = sorted((gpus[name] for name in CARDS), key=lambda limits: limits.memory_bytes)
+    like = next((limits for limits in usual if limits.memory_bytes >= memory), usual[-1])
+    return replace(like, name=f"{size[1]}GB as {like.name}", memory_bytes=memory)

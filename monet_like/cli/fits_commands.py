@@ -27,7 +27,7 @@ from .options import attention_option, csv_option, with_terminal
     "--optimizer",
     default="adamw",
     show_default=True,
-    help="Whose state to count: none, sgd, momentum, adam, adamw, adamw_fused, adamw8bit.",
+    help="Whose state to count: none, sgd, momentum, adam, adamw, adamw_fused, adamw8bit, paged_adamw8bit.",
 )
 @click.option(
     "--optimizer-in-backward",
@@ -41,7 +41,7 @@ from .options import attention_option, csv_option, with_terminal
     "--cards",
     default="rtx4080,rtx4090,a100,l40s,h100,h200",
     show_default=True,
-    help="Data sheets, such as rtx4090,h100.",
+    help="Data sheets, such as rtx3090,h100, or memories, such as 24GB.",
 )
 @click.option(
     "--largest",
@@ -61,8 +61,8 @@ from .options import attention_option, csv_option, with_terminal
 def fits_command(**options: Any) -> None:
     """Say which cards the decoder MODEL trains on: plain, with a checkpoint per block, and by our plan. No card is needed.
 
-    MODEL is llama_1b, llama_3b, llama_8b or llama_70b (8B is the same), "transformers:LlamaForCausalLM(config.json)", or
-    path/to/file.py:make_model for a model with a method parts(). Weights are not needed. All figures are predicted.
+    MODEL is llama_1b, llama_3b, llama_8b or llama_70b (8B and Llama-3.1-8B are the same), a config.json of Transformers, the name of a
+    model on Hugging Face whose config is in the cache, "transformers:LlamaForCausalLM(config.json)", or path/to/file.py:make_model for a model with a method parts(). Weights are not needed. All figures are predicted.
 
     \b
     Examples:

@@ -84,7 +84,7 @@ optimizer_option = combined(
         "--optimizer",
         default="none",
         show_default=True,
-        help="Count this optimizer's state: none, sgd, momentum, adam, adamw, adam_fused, adamw_fused, adam8bit or adamw8bit.",
+        help="Count this optimizer's state: none, sgd, momentum, adam, adamw, adam_fused, adamw_fused, adam8bit, adamw8bit, paged_adamw or paged_adamw8bit.",
     ),
     click.option(
         "--optimizer-in-backward",

@@ -44,7 +44,8 @@ class Optimizer:
         return self.states * (4 * count if count < 4096 else count + 4 * -(-count // 256))
 
 
-#: By name. ``_fused`` ones are PyTorch's with ``fused=True``.
+#: By name. ``_fused`` ones are PyTorch's with ``fused=True``. ``paged`` ones are bitsandbytes': their states are in managed memory, which
+#: the driver moves to the host when a step needs the GPU's.
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "none": Optimizer(0, 0),
     "sgd": Optimizer(0, 0),
@@ -55,6 +56,8 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw_fused": Optimizer(2, 0),
     "adam8bit": Optimizer(2, 0, quantised=True),
     "adamw8bit": Optimizer(2, 0, quantised=True),
+    "paged_adamw": Optimizer(0, 0),
+    "paged_adamw8bit": Optimizer(0, 0),
 }
 
 

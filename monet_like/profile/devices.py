@@ -1,25 +1,8 @@
 """Devices: the name of this machine's, and rates and memory of GPUs from their data sheets.
 
-Where the rates are from (all are peaks without sparsity, which no operator reaches: `monet_like.profile.gpu_paces` has the shares; where a datasheet gives the rate with
-sparsity, half of it is taken; nothing here was measured, but for ``cpu``):
-
-* a100: "NVIDIA A100 Tensor Core GPU" datasheet, A100 40GB PCIe (SXM alike): FP32 19.5 TFLOPS, TF32 156, BFLOAT16 312,
-  40 GB, 1,555 GB/s. a100-80gb-pcie, a100-80gb-sxm: the same rates, 80 GB, 1,935 and 2,039 GB/s.
-* h100: "NVIDIA H100 Tensor Core GPU" datasheet, H100 SXM: FP32 67 TFLOPS, TF32 989 with sparsity, BFLOAT16 1,979 with
-  sparsity, 80 GB, 3.35 TB/s. h100-pcie: H100 PCIe, FP32 51, TF32 756 and BFLOAT16 1,513 with sparsity, 80 GB, 2 TB/s.
-  h100-nvl: H100 NVL, FP32 60, TF32 835 and BFLOAT16 1,671 with sparsity, 94 GB, 3.9 TB/s.
-* h200: "NVIDIA H200 Tensor Core GPU" datasheet, H200 SXM: as H100 SXM, but 141 GB, 4.8 TB/s. h200-nvl: H200 NVL, as
-  H100 NVL, but 141 GB, 4.8 TB/s.
-* gh200: "NVIDIA GH200 Grace Hopper Superchip" datasheet: as H100 SXM, but 96 GB HBM3, 4 TB/s, NVLink-C2C 900 GB/s in
-  both directions.
-* rtx4090: "NVIDIA Ada GPU Architecture" whitepaper, appendix A: FP32 82.6 TFLOPS, TF32 82.6, FP16 with FP32
-  accumulate 165.2, 24 GB GDDR6X, 1,008 GB/s.
-* rtx4080: the same whitepaper, RTX 4080: FP32 48.7 TFLOPS, TF32 48.7, FP16 with FP32 accumulate 97.5, 16 GB GDDR6X,
-  716.8 GB/s.
-* l40s: "NVIDIA L40S" datasheet: FP32 91.6 TFLOPS, TF32 366 with sparsity, BFLOAT16 733 with sparsity, 48 GB GDDR6, 864 GB/s.
-* rtx2080ti: "NVIDIA Turing GPU Architecture" whitepaper, reference card: FP32 13.4 TFLOPS, FP16 with FP32 accumulate
-  53.8, 11 GB, 616 GB/s. It has no TF32.
-* p100: "NVIDIA Tesla P100" datasheet, PCIe 16 GB: FP32 9.3 TFLOPS, FP16 18.7, 732 GB/s. It has no TF32.
+GPUs stand in ``gpus.csv``, each with the name of the datasheet or whitepaper that its figures are from. All rates are peaks without
+sparsity, which no operator reaches (`monet_like.profile.gpu_paces` has the shares); where a datasheet gives the rate with sparsity, half
+of it is taken. 16-bit products are those with sums in float32. Nothing here was measured, but for ``cpu``.
 
 Multiprocessors are those of the same cards by NVIDIA's whitepapers (P100, Turing, A100, H100 and Ada architectures).
 
@@ -32,10 +15,12 @@ matrix products of float32 do not (``torch.backends.cuda.matmul.allow_tf32``).
 
 from __future__ import annotations
 
+import csv
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -66,11 +51,9 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-#: Bytes a second and direction of a link of 16 lanes: PCI Express 3.0, 4.0 and 5.0, by NVIDIA's datasheets 32, 64 and
-#: 128 GB/s in both; and the share of it that large copies of pinned memory are taken to reach.
-PCIE3, PCIE4, PCIE5 = (0.8 * rate for rate in (16e9, 32e9, 64e9))
-#: The same for the link of a Grace Hopper Superchip.
-NVLINK_C2C = 0.8 * 450e9
+#: Bytes a second and direction of a link of 16 lanes: of PCI Express 3.0, 4.0 and 5.0 by NVIDIA's datasheets 32, 64 and 128 GB/s in both,
+#: of a Grace Hopper Superchip 900; and the share of it that large copies of pinned memory are taken to reach.
+LINKS = {name: 0.8 * rate for name, rate in (("pcie3", 16e9), ("pcie4", 32e9), ("pcie5", 64e9), ("nvlink-c2c", 450e9))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,209 +112,45 @@ class DeviceLimits:
         )
 
 
-def _gpu(
-    name: str,
-    *,
-    tflops: tuple[float, float, float],
-    bandwidth: float,
-    link: float,
-    gigabytes: int,
-    multiprocessors: int,
-    capability: tuple[int, int],
-    products: tuple[str, ...],
-    source: str,
-) -> DeviceLimits:
-    """``tflops``: of float32, of float32's convolutions, and of 16-bit floats."""
+def _gpu(row: Mapping[str, str]) -> DeviceLimits:
+    """A row of ``gpus.csv``."""
+    major, minor = (int(part) for part in row["capability"].split("."))
     return DeviceLimits(
-        name=name,
-        flops_per_second=tflops[0] * 1e12,
-        convolution_flops_per_second=tflops[1] * 1e12,
-        half_flops_per_second=tflops[2] * 1e12,
-        bytes_per_second=bandwidth,
-        host_bytes_per_second=link,
+        name=row["name"],
+        flops_per_second=float(row["float32_tflops"]) * 1e12,
+        convolution_flops_per_second=float(row["convolution_tflops"]) * 1e12,
+        half_flops_per_second=float(row["half_tflops"]) * 1e12,
+        bytes_per_second=float(row["gb_per_second"]) * 1e9,
+        host_bytes_per_second=LINKS[row["link"]],
         launch_seconds=4e-6,
-        source=source,
-        memory_bytes=gigabytes * GIB,
-        multiprocessors=multiprocessors,
+        source=row["source"],
+        memory_bytes=int(row["gigabytes"]) * GIB,
+        multiprocessors=int(row["multiprocessors"]),
         device="cuda",
-        products=products,
-        cublas_bytes=default_bytes(capability[0]),
-        product_bytes=0 if are_kept() else workspace_bytes(capability[0]),
-        capability=capability,
+        products=tuple(row["products"].split("|")),
+        cublas_bytes=default_bytes(major),
+        product_bytes=0 if are_kept() else workspace_bytes(major),
+        capability=(major, minor),
     )
 
 
-_A100, _H100, _NVL = (19.5, 156.0, 312.0), (67.0, 494.5, 989.5), (60.0, 417.5, 835.5)
+def _gpus() -> Iterator[DeviceLimits]:
+    with Path(__file__).with_name("gpus.csv").open(newline="") as file:
+        yield from map(_gpu, csv.DictReader(file))
 
-DEVICES: Mapping[str, DeviceLimits] = {
-    limits.name: limits
-    for limits in (
-        DeviceLimits(
-            name="cpu",
-            flops_per_second=1.0e11,
-            convolution_flops_per_second=1.0e11,
-            half_flops_per_second=1.0e11,
-            bytes_per_second=1.5e10,
-            host_bytes_per_second=1e9,
-            launch_seconds=2e-6,
-            source="a server CPU on two cores, as measured; files: a guess",
-        ),
-        _gpu(
-            "p100",
-            tflops=(9.3, 9.3, 18.7),
-            bandwidth=732e9,
-            link=PCIE3,
-            gigabytes=16,
-            multiprocessors=56,
-            capability=(6, 0),
-            products=("Tesla P100-PCIE-16GB",),
-            source="NVIDIA Tesla P100 PCIe 16 GB datasheet",
-        ),
-        _gpu(
-            "a100",
-            tflops=_A100,
-            bandwidth=1555e9,
-            link=PCIE4,
-            gigabytes=40,
-            multiprocessors=108,
-            capability=(8, 0),
-            products=("A100-SXM4-40GB", "A100-PCIE-40GB"),
-            source="NVIDIA A100 40 GB PCIe datasheet",
-        ),
-        _gpu(
-            "a100-80gb-pcie",
-            tflops=_A100,
-            bandwidth=1935e9,
-            link=PCIE4,
-            gigabytes=80,
-            multiprocessors=108,
-            capability=(8, 0),
-            products=("A100 80GB PCIe",),
-            source="NVIDIA A100 80 GB PCIe datasheet",
-        ),
-        _gpu(
-            "a100-80gb-sxm",
-            tflops=_A100,
-            bandwidth=2039e9,
-            link=PCIE4,
-            gigabytes=80,
-            multiprocessors=108,
-            capability=(8, 0),
-            products=("A100-SXM4-80GB",),
-            source="NVIDIA A100 80 GB SXM datasheet",
-        ),
-        _gpu(
-            "h100",
-            tflops=_H100,
-            bandwidth=3350e9,
-            link=PCIE5,
-            gigabytes=80,
-            multiprocessors=132,
-            capability=(9, 0),
-            products=("H100 80GB HBM3",),
-            source="NVIDIA H100 SXM datasheet",
-        ),
-        _gpu(
-            "h100-pcie",
-            tflops=(51.0, 378.0, 756.5),
-            bandwidth=2000e9,
-            link=PCIE5,
-            gigabytes=80,
-            multiprocessors=114,
-            capability=(9, 0),
-            products=("H100 PCIe",),
-            source="NVIDIA H100 PCIe datasheet",
-        ),
-        _gpu(
-            "h100-nvl",
-            tflops=_NVL,
-            bandwidth=3900e9,
-            link=PCIE5,
-            gigabytes=94,
-            multiprocessors=132,
-            capability=(9, 0),
-            products=("H100 NVL",),
-            source="NVIDIA H100 NVL datasheet",
-        ),
-        _gpu(
-            "h200",
-            tflops=_H100,
-            bandwidth=4800e9,
-            link=PCIE5,
-            gigabytes=141,
-            multiprocessors=132,
-            capability=(9, 0),
-            products=("H200",),
-            source="NVIDIA H200 SXM datasheet",
-        ),
-        _gpu(
-            "h200-nvl",
-            tflops=_NVL,
-            bandwidth=4800e9,
-            link=PCIE5,
-            gigabytes=141,
-            multiprocessors=132,
-            capability=(9, 0),
-            products=("H200 NVL",),
-            source="NVIDIA H200 NVL datasheet",
-        ),
-        _gpu(
-            "gh200",
-            tflops=_H100,
-            bandwidth=4000e9,
-            link=NVLINK_C2C,
-            gigabytes=96,
-            multiprocessors=132,
-            capability=(9, 0),
-            products=("GH200 480GB", "GH200 120GB"),  # the host's memory: the GPU has 96 GB in both
-            source="NVIDIA GH200 Grace Hopper Superchip datasheet",
-        ),
-        _gpu(
-            "rtx2080ti",
-            tflops=(13.4, 13.4, 53.8),
-            bandwidth=616e9,
-            link=PCIE3,
-            gigabytes=11,
-            multiprocessors=68,
-            capability=(7, 5),
-            products=("GeForce RTX 2080 Ti",),
-            source="NVIDIA Turing whitepaper, reference card",
-        ),
-        _gpu(
-            "rtx4090",
-            tflops=(82.6, 82.6, 165.2),
-            bandwidth=1008e9,
-            link=PCIE4,
-            gigabytes=24,
-            multiprocessors=128,
-            capability=(8, 9),
-            products=("GeForce RTX 4090",),
-            source="NVIDIA Ada architecture whitepaper",
-        ),
-        _gpu(
-            "rtx4080",
-            tflops=(48.7, 48.7, 97.5),
-            bandwidth=716.8e9,
-            link=PCIE4,
-            gigabytes=16,
-            multiprocessors=76,
-            capability=(8, 9),
-            products=("GeForce RTX 4080",),
-            source="NVIDIA Ada architecture whitepaper",
-        ),
-        _gpu(
-            "l40s",
-            tflops=(91.6, 183.0, 366.5),
-            bandwidth=864e9,
-            link=PCIE4,
-            gigabytes=48,
-            multiprocessors=142,
-            capability=(8, 9),
-            products=("L40S",),
-            source="NVIDIA L40S datasheet",
-        ),
-    )
-}
+
+_CPU = DeviceLimits(
+    name="cpu",
+    flops_per_second=1.0e11,
+    convolution_flops_per_second=1.0e11,
+    half_flops_per_second=1.0e11,
+    bytes_per_second=1.5e10,
+    host_bytes_per_second=1e9,
+    launch_seconds=2e-6,
+    source="a server CPU on two cores, as measured; files: a guess",
+)
+
+DEVICES: Mapping[str, DeviceLimits] = {limits.name: limits for limits in (_CPU, *_gpus())}
 
 
 @dataclass(frozen=True)

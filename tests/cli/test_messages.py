@@ -284,12 +284,13 @@ def test_missing_arguments(count: int, missing: str) -> None:
         (
             ("--optimizer", "adma"),
             "optimizer 'adma' is unknown; choose one of none, sgd, momentum, adam, adamw, adam_fused, adamw_fused, adam8bit, "
-            "adamw8bit",
+            "adamw8bit, paged_adamw, paged_adamw8bit",
         ),
         (
             ("--profile", "roofline:h900"),
             "there is no roofline for 'h900'; choose one of cpu, p100, a100, a100-80gb-pcie, a100-80gb-sxm, h100, "
-            "h100-pcie, h100-nvl, h200, h200-nvl, gh200, rtx2080ti, rtx4090, rtx4080, l40s",
+            "h100-pcie, h100-nvl, h200, h200-nvl, gh200, rtx2080ti, rtx4090, rtx4080, l40s, t4, v100-16gb, v100-32gb, rtx3070, "
+            "rtx3080, rtx3090, a10, rtxa6000, rtx4070, l4, rtx6000ada, rtx5070ti, rtx5080, rtx5090",
         ),
     ],
 )

@@ -37,6 +37,11 @@ def test_states_and_temporaries_are_those_of_pytorchs_optimizers(name: str) -> N
     assert temporary <= rise <= temporary + SMALL
 
 
+def test_states_in_managed_memory_are_not_counted() -> None:
+    model = nn.Linear(300, 200)
+    assert optimizer_bytes(model, "paged_adamw8bit") == 0 < optimizer_bytes(model, "adamw8bit")
+
+
 def test_states_of_8_bits_have_a_scale_for_each_block_and_small_ones_stay() -> None:
     model = nn.Sequential(nn.Linear(100, 64), nn.Linear(64, 2))
     large, small = 100 * 64, 64 + 64 * 2 + 2

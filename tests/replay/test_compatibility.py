@@ -117,7 +117,9 @@ def test_gpus_have_a_memory_and_a_source() -> None:
     assert gigabytes == {
         **{"p100": 16, "a100": 40, "a100-80gb-pcie": 80, "a100-80gb-sxm": 80, "h100": 80, "h100-pcie": 80},
         **{"h100-nvl": 94, "h200": 141, "h200-nvl": 141, "gh200": 96, "rtx2080ti": 11, "rtx4090": 24},
-        **{"rtx4080": 16, "l40s": 48},
+        **{"rtx4080": 16, "l40s": 48, "t4": 16, "v100-16gb": 16, "v100-32gb": 32, "rtx3070": 8, "rtx3080": 10},
+        **{"rtx3090": 24, "a10": 24, "rtxa6000": 48, "rtx4070": 12, "l4": 24, "rtx6000ada": 48, "rtx5070ti": 16},
+        **{"rtx5080": 16, "rtx5090": 32},
     }
     cards = [limits for limits in DEVICES.values() if limits.device == "cuda"]
     assert all("datasheet" in limits.source or "whitepaper" in limits.source for limits in cards)
