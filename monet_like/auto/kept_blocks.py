@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ScheduleFileError
 from ..files import cache_folder, read_bytes, write_atomically
-from ..ir.json_fields import headed, typed
+from ..ir.json_fields import headed, read_as
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.step import Point, Step
 from ..plan.step.choice import ChoiceStatus
 
 FORMAT = "monet_like block plan"
-VERSION = 4
+VERSION = 5
 #: A plan is made anew if the peak differs by more than this share from when it was made. Gloo's threads release buffers late,
 #: so that two starts of the same script may differ by less.
 OTHER_SHARE = 0.01
@@ -94,10 +93,10 @@ class KeptBlocks:
         """Everything that the file holds, as plain builtins. Equal schedules and points are in it once."""
         schedules: list[Any] = []
         points: list[Any] = []
-        blocks: list[int] = []
+        blocks: list[int | None] = []
         for record, point in zip(self.records, self.points, strict=True):
             if record is None:
-                blocks.append(-1)
+                blocks.append(None)
                 continue
             text = record.content()
             if text not in schedules:
@@ -126,16 +125,14 @@ class KeptBlocks:
                 raise ValueError(f"it is a {content['format']!r} of version {content['version']!r}")
             if content["sha256"] != _digest({name: content[name] for name in content if name != "sha256"}):
                 raise ValueError("its content has another digest than it says")
-            records = [ScheduleRecord.of_content(record, path) for record in content["schedules"]]
-            points = [_point(found, records) for found in content["points"]]
-            blocks = typed(content["blocks"], "tuple[int, ...]")
-            if any(not -1 <= number < len(points) for number in blocks):
-                raise ValueError("a block has a point that is not there")
-            return KeptBlocks(
-                **{name: typed(content[name], kind) for name, kind in _FIELDS},
-                points=tuple(NOTHING if number < 0 else points[number][1] for number in blocks),
-                records=tuple(None if number < 0 else records[points[number][0]] for number in blocks),
-            )
+            lists = read_as(content, _Lists)
+            schedules = [ScheduleRecord.of_content(record, path) for record in lists.schedules]
+            records = [None if number is None else schedules[lists.points[number][0]] for number in lists.blocks]
+            points = [
+                Point(record.schedule, *lists.points[number][1:]) if record and number is not None else NOTHING
+                for record, number in zip(records, lists.blocks, strict=True)
+            ]
+            return read_as({**content, "points": points, "records": records}, KeptBlocks)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise ScheduleFileError(f"{path} is no whole plan of blocks: {error}") from None
 
@@ -171,29 +168,13 @@ def most_of_rest(step: Step) -> int:
     return max(moment.base_bytes for moment in step.moments)
 
 
-_FIELDS = (
-    ("planned", "str"),
-    ("budget_bytes", "int"),
-    ("peak_bytes", "int"),
-    ("plain_peak_bytes", "int"),
-    ("plain_seconds", "float"),
-    ("cublas_bytes", "int"),
-    ("kinds", "int"),
-    ("rest_bytes", "int"),
-    ("status", "str"),
-    ("bound_seconds", "float"),
-)
+@dataclass(frozen=True)
+class _Lists:
+    """What a file has once, with the number of a schedule in each point, and that of a point for each block."""
 
-
-def _point(content: Any, records: Sequence[ScheduleRecord]) -> tuple[int, Point]:
-    """The number of a schedule, and a point of it."""
-    number, seconds, *sizes, shared = content
-    if not 0 <= typed(number, "int") < len(records):
-        raise ValueError("a point has a schedule that is not there")
-    carried, forward_peak, backward_peak, adding_peak = (typed(size, "int") for size in sizes)
-    schedule, kept = records[number].schedule, typed(shared, "tuple[int, ...]")
-    point = Point(schedule, typed(seconds, "float"), carried, forward_peak, backward_peak, adding_peak, kept)
-    return number, point
+    schedules: tuple[Any, ...]
+    points: tuple[tuple[int, float, int, int, int, int, tuple[int, ...]], ...]
+    blocks: tuple[int | None, ...]
 
 
 def _digest(content: dict[str, Any]) -> str:

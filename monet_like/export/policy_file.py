@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ScheduleFileError
 from ..files import read_bytes, write_atomically
-from ..ir.json_fields import headed, typed
+from ..ir.json_fields import headed, read_as
 
 FORMAT = "monet_like checkpoint policy"
 VERSION = 1
-_WORDS = {"save": True, "recompute": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,26 +110,21 @@ def read_policy(path: Path) -> SelectivePlan:
             raise ValueError(f"its format is {content['format']!r}")
         if content["version"] != VERSION:
             raise ValueError(f"it has version {content['version']!r}, and this program reads {VERSION}")
-        regions = tuple(_region(entry) for entry in content["regions"])
+        regions = [{**entry, "operators": _calls(entry["operators"])} for entry in content["regions"]]
         if not regions:
             raise ValueError("it has no regions")
-        scalars = {f.name: typed(content[f.name], str(f.type)) for f in fields(SelectivePlan) if f.name != "regions"}
-        return SelectivePlan(regions=regions, **scalars)
+        return read_as({**content, "regions": regions}, SelectivePlan)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ScheduleFileError(f"{path} is no checkpoint policy of monet_like: {error}; write it again") from error
 
 
-def _region(entry: Any) -> RegionDecisions:
+def _calls(entries: Any) -> list[tuple[str, bool]]:
+    """The operators of a region, and whether their results are saved."""
     calls = []
     counts: Counter[str] = Counter()
-    for op, number, word in entry["operators"]:
-        if typed(op, "str") and number != counts[op]:
+    for op, number, word in read_as(entries, list[tuple[str, int, Literal["save", "recompute"]]]):
+        if number != counts[op]:
             raise ValueError(f"call {number} of {op} stands where call {counts[op]} should")
         counts[op] += 1
-        calls.append((op, _WORDS[word]))
-    return RegionDecisions(
-        typed(entry["module"], "str"),
-        tuple(calls),
-        typed(entry["saved_bytes"], "int"),
-        typed(entry["in_place"], "bool"),
-    )
+        calls.append((op, word == "save"))
+    return calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import fx, nn
 from ..capture.example_inputs import Example
 from ..errors import ScheduleFileError
 from ..files import read_bytes, write_atomically
-from ..ir.json_fields import headed, typed
+from ..ir.json_fields import headed, read_as
 from ..ir.schedule import Schedule
 from ..replay.verify.steps import train_step
 from .partitioner import PlannedGraph, graph_key
@@ -105,12 +105,7 @@ def read_plan(path: Path) -> CompilePlan:
         content = json.loads(read_bytes(path, "compile plan"))
         if (content["format"], content["version"]) != (FORMAT, VERSION):
             raise ValueError(f"its format is {content['format']!r}, version {content['version']!r}")
-        graphs = tuple(
-            GraphDecisions(**{f.name: typed(g[f.name], str(f.type)) for f in fields(GraphDecisions)})
-            for g in content["graphs"]
-        )
-        scalars = {f.name: typed(content[f.name], str(f.type)) for f in fields(CompilePlan) if f.name != "graphs"}
-        return CompilePlan(graphs=graphs, **scalars)
+        return read_as(content, CompilePlan)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ScheduleFileError(f"{path} is no compile plan of monet_like: {error}; export it again") from error
 

@@ -1,11 +1,13 @@
-"""Fields of dataclasses in JSON files: written under a header, and read with their types checked."""
+"""Fields of dataclasses in files: written under a header, and read with every field checked by its annotation."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
-_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}
+import msgspec
+
+_Read = TypeVar("_Read")
 
 
 def headed(record: Any, form: str, version: int, *, without: str) -> dict[str, Any]:
@@ -14,19 +16,35 @@ def headed(record: Any, form: str, version: int, *, without: str) -> dict[str, A
     return {"format": form, "version": version, **fields}
 
 
-def typed(value: Any, kind: str) -> Any:
-    """A value that was read, as the type of that name: ``str``, ``int``, ``float``, ``bool`` or ``tuple[int, ...]`` of them.
+def read_as(content: Any, kind: type[_Read]) -> _Read:
+    """Builtins that were read from a file as what ``kind`` says, such as a dataclass; other fields than its own are left out.
 
-    Lists become tuples; a whole number is a float, too.
+    Lists become tuples, and a whole number is a float, too. Errors name the field, and do not show the value, which may be huge.
 
     Raises:
-        TypeError: it has another type, or is no finite number.
+        ValueError: a field is missing or has another type; a whole number is negative or has more than 300 digits; another
+            number is not finite; a text cannot be printed.
     """
-    if kind.startswith("tuple["):
-        inner = kind.removeprefix("tuple[").removesuffix("]").removesuffix(", ...")
-        if type(value) is not list:
-            raise TypeError(f"a field holds {type(value).__name__}, not a list")
-        return tuple(typed(part, inner) for part in value)
-    if type(value) not in _KINDS[kind] or (kind == "float" and not math.isfinite(value)):
-        raise TypeError(f"a field holds {type(value).__name__}, not {kind}")
-    return value
+    found = msgspec.convert(content, kind)
+    _check_shown(msgspec.to_builtins(found, str_keys=True), "$")
+    return found
+
+
+def _check_shown(value: Any, path: str) -> None:
+    """Refuse what could not be shown or counted, in builtins at that path."""
+    wrong = ""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            _check_shown(name, f"{path}[...]")
+            _check_shown(part, f"{path}.{str(name)[:40]}")
+    elif isinstance(value, (list, tuple)):
+        for place, part in enumerate(value):
+            _check_shown(part, f"{path}[{place}]")
+    elif isinstance(value, str):
+        wrong = "" if value.isprintable() else "text that cannot be printed"
+    elif isinstance(value, int) and value.bit_length() > 1000:  # more than a float can hold
+        wrong = "a number of more than 300 digits"
+    elif (isinstance(value, int) and value < 0) or (isinstance(value, float) and not math.isfinite(value)):
+        wrong = str(value)
+    if wrong:
+        raise ValueError(f"Expected a number or text that can be used, got {wrong} - at `{path}`")

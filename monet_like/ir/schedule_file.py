@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleFileError
 from ..files import read_bytes, write_atomically
 from .frames import frame
+from .json_fields import read_as
 from .plain_pickle import dump_plain, load_plain
 from .schedule import Schedule
 from .units import format_bytes, format_seconds
@@ -123,7 +123,8 @@ class ScheduleRecord:
 
     def to_frame(self) -> pandas.DataFrame:
         """One row: what the schedule was made for and what it promises. ``pandas.concat`` compares several."""
-        own = {name: getattr(self, name) for name, _ in _SCALARS if name not in ("versions", "counts")}
+        left_out = ("schedule", "made_last", "versions", "counts")
+        own = {name: value for name, value in vars(self).items() if name not in left_out}
         own["inputs"] = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.inputs)
         dtypes = {"bound_seconds": "float64", "gap": "float64"}
         kinds = {int: "int64", float: "float64", bool: "bool"}
@@ -141,24 +142,12 @@ class ScheduleRecord:
 
     def content(self) -> dict[str, Any]:
         """Everything that the file holds, as plain builtins."""
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "forward": list(self.schedule.forward),
-            "again": [list(tasks) for tasks in self.schedule.again],
-            "ways": list(self.schedule.ways),
-            "made_last": list(self.made_last),
-            "inputs": [
-                {"shape": list(i.shape), "dtype": i.dtype, "requires_grad": i.requires_grad, "layout": i.layout}
-                for i in self.inputs
-            ],
-        }
-        named = {name: getattr(self, name) for name, _ in _SCALARS}
-        if not self.optimizer_in_backward:  # files without it read the same
-            del named["optimizer_in_backward"]
-        if not self.attention:
-            del named["attention"]
-        return content | named
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content |= content.pop("schedule")
+        for name in ("optimizer_in_backward", "attention"):  # files without it read the same
+            if not content[name]:
+                del content[name]
+        return content
 
     @staticmethod
     def load(path: Path) -> ScheduleRecord:
@@ -191,29 +180,19 @@ class ScheduleRecord:
                 f"{path} was made by {age} version of monet_like: it has format version {found}, this one reads "
                 f"{VERSION}; solve again"
             )
+        for name in (*_SCHEDULE, *(f.name for f in fields(ScheduleRecord) if f.name not in _LATER)):
+            if name not in content:
+                raise ScheduleFileError(f"{path} is damaged: it has no field {name!r}; solve again")
         try:
-            schedule = Schedule(
-                _ints(content["forward"]), tuple(map(_ints, _listed(content["again"]))), _ints(content["ways"])
-            )
-            inputs = tuple(
-                InputSpec(
-                    _shape(i["shape"]),
-                    _typed(i["dtype"], str),
-                    _typed(i["requires_grad"], bool),
-                    _typed(i["layout"], str),
-                )
-                for i in _listed(content["inputs"])
-            )
-            made_last = tuple(_typed(name, str) for name in _listed(content.get("made_last", [])))
-            known = _LATER | content
-            scalars = {name: _typed(known[name], kinds) for name, kinds in _SCALARS}
-            for name, kind in (("versions", str), ("counts", int)):
-                scalars[name] = {_typed(key, str): _typed(value, kind) for key, value in scalars[name].items()}
-        except KeyError as error:
-            raise ScheduleFileError(f"{path} is damaged: it has no field {error}; solve again") from None
-        except TypeError as error:
+            schedule = {name: content[name] for name in _SCHEDULE}
+            record = read_as({**content, "schedule": schedule}, ScheduleRecord)
+            if any(f.name not in entry for entry in content["inputs"] for f in fields(InputSpec)):
+                raise ValueError("an input lacks a field")
+            if any(math.prod(max(extent, 1) for extent in i.shape) >= _MOST_ELEMENTS for i in record.inputs):
+                raise ValueError("an input has more elements than a tensor can have")
+        except ValueError as error:
             raise ScheduleFileError(f"{path} is damaged: {error}; solve again") from None
-        return ScheduleRecord(schedule=schedule, inputs=inputs, made_last=made_last, **scalars)
+        return record
 
 
 def _read_json(text: bytes, path: Path) -> Any:
@@ -231,67 +210,7 @@ def _read_json(text: bytes, path: Path) -> Any:
 #: Elements of an input: more, PyTorch cannot count the bytes of.
 _MOST_ELEMENTS = 2**53
 
-_NUMBER = (float, int)
-_OPTIONAL = (float, int, type(None))
-_SCALARS: tuple[tuple[str, Any], ...] = (
-    ("model", str),
-    ("mode", str),
-    ("budget_bytes", int),
-    ("fingerprint", str),
-    ("device", str),
-    ("versions", dict),
-    ("peak_bytes", int),
-    ("seconds", _NUMBER),
-    ("plain_peak_bytes", int),
-    ("plain_seconds", _NUMBER),
-    ("solver", str),
-    ("status", str),
-    ("bound_seconds", _OPTIONAL),
-    ("gap", _OPTIONAL),
-    ("bound_kind", str),
-    ("solve_seconds", _NUMBER),
-    ("ablation", bool),
-    ("optimizer", str),
-    ("optimizer_bytes", int),
-    ("autocast", str),
-    ("layout", str),
-    ("note", str),
-    ("counts", dict),
-    ("cublas_bytes", int),
-    ("optimizer_in_backward", bool),
-    ("attention", str),
-)
-#: Fields that files of this format did not always have.
-_LATER: dict[str, Any] = {"cublas_bytes": 0, "optimizer_in_backward": False, "attention": ""}
-
-
-def _typed(value: Any, kinds: Any) -> Any:
-    """Check that ``value`` has one of these types (True is no int). Errors do not show the value, which may be huge."""
-    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    if type(value) not in kinds:
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"a field holds a {type(value).__name__}, not {wanted}")
-    if type(value) is int and value.bit_length() > 1000:  # more than a float can hold
-        raise TypeError("a field holds a number of more than 300 digits")
-    if type(value) is int and value < 0:
-        raise TypeError(f"a field holds {value}, which is negative")
-    if type(value) is float and not math.isfinite(value):
-        raise TypeError(f"a field holds {value}")
-    if type(value) is str and not value.isprintable():
-        raise TypeError("a field holds text that cannot be printed")
-    return value
-
-
-def _listed(values: Any) -> Sequence[Any]:
-    return _typed(values, (list, tuple))
-
-
-def _shape(values: Any) -> tuple[int, ...]:
-    extents = _ints(values)
-    if math.prod(max(extent, 1) for extent in extents) >= _MOST_ELEMENTS:
-        raise TypeError("an input has more elements than a tensor can have")
-    return extents
-
-
-def _ints(values: Any) -> tuple[int, ...]:
-    return tuple(_typed(value, int) for value in _listed(values))
+#: Fields of the schedule, which stand among the others.
+_SCHEDULE = ("forward", "again", "ways")
+#: Fields that files of this format did not always have, and the schedule itself.
+_LATER = ("schedule", "made_last", "cublas_bytes", "optimizer_in_backward", "attention")

@@ -279,7 +279,7 @@ def test_a_value_that_is_too_long_to_show(tmp_path: Path) -> None:
         bomb = [bomb] * 10
     with pytest.raises(ScheduleFileError) as caught:
         ScheduleRecord.load(changed(tmp_path / "file.pkl", lambda content: content.update(model=bomb)))
-    assert str(caught.value).endswith("file.pkl is damaged: a field holds a list, not str; solve again")
+    assert str(caught.value).endswith("file.pkl is damaged: Expected `str`, got `array` - at `$.model`; solve again")
     with pytest.raises(ScheduleFileError) as caught:
         ScheduleRecord.load(changed(tmp_path / "file.pkl", lambda content: content.update(version=bomb)))
     assert "has format version of type list, this one reads 4" in str(caught.value)
@@ -644,8 +644,8 @@ def test_a_profile_with_a_wrong_field(tmp_path: Path, name: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("gap", float("nan"), "holds nan"),
-        ("bound_seconds", float("-inf"), "holds -inf"),
+        ("gap", float("nan"), "got nan - at `..gap`"),
+        ("bound_seconds", float("-inf"), "got -inf - at `..bound_seconds`"),
         ("peak_bytes", 10**400, "more than 300 digits"),
         ("model", "net\x1b[2J", "cannot be printed"),
         ("note", "\ud800", "cannot be printed"),
